@@ -41,9 +41,9 @@ A command thus imports only the modules that it needs, and none before it has co
 sys.meta_path.append(MovedModuleFinder())
 
 if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps
-    from .distributed.presence import create_rank_note
+    from .distributed.presence import create_exit_reason_file
 
-    create_rank_note()
+    create_exit_reason_file()
 
 
 def __getattr__(name: str) -> Any:
@@ -61,5 +61,13 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted(
         {*globals(), *LAZY_NAMES}
-        - {"Any", "LAZY_NAMES", "import_module", "create_rank_note", "os", "sys", "MovedModuleFinder"}
+        - {
+            "Any",
+            "LAZY_NAMES",
+            "import_module",
+            "create_exit_reason_file",
+            "os",
+            "sys",
+            "MovedModuleFinder",
+        }
     )

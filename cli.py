@@ -17,8 +17,13 @@ from . import __version__
 from .distributed import SINGLE_PROCESS, World
 from .distributed.launcher import detect_launch
 from .frontends.commands import COMMAND_HELP
-from .frontends.terminal.arguments import CommandParser, as_one_line, describe_os_error, use_flag_names
-from .frontends.terminal.output import write_line_to_stderr, write_to_stdout
+from .frontends.terminal.arguments import (
+    CommandParser,
+    describe_os_error,
+    escape_as_one_line,
+    replace_arguments_by_flag_names,
+)
+from .frontends.terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .frontends.terminal.rank_command import run_command_as_rank
 from .graph.errors import HocketError
 from .graph.validation import did_you_mean
@@ -44,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if launch := detect_launch():
         return run_command_as_rank(
-            launch, partial(_run_command, words), _describe_error, version=__version__, debug="--debug" in words
+            launch,
+            partial(_run_command, words),
+            _describe_error_with_remedy,
+            version=__version__,
+            debug="--debug" in words,
         )
     try:
         return _run_with_reported_errors(words)
@@ -71,14 +80,14 @@ def _run_with_reported_errors(words: Sequence[str]) -> int:
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             raise
-        write_line_to_stderr(f"hocket: {as_one_line(_describe_error(error))}")
+        write_line_to_stderr(f"hocket: {escape_as_one_line(_describe_error_with_remedy(error))}")
         return 2
 
 
 def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     """Parse the command line, and run the command in this process, which may be one of several ranks."""
-    parser = build_parser(words)
-    asked = _find_command(words)
+    parser = build_parser_for_command(words)
+    asked = _find_command_name(words)
     if asked is not None and words[0] != asked and words[0] not in TOP_LEVEL_FLAGS:
         parser.error(
             f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
@@ -91,9 +100,9 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
     if left:
-        getattr(args, "parser", parser).exit_for_unknown_words(left)
+        getattr(args, "parser", parser).exit_with_flag_suggestion(left)
     if args.version:
-        write_to_stdout(f"hocket {__version__}\n")
+        write_to_stdout_unless_closed(f"hocket {__version__}\n")
         return 0
     if "run" not in args:
         parser.error("no command given")
@@ -103,7 +112,7 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     return int(args.run(args))
 
 
-def build_parser(words: Sequence[str]) -> CommandParser:
+def build_parser_for_command(words: Sequence[str]) -> CommandParser:
     """Build the parser of ``hocket`` with all subcommands.
 
     Only the command in `words` has its flags, and only its module is imported.
@@ -116,7 +125,7 @@ def build_parser(words: Sequence[str]) -> CommandParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=CommandParser, prog=parser.prog)
-    asked = _find_command(words)
+    asked = _find_command_name(words)
     for name, purpose in COMMAND_HELP.items():
         sub = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         if name == asked:
@@ -127,13 +136,13 @@ def build_parser(words: Sequence[str]) -> CommandParser:
     return parser
 
 
-def _find_command(words: Sequence[str]) -> str | None:
+def _find_command_name(words: Sequence[str]) -> str | None:
     """Find the first word that is no flag, which names the command; None without such a word."""
     return next((word for word in words if not word.startswith("-")), None)
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error_with_remedy(error: Exception) -> str:
     """Describe an error in one line with a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
-    return describe_os_error(error) if isinstance(error, OSError) else use_flag_names(str(error))
+    return describe_os_error(error) if isinstance(error, OSError) else replace_arguments_by_flag_names(str(error))

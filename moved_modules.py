@@ -112,7 +112,7 @@ class MovedModuleFinder:
         package, _, name = fullname.partition(".")
         if package != __package__:
             return None
-        new_paths = read_moved_modules()
+        new_paths = read_new_module_paths()
         if name in new_paths:
             return ModuleSpec(fullname, cast(Any, _AliasLoader(f"{package}.{new_paths[name]}")))
         is_folder = any(old.startswith(f"{name}.") for old in new_paths)
@@ -147,7 +147,7 @@ class _EmptyFolderLoader:
 
 
 @cache
-def read_moved_modules() -> dict[str, str]:
+def read_new_module_paths() -> dict[str, str]:
     """Return the new path of each moved module by its old path, both without the name of the package."""
     new_paths = {}
     for row in MOVED_MODULES.replace("\n    ", " ").strip().splitlines():

@@ -22,7 +22,7 @@ from ..graph.node import Node
 from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
 from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
-from .call_once import call_once
+from .call_once import thread_safe_cache
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
@@ -213,7 +213,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedBuffers:
+class SharedCollectiveBuffers:
     """Memory that several processes share, in which compiled collectives sum float32 values.
 
     `signal_pad` is like `Comm.signal_pad`. `float_buffers` [2, devices, n] has two buffers for each device, used in
@@ -243,7 +243,7 @@ class Comm(Protocol):
     compiled. The word `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in
     `view_run_numbers`.
     """
-    shared_buffers: SharedBuffers | None
+    shared_buffers: SharedCollectiveBuffers | None
     """Shared buffers of members in several processes of one machine; else None."""
     devices: Sequence[Device]
     """The devices of the members; known if there is a signal pad or if there are shared buffers."""
@@ -375,7 +375,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
+def view_host_tensor(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
     """Return a view of `tensor` as a NumPy array in a host buffer; a quantised dtype gives rows of block bytes."""
     dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.bytes_of(s) for s in tensor.strides]
     if dtype.is_quantised:
@@ -383,7 +383,7 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
     return np.ndarray(shape, dtype.storage, buffer=buffer.data, offset=tensor.offset, strides=strides)
 
 
-@call_once
+@thread_safe_cache
 def find_registered_backends() -> Mapping[str, str]:
     """Return all registered backends by device kind, of this package and of other packages; read once per process.
 

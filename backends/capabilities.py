@@ -35,7 +35,7 @@ class SupportsDeviceClasses(Protocol):
         """Return a key that is equal for all devices of one class: devices that can run the same nodes."""
 
 
-def find_device_class(backend: Backend, on: Device) -> Hashable:
+def find_class_of_equal_devices(backend: Backend, on: Device) -> Hashable:
     """Return a key that is equal for devices that can run the same nodes.
 
     A backend without device classes gives each device its own key.

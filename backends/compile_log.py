@@ -45,7 +45,7 @@ def log_missing_kernels(count: int) -> Iterator[None]:
         yield
 
 
-class _CompileBar:
+class _CompileProgressBar:
     """The progress bar of compilation: it has the count of kernels and the name of the present one.
 
     A timer opens it, because the first kernel may take longer than the delay.
@@ -113,4 +113,4 @@ class _CompileBar:
             self._bar = None
 
 
-_compile_bar = _CompileBar()
+_compile_bar = _CompileProgressBar()

@@ -19,11 +19,11 @@ def locate_source(function: Callable[..., Any]) -> SourceLocation:
     plain: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)
     place = f"{plain.__module__.replace('.', '/')}.py:{plain.__code__.co_firstlineno}"
     try:
-        return SourceLocation(place, dedent_source(inspect.getsource(plain)))
+        return SourceLocation(place, dedent_short_source(inspect.getsource(plain)))
     except OSError:  # typed into an interpreter
         return SourceLocation(place)
 
 
-def dedent_source(text: str) -> str:
+def dedent_short_source(text: str) -> str:
     """Return a source text without its common indentation, or "" if it is too long to store with a kernel."""
     return inspect.cleandoc(text) if len(text) <= MAX_SOURCE_CHARACTERS else ""

@@ -24,7 +24,7 @@ def merge_disjoint_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
     return MappingProxyType(whole)
 
 
-def merge_list_tables(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
+def concatenate_list_tables(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
     """Merge tables of tuples into one; the tuples of the same key are concatenated in the order of the tables."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return MappingProxyType({key: tuple(x for table in tables for x in table.get(key, ())) for key in keys})

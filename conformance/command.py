@@ -23,7 +23,7 @@ from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY
 from .cases.inputs import NoReference
-from .cases.model_cases import join_model_case_texts
+from .cases.model_cases import append_model_case_texts
 from .checks.run_case import Outcome, Result
 from .reports.html_page import format_html_report
 from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
@@ -149,7 +149,7 @@ def _make_suite(args: argparse.Namespace) -> Suite:
     return Suite(
         backend=args.backend,
         op=args.op,
-        texts=join_model_case_texts(args.case, args.from_graph),
+        texts=append_model_case_texts(args.case, args.from_graph),
         full=args.full,
         seed=args.seed,
         require=args.require,
@@ -210,7 +210,7 @@ def _print_speeds(suite: Suite) -> int:
     cases = (
         list(suite.generate_cases())
         if suite.texts
-        else [c for n in suite.list_matching_ops() for c in op_speed.generate_speed_cases(REGISTRY[n])]
+        else [c for n in suite.list_matching_ops() for c in op_speed.generate_large_case_per_dtypes(REGISTRY[n])]
     )
     for case in cases:
         try:
@@ -225,7 +225,7 @@ def _print_access_counters(suite: Suite) -> int:
     from ..backends.cupy.emulation.access_budget import format_access_table, list_budget_violations
     from .reports.emulator_checks import collect_launch_counters
 
-    counts = collect_launch_counters(_choose_emulated_cases(suite, "counters are"))
+    counts = collect_launch_counters(_choose_selected_or_main_path_cases(suite, "counters are"))
     if not counts:
         raise BackendError("these cases launch no kernel, so there is nothing to count")
     print(format_access_table(counts))
@@ -237,16 +237,17 @@ def _print_races(suite: Suite) -> int:
 
     A race is an unordered pair of conflicting accesses of two threads to the same bytes.
     """
-    from .reports.emulator_checks import find_races
 
-    texts = _choose_emulated_cases(suite, "the order of accesses is")
-    lines = find_races(texts)
+    texts = _choose_selected_or_main_path_cases(suite, "the order of accesses is")
+    from .reports.emulator_checks import run_and_list_races
+
+    lines = run_and_list_races(texts)
     if not lines:
         print(f"all accesses of {len(texts)} cases are in order")
     return _print_faults(lines)
 
 
-def _choose_emulated_cases(suite: Suite, subject: str) -> Sequence[str]:
+def _choose_selected_or_main_path_cases(suite: Suite, subject: str) -> Sequence[str]:
     """Return the texts of the selected cases, or of the main path if none are selected.
 
     Args:

@@ -15,8 +15,8 @@ from ..graph.spec import Spec
 from ..ops import REGISTRY, Op
 from .cases.case import Case
 from .cases.grow_shapes import FEW_ELEMENTS, count_axes_with_distinct_ids, grow_cases_from_samples
-from .cases.inputs import select_input_kinds
-from .cases.operand_layouts import find_aliasable_operands, find_layout
+from .cases.inputs import select_relevant_input_kinds
+from .cases.operand_layouts import find_in_place_operand_with_alias, find_layout_by_name
 from .checks import zero_propagation
 from .checks.metamorphic import list_metamorphic_checks
 
@@ -29,19 +29,19 @@ MAX_QUICK_CASES = 400
 """Maximum cases of one op in the quick run."""
 
 
-def select_layouts(case: Case) -> tuple[str, ...]:
+def select_relevant_layouts(case: Case) -> tuple[str, ...]:
     """Return the operand layouts that make a difference for `case`, ``contiguous`` first."""
     op, attrs, layouts = case.op_declaration, case.attributes_with_defaults, ["contiguous"]
     for layout in ("offset", "sliced", "permuted", "broadcast"):
         if any(
-            find_layout(s, layout, count_axes_with_distinct_ids(op, attrs, name)) is not None
+            find_layout_by_name(s, layout, count_axes_with_distinct_ids(op, attrs, name)) is not None
             for name, s in case.operands
         ):
             layouts.append(layout)
     specs = case.specs
     if any(name in specs and specs[name].size for _, name in op.inplace_pairs(attrs)):
         layouts.append("inplace")
-    if find_aliasable_operands(op, specs, attrs) is not None:
+    if find_in_place_operand_with_alias(op, specs, attrs) is not None:
         layouts.append("twin")
     return tuple(layouts)
 
@@ -56,7 +56,7 @@ def generate_full_cases(op: Op) -> tuple[Case, ...]:
     cases: dict[Case, None] = {}
     crossed = 0
     for point in grow_cases_from_samples(op):
-        layouts, kinds = select_layouts(point), select_input_kinds(point)
+        layouts, kinds = select_relevant_layouts(point), select_relevant_input_kinds(point)
         small = max((s.size for _, s in point.operands), default=0) <= FEW_ELEMENTS
         both = small and crossed < PAIRS_OF_LAYOUT
         crossed += both
@@ -103,7 +103,7 @@ def _compute_selection_order(case: Case) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _list_operand_traits(
+def _list_point_traits(
     op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a point as traits."""
@@ -116,7 +116,7 @@ def _list_operand_traits(
 def _list_case_operand_traits(case: Case) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
-    return _list_operand_traits(case.op_declaration, case.operands, attrs)
+    return _list_point_traits(case.op_declaration, case.operands, attrs)
 
 
 def _list_single_traits(case: Case) -> set[object]:

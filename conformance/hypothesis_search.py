@@ -11,9 +11,9 @@ from ..graph.parse import parse_case
 from ..ops import Op
 from .cases.case import INPUTS, LAYOUTS, Case, make_case
 from .cases.grow_shapes import Point, find_coupled_dimensions, is_legal_point, resize_point, resolve_point_sizes
-from .cases.inputs import select_input_kinds
+from .cases.inputs import select_relevant_input_kinds
 from .checks.run_case import Outcome, Result, run_case
-from .generate_cases import select_layouts
+from .generate_cases import select_relevant_layouts
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
@@ -83,6 +83,6 @@ def _draw_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
     assume(is_legal_point(op, grown))
     case = make_case(op, grown)
     return case.with_settings(
-        layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in select_layouts(case)])),
-        inputs=data.draw(strategies.sampled_from([x for x in INPUTS if x in select_input_kinds(case)])),
+        layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in select_relevant_layouts(case)])),
+        inputs=data.draw(strategies.sampled_from([x for x in INPUTS if x in select_relevant_input_kinds(case)])),
     )

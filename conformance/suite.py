@@ -114,10 +114,10 @@ def _run_in_this_process(suite: Suite, cases: Sequence[Case]) -> Iterator[Result
             gc.collect()  # programs and their memory hold each other, and Python hardly looks for such in a command
     if suite.thorough and not suite.texts:
         for name in suite.list_matching_ops():
-            yield from _search_op_shapes(name, suite)
+            yield from _run_random_shapes_of_op(name, suite)
 
 
-def _search_op_shapes(name: str, suite: Suite) -> list[Result]:
+def _run_random_shapes_of_op(name: str, suite: Suite) -> list[Result]:
     """Return the results of random shapes of one op."""
     from .hypothesis_search import search_random_shapes  # imports hypothesis
 
@@ -136,7 +136,7 @@ def _run_in_processes(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterato
             yield from results
         if suite.thorough and not suite.texts:
             for results in pool.map(
-                _search_op_shapes, suite.list_matching_ops(), [suite] * len(suite.list_matching_ops())
+                _run_random_shapes_of_op, suite.list_matching_ops(), [suite] * len(suite.list_matching_ops())
             ):
                 yield from results
 

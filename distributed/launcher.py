@@ -17,7 +17,7 @@ import time
 from typing import NoReturn
 
 from ..graph.lazy_dataclass import dataclass
-from .presence import await_local_ranks, detect_rank
+from .presence import await_end_of_local_ranks, detect_rank
 from .world import FAILED_RANK_LINGER_SECONDS, SHUTDOWN_GRACE_SECONDS, SILENCE_TIMEOUT_SECONDS
 
 START_TIMEOUT_SECONDS = 60.0
@@ -43,17 +43,17 @@ def detect_launch() -> LaunchInfo | None:
     return LaunchInfo(*found) if found else None
 
 
-def run_under_supervisor(launch: LaunchInfo) -> int:
+def fork_supervised_child(launch: LaunchInfo) -> int:
     """Fork this process into a supervisor (the parent) and a child that runs the program; return only in the child.
 
     The parent waits for the child and ends with its exit code. The result is the file descriptor for
-    `notify_supervisor`.
+    `report_progress_to_supervisor`.
     """
     reading, writing = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child:
         os.close(writing)
-        _supervise_child(child, reading, launch)
+        _supervise_child_and_exit(child, reading, launch)
     os.close(reading)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
@@ -62,7 +62,7 @@ def run_under_supervisor(launch: LaunchInfo) -> int:
     return writing
 
 
-def notify_supervisor(pipe: int) -> None:
+def report_progress_to_supervisor(pipe: int) -> None:
     """Tell the supervisor about the progress of the run.
 
     The first call means that all ranks have started, the second call that all ranks have ended.
@@ -70,20 +70,20 @@ def notify_supervisor(pipe: int) -> None:
     os.write(pipe, b"1")
 
 
-def _supervise_child(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
+def _supervise_child_and_exit(child: int, progress_pipe: int, launch: LaunchInfo) -> NoReturn:
     """Wait for the end of the process `child`, and end this process with the same exit code.
 
     The child is killed if not all ranks start in time.
 
     Args:
         child: The process id.
-        reading: The pipe of `notify_supervisor`.
+        progress_pipe: The pipe of `report_progress_to_supervisor`.
         launch: The launcher, rank and number of ranks, for messages.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: os.kill(child, n))
-    came = select.select([reading], [], [], START_TIMEOUT_SECONDS)[0]  # also readable after the end of the child
+    came = select.select([progress_pipe], [], [], START_TIMEOUT_SECONDS)[0]  # also readable after the end of the child
     if not came:
         why = f"only some of {launch.size} ranks have started within {START_TIMEOUT_SECONDS:.0f} s"
         os.write(2, f"hocket: rank {launch.rank} on {platform.node()}: {why}\n".encode())
@@ -92,10 +92,10 @@ def _supervise_child(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     code = os.waitstatus_to_exitcode(status)
-    if code < 0 or (code == 0 and len(os.read(reading, 2)) < 2):
+    if code < 0 or (code == 0 and len(os.read(progress_pipe, 2)) < 2):
         # The child ended without a notice. The other ranks find out and print it before the launcher ends them.
         time.sleep(SILENCE_TIMEOUT_SECONDS + SHUTDOWN_GRACE_SECONDS + FAILED_RANK_LINGER_SECONDS)
         code = 128 - code
     if code:  # mpiexec kills a rank that has not finalized MPI when another ends with an error
-        await_local_ranks(FINALIZE_SECONDS)
+        await_end_of_local_ranks(FINALIZE_SECONDS)
     os._exit(code)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError, format_install_hint
 from .packet_link import Packet
 from .presence import AbsentRankDetector
-from .world import Failure, RanksError
+from .world import RankFailure, RanksError
 
 INSTALL_HINT = format_install_hint("mpi")
 PAUSE = 1e-3
@@ -31,7 +31,9 @@ class MpiLink:
         self._mpi = _import_and_start_mpi(starts=self._starts)
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             raise BackendError("this MPI was started without MPI_THREAD_MULTIPLE; let hocket start it")
-        self._comm = self._duplicate_communicator(self._mpi.COMM_WORLD if communicator is None else communicator)
+        self._comm = self._duplicate_communicator_after_arrival(
+            self._mpi.COMM_WORLD if communicator is None else communicator
+        )
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.host = str(self._mpi.Get_processor_name())
         self._coming: dict[tuple[int, int], tuple[Any, Packet]] = {}
@@ -39,7 +41,7 @@ class MpiLink:
         self._lock = threading.Lock()
         self._windows: list[Any] = []
 
-    def _duplicate_communicator(self, communicator: Any) -> Any:
+    def _duplicate_communicator_after_arrival(self, communicator: Any) -> Any:
         """Duplicate an MPI communicator, once all ranks have arrived.
 
         Raises:
@@ -52,7 +54,7 @@ class MpiLink:
             absent, all_came = AbsentRankDetector(places), communicator.Ibarrier()
             while not all_came.Test():
                 if (found := absent.find_absent_rank()) is not None:
-                    raise RanksError(str(Failure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
+                    raise RanksError(str(RankFailure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
                 time.sleep(PAUSE)
         return communicator.Dup()  # waits for all ranks without a timeout
 

@@ -64,7 +64,7 @@ _partners: list[ref[ExitParticipant]] = []
 _losses: list[str] = []
 
 
-def create_rank_note() -> None:
+def create_exit_reason_file() -> None:
     """Create the note of this process: a memory file that other ranks read, and that receives the reason at its end.
 
     Nothing is created for a single process, or on a system without memory files.
@@ -119,18 +119,18 @@ def _end_rank(pid: int) -> None:
         os._exit(1)
 
 
-def is_stopped(pid: int) -> bool:
+def is_process_stopped(pid: int) -> bool:
     """Return whether a process of this machine is stopped by SIGSTOP; False if the system gives no information."""
-    return _read_process_state(pid)[:1] in ("T", "t")
+    return _read_process_state_and_parent(pid)[:1] in ("T", "t")
 
 
 def resume_stopped_supervisor() -> None:
     """Continue the parent of this process (SIGCONT) if it is stopped, because both have to end together."""
-    if is_stopped(os.getppid()):
+    if is_process_stopped(os.getppid()):
         os.kill(os.getppid(), signal.SIGCONT)
 
 
-def _read_process_state(pid: int) -> str:
+def _read_process_state_and_parent(pid: int) -> str:
     """Return the part of ``/proc/PID/stat`` from the state letter on, or "" if there is no such process.
 
     The second field of this part is the process id of the parent.
@@ -145,7 +145,7 @@ def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
     parent = str(os.getppid())
     for entry in PROC.glob("[0-9]*"):
         pid = int(entry.name)
-        if _read_process_state(pid).split(" ", 2)[1:2] == [parent] and pid != os.getpid():
+        if _read_process_state_and_parent(pid).split(" ", 2)[1:2] == [parent] and pid != os.getpid():
             with suppress(OSError, ValueError):
                 words = (entry / "environ").read_bytes().split(b"\0")
                 variables = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
@@ -154,7 +154,7 @@ def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
                     yield int(rank), pid
 
 
-def await_local_ranks(seconds: float) -> None:
+def await_end_of_local_ranks(seconds: float) -> None:
     """Wait until the ranks of this machine have ended, but at most `seconds`.
 
     The processes that the launcher started are supervisors. The ranks are their child processes.
@@ -170,12 +170,12 @@ def await_local_ranks(seconds: float) -> None:
 def _list_parents_of_running_processes() -> Iterator[str]:
     """Yield the parent's process id of each process of this machine, except of stopped and ended processes."""
     for entry in PROC.glob("[0-9]*"):
-        state, _, rest = _read_process_state(int(entry.name)).partition(" ")
+        state, _, rest = _read_process_state_and_parent(int(entry.name)).partition(" ")
         if state not in ("", "Z", "X", "T", "t"):
             yield rest.partition(" ")[0]
 
 
-def _read_rank_note(pid: int) -> str | None:
+def _read_exit_reason(pid: int) -> str | None:
     """Return the note of the rank with process id `pid`: the reason why it ended, or "" while it runs.
 
     Returns None if the process has no note, for example before it imports hocket.
@@ -211,16 +211,16 @@ class AbsentRankDetector:
         return None
 
     def _find_reason(self, rank: int, pid: int, now: float) -> str:
-        if _read_process_state(pid)[:1] in ("", "Z", "X"):
+        if _read_process_state_and_parent(pid)[:1] in ("", "Z", "X"):
             record_lost_rank("it was killed")
             return "its process is gone: it was killed, or ended without a word"
-        if is_stopped(pid):
+        if is_process_stopped(pid):
             if now - self._stopped.setdefault(rank, now) <= STOPPED_SECONDS:
                 return ""
             record_lost_rank("it was stopped")
             return "it was stopped (SIGSTOP)"
         self._stopped.pop(rank, None)
-        note = _read_rank_note(pid)
+        note = _read_exit_reason(pid)
         if note is None and now - self._start > IMPORT_SECONDS:
             return f"it has not imported hocket for {IMPORT_SECONDS:.0f} s: it ended, or imports hocket late"
         return note or ""

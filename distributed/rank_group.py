@@ -7,7 +7,7 @@ Devices of one rank exchange data through the memory of the rank. A sum over ran
 3. An all-gather of the slices within each rank.
 
 No byte is sent to another rank twice. If all ranks are on one machine, compiled code sums through shared memory
-(`SharedBuffers`) and needs no packets.
+(`SharedCollectiveBuffers`) and needs no packets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.base import Array, Device, SharedBuffers
-from ..backends.host.progress_board import FAILURE_WORD, equalise_run_numbers, make_signal_pad
+from ..backends.base import Array, Device, SharedCollectiveBuffers
+from ..backends.host.progress_board import FAILURE_WORD, align_run_numbers_and_clear_failure, make_signal_pad
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup
@@ -45,7 +45,7 @@ class DevicePlacement:
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, tuple(ranks)
         self.local_devices = tuple(d for d, rank in enumerate(ranks) if rank == world.rank)
-        self._shared_buffers: SharedBuffers | None = None
+        self._shared_buffers: SharedCollectiveBuffers | None = None
 
     @property
     def spans_ranks(self) -> bool:
@@ -99,7 +99,7 @@ class DevicePlacement:
         assert packet is not None  # there is no timeout
         return unpack_array(packet, self.world.describe_rank(rank), device)
 
-    def open_shared_buffers(self) -> SharedBuffers | None:
+    def open_shared_sum_buffers(self) -> SharedCollectiveBuffers | None:
         """Return buffers that all ranks share, in which compiled code computes sums; None on several machines.
 
         The first call allocates the buffers. All ranks call the method.
@@ -109,7 +109,7 @@ class DevicePlacement:
             words = self.world.allocate_shared_words(head + devices * SHARED_SUM_ELEMENTS)
             if words is None:
                 return None
-            self._shared_buffers = SharedBuffers(
+            self._shared_buffers = SharedCollectiveBuffers(
                 words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS)
             )
             self.world.register_failure_callback(self._wake)
@@ -158,7 +158,9 @@ class RankGroup:
         all_devices = tuple(range(len(devices)))
         self.collective_groups = [tuple(group) for group in collective_groups] or [all_devices] * len(devices)
         is_one = all(group == all_devices for group in self.collective_groups)
-        self.shared_buffers = between.open_shared_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
+        self.shared_buffers = (
+            between.open_shared_sum_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
+        )
         apart = {group for group in self.collective_groups if len({between.ranks[d] for d in group}) > 1}
         self.is_apart = bool(apart)
         own = {group: [d for d in group if d in between.local_devices] for group in self.collective_groups}
@@ -189,7 +191,7 @@ class RankGroup:
         If a rank has failed in the meantime, its failure is reported again.
         """
         for board in self.signal_pads.values():
-            equalise_run_numbers(board)
+            align_run_numbers_and_clear_failure(board)
         for group in self.thread_groups.values():
             group.clear()
         self.between.world.repeat_failure_callbacks()

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import Array, Device, SharedBuffers
-from ..backends.host.progress_board import FAILURE_WORD, equalise_run_numbers, make_signal_pad
+from ..backends.base import Array, Device, SharedCollectiveBuffers
+from ..backends.host.progress_board import FAILURE_WORD, align_run_numbers_and_clear_failure, make_signal_pad
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
@@ -69,7 +69,7 @@ class ThreadGroup:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            equalise_run_numbers(self.board)
+            align_run_numbers_and_clear_failure(self.board)
 
     def wait_on_message_queues(self, condition: Callable[[], object], subject: str, reason: str) -> None:
         """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
@@ -102,7 +102,7 @@ class ThreadGroupMember:
         self.group, self.rank, self.size = group, rank, group.size
         self.plan_device_count = group.size
         self.timeout, self.signal_pad, self.devices = group.timeout, group.board, group.devices
-        self.shared_buffers: SharedBuffers | None = None
+        self.shared_buffers: SharedCollectiveBuffers | None = None
         self.transfer_dtype = group.wire
 
     def exchange_values(self, own: Any, sequence: int) -> list[Any]:
@@ -129,7 +129,7 @@ class ThreadGroupMember:
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         first, *others = self._exchange_arrays(source, sequence)
-        total = _choose_accumulator(scratch, first)
+        total = _reuse_or_allocate_accumulator(scratch, first)
         np.copyto(total, first)
         for other in others:
             np.add(total, other, out=total)
@@ -145,7 +145,7 @@ class ThreadGroupMember:
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
         first, *others = self._exchange_arrays(source, sequence)
-        total = _choose_accumulator(into, first)
+        total = _reuse_or_allocate_accumulator(into, first)
         for target, origin in parts:
             np.copyto(total[target], first[origin])
             for other in others:
@@ -184,7 +184,7 @@ def _cast_to_narrowest_dtype(arrays: list[Array]) -> list[Array]:
     return [a.astype(wire) for a in arrays]
 
 
-def _choose_accumulator(candidate: Array, operand: Array) -> Array:
+def _reuse_or_allocate_accumulator(candidate: Array, operand: Array) -> Array:
     """Return an array in which a sum can be accumulated: `candidate` if it has the dtype of `operand`.
 
     Otherwise it is a new array with the shape of `candidate` and the dtype of `operand`.

@@ -24,7 +24,7 @@ from ..graph.lazy_dataclass import dataclass
 from .packet_link import Packet, PacketLink
 from .presence import (
     STOPPED_SECONDS,
-    is_stopped,
+    is_process_stopped,
     record_lost_rank,
     register_exit_participant,
     resume_stopped_supervisor,
@@ -65,7 +65,7 @@ class RanksError(BackendError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """The first failure of a run: the rank that failed, its host, and the reason."""
 
     rank: int
@@ -95,7 +95,7 @@ class World:
         self._ends_process = ends_process
         self.rank, self.size = (link.rank, link.size) if link else (0, 1)
         self.hosts = (link.host if link else platform.node(),) * self.size
-        self.failure: Failure | None = None
+        self.failure: RankFailure | None = None
         self._lock = threading.Lock()
         self._wakes: list[WeakMethod[Callable[[str], None]]] = []
         self._others = [r for r in range(self.size) if r != self.rank]
@@ -107,7 +107,9 @@ class World:
         self._done, self._leaving = threading.Event(), threading.Event()
         if link:
             self._link = link
-            self._thread = threading.Thread(target=self._heartbeat_loop, name="hocket.distributed", daemon=True)
+            self._thread = threading.Thread(
+                target=self._exchange_heartbeats_until_leaving, name="hocket.distributed", daemon=True
+            )
             self._thread.start()
             if not ends_process:
                 register_exit_participant(self)
@@ -184,12 +186,12 @@ class World:
 
     def record_timeout(self, rank: int, timeout: float) -> RanksError:
         """Record that a living rank did not come within `timeout` seconds, and return the error to raise."""
-        self._give_up_rank(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
+        self._record_rank_as_failed(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
         return RanksError(str(self.failure))
 
-    def _give_up_rank(self, rank: int, why: str) -> None:
+    def _record_rank_as_failed(self, rank: int, why: str) -> None:
         """Record a rank as failed, so that this process does not wait for that rank when MPI ends."""
-        failure = Failure(rank, self.hosts[rank], why)
+        failure = RankFailure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
             record_lost_rank(str(failure))
 
@@ -260,7 +262,7 @@ class World:
         """
         if self._others and not self._has_sent_failure:
             self._has_sent_failure = True
-            self._record_failure(Failure(self.rank, self.hosts[self.rank], why))
+            self._record_failure(RankFailure(self.rank, self.hosts[self.rank], why))
             self._send_control(FAILED + why.encode())
 
     def announce_end(self, why: str) -> None:
@@ -279,7 +281,7 @@ class World:
             self._leaving.set()
             self._thread.join(SILENCE_TIMEOUT_SECONDS)
 
-    def _record_failure(self, failure: Failure) -> bool:
+    def _record_failure(self, failure: RankFailure) -> bool:
         """Record a failure unless another one was recorded before; return whether it was recorded."""
         with self._lock:
             if self.failure is not None:
@@ -314,7 +316,7 @@ class World:
         if self._ends_process:
             resume_stopped_supervisor()
 
-    def end_process(self, code: int, why: str = "") -> NoReturn:
+    def end_process_after_rank_failure(self, code: int, why: str = "") -> NoReturn:
         """End this process with exit code `code` because a rank has failed.
 
         `why` is the reason if this rank has failed; else it is empty. The process stays until all ranks have sent their
@@ -359,7 +361,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------- watching
 
-    def _heartbeat_loop(self) -> None:
+    def _exchange_heartbeats_until_leaving(self) -> None:
         """Send heartbeats and read the heartbeats of other ranks until this rank leaves."""
         beat, grace, has_sent_done, before, stopped = 0.0, None, False, time.monotonic(), 0.0
         while not self._leaving.wait(POLL_SECONDS):
@@ -371,7 +373,7 @@ class World:
                 beat = now
                 self._send_control(ALIVE)
             if self._ends_process:
-                stopped = (stopped or now) if is_stopped(os.getppid()) else 0.0
+                stopped = (stopped or now) if is_process_stopped(os.getppid()) else 0.0
                 if stopped and now - stopped > STOPPED_SECONDS:
                     resume_stopped_supervisor()
                     self.announce_failure("the process that the launcher has started for it was stopped (SIGSTOP)")
@@ -383,7 +385,7 @@ class World:
             if self.failure is not None and self._ends_process:
                 grace = grace or now + SHUTDOWN_GRACE_SECONDS
                 if now > grace and not self._is_ending:  # the main thread is busy or hangs
-                    self.end_process(2)
+                    self.end_process_after_rank_failure(2)
         if self._done.is_set() and not has_sent_done:  # the others have ended before
             self._send_control(DONE)
 
@@ -395,16 +397,16 @@ class World:
                 self._ended[rank] = kind
             elif kind == FAILED:
                 self._failure_reasons[rank] = text
-                self._record_failure(Failure(rank, self.hosts[rank], text))
+                self._record_failure(RankFailure(rank, self.hosts[rank], text))
             elif kind == LAST:
                 self._last_words[rank] = (text, now)
         if rank in self._last_words:  # earlier packets of this rank are still under way
             last_words, since = self._last_words[rank]
             if now - since > SHUTDOWN_GRACE_SECONDS and not self._is_over:
-                self._record_failure(Failure(rank, self.hosts[rank], last_words))
+                self._record_failure(RankFailure(rank, self.hosts[rank], last_words))
         elif rank not in self._ended and now - self._last[rank] > SILENCE_TIMEOUT_SECONDS:
             silence = f"nothing was heard of it for {SILENCE_TIMEOUT_SECONDS:.0f} s"
-            self._give_up_rank(rank, f"{silence}: it was killed or stopped, or its machine is cut off")
+            self._record_rank_as_failed(rank, f"{silence}: it was killed or stopped, or its machine is cut off")
 
 
 SINGLE_PROCESS = World(None)

@@ -23,11 +23,11 @@ HEAD = """# Commands
 
 def format_commands() -> Iterator[str]:
     """Yield a section for each command."""
-    from hocket.cli import build_parser
+    from hocket.cli import build_parser_for_command
     from hocket.frontends.commands import COMMAND_HELP
 
     for name, purpose in COMMAND_HELP.items():
-        parser = build_parser([name])
+        parser = build_parser_for_command([name])
         (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         yield f"\n## hocket {name}\n\n{purpose}\n"
         if (more := subparsers.choices[name].epilog) is not None:

@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends.base import find_device
 from hocket.frontends.models import ARCHITECTURES
 from hocket.frontends.quantisation.file_types import FILE_TYPES
-from hocket.frontends.quantisation.type_choice import fit_dtype
+from hocket.frontends.quantisation.type_choice import fit_dtype_to_columns
 from hocket.graph import DType, Node, Spec
 from hocket.graph.dtypes import FLOAT_DTYPES
 
@@ -132,7 +132,7 @@ def format_file_types() -> Iterator[str]:
     """Yield a row for each type that ``hocket quantize`` writes."""
     by_range = (DType.Q4_0, DType.Q5_0, DType.Q8_0, DType.MXFP4, DType.TQ1_0, DType.TQ2_0)
     for one in FILE_TYPES.values():
-        smaller = fit_dtype(one.dtype, 32)
+        smaller = fit_dtype_to_columns(one.dtype, 32)
         replaced = f"`{smaller}`" if smaller is not one.dtype else "f16" if one.dtype.is_quantised else ""
         scales = "by range" if one.dtype in by_range else "mean" if one.dtype is DType.Q1_0 else "searched"
         scales = scales if one.dtype.is_quantised else ""

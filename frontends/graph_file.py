@@ -28,7 +28,7 @@ STDIN = "-"
 """The name that stands for a graph on stdin."""
 
 
-def is_model(path: str) -> bool:
+def is_gguf_or_hf_folder(path: str) -> bool:
     """Return whether a path is a GGUF file or a Hugging Face folder, and not a graph."""
     if path == STDIN or not Path(path).is_file():
         return path != STDIN and is_model_folder(path)
@@ -36,7 +36,7 @@ def is_model(path: str) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def is_program(path: str) -> bool:
+def is_torch_or_onnx_program(path: str) -> bool:
     """Return whether a path is an exported PyTorch program or an ONNX model."""
     if is_model_folder(path):
         return False
@@ -70,7 +70,7 @@ def read_graph(
             f"{path}: is no regular file and no folder with config.json; give a .gguf, .pt2 or .onnx file, a Hugging "
             "Face folder, or a graph as text or JSON"
         )
-    if is_model(path):
+    if is_gguf_or_hf_folder(path):
         model = open_model(path, header_only=True)
         context = choose_context(model, tokens, context)
         cells, (keys, values) = min(context, max(MIN_CONTEXT_BUCKET, tokens)), caches

@@ -22,19 +22,19 @@ from .errors import ModelError
 from .generation import speculative
 from .generation.generate import GenerationParams, generate_texts, sample_tokens, stream_text
 from .generation.options import MESSAGES_KIND, OBJECTS_KIND, PROMPT_KIND, Options, resolve_options
-from .gguf.chat import choose_chat_format
+from .gguf.chat import choose_chat_template_and_variables
 from .gguf.tokenization.tokenizer import Tokenizer, has_vocabulary, tokenizer_from_metadata
-from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling
-from .inference.prefill_chunks import TokenIds, as_token_ids
+from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling_function
+from .inference.prefill_chunks import TokenIds, convert_to_token_ids
 from .inference.saved_state import convert_os_errors, load_state, save_state
 from .inference.session import F32, Session
-from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device
+from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device_and_kind
 from .open_model import open_adapted_model, open_model, open_session
 from .run_config import RunConfig
 from .serving.requests import GenerationRequest, TokenEvent
 from .serving.running_requests import make_token_event
 from .serving.shared_engine import SharedEngine, can_share_steps
-from .text_limits import require_texts_fit
+from .text_limits import require_nonempty_texts_fit
 
 TOKEN_ROWS_KIND = list_of(list_of(ANY, "a sequence of tokens"), "a sequence of sequences of tokens")
 
@@ -148,7 +148,7 @@ class Model:
         """
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         bos, eos = self.tokenizer.bos_text, self.tokenizer.eos_text
-        format = choose_chat_format(
+        format = choose_chat_template_and_variables(
             self._model.gguf.metadata,
             template=chat_template,
             tools=tools,
@@ -177,13 +177,13 @@ class Model:
 
     def _generate_text(self, ids: list[int], options: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
         params, stops = options
-        with closing(self._sample(ids, params)) as samples:
+        with closing(self._sample_with_logprobs(ids, params)) as samples:
             yield from stream_text((one.token for one in samples), self.tokenizer, stops)
 
     def _generate_tokens(
         self, ids: list[int], params: GenerationParams, stops: tuple[str, ...], top_logprobs: int
     ) -> Iterator[Token]:
-        with closing(self._sample(ids, params, top_logprobs)) as samples:
+        with closing(self._sample_with_logprobs(ids, params, top_logprobs)) as samples:
             yield from decode_tokens(samples, self._tokenizer_or_none, stops)
 
     @property
@@ -191,22 +191,22 @@ class Model:
         """The tokenizer, or `None` if the file has no vocabulary."""
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
-    def _sample(
+    def _sample_with_logprobs(
         self, ids: list[int], params: GenerationParams, top_logprobs: int | None = None
     ) -> Generator[TokenEvent, None, None]:
         """Yield the tokens that continue a prompt; without `top_logprobs` they have no log probabilities."""
-        engine = self._find_shared_engine(ids, params)
+        engine = self._find_shared_engine_if_usable(ids, params)
         if engine is not None:
             try:
-                for sample in engine.sample(ids, params, top_logprobs):
+                for sample in engine.sample_with_logprobs(ids, params, top_logprobs):
                     yield sample
                     _ = self.session  # raises after `close`
             finally:
                 self._leases_before_shared_call = self._idle_sessions.lease_count
             return
         with self._idle_sessions.lease() as lease:
-            ahead = self._make_decoder(lease, params)
-            prompts = [lease.reuse_prefix(ids)]
+            ahead = self._create_speculative_decoder(lease, params)
+            prompts = [lease.reuse_prefix_or_reset(ids)]
             for one in sample_tokens(lease.session, prompts, params, known=lease.tokens, ahead=ahead):
                 yield make_token_event(GenerationRequest("", (), params, top_logprobs), one.token, one.logits)
                 _ = self.session  # raises after `close`
@@ -219,7 +219,9 @@ class Model:
         context = min(self.session.context, model.context_length)
         return open_session(model, on=self._group, context=context, batch=self.session.batch)
 
-    def _make_decoder(self, lease: SessionLease, params: GenerationParams) -> speculative.SpeculativeDecoder | None:
+    def _create_speculative_decoder(
+        self, lease: SessionLease, params: GenerationParams
+    ) -> speculative.SpeculativeDecoder | None:
         """Make the decoder that drafts tokens with MTP blocks or a draft model; `None` without draft options."""
         if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
@@ -227,13 +229,13 @@ class Model:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
         if root is None:
             return speculative.SpeculativeDecoder(
-                lease.only_session, speculative.MtpDrafter(lease.only_session), self._draft_max
+                lease.session_of_only_sequence, speculative.MtpDrafter(lease.session_of_only_sequence), self._draft_max
             )
         if lease.draft_session is None:
             lease.draft_session = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
         lease.draft_session.reset(0)
         return speculative.SpeculativeDecoder(
-            lease.only_session, speculative.ModelDrafter(lease.draft_session), self._draft_max
+            lease.session_of_only_sequence, speculative.ModelDrafter(lease.draft_session), self._draft_max
         )
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
@@ -273,14 +275,14 @@ class Model:
         (2, 192)
         """
         ids = [self._encode_prompt(text) for text in ([texts] if isinstance(texts, str) else texts)]
-        whole = self.pool_texts(ids, read_pooling(self._model.gguf.metadata, self._model.architecture))
+        whole = self.pool_texts(ids, read_pooling_function(self._model.gguf.metadata, self._model.architecture))
         return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
 
     @validate_arguments(ModelError, ids=TOKEN_ROWS_KIND, pool=CALLABLE)
     def pool_texts(self, ids: Sequence[Sequence[int]], pool: Callable[[F32], F32]) -> F32:
         """Return the pooled row of each tokenized text; `pool` gets the rows of its tokens, f32[tokens, width]."""
-        ids = [as_token_ids(i, row) for i, row in enumerate(ids)]
-        require_texts_fit(ids, self.context, "text")
+        ids = [convert_to_token_ids(i, row) for i, row in enumerate(ids)]
+        require_nonempty_texts_fit(ids, self.context, "text")
         vectors: list[F32] = []
         for start in range(0, len(ids), EMBED_BATCH_TEXTS):
             part = ids[start : start + EMBED_BATCH_TEXTS]
@@ -314,7 +316,7 @@ class Model:
         return self.tokenizer.decode(ids, special=special)
 
     def _encode_prompt(self, prompt: str | TokenIds) -> list[int]:
-        return self.tokenize(prompt) if isinstance(prompt, str) else list(as_token_ids(0, prompt))
+        return self.tokenize(prompt) if isinstance(prompt, str) else list(convert_to_token_ids(0, prompt))
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def save(self, path: str | Path) -> None:
@@ -331,13 +333,13 @@ class Model:
                     return
                 raise ModelError("save: another call uses the states of the last call; save before other calls begin")
             with self._idle_sessions.lease() as lease:
-                save_state(lease.only_session, lease.tokens, path)
+                save_state(lease.session_of_only_sequence, lease.tokens, path)
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens. A prompt that begins with these tokens continues from the state."""
         with self._idle_sessions.lease() as lease, convert_os_errors():
-            (lease.tokens[0],) = load_state(lease.only_session, path)
+            (lease.tokens[0],) = load_state(lease.session_of_only_sequence, path)
             lease.has_saved_state = True
             return list(lease.tokens[0])
 
@@ -355,7 +357,7 @@ class Model:
         models = [(first, [*shared, *(one for lease in leases for one in lease.session.sessions)])]
         if self._drafting is not None:
             models.append((self._drafting, [h.draft_session for h in leases if h.draft_session is not None]))
-        return sum_bytes_by_device(models)
+        return sum_bytes_by_device_and_kind(models)
 
     @property
     def context(self) -> int:
@@ -376,13 +378,20 @@ class Model:
 
     def __repr__(self) -> str:
         where, model = ", ".join(self._group.devices), self._model
-        state = "closed" if self._idle_sessions.is_closed else f"{self._model.layers} layers, context {self.context}"
+        state = (
+            "closed"
+            if self._idle_sessions.is_closed
+            else f"{self._model.layer_count_without_mtp} layers, context {self.context}"
+        )
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:
         """Return the HTML table of the model that a notebook shows."""
         model = self._model
-        rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
+        rows = {
+            "file": model.gguf.path,
+            "architecture": f"{model.architecture}, {model.layer_count_without_mtp} layers",
+        }
         memory = {} if self._idle_sessions.is_closed else self.memory
         rows |= {"context": f"{self.context} tokens"} if memory else {"state": "closed"}
         for device, kinds in memory.items():
@@ -395,7 +404,7 @@ class Model:
         """The session that loaded the weights; other sessions share its weights. Raises `ModelError` after `close`."""
         return self._idle_sessions.first
 
-    def _find_shared_engine(self, ids: Sequence[int], params: GenerationParams) -> SharedEngine | None:
+    def _find_shared_engine_if_usable(self, ids: Sequence[int], params: GenerationParams) -> SharedEngine | None:
         """Return the engine that runs a call together with others; `None` for a call that needs its own session."""
         if not self._can_share_steps or params.pinned_tokens is not None or len(ids) >= self.context:
             return None

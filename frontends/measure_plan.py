@@ -11,8 +11,8 @@ import numpy as np
 from ..scheduler import Plan, describe_memory_problem
 from ..scheduler.costs.timeline import TimelineEntry
 from ..scheduler.ir.formatting import format_seconds
-from ..scheduler.measurement.calibrate import bind_probe_plan
-from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
+from ..scheduler.measurement.calibrate import load_probe_plan_with_fill_data
+from ..scheduler.reports.measured_steps import MeasuredPlan, read_measured_times_from_trace
 from .errors import ModelError
 from .inference.session import DeviceGroup, Session
 from .models import Model
@@ -23,7 +23,7 @@ MAX_LISTED_ENTRIES = 40
 """Maximum timeline entries in the list."""
 
 
-def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, context: int | None) -> list[str]:
+def measure_steps_against_predictions(model: Model, on: DeviceGroup, tokens: int, context: int | None) -> list[str]:
     """Measure steps of `tokens` tokens, and return a table of predicted and measured times, as lines.
 
     The table has the whole step, and each timeline entry; if there is only one entry, each op.
@@ -40,17 +40,17 @@ def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, contex
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
         raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
-    tokens_to_run = draw_random_tokens(session, tokens)
+    tokens_to_run = draw_random_token_lists_endlessly(session, tokens)
     run_at_context_end(session, next(tokens_to_run))  # makes plans, compiles and warms up
     with session.tracing() as trace:
         for _ in range(MEASURED_RUNS):
             run_at_context_end(session, next(tokens_to_run))
     plan = trace.runs[-1].plan
     seconds = median(run.end - run.start for run in trace.runs)
-    return format_time_comparison(plan, seconds, read_measurements(plan, trace))
+    return format_time_comparison_table(plan, seconds, read_measured_times_from_trace(plan, trace))
 
 
-def measure_and_explain_graph(plan: Plan) -> list[str]:
+def measure_graph_against_predictions(plan: Plan) -> list[str]:
     """Measure runs of the plan of a graph, and return a table of predicted and measured times, as lines.
 
     Weights have constant values, and inputs are zeros.
@@ -60,14 +60,14 @@ def measure_and_explain_graph(plan: Plan) -> list[str]:
     """
     if problem := describe_memory_problem(plan):
         raise ModelError(f"does not fit: {problem}")
-    executor = bind_probe_plan(plan)
+    executor = load_probe_plan_with_fill_data(plan)
     inputs = {value.node.name: np.zeros(value.shape, value.dtype.storage) for value in plan.graph.inputs}
     executor.run(inputs)  # compiles and warms up
     with executor.tracing() as trace:
         for _ in range(MEASURED_RUNS):
             executor.run(inputs)
     seconds = median(run.end - run.start for run in trace.runs)
-    return format_time_comparison(plan, seconds, read_measurements(plan, trace))
+    return format_time_comparison_table(plan, seconds, read_measured_times_from_trace(plan, trace))
 
 
 def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
     session.evaluate([tokens])
 
 
-def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
+def draw_random_token_lists_endlessly(session: Session, count: int) -> Iterator[list[int]]:
     """Yield lists of `count` random tokens without end.
 
     The lists differ, so that a mixture of experts reads other experts in each run.
@@ -89,7 +89,7 @@ def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
         yield draws.integers(session.model.vocabulary_size, size=count).tolist()
 
 
-def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
+def format_time_comparison_table(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
     """Format a table of predicted and measured times as lines.
 
     Args:
@@ -98,7 +98,9 @@ def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> l
         steps: The measured times of the parts of a step.
     """
     rows = list(
-        compare_timeline_entry_seconds(plan, steps) if len(plan.timeline) > 1 else compare_op_seconds(plan, steps)
+        compare_timeline_entry_seconds(plan, steps)
+        if len(plan.timeline) > 1
+        else compare_first_device_op_seconds(plan, steps)
     )
     lines = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
     more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
@@ -124,7 +126,7 @@ def _sum_measured_seconds(stage: TimelineEntry, device: int, steps: MeasuredPlan
     return sum(step.seconds for step in own if step is not None)
 
 
-def compare_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
+def compare_first_device_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
     """Yield name, predicted seconds and measured seconds of each op on the first device, slowest op first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for at, (i, step) in enumerate(

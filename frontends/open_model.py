@@ -59,7 +59,7 @@ def open_adapted_model(config: RunConfig) -> Model:
     adapters = read_adapters(
         model.gguf,
         model.hyper.width,
-        model.layers,
+        model.layer_count_without_mtp,
         lora=config.lora,
         control_vectors=config.control_vectors,
         control_layers=config.control_layers,
@@ -116,14 +116,14 @@ def choose_context(model: Model, tokens: int, asked: int | None, *, default: int
         ModelError: The context is longer than the trained context, or too short for the tokens.
     """
     context = min(default, model.context_length) if asked is None else asked or model.context_length
-    model.require_context_fits(context)
+    model.require_context_within_training(context)
     if tokens > context:
         more = "shorten it or give a larger context=N" if context < model.context_length else "shorten it"
         raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")
     return context
 
 
-def read_text(path: str) -> str:
+def read_text_without_final_newline(path: str) -> str:
     """Read a text file without its byte-order mark and last line break, as llama.cpp reads prompts.
 
     Args:

@@ -15,13 +15,17 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import get_all_start_methods, get_context
 
 from ..backends.base import find_devices
-from ..backends.cpu.compilation.compiler import Kernel, precompile_kernels
+from ..backends.cpu.compilation.compiler import Kernel, compile_kernels_into_package
 from ..backends.cpu.execution.program_binding import find_program_kernels
 from ..backends.cpu.kernels.packed.format_table import FORMATS
-from ..backends.cpu.kernels.packed.weight_packing import make_pack_weights_kernel, make_unpack_rows_kernel
-from ..backends.cpu.kernels.rows.reductions import top_k
+from ..backends.cpu.kernels.packed.weight_packing import make_dequantise_rows_by_id_kernel, make_pack_weight_rows_kernel
+from ..backends.cpu.kernels.rows.reductions import find_top_k_indices
 from ..backends.cpu.steps.step_loop import run_step_table
-from ..backends.cpu.steps.thread_sync import continue_run, run_worker_thread, start_run
+from ..backends.cpu.steps.thread_sync import (
+    run_after_waking_threads,
+    run_unless_threads_sleep,
+    run_worker_thread_until_sleep,
+)
 from ..backends.cpu.target_cpu import PRECOMPILED_TARGETS, find_compile_target
 from ..graph.dtypes import DType
 from ..graph.graph import Graph
@@ -46,7 +50,13 @@ def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
     Args:
         of_all_types: Include all weight dtypes and all float dtypes of the KV cache.
     """
-    yield from (run_step_table, start_run, continue_run, run_worker_thread, top_k)
+    yield from (
+        run_step_table,
+        run_unless_threads_sleep,
+        run_after_waking_threads,
+        run_worker_thread_until_sleep,
+        find_top_k_indices,
+    )
     caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)
     graphs = [
@@ -55,10 +65,10 @@ def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
     for dtype in (*FORMATS, *FLOAT_DTYPES) if of_all_types else COMMON_WEIGHT_DTYPES:
         if dtype in FORMATS:
             yield from (
-                make_pack_weights_kernel(FORMATS[dtype]),
-                *([make_unpack_rows_kernel(FORMATS[dtype])] if of_all_types else ()),
+                make_pack_weight_rows_kernel(FORMATS[dtype]),
+                *([make_dequantise_rows_by_id_kernel(FORMATS[dtype])] if of_all_types else ()),
             )
-        graphs += [_build_feed_forward_graph(dtype, tokens) for tokens in STEP_TOKEN_COUNTS]
+        graphs += [_build_embedding_ffn_output_graph(dtype, tokens) for tokens in STEP_TOKEN_COUNTS]
     graphs += [_build_rope_graph(mode) for mode in ("normal", "neox")]
     for threads in (1, 2):
         group = find_devices(["cpu:0"], threads)
@@ -67,7 +77,7 @@ def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
             yield from find_program_kernels(device_plan.program, threads)
 
 
-def _build_feed_forward_graph(dtype: DType, tokens: int) -> Graph:
+def _build_embedding_ffn_output_graph(dtype: DType, tokens: int) -> Graph:
     """Build the graph of an embedding, a gated feed-forward network and an output matrix, with weights of `dtype`."""
     words, up, gate, down = (weight(n, (512, 512), dtype) for n in ("words", "up", "gate", "down"))
     x = get_rows(words, input("ids", (tokens,), "i32"))
@@ -102,10 +112,10 @@ def compile_kernels_in_parallel(kernels: Sequence[Kernel]) -> int:
     them.
     """
     if "fork" not in get_all_start_methods():
-        precompile_kernels(kernels)
+        compile_kernels_into_package(kernels)
         return 0
     count, fork = os.cpu_count() or 1, get_context("fork")
-    each = [fork.Process(target=precompile_kernels, args=(kernels[i::count],)) for i in range(count)]
+    each = [fork.Process(target=compile_kernels_into_package, args=(kernels[i::count],)) for i in range(count)]
     for process in each:
         process.start()
     for process in each:

@@ -26,7 +26,7 @@ from .errors import ModelError
 from .gguf.chat import CHAT_TEMPLATE_KEY
 from .gguf.reader import Gguf
 from .gguf.tokenization.tokenizer import Tokenizer
-from .gguf.tokenization.vocabulary import read_token_id
+from .gguf.tokenization.vocabulary import read_token_id_or_none
 from .inference.pooling import FIRST_TOKEN_POOLING, MEAN_POOLING, RANK_POOLING
 from .inference.prefill_chunks import F32
 from .inference.session import Session
@@ -59,7 +59,7 @@ class RankHead:
     uses_gelu: bool = False
     pools_mean: bool = False
 
-    def score(self, rows: F32) -> F32:
+    def score_token_rows(self, rows: F32) -> F32:
         """Return the score of a text as f32[1], from the rows of its tokens, f32[tokens, width]."""
         row = rows.mean(0, dtype=np.float64) if self.pools_mean else rows[-1 if self.has_yes_no_labels else 0]
         values = row.astype(np.float64)
@@ -87,7 +87,7 @@ def read_rank_head(gguf: Gguf, architecture: str) -> RankHead:
     is_ranker = gguf.metadata.get(f"{architecture}.pooling_type") == RANK_POOLING
     if not is_ranker or not ("cls.weight" in tensors or "cls.output.weight" in tensors):
         raise ModelError("this model has no head that ranks documents; use a reranker, such as bge-reranker-v2-m3")
-    dense, output = (_read_layer(gguf, name) for name in ("cls", "cls.output"))
+    dense, output = (_read_matrix_and_bias(gguf, name) for name in ("cls", "cls.output"))
     width = gguf.metadata.get(f"{architecture}.embedding_length")
     for name, layer in (("cls", dense), ("cls.output", output)):
         if layer is not None and layer[0].shape[1] != width:
@@ -122,7 +122,7 @@ def _read_head_norm(gguf: Gguf, architecture: str, dense: tuple[F32, F32] | None
     return weight, epsilon
 
 
-def _read_layer(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
+def _read_matrix_and_bias(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
     """Read the matrix and the bias of a layer; a missing bias is zero."""
     if f"{name}.weight" not in gguf.tensors:
         return None
@@ -160,14 +160,14 @@ def encode_rank_text(metadata: Mapping[str, object], tokenizer: Tokenizer, query
     first, second = (tokenizer.encode(text, add_special=False) for text in (query, document))
     bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     eos = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
-    return [*bos, *first, *eos, *_list_separators(metadata, tokenizer), *second, *eos]
+    return [*bos, *first, *eos, *_list_separator_tokens(metadata, tokenizer), *second, *eos]
 
 
-def _list_separators(metadata: Mapping[str, object], tokenizer: Tokenizer) -> list[int]:
+def _list_separator_tokens(metadata: Mapping[str, object], tokenizer: Tokenizer) -> list[int]:
     """Return the separator between two texts; for BERT the end of the first text is the separator already."""
     if tokenizer.kind == "bert" or not metadata.get("tokenizer.ggml.add_sep_token"):
         return []
-    separator = read_token_id(metadata, "seperator_token_id", tokenizer.n_tokens)
+    separator = read_token_id_or_none(metadata, "seperator_token_id", tokenizer.n_tokens)
     return [] if separator is None else [separator]
 
 
@@ -203,4 +203,4 @@ def rank_documents(model: TextPooler, query: str, documents: Sequence[str]) -> t
     source = model.session.model
     head = read_rank_head(source.gguf, source.architecture)
     texts = [encode_rank_text(source.gguf.metadata, model.tokenizer, query, document) for document in documents]
-    return model.pool_texts(texts, head.score)[:, 0], sum(map(len, texts))
+    return model.pool_texts(texts, head.score_token_rows)[:, 0], sum(map(len, texts))

@@ -8,7 +8,7 @@ from .errors import ModelError
 from .models import Model
 
 
-def require_texts_fit(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
+def require_nonempty_texts_fit(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
     """Require that each text has tokens and fits the context.
 
     Args:

@@ -14,7 +14,7 @@ NUMBERS, INTEGERS = "biuf", "iu"
 """The `kind` letters of NumPy dtypes for real numbers, and for integers."""
 
 
-def as_number_array(subject: str, data: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
+def as_real_number_array(subject: str, data: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
     """Return `data` as a NumPy array of real numbers, or raise `error`.
 
     Args:
@@ -54,7 +54,7 @@ def as_array_for_spec(
     """
     if type(data) is np.ndarray and data.shape == spec.shape and data.dtype is spec.dtype.storage:
         return data
-    array = as_number_array(subject, data, error)
+    array = as_real_number_array(subject, data, error)
     if array.shape != spec.shape:
         raise error(f"{subject}: got shape {list(array.shape)}, need {spec}")
     if not spec.dtype.is_integer or not array.size:
@@ -74,7 +74,7 @@ def as_block_bytes(subject: str, data: npt.ArrayLike, spec: Spec) -> npt.NDArray
     Raises:
         PlanError: An element of `data` has more than one byte, or the number of bytes differs from `spec`.
     """
-    array = as_number_array(subject, data)
+    array = as_real_number_array(subject, data)
     if array.dtype.kind not in INTEGERS or array.dtype.itemsize != 1 or array.nbytes != spec.nbytes:
         got = f"{array.dtype}{list(array.shape)}"
         raise PlanError(f"{subject}: got {got}, need {spec}: {spec.nbytes} bytes of its blocks, as uint8")

@@ -158,7 +158,7 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
     return tuple(order)
 
 
-def order_updates_after_operands(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
+def order_updates_directly_after_operands(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
     """Return all nodes in topological order; a node that computes a state update directly follows its last operand.
 
     Args:

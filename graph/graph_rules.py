@@ -26,7 +26,7 @@ def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
             yield f"%{quote_node_name(name)} names {leaf_count} different leaves; rename all but one"
 
 
-def leaves_read_nothing(graph: Graph) -> Iterator[str]:
+def leaves_have_no_operands(graph: Graph) -> Iterator[str]:
     """Check that each leaf reads nothing: it has no operands and exactly one result."""
     for node in graph.nodes:
         if node.op in LEAF_OPS and (node.src or len(node.specs) != 1):
@@ -89,7 +89,7 @@ def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
     return value is None or type(value) in (bool, float, str, bytes, DType)
 
 
-def sources_come_first(graph: Graph) -> Iterator[str]:
+def operands_come_before_users(graph: Graph) -> Iterator[str]:
     """Check that operands come before their users, and that outputs and updates are results of nodes of the graph."""
     before: set[Node] = set()
     for node in graph.nodes:
@@ -103,24 +103,24 @@ def sources_come_first(graph: Graph) -> Iterator[str]:
             yield f"{value.label:.{MAX_MESSAGE_CHARACTERS}} is returned, but no node of the graph computes it"
 
 
-def something_is_computed(graph: Graph) -> Iterator[str]:
+def graph_has_output_or_update(graph: Graph) -> Iterator[str]:
     """Check that a graph has at least one output or update."""
     if not graph.outputs and not graph.updates:
         yield "the graph has neither outputs nor updates, so there is nothing to compute"
 
 
 GRAPH_RULES: tuple[GraphRule, ...] = (
-    sources_come_first,
+    operands_come_before_users,
     references_exist,
-    something_is_computed,
+    graph_has_output_or_update,
     leaves_have_distinct_names,
-    leaves_read_nothing,
+    leaves_have_no_operands,
     specs_are_legal,
     only_states_are_updated,
     constants_hold_their_bytes,
     attributes_are_plain,
 )
-REFERENCES = (sources_come_first, references_exist)
+REFERENCES = (operands_come_before_users, references_exist)
 
 
 def list_rule_violations(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:

@@ -71,7 +71,9 @@ def fold_layers(graph: Graph) -> tuple[Item, ...]:
     structures = _StructuralKeys(graph, sections, long_lived)
     crossing = _count_crossing_values(len(nodes), spans)
     starts = itertools.accumulate((len(p) for p in sections), initial=0)
-    numbered = [_Section(p, s, start) for p, s, start in zip(sections, structures.keys, starts, strict=False)]
+    numbered = [
+        _SectionBetweenSplits(p, s, start) for p, s, start in zip(sections, structures.keys, starts, strict=False)
+    ]
     return tuple(_group_repeated_sections(numbered, crossing))
 
 
@@ -101,11 +103,11 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
     position = {node: at for at, node in enumerate(nodes)}
     return [
         tuple(nodes[position[layer_sections[0][0]] : position[layer_sections[-1][-1]] + 1])
-        for layer_sections in _iterate_layer_sections(sections)
+        for layer_sections in _group_sections_by_layer(sections)
     ]
 
 
-def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
+def _group_sections_by_layer(sections: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
     """Yield the sections of each layer; a layer is one repetition of the innermost repeated sequence of sections.
 
     A single section that occurs only twice is not a layer, because a decoder layer may have two attentions. Unrepeated
@@ -119,7 +121,7 @@ def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequ
         yield from [unrepeated] if unrepeated else []
         unrepeated = []
         for first in range(start, start + length * count, length):
-            yield from _iterate_layer_sections(sections[first : first + length])
+            yield from _group_sections_by_layer(sections[first : first + length])
     yield from [unrepeated] if unrepeated else []
 
 
@@ -146,7 +148,7 @@ def find_adjacent_repetitions(items: Sequence[object]) -> Iterator[tuple[int, in
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class _SectionBetweenSplits:
     """A section: the nodes between two adjacent split points of the node order.
 
     - `nodes`: the nodes.
@@ -292,9 +294,9 @@ class _StructuralKeys:
         )
 
 
-def _group_repeated_sections(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[Item]:
+def _group_repeated_sections(sections: Sequence[_SectionBetweenSplits], crossing: Sequence[int]) -> Iterator[Item]:
     """Yield adjacent sections of equal structure as groups, and the sections between them as blocks."""
-    unrepeated: list[_Section] = []
+    unrepeated: list[_SectionBetweenSplits] = []
     for start, length, count in find_adjacent_repetitions([p.structure for p in sections]):
         if count == 1:
             unrepeated.append(sections[start])
@@ -306,7 +308,9 @@ def _group_repeated_sections(sections: Sequence[_Section], crossing: Sequence[in
     yield from _merge_sections_into_blocks(unrepeated, crossing)
 
 
-def _merge_sections_into_blocks(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[NodeBlock]:
+def _merge_sections_into_blocks(
+    sections: Sequence[_SectionBetweenSplits], crossing: Sequence[int]
+) -> Iterator[NodeBlock]:
     """Merge adjacent sections into blocks of at most `MAX_BLOCK_NODES` nodes, split where the fewest values cross."""
     nodes = [n for p in sections for n in p.nodes]
     first = sections[0].start if sections else 0

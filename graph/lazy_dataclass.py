@@ -31,19 +31,19 @@ else:
             bare.__dataclass_params__.frozen = frozen
             for name in enabled:
                 if enabled[name] and name not in own:
-                    setattr(bare, name, _LazyMethod(bare, name, frozen))
+                    setattr(bare, name, _LazilyCompiledMethod(bare, name, frozen))
             if eq and not frozen and "__hash__" not in own:
                 bare.__hash__ = None
             if frozen and not extends:
-                bare.__setattr__, bare.__delattr__ = _build_frozen_setters(bare)
+                bare.__setattr__, bare.__delattr__ = _build_frozen_setattr_and_delattr(bare)
             if frozen and slots:
-                bare.__getstate__, bare.__setstate__ = _list_field_values, _set_state
+                bare.__getstate__, bare.__setstate__ = _list_field_values_for_pickle, _set_state
             return bare
 
         return decorate if cls is None else decorate(cls)
 
 
-class _LazyMethod(NamedTuple):
+class _LazilyCompiledMethod(NamedTuple):
     """A descriptor that compiles a method at its first call and then replaces itself by the method."""
 
     cls: type
@@ -51,13 +51,13 @@ class _LazyMethod(NamedTuple):
     is_frozen: bool
 
     def __get__(self, instance: object, owner: type) -> Any:
-        method = _compile_method(self.cls, self.name, self.is_frozen)
+        method = _compile_dataclass_method(self.cls, self.name, self.is_frozen)
         if vars(self.cls)[self.name] is self:
             setattr(self.cls, self.name, method)
         return method.__get__(instance, owner)
 
 
-def _compile_method(cls: type, name: str, frozen: bool) -> Any:
+def _compile_dataclass_method(cls: type, name: str, frozen: bool) -> Any:
     """Compile one method that `dataclasses` generates for the fields of `cls`, such as ``__init__``."""
     is_init = name == "__init__"
     namespace = {"__doc__": name} | ({"__post_init__": None} if hasattr(cls, "__post_init__") else {})
@@ -83,7 +83,9 @@ def _copy_field_declaration(field: dataclasses.Field[Any]) -> Any:
     return dataclasses.field(**{name: getattr(field, name) for name in names})
 
 
-def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
+def _build_frozen_setattr_and_delattr(
+    cls: Any,
+) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
     """Build ``__setattr__`` and ``__delattr__`` of a frozen class, which raise `FrozenInstanceError`."""
     names = frozenset(field.name for field in dataclasses.fields(cls))
 
@@ -100,7 +102,7 @@ def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], Non
     return set_, delete
 
 
-def _list_field_values(self: Any) -> list[Any]:
+def _list_field_values_for_pickle(self: Any) -> list[Any]:
     """Return the values of all fields of a frozen instance with slots, as its ``__getstate__`` for pickle."""
     return [getattr(self, field.name) for field in dataclasses.fields(self)]
 

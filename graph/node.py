@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .array_checks import as_number_array
+from .array_checks import as_real_number_array
 from .attrs import NO_ATTRS, Attrs, format_attribute, quote_node_name, quote_word
 from .dtypes import DTYPE_BY_NAME, DType, DTypeLike
 from .errors import GraphError
@@ -349,7 +349,7 @@ def constant(name: str, data: npt.ArrayLike) -> Value:
         GraphError: `data` is not an array of floats or signed integers.
     """
     subject = f"constant %{quote_node_name(name) if isinstance(name, str) else format_value(name):.60}"
-    numbers = as_number_array(subject, data, GraphError)
+    numbers = as_real_number_array(subject, data, GraphError)
     array = np.ascontiguousarray(numbers)
     if array.dtype.name == "float64":
         array = array.astype(np.float32)

@@ -32,7 +32,7 @@ _INDEX = re.compile(r"#[0-9]+$")
 AttributeCompleter = Callable[[str, Attrs], Attrs]
 
 
-def keep_attributes(op: str, attrs: Attrs) -> Attrs:
+def keep_attributes_unchanged(op: str, attrs: Attrs) -> Attrs:
     """Return the attributes unchanged; `parse` calls this function unless it gets another one."""
     return attrs
 
@@ -241,7 +241,7 @@ class _GraphParser:
 
 
 @validate_arguments(GraphError, text=TEXT)
-def parse(text: str, complete: AttributeCompleter = keep_attributes) -> Graph:
+def parse(text: str, complete: AttributeCompleter = keep_attributes_unchanged) -> Graph:
     """Parse the text of a graph into a graph. The ops stay unchecked; `verify` checks them.
 
     Args:

@@ -1,8 +1,8 @@
 """Repeated layers of deep graphs, and the shortened graph that has few repetitions and stands for the deep graph.
 
 Repetitions are found by equal structure, never by name (`find_repeated_runs`). Nodes have the numbers of
-`order_updates_after_operands`, so that a repetition includes the nodes for its own state updates. `shorten_graph` keeps
-the first few repetitions; the names of its nodes are their numbers::
+`order_updates_directly_after_operands`, so that a repetition includes the nodes for its own state updates.
+`shorten_graph` keeps the first few repetitions; the names of its nodes are their numbers::
 
     preamble  repetition repetition repetition ... repetition  end        deep graph
     preamble  repetition repetition  end                                  short graph
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .attrs import make_attribute_key
-from .graph import Graph, assign_names, order_updates_after_operands
+from .graph import Graph, assign_names, order_updates_directly_after_operands
 from .lazy_dataclass import dataclass
 from .node import Node
 
@@ -77,7 +77,7 @@ class RepeatedRuns:
         """Return these runs without the last repetition, so that all readers of carried values have equal structure."""
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
-    def find_carried_position(self, node_number: int, reader_repetition: int) -> int | None:
+    def find_position_of_carried_value(self, node_number: int, reader_repetition: int) -> int | None:
         """Return the position in its repetition of a carried value that repetition `reader_repetition` reads.
 
         The result is None if node `node_number` computes no carried value of the previous repetition.
@@ -89,7 +89,7 @@ class RepeatedRuns:
 def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
     """Find the adjacent repetitions of equal structure with the most nodes; None if there are fewer than three."""
     kinds: dict[object, int] = {}
-    nodes = order_updates_after_operands(graph)
+    nodes = order_updates_directly_after_operands(graph)
     keys = [kinds.setdefault((n.op, make_attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
     length, first, last = _find_longest_periodic_range(np.array(keys))
     if not length:
@@ -103,7 +103,7 @@ def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
         for j, repeated in _pair_operands_one_period_apart(reads, i, length)
         if repeated != j
     ]
-    first = _find_narrowest_repetition_start(spans, length, first, last)
+    first = _choose_repetition_start_crossed_by_fewest_values(spans, length, first, last)
     count = (last + length - first) // length
     if count < 3:
         return None
@@ -190,7 +190,9 @@ def _find_largest_consistent_range(
     return max([first, *(j + 1 for j in shared)]), last
 
 
-def _find_narrowest_repetition_start(spans: Sequence[tuple[int, int]], length: int, first: int, last: int) -> int:
+def _choose_repetition_start_crossed_by_fewest_values(
+    spans: Sequence[tuple[int, int]], length: int, first: int, last: int
+) -> int:
     """Choose the node at which repetitions begin, so that the fewest values cross from one repetition to the next.
 
     Args:
@@ -228,11 +230,11 @@ def _is_valid_repetition(
         return False
     for i in range(found.start, len(nodes)):
         for j in _list_present_operands(reads[i]):
-            if at(j) not in (at(i), PREAMBLE) and found.find_carried_position(j, at(i)) is None:
+            if at(j) not in (at(i), PREAMBLE) and found.find_position_of_carried_value(j, at(i)) is None:
                 return False
             if at(j) != at(i) and at(j) != PREAMBLE and nodes[j].is_leaf:
                 return False
-            if at(i) > 0 and at(j) == PREAMBLE and found.find_carried_position(j, 0) is not None:
+            if at(i) > 0 and at(j) == PREAMBLE and found.find_position_of_carried_value(j, 0) is not None:
                 return False  # ambiguous: the first repetition reads the same node as a carried value
     changed: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for old, new in graph.updates.items():
@@ -288,24 +290,24 @@ class ShortenedGraph:
 
     def short_repetition_by_node(self, graph: Graph) -> Mapping[Node, int]:
         """Return, for each node in the graph of a device, the repetition of the short graph that it belongs to."""
-        if graph not in self._repetitions_by_graph:
-            self._repetitions_by_graph[graph] = DeviceRepetitions(self).short_repetition_by_node(graph)
-        return self._repetitions_by_graph[graph]
+        if graph not in self._repetition_cache_by_graph:
+            self._repetition_cache_by_graph[graph] = DeviceNodeRepetitions(self).short_repetition_by_node(graph)
+        return self._repetition_cache_by_graph[graph]
 
     @cached_property
-    def _repetitions_by_graph(self) -> dict[Graph, Mapping[Node, int]]:
+    def _repetition_cache_by_graph(self) -> dict[Graph, Mapping[Node, int]]:
         """The results of `short_repetition_by_node` by graph, a cache for lowering, unrolling and verification."""
         return {}
 
     @cached_property
     def deep_nodes(self) -> tuple[Node, ...]:
         """The nodes of the deep graph by their numbers."""
-        return order_updates_after_operands(self.deep_graph)
+        return order_updates_directly_after_operands(self.deep_graph)
 
     @cached_property
     def short_nodes(self) -> tuple[Node, ...]:
         """The nodes of the short graph by their numbers."""
-        return order_updates_after_operands(self.short_graph)
+        return order_updates_directly_after_operands(self.short_graph)
 
     @cached_property
     def deep_names(self) -> tuple[str, ...]:
@@ -326,7 +328,7 @@ class ShortenedGraph:
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceRepetitions:
+class DeviceNodeRepetitions:
     """Assigns the nodes in the graph of a device to the repetitions of a shortened graph.
 
     `name_of_node` returns the name of the corresponding node of the short graph. It has a suffix if the device node
@@ -350,7 +352,7 @@ class DeviceRepetitions:
             number, ending = split_numbered_name(self.name_of_node(node))
             kind = runs.repetition_of(number)
             later = bool(ending) and first_read.get(node) == kind + 1 and CHUNK_SUFFIX.search(ending) is None
-            if later and runs.find_carried_position(number, kind + 1) is not None:
+            if later and runs.find_position_of_carried_value(number, kind + 1) is not None:
                 kind += 1
             kinds[node] = kind
             for source in node.inputs:
@@ -362,7 +364,7 @@ class DeviceRepetitions:
         number, _ = split_numbered_name(self.name_of_node(node))
         return (
             self.shortened.short_repetitions.repetition_of(number) == PREAMBLE
-            and self.shortened.short_repetitions.find_carried_position(number, 0) is None
+            and self.shortened.short_repetitions.find_position_of_carried_value(number, 0) is None
         )
 
 
@@ -378,7 +380,7 @@ def shorten_graph(graph: Graph, repeats: RepeatedRuns, count: int) -> ShortenedG
     The result is None if the nodes of the short graph would have another order.
     """
     first, end = repeats.first_node_of(count), repeats.first_node_of(repeats.count)
-    nodes, copies = order_updates_after_operands(graph), dict[Node, Node]()
+    nodes, copies = order_updates_directly_after_operands(graph), dict[Node, Node]()
     stands_for: dict[Node, Node] = {}  # nodes at the end read the last repetition that stays
     for number, node in enumerate((*nodes[:first], *nodes[end:])):
         sources = [None if s is None else (stands_for.get(s.node) or copies[s.node], s.index) for s in node.src]

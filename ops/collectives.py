@@ -38,24 +38,24 @@ def all_reduce(x: Array, *, sequence: int) -> Array:
 def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
-    axis, runs = axis_attribute(attrs, x), as_index_ranges(attrs["runs"])
+    axis, runs = axis_attribute(attrs, x), narrow_to_index_ranges(attrs["runs"])
     if x.shape[axis] not in (shares := [sum(n for _, n in device) for device in runs]):
         raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the devices have {shares}")
-    return Spec((*x.shape[:axis], _axis_length(runs), *x.shape[axis + 1 :]), x.dtype)
+    return Spec((*x.shape[:axis], _compute_sharded_axis_length(runs), *x.shape[axis + 1 :]), x.dtype)
 
 
-def _axis_length(runs: DeviceIndexRanges) -> int:
+def _compute_sharded_axis_length(runs: DeviceIndexRanges) -> int:
     """Return the length of a sharded axis: the largest end of an index range of any device."""
     return max((offset + n for device in runs for offset, n in device), default=0)
 
 
-def as_integer(value: Attr) -> int:
+def narrow_to_integer(value: Attr) -> int:
     """Narrow the type of an attribute to int, and assert it."""
     assert isinstance(value, int)
     return value
 
 
-def as_index_ranges(value: Attr) -> DeviceIndexRanges:
+def narrow_to_index_ranges(value: Attr) -> DeviceIndexRanges:
     """Narrow the type of an attribute to index ranges of devices; `normalise_attribute` has checked it."""
     return value  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
@@ -79,10 +79,9 @@ def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
     axis, length = axis_attribute(attrs, x), sum(n for _, n in own_index_ranges(attrs))
-    if x.shape[axis] != _axis_length(as_index_ranges(attrs["runs"])):
-        raise SignatureMismatch(
-            f"axis {axis} of x holds {x.shape[axis]} entries, the runs {_axis_length(as_index_ranges(attrs['runs']))}"
-        )
+    sharded_length = _compute_sharded_axis_length(narrow_to_index_ranges(attrs["runs"]))
+    if x.shape[axis] != sharded_length:
+        raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the runs {sharded_length}")
     return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
 
 
@@ -92,7 +91,7 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
     Raises:
         SignatureMismatch: `runs` has no such device.
     """
-    runs, rank = as_index_ranges(attrs["runs"]), as_integer(attrs["rank"])
+    runs, rank = narrow_to_index_ranges(attrs["runs"]), narrow_to_integer(attrs["rank"])
     if not 0 <= rank < len(runs):
         raise SignatureMismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
     return runs[rank]
@@ -200,4 +199,4 @@ POINT_TO_POINT_OPS = frozenset(o.name for o in (send, receive))
 
 def find_collective_sequence_number(op_name: str, attrs: Attrs) -> int | None:
     """Return the sequence number of a collective within its device group, or None for other ops."""
-    return as_integer(attrs["sequence"]) if op_name in COLLECTIVES else None
+    return narrow_to_integer(attrs["sequence"]) if op_name in COLLECTIVES else None

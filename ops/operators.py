@@ -47,7 +47,7 @@ POWERS: Mapping[float, Callable[[Value], Value]] = MappingProxyType({2.0: sqr, 0
 """Ops of ``value ** exponent`` by exponent."""
 
 
-def apply_operator(sign: str, left: Any, right: Any) -> Value:
+def build_elementwise_operator(sign: str, left: Any, right: Any) -> Value:
     """Build the elementwise op of ``left sign right``, with the broadcasting of NumPy.
 
     Args:
@@ -115,7 +115,7 @@ def build_transpose(x: Value) -> Value:
     return transpose(x) if first is None else first
 
 
-def apply_index(x: Value, index: Any) -> Value:
+def build_index(x: Value, index: Any) -> Value:
     """Build the ops of ``x[index]``.
 
     An index has integers, slices of step 1, ``...`` and None as in NumPy, or is a value with row numbers.
@@ -125,7 +125,7 @@ def apply_index(x: Value, index: Any) -> Value:
     """
     if isinstance(index, Value):
         return get_rows(x, index)
-    entries = _complete_index(x, index if isinstance(index, tuple) else (index,))
+    entries = _expand_index_to_all_axes(x, index if isinstance(index, tuple) else (index,))
     shape: list[int] = []
     axis, y = 0, x
     for entry in entries:
@@ -140,7 +140,7 @@ def apply_index(x: Value, index: Any) -> Value:
     return y if y.shape == tuple(shape) else reshape(y, shape=tuple(shape))
 
 
-def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
+def _expand_index_to_all_axes(x: Value, entries: Sequence[Any]) -> list[Any]:
     """Expand an index to one entry for each axis of `x`: ``...`` and missing entries become full slices."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):

@@ -34,10 +34,10 @@ A signature names the axes of operands and results:
 def build_op_reference() -> str:
     """Return the reference page of all ops as Markdown."""
     sections = ("\n" + "\n".join(format_op_section(op)) + "\n" for _, op in sorted(REGISTRY.items()))
-    return "".join([HEAD, *format_families(), *format_other_names(), *sections])
+    return "".join([HEAD, *format_ops_by_family(), *format_numpy_and_torch_equivalents(), *sections])
 
 
-def format_families() -> Iterator[str]:
+def format_ops_by_family() -> Iterator[str]:
     """Yield a list of the ops by family; a family is a module, described by the first sentence of its docstring."""
     yield "\n## Families\n\n"
     for module in OP_MODULES:
@@ -47,7 +47,7 @@ def format_families() -> Iterator[str]:
         yield f"* {title}\n{names}\n"
 
 
-def format_other_names() -> Iterator[str]:
+def format_numpy_and_torch_equivalents() -> Iterator[str]:
     """Yield a table of names of NumPy and PyTorch, with the ops of hocket."""
     yield "\n## Names of NumPy and PyTorch\n\n| NumPy, PyTorch | ops |\n|---|---|\n"
     for ops, names in groupby(OPS_BY_OTHER_NAME, OPS_BY_OTHER_NAME.__getitem__):
@@ -65,14 +65,14 @@ def format_op_section(op: Op[Any]) -> Iterator[str]:
     yield op.documentation.replace("``", "`")
     yield ""
     for form, signature in op.signatures.items():
-        yield format_list_item(f"`{signature.text}`" + (f" ({form})" if form else ""))
+        yield format_markdown_list_item(f"`{signature.text}`" + (f" ({form})" if form else ""))
     attrs = [f"{name}: {kind}{_format_default(op.defaults, name)}" for name, kind in op.attribute_types.items()]
     if attrs:
-        yield format_list_item(f"attributes: `{', '.join(attrs)}`")
-    yield format_list_item(", ".join(_format_op_properties(op)))
+        yield format_markdown_list_item(f"attributes: `{', '.join(attrs)}`")
+    yield format_markdown_list_item(", ".join(_format_op_properties(op)))
 
 
-def format_list_item(text: str) -> str:
+def format_markdown_list_item(text: str) -> str:
     """Return `text` as an item of a Markdown list, wrapped at 120 columns."""
     return fill(text, 120, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 

@@ -214,7 +214,7 @@ HALF_OF_E4M3 = _compute_half_e4m3_values()
 """Half of the value of each E4M3 byte."""
 
 
-def _as_column(values: np.ndarray) -> F32:
+def _as_float32_column(values: np.ndarray) -> F32:
     """Convert one number per block, or per part of a block, to float32 with a last axis of size 1, for broadcasting."""
     return values.astype(np.float32)[..., None]
 
@@ -273,26 +273,28 @@ def _multiply_scale_subtract_minimum(q: np.ndarray, scale: F32, minimum: F32, ou
 
 
 def _expand_q4_0(b: np.ndarray, out: F32) -> None:
-    _multiply_scale(_unpack_4_bits(b["qs"], 16).view(np.int8) - np.int8(8), _as_column(b["d"]), out)
+    _multiply_scale(_unpack_4_bits(b["qs"], 16).view(np.int8) - np.int8(8), _as_float32_column(b["d"]), out)
 
 
 def _expand_q4_1(b: np.ndarray, out: F32) -> None:
-    _multiply_scale(_unpack_4_bits(b["qs"], 16), _as_column(b["d"]), out)
-    out += _as_column(b["dmin"])
+    _multiply_scale(_unpack_4_bits(b["qs"], 16), _as_float32_column(b["d"]), out)
+    out += _as_float32_column(b["dmin"])
 
 
 def _expand_q5_0(b: np.ndarray, out: F32) -> None:
     q = _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"])
-    _multiply_scale(q.view(np.int8) - np.int8(16), _as_column(b["d"]), out)
+    _multiply_scale(q.view(np.int8) - np.int8(16), _as_float32_column(b["d"]), out)
 
 
 def _expand_q5_1(b: np.ndarray, out: F32) -> None:
-    _multiply_scale(_unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"]), _as_column(b["d"]), out)
-    out += _as_column(b["dmin"])
+    _multiply_scale(
+        _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"]), _as_float32_column(b["d"]), out
+    )
+    out += _as_float32_column(b["dmin"])
 
 
 def _expand_q8_0(b: np.ndarray, out: F32) -> None:
-    _multiply_scale(b["qs"], _as_column(b["d"]), out)
+    _multiply_scale(b["qs"], _as_float32_column(b["d"]), out)
 
 
 def _expand_q2_k(b: np.ndarray, out: F32) -> None:
@@ -307,35 +309,35 @@ def _expand_q3_k(b: np.ndarray, out: F32) -> None:
     high = (high[:, None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
     scale = (low | high.reshape(-1, 16) << 4).astype(np.float32) - 32
     q = _unpack_2_bits(b["qs"]).reshape(-1, 8, 32) | (_unpack_bit_planes(b["qh"]) << np.uint8(2))
-    _multiply_scale(q.view(np.int8) - np.int8(4), (_as_column(b["d"]) * scale)[..., None], out)
+    _multiply_scale(q.view(np.int8) - np.int8(4), (_as_float32_column(b["d"]) * scale)[..., None], out)
 
 
 def _expand_q4_k(b: np.ndarray, out: F32) -> None:
     scales, minima = _unpack_scales_and_minima(b["scales"])
-    scale, minimum = _as_column(b["d"]) * scales, _as_column(b["dmin"]) * minima
+    scale, minimum = _as_float32_column(b["d"]) * scales, _as_float32_column(b["dmin"]) * minima
     _multiply_scale_subtract_minimum(_unpack_4_bits(b["qs"], 32), scale[..., None], minimum[..., None], out)
 
 
 def _expand_q5_k(b: np.ndarray, out: F32) -> None:
     scales, minima = _unpack_scales_and_minima(b["scales"])
-    scale, minimum = _as_column(b["d"]) * scales, _as_column(b["dmin"]) * minima
+    scale, minimum = _as_float32_column(b["d"]) * scales, _as_float32_column(b["dmin"]) * minima
     q = _unpack_4_bits(b["qs"], 32).reshape(-1, 8, 32) | (_unpack_bit_planes(b["qh"]) << np.uint8(4))
     _multiply_scale_subtract_minimum(q, scale[..., None], minimum[..., None], out)
 
 
 def _expand_q6_k(b: np.ndarray, out: F32) -> None:
     q = _unpack_4_bits(b["qs"], 64).reshape(-1, 2, 4, 32) | (_unpack_2_bits(b["qh"]) << np.uint8(4))
-    _multiply_scale(q.view(np.int8) - np.int8(32), (_as_column(b["d"]) * b["scales"])[..., None], out)
+    _multiply_scale(q.view(np.int8) - np.int8(32), (_as_float32_column(b["d"]) * b["scales"])[..., None], out)
 
 
 def _expand_iq4_nl(b: np.ndarray, out: F32) -> None:
-    _multiply_scale(IQ4_NL_CODE_BOOK[_unpack_4_bits(b["qs"], 16)], _as_column(b["d"]), out)
+    _multiply_scale(IQ4_NL_CODE_BOOK[_unpack_4_bits(b["qs"], 16)], _as_float32_column(b["d"]), out)
 
 
 def _expand_iq4_xs(b: np.ndarray, out: F32) -> None:
     low = _unpack_4_bits(b["scales_l"], 1).reshape(-1, 8)
     high = (b["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
-    scale = _as_column(b["d"]) * ((low | high << np.uint16(4)).astype(np.float32) - 32)
+    scale = _as_float32_column(b["d"]) * ((low | high << np.uint16(4)).astype(np.float32) - 32)
     _multiply_scale(IQ4_NL_CODE_BOOK[_unpack_4_bits(b["qs"], 16)], scale[..., None], out)
 
 
@@ -352,7 +354,7 @@ def _expand_nvfp4(b: np.ndarray, out: F32) -> None:
 
 def _expand_q1_0(b: np.ndarray, out: F32) -> None:
     """Dequantise Q1_0 blocks to `out`: each element is one sign bit, which means plus or minus the scale."""
-    d = _as_column(b["d"])
+    d = _as_float32_column(b["d"])
     out[...] = np.where(np.unpackbits(np.ascontiguousarray(b["qs"]), axis=1, bitorder="little"), d, -d)
 
 
@@ -362,7 +364,7 @@ def _expand_q2_0(b: np.ndarray, out: F32) -> None:
     Four neighbours share a byte.
     """
     q = (b["qs"][..., None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
-    _multiply_scale(q.view(np.int8) - np.int8(1), _as_column(b["d"]), out)
+    _multiply_scale(q.view(np.int8) - np.int8(1), _as_float32_column(b["d"]), out)
 
 
 EXPANDERS: dict[DType, ExpandBlocks] = {

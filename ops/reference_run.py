@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.array_checks import as_array_for_spec, as_number_array
+from ..graph.array_checks import as_array_for_spec, as_real_number_array
 from ..graph.errors import GraphError
 from ..graph.graph import Graph
 from ..graph.node import Node, Value, view_constant_array
@@ -18,7 +18,7 @@ from .registry import op_of
 
 def as_reference_array(array: npt.ArrayLike) -> Array:
     """Return `array` in the dtype of reference operands: integers unchanged, other numbers in float64."""
-    array = as_number_array("array", array, GraphError)
+    array = as_real_number_array("array", array, GraphError)
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 

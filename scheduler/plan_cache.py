@@ -84,7 +84,7 @@ def plan_with_cache(
         None if host is None else host.hardware,
     )
     file = None
-    if _is_plan_cacheable(graph, asked):
+    if _uses_only_own_backends_and_ops(graph, asked):
         file = _compute_cache_path(
             graph,
             asked,
@@ -132,7 +132,7 @@ def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
     return replace(plan, device_plans=tuple(device_plans))
 
 
-def _is_plan_cacheable(graph: Graph, group: Devices) -> bool:
+def _uses_only_own_backends_and_ops(graph: Graph, group: Devices) -> bool:
     """Return whether a plan may be cached: all its backends and ops must be part of hocket.
 
     The source of other backends and ops may change unnoticed. The plan would then be outdated.
@@ -165,7 +165,10 @@ def _build_workload_key(workload: Workload) -> object:
         str(workload),
         workload.chunk_sizes,
         workload.lone_hardware,
-        [graph.digest() for graph in (workload.build_graph(workload.sequence_count, 1), workload.balanced_graph)],
+        [
+            graph.digest()
+            for graph in (workload.build_graph(workload.sequence_count, 1), workload.graph_for_stage_balance)
+        ],
     )
 
 
@@ -173,10 +176,10 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
     devices = [
         (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
     ]
-    return make_cache_path("plans", build_graph_key(graph), devices, options, _list_planner_source_files())
+    return make_cache_path("plans", build_graph_key(graph), devices, options, _list_planner_source_file_versions())
 
 
-def _list_planner_source_files() -> list[tuple[str, int, int]]:
+def _list_planner_source_file_versions() -> list[tuple[str, int, int]]:
     """Return path, byte size and modification time of each source file that plans depend on.
 
     If one of them differs, a cached plan is outdated. Python uses the same data to find out whether a compiled file is

@@ -20,7 +20,7 @@ from .endpoints.rerank import build_rerank_routes
 from .endpoints.slot_actions import build_slot_routes
 from .errors import ApiError
 from .options import ServerOptions
-from .security import AccessLayer, BodyLimitLayer, ErrorLayer, OriginLayer
+from .security import ApiKeyOrHostLayer, BodyLimitLayer, CorsOriginLayer, ErrorResponseLayer
 from .state import ServingState
 
 
@@ -49,9 +49,9 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
     state = ServingState(service, options)
     routes = build_routes()
     layers = [
-        Middleware(ErrorLayer, state.metrics, [route.path for route in routes]),
-        Middleware(OriginLayer, options.cors_origins),
-        Middleware(AccessLayer, options),
+        Middleware(ErrorResponseLayer, state.metrics, [route.path for route in routes]),
+        Middleware(CorsOriginLayer, options.cors_origins),
+        Middleware(ApiKeyOrHostLayer, options),
         Middleware(BodyLimitLayer, options.max_body_bytes, options.body_seconds),
     ]
 

@@ -69,12 +69,12 @@ class ApiError(HocketError):
             return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_seconds is None else {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}
 
-    def as_openai(self) -> dict[str, object]:
+    def as_openai_body(self) -> dict[str, object]:
         """Return the error body in the format of OpenAI, with the status as code, as llama-server does."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
         return {"error": {**fields, **self.extra}}
 
-    def as_anthropic(self) -> dict[str, object]:
+    def as_anthropic_body(self) -> dict[str, object]:
         """Return the error body in the format of Anthropic."""
         default = ERROR_TYPES.get(self.status)
         type_ = ANTHROPIC_ERROR_TYPES.get(self.status, self.type) if self.type == default else "invalid_request_error"

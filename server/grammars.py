@@ -44,8 +44,8 @@ class GrammarCache:
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         grammar = self._get("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
-        if is_strict and grammar.warning:
-            raise make_bad_request_error(grammar.warning, "json_schema")
+        if is_strict and grammar.ignored_keywords_warning:
+            raise make_bad_request_error(grammar.ignored_keywords_warning, "json_schema")
         return grammar
 
     def compile_call_schema(self, schema: Mapping[str, object], is_strict: bool = False) -> Grammar:
@@ -57,8 +57,8 @@ class GrammarCache:
             ApiError: As `compile_schema`.
         """
         grammar = self._get("tools", json.dumps(schema))
-        if is_strict and grammar.warning:
-            raise make_bad_request_error(grammar.warning, "tools")
+        if is_strict and grammar.ignored_keywords_warning:
+            raise make_bad_request_error(grammar.ignored_keywords_warning, "tools")
         return grammar
 
     def _get(self, kind: str, text: str) -> Grammar:
@@ -89,4 +89,8 @@ def list_ignored_schema_keywords(grammar: Grammar | LazyGrammar | None) -> tuple
 
     They are entries of the header that names ignored fields.
     """
-    return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()
+    return (
+        (f"json_schema ({grammar.ignored_keywords_warning})",)
+        if grammar is not None and grammar.ignored_keywords_warning
+        else ()
+    )

@@ -104,7 +104,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette, options: ServerOptions, announce: Callable[[str], None] | None = None) -> None:
-        class Protocol(LimitedProtocol):
+        class Protocol(LimitedHeadProtocol):
             header_seconds, max_header_bytes = options.header_seconds, options.max_header_bytes
 
         super().__init__(
@@ -154,23 +154,23 @@ class DrainingServer(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         if self._signal_count >= 2:
             self._state.is_draining = True
-            self._state.interrupt_all()
+            self._state.end_all_for_shutdown()
             self.force_exit = True
             return True
         if self._signal_count and not self._state.is_draining:
-            self._state.begin_drain()
+            self._state.begin_drain_and_end_queued()
             self._drain_end = now + self._options.drain_seconds
         if not self._state.is_draining:
             return is_over
         if self._state.is_idle:
             return True
         if now >= self._drain_end and not self._final_end:
-            self._state.interrupt_all()
+            self._state.end_all_for_shutdown()
             self._final_end = now + END_SECONDS
         return bool(self._final_end) and now >= self._final_end
 
 
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedHeadProtocol(HttpToolsProtocol):
     """HTTP/1.1 with limits on the bytes of a request head, and on the seconds until the head is complete."""
 
     header_seconds = 10.0

@@ -32,7 +32,7 @@ class EngineMetricsCollector:
             "requests_running": ("Requests that have a slot", status.running),
             "requests_queued": ("Requests that wait for a slot", status.queued),
             "slot_tokens": ("Tokens that the slots hold, those of the prefix cache included", sum(status.slot_tokens)),
-            "engine_up": ("Whether the engine runs", int(not self._service.failure)),
+            "engine_up": ("Whether the engine runs", int(not self._service.engine_end_reason)),
             "heartbeat_age_seconds": ("Seconds since the last sign of life", self._service.seconds_since_heartbeat),
         }
         for name, (text, gauge) in gauges.items():
@@ -88,9 +88,9 @@ class ServerMetrics:
 
     def format_metrics(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self._registry) + self._format_llama_metrics().encode()
+        return generate_latest(self._registry) + self._format_llama_server_metrics().encode()
 
-    def _format_llama_metrics(self) -> str:
+    def _format_llama_server_metrics(self) -> str:
         """Return the metrics with the names and types of llama-server, which its tools expect."""
         status = self._service.status
         read = status.sums.prompt_tokens - status.sums.cached_tokens
@@ -159,7 +159,7 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
     }
 
 
-class ChoiceStopwatch:
+class StreamedChoiceStopwatch:
     """Measures the times of one choice while it is streamed, for the object ``timings`` of each stream event.
 
     The engine reports its own times only at the end of the choice.

@@ -75,7 +75,7 @@ class ServerOptions:
     tls_key: str | None = None
 
     def __post_init__(self) -> None:
-        if not (self.api_keys or self.insecure or self.is_loopback):
+        if not (self.api_keys or self.insecure or self.is_loopback_only):
             raise ModelError(
                 f"the address {self.host!a} is reachable from other machines; give an API key, or --insecure"
             )
@@ -83,7 +83,7 @@ class ServerOptions:
             raise ModelError("an API key is empty; remove it")
 
     @property
-    def is_loopback(self) -> bool:
+    def is_loopback_only(self) -> bool:
         """Whether all addresses are loopback addresses, which only programs of this machine can reach."""
         return all(map(_is_loopback, self.hosts))
 

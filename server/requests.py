@@ -118,7 +118,9 @@ class RequestBuilder:
         Raises:
             ApiError: The prompt exceeds the context.
         """
-        return await self.run_in_thread(self._encode, text, lambda: self._service.tokenizer.encode_chat(text))
+        return await self.run_in_thread(
+            self._encode_if_length_fits, text, lambda: self._service.tokenizer.encode_chat(text)
+        )
 
     async def encode_prompts(self, prompt: object) -> list[tuple[int, ...]]:
         """Tokenize one prompt or several.
@@ -146,9 +148,9 @@ class RequestBuilder:
         tokenizer = self._service.tokenizer
         match prompt:
             case str():
-                return self._encode(prompt, lambda: tokenizer.encode(prompt, parse_special=True))
+                return self._encode_if_length_fits(prompt, lambda: tokenizer.encode(prompt, parse_special=True))
             case {"prompt_string": str(text), **rest} if not rest.get("multimodal_data"):
-                return self._encode(text, lambda: tokenizer.encode(text, parse_special=True))
+                return self._encode_if_length_fits(text, lambda: tokenizer.encode(text, parse_special=True))
             case {"content": list(parts), **rest} if not rest and parts:
                 texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
                 if all(isinstance(text, str) for text in texts):
@@ -169,7 +171,7 @@ class RequestBuilder:
         for i, part in enumerate(parts):
             if isinstance(part, str):
                 encode = partial(tokenizer.encode, part, add_special=i == 0, parse_special=True)
-                ids.extend(self._encode(part, encode))
+                ids.extend(self._encode_if_length_fits(part, encode))
             elif isinstance(part, bool) or not 0 <= part < tokenizer.n_tokens:
                 raise make_bad_request_error(
                     f"token {part} is not in the vocabulary; need 0 to {tokenizer.n_tokens - 1}", "prompt"
@@ -178,7 +180,7 @@ class RequestBuilder:
                 ids.append(part)
         return tuple(ids)
 
-    def _encode(self, text: str, encode: Callable[[], list[int]]) -> tuple[int, ...]:
+    def _encode_if_length_fits(self, text: str, encode: Callable[[], list[int]]) -> tuple[int, ...]:
         """Tokenize a text; refuse it in advance if it has too many characters to fit the context.
 
         Args:
@@ -198,7 +200,9 @@ class RequestBuilder:
 
     # ------------------------------------------------------------------------------------------------------ requests
 
-    async def choose_grammar(self, body: SamplingBody, format: ResponseFormat | None = None) -> Grammar | None:
+    async def compile_requested_grammar(
+        self, body: SamplingBody, format: ResponseFormat | None = None
+    ) -> Grammar | None:
         """Compile the grammar that a body asks for (grammar, JSON schema or ``response_format``), or return `None`.
 
         Raises:
@@ -267,7 +271,7 @@ class RequestBuilder:
         changes["temperature"] = body.temperature
         changes = {name: value for name, value in changes.items() if value is not None}
         sampling = replace(default, **changes, bias=self._parse_logit_bias(body))
-        sampling.check(tokenizer.n_tokens)
+        sampling.check_logit_bias_tokens(tokenizer.n_tokens)
         base_seed = self._options.seed if body.seed is None else body.seed
         seed = secrets.randbits(32) if base_seed == -1 else (base_seed + choice) % (1 << 64)
         return GenerationParams(
@@ -338,7 +342,7 @@ class RequestBuilder:
             raise make_bad_request_error(
                 f"{len(prompts)} prompts with {choices} choices; need {MAX_TEXTS} texts at most", "prompt"
             )
-        grammar = await self.choose_grammar(body)
+        grammar = await self.compile_requested_grammar(body)
         return tuple(
             self.build_engine_request(
                 prompt,
@@ -351,7 +355,7 @@ class RequestBuilder:
             for choice in range(choices)
         )
 
-    def require_served_model(self, name: str) -> None:
+    def require_served_model_if_strict(self, name: str) -> None:
         """Require that this server has the named model, if `ServerOptions.strict_model` is set.
 
         Raises:
@@ -380,6 +384,6 @@ def _select_response_schema(format: ResponseFormat) -> Mapping[str, object] | bo
     return schema
 
 
-def make_id(prefix: str) -> str:
+def create_random_id(prefix: str) -> str:
     """Return a new random id with a prefix, such as ``chatcmpl-``."""
     return f"{prefix}{secrets.token_urlsafe(18)}"

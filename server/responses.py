@@ -126,7 +126,7 @@ class EventStream(Response):
         self._stream.sending_since = None
 
 
-async def respond(
+async def respond_as_stream_or_json(
     state: ServingState,
     request: Request,
     stream: AnswerStream,
@@ -152,7 +152,7 @@ async def respond(
     Raises:
         ApiError: The client has disconnected, or a choice has failed.
     """
-    headers = {**headers, REQUEST_HEADER: stream.response_id}
+    headers = {**headers, REQUEST_HEADER: stream.common_id_prefix}
     if is_streamed:
         return EventStream(state, stream, formatter, headers)
     with state.released_after(stream):

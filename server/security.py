@@ -50,7 +50,7 @@ class HeaderName(bytes):
         return self
 
 
-class ErrorLayer:
+class ErrorResponseLayer:
     """Middleware that converts every exception to an error response, and counts responses.
 
     Args:
@@ -93,15 +93,15 @@ class ErrorLayer:
 def _make_error_response(error: Exception, path: str) -> JsonResponse:
     """Return the error response for an exception, in the format of the API of `path`.
 
-    `ErrorLayer.__call__` keeps no variable with the error: the error refers to the frame of that call, so such a
-    variable would form a cycle.
+    `ErrorResponseLayer.__call__` keeps no variable with the error: the error refers to the frame of that call, so such
+    a variable would form a cycle.
     """
     answer = as_api_error(error)
-    content = answer.as_anthropic() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai()
+    content = answer.as_anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai_body()
     return JsonResponse(content, answer.status, answer.headers)
 
 
-class OriginLayer:
+class CorsOriginLayer:
     """CORS middleware: permits requests of web pages from the configured origins, and refuses other origins."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
@@ -130,7 +130,7 @@ class OriginLayer:
         return await self._app(scope, receive, send_permitted)
 
     def _permits(self, origin: str) -> bool:
-        is_local = _parse_host(origin.partition("://")[2]) in LOOPBACK_NAMES
+        is_local = _parse_host_name(origin.partition("://")[2]) in LOOPBACK_NAMES
         return "*" in self._origins or origin in self._origins or (is_local and LOCAL_ORIGINS in self._origins)
 
 
@@ -138,7 +138,7 @@ def _is_same_origin(origin: str, host: str) -> bool:
     return bool(host) and origin.partition("://")[2] == host
 
 
-class AccessLayer:
+class ApiKeyOrHostLayer:
     """Middleware that refuses requests without a valid API key.
 
     If no keys are configured on a loopback address, it requires a Host header that names this machine. This prevents
@@ -147,19 +147,19 @@ class AccessLayer:
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._keys = app, tuple(key.encode() for key in options.api_keys)
-        self._checks_host = options.is_loopback and not options.api_keys
+        self._checks_host = options.is_loopback_only and not options.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            if self._checks_host and _parse_host(headers.get("host", "")) not in LOOPBACK_NAMES:
+            if self._checks_host and _parse_host_name(headers.get("host", "")) not in LOOPBACK_NAMES:
                 raise ApiError(403, f"the host {headers.get('host', '')!a:.80} is not this machine; use localhost")
-            if self._keys and scope["path"] not in PUBLIC_PATHS and not self._has_key(headers):
+            if self._keys and scope["path"] not in PUBLIC_PATHS and not self._has_valid_api_key(headers):
                 raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
         await self._app(scope, receive, send)
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _has_valid_api_key(self, headers: Headers) -> bool:
         """Whether the headers contain a valid API key; all keys are compared, so that the time reveals nothing."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         offered = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -167,7 +167,7 @@ class AccessLayer:
         return any(found)
 
 
-def _parse_host(host: str) -> str:
+def _parse_host_name(host: str) -> str:
     """Return the host name of a Host header without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""

@@ -41,17 +41,17 @@ class ServingState:
         self._bridge: EventBridge | None = None
 
     @cached_property
-    def visible_tokens(self) -> frozenset[int]:
+    def visible_control_tokens(self) -> frozenset[int]:
         """The control tokens that mark thoughts and tool calls; unlike others, their text stays in answers."""
         return frozenset(i for i, text in enumerate(self.service.tokenizer.tokens) if text in MARKERS)
 
-    def find_problem(self) -> str:
+    def find_reason_not_ready(self) -> str:
         """Return the reason why the server cannot generate, or an empty string."""
         if self.is_draining:
             return "the server is shutting down"
-        if failure := self.service.failure:
+        if failure := self.service.engine_end_reason:
             return f"the engine has ended: {failure}"
-        if not self.service.is_ready:
+        if not self.service.is_compiled_and_ready:
             return "the model is loading"
         silence = self.service.seconds_since_heartbeat
         return f"the engine has been silent for {silence:.0f} s" if silence > self.options.heartbeat_seconds else ""
@@ -62,8 +62,8 @@ class ServingState:
         Raises:
             ApiError: The server shuts down, or its engine has failed.
         """
-        if self.is_draining or self.service.failure:
-            raise ApiError(503, self.find_problem(), retry_seconds=RETRY_SECONDS)
+        if self.is_draining or self.service.engine_end_reason:
+            raise ApiError(503, self.find_reason_not_ready(), retry_seconds=RETRY_SECONDS)
 
     def submit(
         self, requests: Sequence[GenerationRequest], stops: Sequence[str], *, shows_markers: bool = False
@@ -75,18 +75,18 @@ class ServingState:
             HocketError: As `AnswerStream.submit`.
         """
         self.require_ready()
-        visible = self.visible_tokens if shows_markers else frozenset[int]()
+        visible = self.visible_control_tokens if shows_markers else frozenset[int]()
         if self._bridge is None:
             self._bridge = EventBridge(asyncio.get_running_loop())
         stream = AnswerStream(self.service, self._bridge, self.options, requests, stops=stops, visible=visible)
-        stream.submit()
+        stream.submit_all_or_none()
         self.active_streams.add(stream)
         return stream
 
-    def release(self, stream: AnswerStream) -> None:
+    def close_and_forget_stream(self, stream: AnswerStream) -> None:
         """Close a stream, which cancels its running requests, and remove it from the active ones."""
         self.active_streams.discard(stream)
-        stream.close()
+        stream.cancel_running_requests()
 
     @contextmanager
     def released_after(self, stream: AnswerStream) -> Iterator[AnswerStream]:
@@ -94,7 +94,7 @@ class ServingState:
         try:
             yield stream
         finally:
-            self.release(stream)
+            self.close_and_forget_stream(stream)
 
     @contextmanager
     def counted_embedding(self) -> Iterator[None]:
@@ -116,14 +116,14 @@ class ServingState:
         """Whether no response is being generated."""
         return not self.active_streams and not self.embedding_count
 
-    def begin_drain(self) -> None:
+    def begin_drain_and_end_queued(self) -> None:
         """Refuse new requests from now on, and end the responses that wait for a slot; running ones may finish."""
         self.is_draining = True
         for stream in list(self.active_streams):
-            if stream.is_queued:
+            if stream.are_all_requests_queued:
                 stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 
-    def interrupt_all(self) -> None:
+    def end_all_for_shutdown(self) -> None:
         """End all running responses with the error that the server shuts down."""
         for stream in list(self.active_streams):
             stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))

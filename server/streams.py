@@ -60,7 +60,7 @@ class ChoiceFinish:
     timing: RequestTiming
 
     @property
-    def stop_type(self) -> str:
+    def llama_server_stop_type(self) -> str:
         """The stop type in the terms of llama-server: ``word``, ``limit`` or ``eos``."""
         return "word" if self.stop_string else "limit" if self.reason == "length" else "eos"
 
@@ -93,7 +93,7 @@ class TokenDecoder(Utf8Stream):
         return bool(self._decoder.getstate()[0])
 
 
-class ChoiceTextBuffer:
+class StopStringTextBuffer:
     """Holds back the end of the text of one choice while it may become a stop string, and releases the text before it.
 
     Args:
@@ -207,7 +207,7 @@ class AnswerStream:
         tokenizer = service.tokenizer
         self._requests = {request.id: request for request in requests}
         self._texts = {
-            request.id: ChoiceTextBuffer(i, TokenDecoder(tokenizer, visible), stops)
+            request.id: StopStringTextBuffer(i, TokenDecoder(tokenizer, visible), stops)
             for i, request in enumerate(requests)
         }
         self._open: set[str] = set()
@@ -220,11 +220,11 @@ class AnswerStream:
         """Called if the client takes nothing for `ServerOptions.stall_seconds`."""
 
     @property
-    def response_id(self) -> str:
+    def common_id_prefix(self) -> str:
         """The common part of the ids of all choices."""
         return next(iter(self._requests)).rpartition("-")[0]
 
-    def submit(self) -> None:
+    def submit_all_or_none(self) -> None:
         """Submit all requests of the answer to the engine; if it refuses one, submit none.
 
         Raises:
@@ -237,10 +237,10 @@ class AnswerStream:
                 self._service.submit(request, self._forward_event)
                 self._open.add(request.id)
         except BaseException:
-            self.close()
+            self.cancel_running_requests()
             raise
 
-    def close(self) -> None:
+    def cancel_running_requests(self) -> None:
         """Cancel the requests that still run in the engine, and drop the references that would form cycles."""
         for request in self._open:
             self._service.cancel(request)
@@ -255,7 +255,7 @@ class AnswerStream:
         self._queue.put_nowait(error)
 
     @property
-    def is_queued(self) -> bool:
+    def are_all_requests_queued(self) -> bool:
         """Whether all requests of the response still wait for a slot."""
         return not self._has_begun and not self._open & set(self._service.status.slot_requests)
 
@@ -314,7 +314,7 @@ class AnswerStream:
                 case EndEvent():
                     yield from self._end(text, event)
 
-    def _end(self, text: ChoiceTextBuffer, event: EndEvent) -> Iterable[Update]:
+    def _end(self, text: StopStringTextBuffer, event: EndEvent) -> Iterable[Update]:
         self._open.discard(event.request)
         if update := text.finish():
             yield update
@@ -329,11 +329,15 @@ class AnswerStream:
             raise ApiError(500, event.message or "the engine has failed")
 
     def _check_limits(self, seconds: float) -> None:
-        if failure := self._service.failure:
+        if failure := self._service.engine_end_reason:
             raise ApiError(503, f"the engine has ended: {failure}", retry_seconds=10)
         if seconds > self._options.request_seconds:
             raise ApiError(503, f"the request took longer than {self._options.request_seconds:.0f} s", retry_seconds=10)
-        if seconds > self._options.queue_seconds and self.is_queued and self._service.is_ready:
+        if (
+            seconds > self._options.queue_seconds
+            and self.are_all_requests_queued
+            and self._service.is_compiled_and_ready
+        ):
             raise ApiError(503, f"no slot was free for {self._options.queue_seconds:.0f} s", retry_seconds=10)
 
 

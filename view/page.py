@@ -14,12 +14,12 @@ from typing import Any
 from ..graph.graph import Graph
 from ..graph.storage.files import write_text
 from ..scheduler.ir.execution_plan import Plan
-from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
+from ..scheduler.reports.measured_steps import MeasuredPlan, read_measured_times_from_trace
 from ..scheduler.reports.plan_diff import diff_plans
 from ..scheduler.runtime.trace import Trace
 from ..scheduler.sharding.factors import Factors
 from .graph_data import GraphData
-from .passes_data import build_factor_columns, list_search_reasons_by_node
+from .passes_data import build_sharding_factor_columns, list_search_reasons_by_node
 from .plan_data import PlanData
 
 SCRIPT_FILES = (
@@ -88,7 +88,7 @@ def view_plan(
     Raises:
         PlanError: the trace belongs to another plan.
     """
-    planned = _plan_page_data(plan, None if trace is None else read_measurements(plan, trace))
+    planned = _plan_page_data(plan, None if trace is None else read_measured_times_from_trace(plan, trace))
     documents = [planned] if before is None else [_plan_page_data(before), planned]
     return _page(title, documents, () if before is None else diff_plans(before, plan), tokens)
 
@@ -97,7 +97,11 @@ def _plan_page_data(plan: Plan, times: MeasuredPlan | None = None) -> dict[str, 
     graph, factors = GraphData(plan.graph), Factors(plan.graph)
     drawn = PlanData(plan, graph, times).build_page_data()
     drawn["decided"] = list_search_reasons_by_node(plan, graph, factors)
-    return {"graph": graph.build_page_data(), "plan": drawn, "passes": build_factor_columns(plan, graph, factors)}
+    return {
+        "graph": graph.build_page_data(),
+        "plan": drawn,
+        "passes": build_sharding_factor_columns(plan, graph, factors),
+    }
 
 
 def _page(title: str, page_items: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:

@@ -18,7 +18,7 @@ from .graph_data import GraphData
 from .intern_table import InternTable
 
 
-def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
+def build_sharding_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
     """Build the table of sharding factors of each axis, for one repetition of each repeated layer.
 
     A sharding factor is a part of an axis that the planner may divide among devices. In the text of an axis, ``a b`` is

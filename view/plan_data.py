@@ -15,9 +15,9 @@ from ..ops.collectives import find_collective_sequence_number
 from ..scheduler.costs.timeline import COMPUTE, InstructionCost, TimelineEntry
 from ..scheduler.ir.execution_plan import Plan
 from ..scheduler.lowering.device_plan import DevicePlan, find_first_devices_with_same_program
-from ..scheduler.reports.explain import TimelineReasons, format_search_lines, format_summary
+from ..scheduler.reports.explain import TimelineReasons, format_decision_lines, format_summary
 from ..scheduler.reports.measured_steps import MeasuredPlan
-from ..scheduler.reports.pass_dumps import compute_memory_by_step
+from ..scheduler.reports.pass_dumps import compute_memory_and_last_use_by_step
 from ..scheduler.reports.placement_hints import find_placement_hints
 from ..scheduler.reports.value_layouts import format_value_layouts
 from .graph_data import GraphData, format_spec_and_bytes
@@ -49,7 +49,7 @@ class PlanData:
         rows = [self._build_timeline_row(*row) for row in self._iterate_timeline_rows([p["block"] for p in programs])]
         layouts = format_value_layouts(plan)
         advice = find_placement_hints(plan, layouts)
-        measured = None if self.times is None else self._build_measured_data(self.times)
+        measured = None if self.times is None else self._build_measured_time_columns(self.times)
         return {
             "summary": format_summary(plan),
             "cost": {
@@ -57,7 +57,7 @@ class PlanData:
                 "collectives": plan.cost.collectives,
                 "meetings": plan.cost.collective_count,
             },
-            "decisions": format_search_lines(plan),
+            "decisions": format_decision_lines(plan),
             "hinted": {self.graph.number[self.node[name]]: str(hint) for name, hint in advice.items()},
             "devices": [self._build_device_data(d) for d in range(len(plan.device_plans))],
             "programs": programs,
@@ -86,7 +86,7 @@ class PlanData:
             "speeds": asdict(self.plan.speeds[d]),
         }
 
-    def _build_measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
+    def _build_measured_time_columns(self, times: MeasuredPlan) -> dict[str, Any]:
         """Build the columns of measured times from a trace: the kernel and the seconds of each instruction, by device.
 
         The column `together` has the number of instructions that the same kernel computes, if they are fused.
@@ -123,7 +123,7 @@ class PlanData:
             origin.append(-1 if node is None else self.graph.number[node])
             if is_own:
                 own[at] = i.node
-        live, last = compute_memory_by_step(program)
+        live, last = compute_memory_and_last_use_by_step(program)
         return {
             "ops": (columns := [ops(i.op) for i in program.instructions]) and ops.items,
             "op": columns,

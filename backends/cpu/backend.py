@@ -18,7 +18,7 @@ from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import decode_array, dequantise, encode_array
-from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
+from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, view_host_tensor
 from ..capabilities import KernelCall
 from ..numpy.backend import NumpyBackend
 from .compilation.compiler import KERNEL_FUNCTION, compute_kernel_code_digest
@@ -26,7 +26,12 @@ from .execution.binding_cache import load_or_bind_cached_replay
 from .execution.replay import Replay
 from .execution.thread_pool import ThreadPool
 from .kernels.packed.format_table import FORMATS, GROUP_ROWS
-from .kernels.packed.weight_packing import PACK_ARGS, UNPACK_ARGS, make_pack_weights_kernel, make_unpack_rows_kernel
+from .kernels.packed.weight_packing import (
+    PACK_ARGS,
+    UNPACK_ARGS,
+    make_dequantise_rows_by_id_kernel,
+    make_pack_weight_rows_kernel,
+)
 from .simd.vectors import LANES
 from .tuning.prefetch_tuning import tune_program_prefetch
 
@@ -87,9 +92,9 @@ class CpuBackend(NumpyBackend):
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error that quantised activations cause; None for float32 arithmetic."""
         if node.op == "attention":
-            from .kernels.attention.amx_matrices import compute_softmax_rounding_error
+            from .kernels.attention.amx_matrices import compute_softmax_weight_rounding_error
 
-            return compute_softmax_rounding_error(*(value.dtype for value in node.inputs[1:3]))
+            return compute_softmax_weight_rounding_error(*(value.dtype for value in node.inputs[1:3]))
         return 2.0**-8 if node.op in QUANTISED_ACTIVATION_OPS and node.inputs[0].dtype in FORMATS else None
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
@@ -115,9 +120,9 @@ class CpuBackend(NumpyBackend):
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.storage_spec(declared, "weight")
         if stored.dtype in HALF_DTYPES:
-            host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[...] = (
-                np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
-            )
+            view_host_tensor(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))[
+                ...
+            ] = np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
             return
         if not stored.dtype.is_quantised:
             super().load(data, declared, buffer)
@@ -125,7 +130,7 @@ class CpuBackend(NumpyBackend):
         *leading, rows, columns = declared.shape
         step = columns // declared.dtype.block * declared.dtype.block_bytes
         source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
-        kernel = KERNEL_FUNCTION(make_pack_weights_kernel(FORMATS[declared.dtype]).address)
+        kernel = KERNEL_FUNCTION(make_pack_weight_rows_kernel(FORMATS[declared.dtype]).address)
         for i, matrix in enumerate(source):
             target = buffer.ctypes.data + i * stored.shape[-2] * step
             block = PACK_ARGS(source=matrix.ctypes.data, stride=step, target=target, rows=rows, columns=columns)
@@ -153,7 +158,9 @@ class CpuBackend(NumpyBackend):
                 return plain
             if tensor not in copies:
                 copies[tensor] = (
-                    _dequantise_view(program, buffers, tensor) if plain is None else dequantise(plain, tensor.dtype)
+                    _dequantise_packed_weight_view(program, buffers, tensor)
+                    if plain is None
+                    else dequantise(plain, tensor.dtype)
                 )
             return copies[tensor]
 
@@ -198,7 +205,7 @@ def _copy_from_float32(floats: Array, stored: Array, dtype: DType) -> None:
     stored[...] = encode_array(floats, dtype)
 
 
-def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
+def _dequantise_packed_weight_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
     """Dequantise a view of a packed weight to float32, for ops without a kernel that reads packed weights."""
     spec = program.buffers[tensor.buffer].declared_spec
     assert spec is not None
@@ -207,7 +214,7 @@ def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -
     padded = -(-rows // GROUP_ROWS) * GROUP_ROWS
     whole, ids = np.empty((count, rows, columns), np.float32), np.arange(rows, dtype=np.int32)
     scratch = np.empty(1024, np.uint8)
-    kernel = KERNEL_FUNCTION(make_unpack_rows_kernel(FORMATS[spec.dtype]).address)
+    kernel = KERNEL_FUNCTION(make_dequantise_rows_by_id_kernel(FORMATS[spec.dtype]).address)
     for i in range(count):
         source = buffers[tensor.buffer].ctypes.data + i * padded * step
         words = UNPACK_ARGS(

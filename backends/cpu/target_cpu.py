@@ -35,7 +35,7 @@ class Target:
     cpu: str
     features: Mapping[str, bool]
 
-    def format_features(self) -> str:
+    def format_llvm_features(self) -> str:
         """Return the CPU features as LLVM's feature string, such as ``+avx2,-amx-tile``."""
         return ",".join(f"{'+' if there else '-'}{name}" for name, there in self.features.items())
 
@@ -128,7 +128,7 @@ def list_runnable_targets() -> tuple[Target, ...]:
     return (mine, *others)
 
 
-def is_native_target() -> bool:
+def is_target_of_host_architecture() -> bool:
     """Return whether the compile target has the architecture of this machine."""
     return find_compile_target().triple.partition("-")[0] == _find_host_cpu().triple.partition("-")[0]
 
@@ -146,7 +146,7 @@ def find_amx_support() -> str | None:
             raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")
         return EMULATED
     there = all(find_target_features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
-    return AMX if there and is_native_target() and _request_amx_permission() else None
+    return AMX if there and is_target_of_host_architecture() and _request_amx_permission() else None
 
 
 def _request_amx_permission() -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .compilation.compiler import KERNEL_FUNCTION
-from .kernels.rows.reductions import TOP_K_ARGS, top_k
+from .kernels.rows.reductions import TOP_K_ARGS, find_top_k_indices
 
 
 def find_top_k(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
@@ -18,7 +18,7 @@ def find_top_k(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
     x, places = np.ascontiguousarray(x, np.float32), np.empty(count, np.int32)
     block = TOP_K_ARGS(rows=1, x=x.ctypes.data, step=0, n=x.size, y=places.ctypes.data, pace=0, k=count)
     words = np.array(block, np.int64)
-    KERNEL_FUNCTION(top_k.address)(words.ctypes.data, 0, 1)
+    KERNEL_FUNCTION(find_top_k_indices.address)(words.ctypes.data, 0, 1)
     return places.astype(np.int64)
 
 

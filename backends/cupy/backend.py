@@ -25,16 +25,16 @@ from ..capabilities import KernelCall, TimedKernel
 from ..fusion.dataflow import Dataflow
 from ..fusion.liveness import build_reader_table
 from ..fusion.operands import NoKernelError, Operand
-from ..fusion.overlap import find_overlapped_instructions
+from ..fusion.overlap import find_instructions_beside_collectives
 from ..host.bindings import HostInstruction
 from ..host.collectives import KERNELS as HOST_COLLECTIVES
 from .binding.launch_builder import LaunchBuilder
-from .binding.weight_packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec_rows
-from .collectives.hang_watchdog import DeviceLostError, LibraryMemberships
+from .binding.weight_packing import PLANE_LAYOUTS, pack_quantised_weight_for_kernels, pad_packed_spec_rows_to_units
+from .collectives.hang_watchdog import CollectiveLibraryMemberships, DeviceMissedCollectiveError
 from .collectives.program_collectives import ProgramCollectives
 from .collectives.transport import choose_transport
-from .device.device_limits import LARGEST_LIMITS, Limits
-from .device.driver import CollectiveOverlap, Driver, DriverStep, Launch, LaunchError, SingleStep, flatten_steps
+from .device.device_limits import LARGEST_LIMITS, KernelLimits
+from .device.driver import CollectiveOverlap, Driver, DriverStep, KernelLaunch, LaunchError, SingleStep, flatten_steps
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import dequantise_weight
@@ -53,20 +53,22 @@ NumberedCall = tuple[int, Callable[[], object]]
 
 
 @lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
-def _infer_stored_spec(spec: Spec, kind: str, is_exact: bool) -> Spec:
+def _infer_spec_in_device_memory(spec: Spec, kind: str, is_exact: bool) -> Spec:
     """Return the shape and dtype in device memory for a declared spec; an exact backend stores weights as float32."""
     matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PLANE_LAYOUTS:
-        return pad_packed_spec_rows(spec)
+        return pad_packed_spec_rows_to_units(spec)
     if spec.dtype.is_integer or (spec.dtype in HALF_TYPES and (matrix or (kind == "state" and len(spec.shape) == 2))):
         return spec
     return Spec(spec.shape, DType.F32)
 
 
 @lru_cache(maxsize=1 << 14)
-def _make_unbound(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool) -> UnboundOperand:
+def _make_unbound_operand(
+    shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool
+) -> UnboundOperand:
     """Make an operand without an address: the whole of a leaf or value with declared spec `base`, or a view of it."""
-    stored = _infer_stored_spec(base, kind, is_exact)
+    stored = _infer_spec_in_device_memory(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
     return UnboundOperand(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
 
@@ -84,8 +86,8 @@ class DriverBackend:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.name = driver.kind
-        self._memberships = LibraryMemberships()
-        self._limits: frozenset[Limits] = frozenset()
+        self._memberships = CollectiveLibraryMemberships()
+        self._limits: frozenset[KernelLimits] = frozenset()
 
     def with_threads(self, threads: int) -> Self:
         return self
@@ -131,7 +133,7 @@ class DriverBackend:
             return False
         return True
 
-    def _compute_scratch_bytes(self, node: Node, limits: Limits, strided_operand: int | None = None) -> int:
+    def _compute_scratch_bytes(self, node: Node, limits: KernelLimits, strided_operand: int | None = None) -> int:
         """Compute the scratch bytes of a node for a device with `limits`; raise `NoKernelError` if no kernel fits."""
         src, attrs = tuple(map(self._to_unbound_operand, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
@@ -142,10 +144,10 @@ class DriverBackend:
         if value is None:
             return None
         base = find_view_base(value)
-        return _make_unbound(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
+        return _make_unbound_operand(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
-        return _infer_stored_spec(spec, kind, self.is_exact)
+        return _infer_spec_in_device_memory(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error of a node that rounds intermediate values, or `None` if it computes in float32."""
@@ -172,7 +174,7 @@ class DriverBackend:
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.storage_spec(declared, "weight")
         if stored.dtype.is_quantised:
-            packed = pack_weight(np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
+            packed = pack_quantised_weight_for_kernels(np.ascontiguousarray(data).view(np.uint8).reshape(-1), declared)
             self.view(buffer, Tensor(0, 0, packed.shape, (1,), DType.I8))[...] = packed.view(np.int8)
             return
         target = self.view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
@@ -220,7 +222,7 @@ class RecordedProgram:
         on: Device,
         comm: Comm,
         driver: Driver,
-        memberships: LibraryMemberships,
+        memberships: CollectiveLibraryMemberships,
     ) -> None:
         self.program, self.on, self.driver = program, on, driver
         self._buffers, self._comm = buffers, comm
@@ -229,7 +231,7 @@ class RecordedProgram:
         self._fault_buffer = self._upload_array(np.zeros(FAULT_RECORD.shape, np.int64))
         self._read_fault = driver.make_reader([self._fault_buffer], [FAULT_RECORD])
         self._builder = LaunchBuilder(
-            self._upload_constant,
+            self._upload_deduplicated_constant,
             fault_address=driver.address(self._fault_buffer),
             limits=driver.limits(on),
             multiprocessor_count=driver.count_multiprocessors(on),
@@ -238,11 +240,11 @@ class RecordedProgram:
         self._dataflow = Dataflow(program, self._readers)
         self._parts = [*bind_program(self._dataflow, self._builder, self._make_operand)]
         self._groups = self._dataflow.groups_by_instruction()
-        free = find_overlapped_instructions(program, self._dataflow.list_groups())
+        free = find_instructions_beside_collectives(program, self._dataflow.list_groups())
         self._collective_of = {number: at for at, numbers in free.items() for number in numbers}
         self._pending_steps: list[DriverStep] = []
         self._bound_fault_count = len(self._builder.faults)
-        for kernel in {part.kernel for part in self._parts if isinstance(part, Launch)}:
+        for kernel in {part.kernel for part in self._parts if isinstance(part, KernelLaunch)}:
             driver.prepare_kernel(kernel, on)
         self._calls: list[NumberedCall] = []
         self._recorded_steps: dict[object, Sequence[SingleStep]] = {}
@@ -252,7 +254,7 @@ class RecordedProgram:
         if self._collectives.is_ready:
             self._record_launches()
         else:
-            self._collectives.prepare_exchange()
+            self._collectives.allocate_signals_and_compile_kernels()
 
     def _exchange_addresses(self) -> None:
         self._collectives.exchange_addresses_and_record(
@@ -271,15 +273,15 @@ class RecordedProgram:
                 overlapped[self._collective_of[part.number]].append(part)
         for part in self._parts:
             if isinstance(part, CollectiveStep):
-                self._add_collective(part, overlapped[part.number])
+                self._add_or_bind_collective(part, overlapped[part.number])
             elif part.number not in self._collective_of:
                 self._pending_steps.append(part)
         self._record_pending_steps()
 
-    def _add_collective(self, collective: CollectiveStep, overlapped: Sequence[SingleStep]) -> None:
+    def _add_or_bind_collective(self, collective: CollectiveStep, overlapped: Sequence[SingleStep]) -> None:
         """Add a collective and the launches that overlap with it to the pending steps, or bind it in host memory."""
         self._builder.number = collective.number
-        if not self._collectives.add_collective(self._builder, collective.bound_instruction):
+        if not self._collectives.add_collective_if_possible(self._builder, collective.bound_instruction):
             self._record_pending_steps()
             self._calls += [(collective.number, call) for call in self._bind_host_collective(collective.instruction)]
         launches = self._builder.take_launches()
@@ -299,23 +301,23 @@ class RecordedProgram:
     def _run_and_read_outputs(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
         """Run the program once and return the arrays of `read`: the fault record, then outputs. Raises `StepError`."""
         try:
-            self._collectives.require_live_group()
+            self._collectives.require_live_communicator()
             self._collectives.increment_run_number()
             if not self._collectives.is_ready and self.program.instructions:
                 run_calls(self.program, self.on, [(0, self._exchange_addresses)])
             elif not self._collectives.is_ready:  # other devices still need the addresses of this one
                 self._exchange_addresses()
             run_calls(self.program, self.on, map(self._wrap_call, self._calls))
-            if self._calls and self._collectives.can_hang:
+            if self._calls and self._collectives.has_exchanges_without_timeout:
                 self._collectives.wait_for_stream()
-        except DeviceLostError as error:
-            raise self._make_device_lost_error(error) from error
+        except DeviceMissedCollectiveError as error:
+            raise self._make_missed_collective_error(error) from error
         except StepError as error:
             self._clear_fault_record()
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: the number of finished launches is unknown
-            if isinstance(why, DeviceLostError):
-                raise self._make_device_lost_error(why) from why
+            if isinstance(why, DeviceMissedCollectiveError):
+                raise self._make_missed_collective_error(why) from why
             if not isinstance(why, LaunchError):
                 raise
             node, finished = (
@@ -325,13 +327,13 @@ class RecordedProgram:
             raise StepError(node, str(self.on), finished, str(why)) from why
         arrays = read()
         if arrays[0][0]:
-            number, message = self._take_fault(arrays[0])
+            number, message = self._read_and_clear_fault(arrays[0])
             raise StepError(
                 self.program.instructions[number].node, str(self.on), len(self.program.instructions), message
             )
         return arrays
 
-    def _make_device_lost_error(self, why: DeviceLostError) -> StepError:
+    def _make_missed_collective_error(self, why: DeviceMissedCollectiveError) -> StepError:
         """Make the `StepError` of a run if a device missed a collective. It reports all instructions as ended."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}  # delete graphs before their communicator
         self._clear_fault_record()
@@ -378,7 +380,7 @@ class RecordedProgram:
         self._read_fault()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
-    def _take_fault(self, fault_record: Array) -> tuple[int, str]:
+    def _read_and_clear_fault(self, fault_record: Array) -> tuple[int, str]:
         """Return the instruction index and the message of the recorded fault, and clear the fault record."""
         self._clear_fault_record()
         which, value = fault_record.tolist()
@@ -393,7 +395,7 @@ class RecordedProgram:
         self._owned_buffers.append(buffer)
         return buffer
 
-    def _upload_constant(self, array: Array) -> int:
+    def _upload_deduplicated_constant(self, array: Array) -> int:
         """Upload a constant and return its device address. Equal constants share one address."""
         key = array.tobytes()
         if key not in self._constants:
@@ -411,7 +413,7 @@ class RecordedProgram:
         spec = self.program.buffers[t.buffer]
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
 
-    def _make_dequantised_view(self, t: Tensor) -> Any:
+    def _make_view_for_host_copy(self, t: Tensor) -> Any:
         """Return a view of `t`, from which the host copies: of its buffer, or of a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
@@ -425,7 +427,7 @@ class RecordedProgram:
 
     def _bind_host_collective(self, i: Instruction) -> list[Callable[[], object]]:
         """Bind a collective in host memory: copy operands to the host, run it there, and copy results back."""
-        src: list[Any] = [None if t is None else self._make_dequantised_view(t) for t in i.src]
+        src: list[Any] = [None if t is None else self._make_view_for_host_copy(t) for t in i.src]
         self._record_pending_steps()
         dst = [self.driver.view(self._buffers[t.buffer], t) for t in i.dst]
         there, here = [None if x is None else _as_host_array(x) for x in src], [_as_host_array(x) for x in dst]
@@ -437,7 +439,7 @@ class RecordedProgram:
 
 
 def _format_step(step: SingleStep) -> str:
-    return step.kernel.name if isinstance(step, Launch) else "exchange"
+    return step.kernel.name if isinstance(step, KernelLaunch) else "exchange"
 
 
 def _as_host_array(view: Any) -> Array:

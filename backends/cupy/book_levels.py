@@ -21,7 +21,7 @@ HEADER = """// The code books of the types IQ1, IQ2 and IQ3, from `python -m hoc
 """
 
 
-def compute_entry_levels(dtype: DType) -> npt.NDArray[np.uint16]:
+def compute_codebook_entry_levels(dtype: DType) -> npt.NDArray[np.uint16]:
     """Return the levels of each entry of a code book in 16 bits: 4 bits for each of 4 columns, or 2 for each of 8."""
     book = load_code_book(dtype)
     levels = np.searchsorted(np.unique(book), book).astype(np.uint16)
@@ -30,11 +30,11 @@ def compute_entry_levels(dtype: DType) -> npt.NDArray[np.uint16]:
     return np.bitwise_or.reduce(levels << shifts, axis=1)
 
 
-def format_book_levels() -> str:
+def format_book_levels_header() -> str:
     """Return the text of ``book_levels.cuh``."""
     parts = [HEADER]
     for dtype in BOOK_DTYPES:
-        words = [f"0x{level:04x}" for level in compute_entry_levels(dtype).tolist()]
+        words = [f"0x{level:04x}" for level in compute_codebook_entry_levels(dtype).tolist()]
         lines = [", ".join(words[i : i + LEVELS_PER_LINE]) for i in range(0, len(words), LEVELS_PER_LINE)]
         name, count = dtype.name, len(words)
         parts.append(
@@ -46,4 +46,4 @@ def format_book_levels() -> str:
 
 
 if __name__ == "__main__":
-    write_text(BOOK_LEVELS_FILE, format_book_levels())
+    write_text(BOOK_LEVELS_FILE, format_book_levels_header())

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...graph.errors import BackendError, format_install_hint
 from ..base import Array, Device, Tensor
-from ..call_once import call_once
+from ..call_once import thread_safe_cache
 from ..capabilities import PredictedSpeeds
 from .backend import DriverBackend
 from .device import host_transfers
@@ -26,17 +26,17 @@ from .device.dependent_launch import (
     find_early_launch_library,
     launch_with_attributes,
 )
-from .device.device_limits import DEFAULT_SHARED_BYTES, Limits, find_limits
+from .device.device_limits import DEFAULT_SHARED_BYTES, KernelLimits, find_kernel_limits
 from .device.driver import (
     CollectiveLibrary,
+    CollectiveLibraryExchange,
     CollectiveOverlap,
     Communicator,
     DriverStep,
     KernelInstance,
+    KernelLaunch,
     KernelSource,
-    Launch,
     LaunchError,
-    LibraryExchange,
     SingleStep,
     flatten_steps,
     has_parts_of_one_device,
@@ -69,7 +69,7 @@ def _nccl() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class DeviceBuffer:
     """A buffer in device memory, and the transfers between its device and the host."""
 
     array: Any
@@ -93,7 +93,7 @@ class CudaDriver:
     def __init__(self, begins_early: bool = True) -> None:
         self.begins_early = begins_early
         self._transfers_by_device: dict[str, HostTransfers] = {}
-        self._limits: dict[int, Limits] = {}
+        self._limits: dict[int, KernelLimits] = {}
 
     @property
     def cupy(self) -> Any:
@@ -108,9 +108,9 @@ class CudaDriver:
         return cupy
 
     def devices(self) -> Sequence[Device]:
-        return tuple(map(self.device, range(self._count_devices())))
+        return tuple(map(self.device, range(self._count_usable_devices())))
 
-    def _count_devices(self) -> int:
+    def _count_usable_devices(self) -> int:
         """Count the devices of this machine. Raises `BackendError` if no device is usable."""
         runtime = self.cupy.cuda.runtime
         try:
@@ -121,7 +121,7 @@ class CudaDriver:
             ) from None
 
     def device(self, index: int) -> Device:
-        if index >= (count := self._count_devices()):
+        if index >= (count := self._count_usable_devices()):
             raise BackendError(f"there is no device {self.kind}:{index}; this machine has {count}")
         about = self.read_device_properties(index)
         return Device(self.kind, index, int(about["totalGlobalMem"]), about["name"].decode())
@@ -132,13 +132,13 @@ class CudaDriver:
             properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
         return properties
 
-    def limits(self, on: Device) -> Limits:
+    def limits(self, on: Device) -> KernelLimits:
         if on.index not in self._limits:
             self._limits[on.index] = self._read_limits(on.index)
         return self._limits[on.index]
 
-    def _read_limits(self, index: int) -> Limits:
-        return find_limits(self._capability(index))
+    def _read_limits(self, index: int) -> KernelLimits:
+        return find_kernel_limits(self._capability(index))
 
     def _capability(self, index: int) -> str:
         with self.cupy.cuda.Device(index) as device:
@@ -151,7 +151,7 @@ class CudaDriver:
         cupy = self.cupy
         try:
             reached = self._get_host_transfers(on)
-            return DeviceMemory(reached.allocate_zeros(max(nbytes, 16)), reached)
+            return DeviceBuffer(reached.allocate_zeros(max(nbytes, 16)), reached)
         except cupy.cuda.memory.OutOfMemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
@@ -162,10 +162,10 @@ class CudaDriver:
             )  # one thread wins the race
         return self._transfers_by_device[str(on)]
 
-    def address(self, buffer: DeviceMemory) -> int:
+    def address(self, buffer: DeviceBuffer) -> int:
         return int(buffer.array.data.ptr)
 
-    def view(self, buffer: DeviceMemory, tensor: Tensor) -> DeviceArray:
+    def view(self, buffer: DeviceBuffer, tensor: Tensor) -> DeviceArray:
         dtype, whole = tensor.dtype.storage, buffer.array
         strides = [s * dtype.itemsize for s in tensor.strides]
         with whole.device:
@@ -173,13 +173,13 @@ class CudaDriver:
         return DeviceArray(array, buffer.transfers)
 
     def make_writer(
-        self, buffers: Sequence[DeviceMemory], tensors: Sequence[Tensor]
+        self, buffers: Sequence[DeviceBuffer], tensors: Sequence[Tensor]
     ) -> Callable[[Sequence[Array]], None]:
         batches = [*batch_copies(tensors, host_transfers.STAGING_HALF_BYTES)]
         inside = {array.number for batch in batches for array in batch.arrays}
         others = {n: self.view(buffers[t.buffer], t) for n, t in enumerate(tensors) if n not in inside}
         if not batches:
-            return partial(_write_views, others)
+            return partial(_copy_arrays_to_views, others)
         first = buffers[batches[0].buffer].transfers
         write = first.make_writer([(p, self.address(buffers[p.buffer]) + p.offset) for p in batches])
         if not others:
@@ -187,15 +187,15 @@ class CudaDriver:
 
         def write_batches_and_views(arrays: Sequence[Array]) -> None:
             write(arrays)
-            _write_views(others, arrays)
+            _copy_arrays_to_views(others, arrays)
 
         return write_batches_and_views
 
-    def make_reader(self, buffers: Sequence[DeviceMemory], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+    def make_reader(self, buffers: Sequence[DeviceBuffer], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         views = [self.view(buffers[t.buffer], t) for t in tensors]
         return views[0].transfers.make_reader([view.array for view in views]) if views else list
 
-    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+    def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Enable access of each device to the memory of all others; return `False` if that is impossible.
 
         Peer access covers all memory of a device, because buffers come from cudaMalloc. Parts of one device do not
@@ -222,7 +222,7 @@ class CudaDriver:
             return f"{self.library_name} joins no parts of one device"
         return load_nccl(self.cupy, _nccl, self.library_name)
 
-    def map_host_memory(self, board: Array, is_first: bool) -> int:
+    def map_signal_pad(self, board: Array, is_first: bool) -> int:
         """Map the group's signal pad into the devices' address space, and return its address there.
 
         The first device pins the memory for all.
@@ -241,7 +241,7 @@ class CudaDriver:
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         cupy = self.cupy
         with convert_cuda_errors(cupy, on, "record launches"), cupy.cuda.Device(on.index):
-            replay = self._make_replay(steps, on)
+            replay = self._make_replay_function(steps, on)
 
         def run() -> None:
             try:
@@ -250,17 +250,18 @@ class CudaDriver:
             except cupy.cuda.runtime.CUDARuntimeError as why:
                 raise LaunchError(steps[0].number, str(why)) from None
 
-        return RecordedGraph(
-            run, tuple(step.communicator for step in flatten_steps(steps) if isinstance(step, LibraryExchange))
+        return RecordedGraphWithCommunicators(
+            run,
+            tuple(step.communicator for step in flatten_steps(steps) if isinstance(step, CollectiveLibraryExchange)),
         )
 
-    def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+    def _make_replay_function(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         """Return a function that replays the steps: a single launch directly, anything else as a CUDA graph.
 
         A single library exchange is also a graph: NCCL needs exchanges in graphs on all devices or on none.
         """
         stream = self.stream(on)
-        if len(steps) == 1 and isinstance(steps[0], Launch):
+        if len(steps) == 1 and isinstance(steps[0], KernelLaunch):
             return self._make_step_call(steps[0], on, stream)
         cuda = self.cupy.cuda
         capturing, side = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True, priority=HIGH_PRIORITY)
@@ -306,10 +307,10 @@ class CudaDriver:
 
     def _make_step_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
         """Return a call that puts one step into a stream. The argument words of a launch are copied now."""
-        if isinstance(step, LibraryExchange):
+        if isinstance(step, CollectiveLibraryExchange):
             return partial(step.communicator.enqueue_transfers, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._load_function(step.kernel, on.index)
-        self._allow_shared_bytes(function, launch.shared_bytes)
+        self._allow_dynamic_shared_bytes(function, launch.shared_bytes)
         library = find_attribute_launch_library(launch, is_early)
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
@@ -332,7 +333,7 @@ class CudaDriver:
         module, lowered = _compile_and_load_module(self, kernel.source, index)
         return module.get_function(lowered[kernel.name])
 
-    def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
+    def _allow_dynamic_shared_bytes(self, function: Any, shared_bytes: int) -> None:
         """Allow launches of a kernel with `shared_bytes` bytes of dynamic shared memory."""
         if shared_bytes > DEFAULT_SHARED_BYTES:
             self.cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
@@ -366,13 +367,13 @@ class CudaDriver:
             self.stream(on).synchronize()
 
 
-def _write_views(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
+def _copy_arrays_to_views(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
     """Copy to each view the host array that has the same number: ``arrays[number]`` to ``views[number]``."""
     for number, view in views.items():
         view[...] = arrays[number]
 
 
-class RecordedGraph:
+class RecordedGraphWithCommunicators:
     """A recorded CUDA graph together with the communicators that it uses, so that both are deleted in the right order.
 
     The graph is deleted first. A communicator that ends while a graph uses it would wait forever.
@@ -390,7 +391,7 @@ class RecordedGraph:
         self.run = None
 
 
-@call_once
+@thread_safe_cache
 def _compile_and_load_module(driver: CudaDriver, source: KernelSource, index: int) -> tuple[Any, Mapping[str, str]]:
     """Compile a source and load it as a module on a device; return the module and the mangled kernel names."""
     cupy = driver.cupy
@@ -404,14 +405,14 @@ def _compile_and_load_module(driver: CudaDriver, source: KernelSource, index: in
 class SimulatedGpuDriver(CudaDriver):
     """A driver that answers the questions of the planner and runs nothing. Its simulated devices need not exist."""
 
-    def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
+    def __init__(self, of: type[CudaDriver], limits: KernelLimits) -> None:
         super().__init__()
         self.kind, self.can_overlap_collectives, self._of_all = of.kind, of.can_overlap_collectives, limits
 
     def devices(self) -> Sequence[Device]:
         return (Device(self.kind, 0),)
 
-    def limits(self, on: Device) -> Limits:
+    def limits(self, on: Device) -> KernelLimits:
         return self._of_all
 
 
@@ -431,7 +432,7 @@ class CudaBackend(DriverBackend):
 
     def make_simulated_backend(self, model: str) -> DriverBackend:
         """Make a simulated backend for plans on devices of compute capability `model`, such as ``90``."""
-        return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_limits(model)))
+        return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_kernel_limits(model)))
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
         """Return the kernel speeds that the GPU time model predicts for a kind of GPU such as ``h100``, or None."""

@@ -13,7 +13,7 @@ from .backend import DriverBackend
 from .cuda_driver import CudaDriver, SimulatedGpuBackend, SimulatedGpuDriver
 from .device import hiprtc
 from .device.cubin_cache import load_or_compile_cubin
-from .device.device_limits import HIP_LIMITS, Limits
+from .device.device_limits import HIP_LIMITS, KernelLimits
 from .device.driver import DriverStep, KernelSource, flatten_steps
 
 UNTESTED_NOTE = "has not run on a real device yet"
@@ -31,14 +31,14 @@ class HipDriver(CudaDriver):
         device = super().device(index)
         return replace(device, description=f"{device.description}; {UNTESTED_NOTE}")
 
-    def _read_limits(self, index: int) -> Limits:
-        return Limits(int(self.read_device_properties(index)["sharedMemPerBlock"]))
+    def _read_limits(self, index: int) -> KernelLimits:
+        return KernelLimits(int(self.read_device_properties(index)["sharedMemPerBlock"]))
 
-    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+    def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Return `False`: during a kernel, memory from hipMalloc is not coherent between devices."""
         return False
 
-    def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
+    def _make_replay_function(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         """Return a function that replays the steps one after the other: CuPy captures no graphs on AMD devices."""
         calls = [self._make_step_call(step, on, self.stream(on)) for step in flatten_steps(steps)]
 
@@ -48,7 +48,7 @@ class HipDriver(CudaDriver):
 
         return replay
 
-    def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
+    def _allow_dynamic_shared_bytes(self, function: Any, shared_bytes: int) -> None:
         """Do nothing: a launch can use all shared memory, and HIP has no such attribute."""
 
     def compile_source(self, source: KernelSource, index: int) -> tuple[bytes, Mapping[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from ..kernel_tables import find_op_package_binding, merge_disjoint_tables, merge_list_tables
+from ..kernel_tables import concatenate_list_tables, find_op_package_binding, merge_disjoint_tables
 from .binding.fused_binding import FusionBinder
 from .binding.launch_builder import OpBinder
 from .device.driver import KernelSource
@@ -60,12 +60,12 @@ BINDINGS: Mapping[str, OpBinder] = merge_disjoint_tables(
 )
 
 
-def find_binding(op: str) -> OpBinder | None:
+def find_op_binder(op: str) -> OpBinder | None:
     """Return the binder of an op (the function that adds its launches), here or in an op package; `None` if missing."""
     return BINDINGS.get(op) or find_op_package_binding(op, "cuda")
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = merge_list_tables(
+FUSED: Mapping[str, Sequence[FusionBinder]] = concatenate_list_tables(
     *(getattr(family, "FUSED", {}) for family in KERNEL_FAMILIES)
 )
 """Fusion binders by the first op, in the order of trial. They are tried before the binder of a single instruction."""

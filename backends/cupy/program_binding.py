@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ...ops.collectives import COLLECTIVES, as_integer
+from ...ops.collectives import COLLECTIVES, narrow_to_integer
 from ..base import Instruction, Program, Tensor
 from ..capabilities import KernelCall, SourceLocation
 from ..fusion.dataflow import Dataflow
 from ..fusion.liveness import build_reader_table
 from ..fusion.operands import BoundInstruction, Operand
-from ..kernel_sources import dedent_source
+from ..kernel_sources import dedent_short_source
 from .binding.fused_binding import bind_largest_fusion
 from .binding.launch_builder import DryRunBuilder, LaunchBuilder
-from .device.device_limits import Limits
-from .device.driver import KERNEL_FOLDER, KernelInstance, Launch, SingleStep, find_kernel_path, read_kernel_text
-from .kernel_table import FUSED, find_binding
+from .device.device_limits import KernelLimits
+from .device.driver import KERNEL_FOLDER, KernelInstance, KernelLaunch, SingleStep, find_kernel_path, read_kernel_text
+from .kernel_table import FUSED, find_op_binder
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CollectiveStep:
     @property
     def sequence(self) -> int:
         """The sequence number of the collective, which is equal on all devices."""
-        return as_integer(self.instruction.attrs["sequence"])
+        return narrow_to_integer(self.instruction.attrs["sequence"])
 
 
 def bind_program(
@@ -75,7 +75,7 @@ def _bind_instruction(
     i = flow.reader_table.program.instructions[number]
     launches.number, launches.scratch_bytes = number, 0
     launches.scratch_address = operand(i.scratch).address if i.scratch is not None else 0
-    bind = find_binding(i.op)
+    bind = find_op_binder(i.op)
     assert bind is not None, "supports() was asked before"
     bind(launches, flow.reader_table.bound_instruction(number))
     room = i.scratch.shape[0] if i.scratch is not None else 0
@@ -85,7 +85,7 @@ def _bind_instruction(
 
 
 def bind_program_at_placeholders(
-    program: Program, limits: Limits, processors: int = 1
+    program: Program, limits: KernelLimits, processors: int = 1
 ) -> tuple[Dataflow, Sequence[SingleStep | CollectiveStep]]:
     """Bind a program without device memory: its operands have placeholder addresses.
 
@@ -102,7 +102,7 @@ def bind_program_at_placeholders(
     return flow, list(bind_program(flow, launches, operand))
 
 
-def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
+def list_kernel_calls(program: Program, limits: KernelLimits) -> Iterator[KernelCall]:
     """List the kernel calls of a program, with source location and instructions, without running the program.
 
     The list has no kernels of collectives, because their transport is unknown before the program is loaded.
@@ -110,11 +110,11 @@ def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
     flow, parts = bind_program_at_placeholders(program, limits)
     together = flow.groups_by_instruction()
     for part in parts:
-        if isinstance(part, Launch):
+        if isinstance(part, KernelLaunch):
             yield KernelCall(part.kernel.name, _find_kernel_definition(part.kernel), together[part.number])
 
 
-def list_launch_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
+def list_launch_groups(program: Program, limits: KernelLimits) -> list[tuple[int, ...]]:
     """List the groups of instructions that are launched together, in execution order, as tuples of instruction indices.
 
     A group is the instructions of a fusion, or a single instruction. The program is bound to placeholder addresses.
@@ -138,7 +138,7 @@ def _make_placeholder_operand_factory(program: Program) -> Callable[[Tensor], Op
     return operand
 
 
-def _make_dry_run_builder(limits: Limits, processors: int = 1) -> DryRunBuilder:
+def _make_dry_run_builder(limits: KernelLimits, processors: int = 1) -> DryRunBuilder:
     return DryRunBuilder(upload_array=lambda array: 1 << 20, limits=limits, multiprocessor_count=processors)
 
 
@@ -151,7 +151,7 @@ def _find_kernel_definition(kernel: KernelInstance) -> SourceLocation:
         if at := head.search(text):
             end = text.find("\n}", at.start()) + len("\n}")
             line = text.count("\n", 0, at.start()) + 1
-            return SourceLocation(f"{_format_kernel_path(file)}:{line}", dedent_source(text[at.start() : end]))
+            return SourceLocation(f"{_format_kernel_path(file)}:{line}", dedent_short_source(text[at.start() : end]))
     return SourceLocation(_format_kernel_path(kernel.source.file))
 
 

@@ -11,8 +11,8 @@ from ...graph.spec import Spec
 from ..base import Tensor, contiguous_strides
 from ..fusion.operands import BoundInstruction, NoKernelError, Operand
 from .binding.launch_builder import LaunchBuilder
-from .device.device_limits import Limits
-from .kernel_table import find_binding
+from .device.device_limits import KernelLimits
+from .kernel_table import find_op_binder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ def compute_scratch_bytes_at_placeholders(
     src: tuple[UnboundOperand | None, ...],
     results: tuple[Spec, ...],
     attrs: tuple[tuple[str, Any], ...],
-    limits: Limits,
+    limits: KernelLimits,
     strided_operand: int | None,
 ) -> int:
     """Return the scratch bytes of an instruction, found by binding it to operands at placeholder addresses.
@@ -69,7 +69,7 @@ def compute_scratch_bytes_at_placeholders(
     Raises:
         NoKernelError: No kernel supports the instruction.
     """
-    bind = find_binding(op)
+    bind = find_op_binder(op)
     if bind is None:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")
 

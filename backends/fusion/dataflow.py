@@ -18,7 +18,7 @@ from ...graph.old_names import make_module_getattr
 from ...ops.collectives import COLLECTIVES
 from ..base import Program, Tensor
 from .liveness import AccessedRegions, ReaderTable
-from .operands import BoundInstruction, NoKernelError, Operand, Region, require_supported
+from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
 
 class Dataflow:
@@ -67,7 +67,7 @@ class Dataflow:
         require_supported(
             len(readers) == 1 and self.bound_instruction(readers[0]).op == op, f"it is not read by {op} alone"
         )
-        require_supported(self.is_operand_of(number, readers[0], index), "another operand is read")
+        require_supported(self.is_whole_result_operand_of(number, readers[0], index), "another operand is read")
         return readers[0]
 
     def require_whole_result_reader(self, number: int, op: str) -> int:
@@ -77,7 +77,12 @@ class Dataflow:
         """
         readers = self.require_readers(number)
         later = next(
-            (n for n in readers if self.bound_instruction(n).op == op and self.is_operand_of(number, n, 0)), None
+            (
+                n
+                for n in readers
+                if self.bound_instruction(n).op == op and self.is_whole_result_operand_of(number, n, 0)
+            ),
+            None,
         )
         if later is None:
             raise NoKernelError(f"no {op} reads it")
@@ -90,7 +95,7 @@ class Dataflow:
         )
         return later
 
-    def is_operand_of(self, number: int, later: int, index: int) -> bool:
+    def is_whole_result_operand_of(self, number: int, later: int, index: int) -> bool:
         """Return whether operand `index` of instruction `later` is the whole result of instruction `number`."""
         source, out = self.bound_instruction(later).optional_operand(index), self.bound_instruction(number).out
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
@@ -177,22 +182,27 @@ class Dataflow:
         places = [self._position_by_instruction[n] for n in numbers]
         before, members, behind = (list[tuple[int, ...]]() for _ in range(3))
         for group in filter(None, self._order[min(places) : max(places) + 1]):
-            must_follow = self._has_group_conflict(behind, group, touched)
+            must_follow = self._has_group_order_dependency(behind, group, touched)
             if group[0] in numbers:
                 if must_follow:
                     return None
                 members.append(group)
-            elif must_follow or self._has_group_conflict(members, group, touched):
+            elif must_follow or self._has_group_order_dependency(members, group, touched):
                 behind.append(group)
             else:
                 before.append(group)
         return before, behind
 
-    def _has_group_conflict(
+    def _has_group_order_dependency(
         self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
     ) -> bool:
         """Return whether `group` must keep its order relative to any of `groups`, because of common memory."""
-        return any(self._has_order_conflict(one, other, touched) for some in groups for one in some for other in group)
+        return any(
+            self._has_instruction_order_dependency(one, other, touched)
+            for some in groups
+            for one in some
+            for other in group
+        )
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
         """Return the memory regions that each of these instructions accesses, except values that only they exchange.
@@ -215,7 +225,7 @@ class Dataflow:
         read, written = self.reader_table.accessed_regions(number)
         return read, [*written, *self._scratch_regions[number]]
 
-    def _has_order_conflict(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
+    def _has_instruction_order_dependency(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
         """Return whether two instructions must keep their order.
 
         They must if one instruction writes bytes that the other accesses. They also must if one is a collective or has
@@ -238,14 +248,14 @@ class Dataflow:
         return number if done == {*range(number)} else done
 
 
-def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
+def _has_overlap(some: Iterable[MemoryRegion], others: Sequence[MemoryRegion]) -> bool:
     return any(a.overlaps(b) for a in some for b in others)
 
 
-def _find_scratch_regions(scratch: Tensor | None) -> list[Region]:
+def _find_scratch_regions(scratch: Tensor | None) -> list[MemoryRegion]:
     if scratch is None:
         return []
-    return [Region(scratch.buffer, scratch.offset, scratch.offset + scratch.spec.nbytes)]
+    return [MemoryRegion(scratch.buffer, scratch.offset, scratch.offset + scratch.spec.nbytes)]
 
 
 def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:

@@ -9,9 +9,9 @@ from functools import cached_property
 from operator import itemgetter
 
 from ..base import Program, Tensor
-from .operands import BoundInstruction, Operand, Region
+from .operands import BoundInstruction, MemoryRegion, Operand
 
-AccessedRegions = tuple[list[Region], list[Region]]
+AccessedRegions = tuple[list[MemoryRegion], list[MemoryRegion]]
 """The regions that an instruction reads, and the regions that it writes."""
 
 
@@ -19,7 +19,7 @@ class ReaderTable:
     """A table of the readers of each result in a program, together with the bound instructions of the program."""
 
     def __init__(
-        self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[Region]
+        self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[MemoryRegion]
     ) -> None:
         """Store the program, its binder and `final_reads`: the regions that are read after the last instruction."""
         self.program, self.final_regions = program, final_reads
@@ -53,12 +53,12 @@ class ReaderTable:
         """
         return self._readers_by_instruction.get(number)
 
-    def list_writes(self, buffer: int) -> Sequence[tuple[int, Region]]:
+    def list_writes(self, buffer: int) -> Sequence[tuple[int, MemoryRegion]]:
         """Return all writes into a buffer in program order, as (instruction number, written region)."""
         return self._writes_by_buffer.get(buffer, ())
 
     @cached_property
-    def _writes_by_buffer(self) -> Mapping[int, list[tuple[int, Region]]]:
+    def _writes_by_buffer(self) -> Mapping[int, list[tuple[int, MemoryRegion]]]:
         writers = defaultdict(list)
         for number in range(len(self.program.instructions)):
             for region in self.accessed_regions(number)[1]:
@@ -96,17 +96,17 @@ The entries of a buffer are in order and do not overlap.
 """
 
 
-def _find_overlap_slice(region: Region, producers: Sequence[ProducedBytes]) -> slice:
+def _find_overlap_slice(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> slice:
     """Return the slice of the sorted `producers` that overlap a region."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
 
-def _find_producers(region: Region, producers: Sequence[ProducedBytes]) -> list[int]:
+def _find_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> list[int]:
     return [maker for _, _, maker in producers[_find_overlap_slice(region, producers)]]
 
 
-def _record_write(region: Region, producers: list[ProducedBytes], maker: int | None) -> None:
+def _record_write(region: MemoryRegion, producers: list[ProducedBytes], maker: int | None) -> None:
     """Update the list of the last writer of each byte range in a buffer after a write to `region`.
 
     Entries that the region covers are removed; entries that it covers in part are shortened.

@@ -19,7 +19,7 @@ from ..base import Tensor, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class MemoryRegion:
     """The bytes [`low`, `high`) of one buffer: all of them, or the first `width` bytes of every `pitch` bytes."""
 
     buffer: int
@@ -28,7 +28,7 @@ class Region:
     pitch: int = 0
     width: int = 0
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: MemoryRegion) -> bool:
         if self.buffer != other.buffer or self.low >= other.high or other.low >= self.high:
             return False
         if not self.pitch or self.pitch != other.pitch:
@@ -81,7 +81,7 @@ class Operand:
             self.declared_spec is not None and t.shape == self.declared_spec.shape and t.offset == 0 and self.is_dense
         )
 
-    def is_aligned_to_rows(self, row_multiple: int, row_bytes: int) -> bool:
+    def is_whole_or_row_aligned(self, row_multiple: int, row_bytes: int) -> bool:
         """Return whether the operand is a whole buffer, or dense rows from a multiple of `row_multiple` rows on.
 
         `row_bytes` are the bytes of one row.
@@ -131,11 +131,11 @@ class Operand:
         return self.tensor.dtype.bytes_of(axes[-1][1] if axes else n)
 
     @cached_property  # each instruction compares its regions with the regions of earlier instructions
-    def region(self) -> Region:
+    def region(self) -> MemoryRegion:
         t = self.tensor
         if self.has_packed_blocks:
             assert self.stored_spec is not None
-            return Region(t.buffer, 0, self.stored_spec.nbytes)
+            return MemoryRegion(t.buffer, 0, self.stored_spec.nbytes)
         last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
         high = t.offset + (t.dtype.bytes_of(last) + t.dtype.block_bytes if all(t.shape) else 0)
         pitch, width = (
@@ -143,8 +143,8 @@ class Operand:
             t.dtype.bytes_of(t.shape[-1] if t.shape else 1),
         )
         if pitch is None or pitch <= width or high - t.offset <= width:
-            return Region(t.buffer, t.offset, high)
-        return Region(t.buffer, t.offset, high, pitch, width)
+            return MemoryRegion(t.buffer, t.offset, high)
+        return MemoryRegion(t.buffer, t.offset, high, pitch, width)
 
 
 class NoKernelError(BackendError):

@@ -18,10 +18,10 @@ from itertools import islice
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from ..base import Instruction, Program, Tensor
 from .liveness import AccessedRegions
-from .operands import Operand, Region
+from .operands import MemoryRegion, Operand
 
 
-def find_overlapped_instructions(
+def find_instructions_beside_collectives(
     program: Program, groups: Iterable[Sequence[int]] | None = None
 ) -> Mapping[int, tuple[int, ...]]:
     """Return for each collective, by its position, the positions of the instructions that may run at the same time.
@@ -39,7 +39,7 @@ def find_overlapped_instructions(
         if not can_be_overlapped(steps[at].op):
             continue
         for group in islice(order, place + 1, None):
-            if any(steps[n].op in COLLECTIVES or has_access_conflict(touched(at), touched(n)) for n in group):
+            if any(steps[n].op in COLLECTIVES or has_conflict_with_collective(touched(at), touched(n)) for n in group):
                 break
             found[at] = (*found.get(at, ()), *group)
     return found
@@ -50,7 +50,7 @@ def can_be_overlapped(op: str) -> bool:
     return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
-def has_access_conflict(collective: AccessedRegions, other: AccessedRegions) -> bool:
+def has_conflict_with_collective(collective: AccessedRegions, other: AccessedRegions) -> bool:
     """Return whether an instruction must wait for a collective because of common memory.
 
     It must wait if it reads or writes results of the collective, or writes operands of the collective.
@@ -68,10 +68,10 @@ def _find_accessed_regions(program: Program, i: Instruction) -> AccessedRegions:
     return [_find_region(program, t) for t in i.src if t is not None], [_find_region(program, t) for t in written]
 
 
-def _find_region(program: Program, t: Tensor) -> Region:
+def _find_region(program: Program, t: Tensor) -> MemoryRegion:
     spec = program.buffers[t.buffer]
     return Operand(t.offset, t, spec.declared_spec, spec.stored_spec, spec.kind).region
 
 
-def _has_overlap(some: Iterable[Region], others: Sequence[Region]) -> bool:
+def _has_overlap(some: Iterable[MemoryRegion], others: Sequence[MemoryRegion]) -> bool:
     return any(a.overlaps(b) for a in some for b in others)

@@ -122,10 +122,12 @@ def match_expert_routing(flow: Dataflow, gate: int) -> ExpertRouting:
     biased = first if flow.bound_instruction(first).op == "add" else None
     choice = first if biased is None else flow.require_sole_reader(first, "top_k")
     require_supported(
-        flow.bound_instruction(choice).op == "top_k" and flow.is_operand_of(gate, first, 0), "nothing is chosen by it"
+        flow.bound_instruction(choice).op == "top_k" and flow.is_whole_result_operand_of(gate, first, 0),
+        "nothing is chosen by it",
     )
     require_supported(
-        flow.is_operand_of(gate, shares, 0) and flow.is_operand_of(choice, shares, 1), "other shares are taken"
+        flow.is_whole_result_operand_of(gate, shares, 0) and flow.is_whole_result_operand_of(choice, shares, 1),
+        "other shares are taken",
     )
     total = limited = normal = scaled = None
     after = {flow.bound_instruction(n).op: n for n in flow.find_readers(shares) or ()}
@@ -133,7 +135,8 @@ def match_expert_routing(flow: Dataflow, gate: int) -> ExpertRouting:
         total, normal = after["sum_rows"], after["div"]
         limited = flow.require_sole_reader(total, "clamp")
         require_supported(
-            flow.require_sole_reader(limited, "div", 1) == normal and flow.is_operand_of(shares, normal, 0),
+            flow.require_sole_reader(limited, "div", 1) == normal
+            and flow.is_whole_result_operand_of(shares, normal, 0),
             "another sum divides them",
         )
     last = shares if normal is None else normal
@@ -179,10 +182,10 @@ def match_expert_sum_with_shared(flow: Dataflow, product: int) -> ExpertSumWithS
     """Match an expert sum with a shared expert that begins with the products of the chosen experts."""
     total = match_expert_sum(flow, product).total
     both = flow.require_readers(total)[0]
-    index = 0 if flow.is_operand_of(total, both, 0) else 1
+    index = 0 if flow.is_whole_result_operand_of(total, both, 0) else 1
     require_supported(flow.require_sole_reader(total, "add", index) == both, "nothing is added to the sum")
     other, times, logistic = flow.require_producer(both, 1 - index), None, None
-    require_supported(flow.is_operand_of(other, both, 1 - index), "a part of something is added")
+    require_supported(flow.is_whole_result_operand_of(other, both, 1 - index), "a part of something is added")
     if flow.bound_instruction(other).op == "mul":
         times = other
         require_supported(flow.find_readers(times) == [both], "something else reads the other answer")
@@ -240,7 +243,10 @@ def match_short_convolution(flow: Dataflow, join: int) -> ShortConvolutionPatter
         len(flow.require_readers(join)) == 2 and readers.keys() == {"ssm_conv", "get_rows"}, "it is read otherwise"
     )
     mix, keep = readers["ssm_conv"], readers["get_rows"]
-    require_supported(flow.is_operand_of(join, mix, 0) and flow.is_operand_of(join, keep, 0), "another operand is read")
+    require_supported(
+        flow.is_whole_result_operand_of(join, mix, 0) and flow.is_whole_result_operand_of(join, keep, 0),
+        "another operand is read",
+    )
     active = flow.require_sole_reader(mix, "silu")
     norms = [n for n in flow.require_readers(active) if flow.bound_instruction(n).op == "l2_norm"]
     require_supported(len(norms) == 2, "not two parts are normed")

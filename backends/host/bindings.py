@@ -82,7 +82,7 @@ class Binding:
     scratch: Callable[[Node], int]
 
 
-def make_reference_binding(op: Op[Any]) -> Binding:
+def make_float32_reference_binding(op: Op[Any]) -> Binding:
     """Make a binding that runs the reference function of an op in float32.
 
     It is correct for every op, but allocates memory in each call. It is for ops that take little time.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ...graph.attrs import Attrs
-from ...ops.collectives import as_index_ranges, as_integer, own_index_ranges
+from ...ops.collectives import narrow_to_index_ranges, narrow_to_integer, own_index_ranges
 from .bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 Index = tuple[slice, ...]
@@ -27,7 +27,7 @@ def bind_all_gather(call: HostInstruction) -> Calls:
             call.comm.all_gather,
             call.operand(0),
             call.out,
-            compute_all_gather_indices(call.attrs),
+            compute_all_gather_slice_pairs(call.attrs),
             _read_sequence_number(call),
         )
     ]
@@ -39,7 +39,7 @@ def bind_reduce_scatter(call: HostInstruction) -> Calls:
             call.comm.reduce_scatter,
             call.operand(0),
             call.out,
-            compute_reduce_scatter_indices(call.attrs),
+            compute_reduce_scatter_slice_pairs(call.attrs),
             _read_sequence_number(call),
         )
     ]
@@ -51,48 +51,48 @@ def bind_all_to_all(call: HostInstruction) -> Calls:
             call.comm.all_gather,
             call.operand(0),
             call.out,
-            compute_all_to_all_indices(call.attrs),
+            compute_all_to_all_slice_pairs(call.attrs),
             _read_sequence_number(call),
         )
     ]
 
 
-def compute_all_gather_indices(attrs: Attrs) -> list[Pairs]:
+def compute_all_gather_slice_pairs(attrs: Attrs) -> list[Pairs]:
     """Return for each device the slices that an all-gather copies from it.
 
     A slice is a pair (index into the result, index into the source of that device).
     """
-    axis = as_integer(attrs["axis"])
+    axis = narrow_to_integer(attrs["axis"])
     return [
         [
             (_make_axis_slices({axis: (offset, n)}), _make_axis_slices({axis: (start, n)}))
             for start, offset, n in _locate_index_ranges(runs)
         ]
-        for runs in as_index_ranges(attrs["runs"])
+        for runs in narrow_to_index_ranges(attrs["runs"])
     ]
 
 
-def compute_reduce_scatter_indices(attrs: Attrs) -> Pairs:
+def compute_reduce_scatter_slice_pairs(attrs: Attrs) -> Pairs:
     """Return the slices that a reduce-scatter sums.
 
     A slice is a pair (index into the result, index into the source). It is the same for each source device.
     """
-    axis = as_integer(attrs["axis"])
+    axis = narrow_to_integer(attrs["axis"])
     return [
         (_make_axis_slices({axis: (start, n)}), _make_axis_slices({axis: (offset, n)}))
         for start, offset, n in _locate_index_ranges(own_index_ranges(attrs))
     ]
 
 
-def compute_all_to_all_indices(attrs: Attrs) -> list[Pairs]:
+def compute_all_to_all_slice_pairs(attrs: Attrs) -> list[Pairs]:
     """Return for each device the slices that an all-to-all copies from it.
 
     A slice is a pair (index into the new shard of this device, index into the old shard of that device).
     """
-    return [list(_list_all_to_all_pairs(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
+    return [list(_list_all_to_all_slice_pairs(attrs, theirs)) for theirs in narrow_to_index_ranges(attrs["old_runs"])]
 
 
-def _list_all_to_all_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
+def _list_all_to_all_slice_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
     """Yield the slices that an all-to-all copies from one device to this device.
 
     A slice is a pair (index into the new shard of this device, index into the old shard of that device).
@@ -101,7 +101,7 @@ def _list_all_to_all_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) ->
         attrs: The attributes of the all-to-all.
         theirs: The index ranges of the old shard of that device, as (start, length).
     """
-    old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
+    old, new = narrow_to_integer(attrs["old_axis"]), narrow_to_integer(attrs["axis"])
     for start, offset, n in _locate_index_ranges(own_index_ranges(attrs)):
         for their_start, their_offset, their_n in _locate_index_ranges(theirs):
             if old != new:
@@ -141,16 +141,16 @@ def _make_axis_slices(ranges: Mapping[int, tuple[int, int]]) -> Index:
 
 
 def bind_send(call: HostInstruction) -> Calls:
-    to = as_integer(call.attrs["to"])
+    to = narrow_to_integer(call.attrs["to"])
     return [*bind_copy(call), partial(call.comm.send, call.out, to, _read_sequence_number(call))]
 
 
 def bind_receive(call: HostInstruction) -> Calls:
-    return [partial(call.comm.receive, call.out, as_integer(call.attrs["source"]), _read_sequence_number(call))]
+    return [partial(call.comm.receive, call.out, narrow_to_integer(call.attrs["source"]), _read_sequence_number(call))]
 
 
 def _read_sequence_number(call: HostInstruction) -> int:
-    return as_integer(call.attrs["sequence"])
+    return narrow_to_integer(call.attrs["sequence"])
 
 
 KERNELS: Mapping[str, Binding] = {

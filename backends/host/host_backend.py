@@ -14,7 +14,7 @@ from ...graph.errors import BackendError
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.quantisation import dequantise, encode_array
-from ..base import Array, Device, Tensor, contiguous_strides, host_view
+from ..base import Array, Device, Tensor, contiguous_strides, view_host_tensor
 
 ALIGNMENT = 64
 HOST_MEMORY = "host"
@@ -64,11 +64,11 @@ class HostBackend(ABC):
         return taken
 
     def view(self, buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
-        return host_view(buffer, tensor)
+        return view_host_tensor(buffer, tensor)
 
     def load(self, data: Array, declared: Spec, buffer: npt.NDArray[np.uint8]) -> None:
         stored = self.storage_spec(declared, "weight")
-        target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
+        target = view_host_tensor(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
         target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 

@@ -19,9 +19,9 @@ import numpy as np
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.collectives import COLLECTIVES, as_integer
+from ...ops.collectives import COLLECTIVES, narrow_to_integer
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
-from ..fusion.overlap import find_overlapped_instructions
+from ..fusion.overlap import find_instructions_beside_collectives
 
 
 class CostModel(Protocol):
@@ -51,7 +51,7 @@ class ConstantCostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class ClockEvent:
+class ClockedInstruction:
     """One instruction on the clock: idle until `start`, then running until `end`."""
 
     node: str
@@ -89,7 +89,7 @@ class NullBackend:
         self.speeds: CostModel = speeds or ConstantCostModel()
         self.memory, self.goes_on, self.computes_beside = memory, goes_on, computes_beside
         self.allocated: dict[str, int] = defaultdict(int)
-        self.tracks: dict[str, list[ClockEvent]] = {}
+        self.tracks: dict[str, list[ClockedInstruction]] = {}
         self._lock = threading.Lock()
 
     def with_threads(self, threads: int) -> NullBackend:
@@ -132,30 +132,33 @@ class NullBackend:
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         priced = [(i, estimate_instruction_seconds(i, self.speeds, comm.size)) for i in program.instructions]
-        overlapped = find_overlapped_instructions(program) if self.computes_beside else {}
+        overlapped = find_instructions_beside_collectives(program) if self.computes_beside else {}
         waiting = {numbers[-1] + 1 for numbers in overlapped.values()}
 
         def replay() -> None:
-            clock = _Clock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
-            steps = [partial(clock.run, i, s, at in waiting, at in overlapped) for at, (i, s) in enumerate(priced)]
+            clock = _DeviceClock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
+            steps = [
+                partial(clock.advance_by_instruction, i, s, at in waiting, at in overlapped)
+                for at, (i, s) in enumerate(priced)
+            ]
             run_calls(program, on, enumerate(steps))
             self.tracks[str(on)] = clock.track
 
         return replay
 
 
-class _Clock:
+class _DeviceClock:
     """The time on one device, from 0 or from the end of its last run.
 
     `collective_end` is the end of the collective in progress.
     """
 
-    def __init__(self, comm: Comm, before: Sequence[ClockEvent]) -> None:
+    def __init__(self, comm: Comm, before: Sequence[ClockedInstruction]) -> None:
         self.comm, self.now = comm, max((step.end for step in before), default=0.0)
         self.collective_end = self.now
-        self.track: list[ClockEvent] = [*before]
+        self.track: list[ClockedInstruction] = [*before]
 
-    def run(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
+    def advance_by_instruction(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
         """Advance the clock by an instruction of `seconds`, and record the instruction in the track.
 
         Args:
@@ -168,23 +171,23 @@ class _Clock:
         if waits:
             self.now = max(self.now, self.collective_end)
         start = self._synchronise(i.op, i.attrs) if i.op in COLLECTIVES else self.now
-        self.track.append(ClockEvent(i.node, i.op, start, start + seconds, start - came))
+        self.track.append(ClockedInstruction(i.node, i.op, start, start + seconds, start - came))
         if goes_on:
             self.collective_end = start + seconds
             return
         self.now = start + seconds
         if i.op == "send":  # the message arrives when the send ends
-            to, number = as_integer(i.attrs["to"]), as_integer(i.attrs["sequence"])
+            to, number = narrow_to_integer(i.attrs["to"]), narrow_to_integer(i.attrs["sequence"])
             self.comm.send(np.array([self.now]), to, number)
 
     def _synchronise(self, op: str, attrs: Mapping[str, Any]) -> float:
         """Exchange clocks with the devices of a collective or a message, and return the latest time."""
-        number = as_integer(attrs["sequence"])
+        number = narrow_to_integer(attrs["sequence"])
         if op == "send":
             return self.now
         if op == "receive":
             came = np.zeros(1)
-            self.comm.receive(came, as_integer(attrs["source"]), number)
+            self.comm.receive(came, narrow_to_integer(attrs["source"]), number)
             return max(self.now, float(came[0]))
         clocks = np.zeros(self.comm.size)
         places = [[(slice(d, d + 1), slice(0, 1))] for d in range(self.comm.size)]
@@ -200,12 +203,12 @@ def estimate_instruction_seconds(i: Instruction, speeds: CostModel, devices: int
         nbytes = float(max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None))
         rounds = 2 if i.op == "all_reduce" else 1
         return speeds.collective_seconds(nbytes if i.op == "send" else rounds * (devices - 1) / devices * nbytes)
-    node = _make_node(i)
+    node = _make_node_for_work_estimate(i)
     declared = REGISTRY[i.op]
     return speeds.compute_seconds(float(declared.count_flops(node)), float(declared.count_bytes(node)))
 
 
-def _make_node(i: Instruction) -> Node:
+def _make_node_for_work_estimate(i: Instruction) -> Node:
     """Return an instruction as a node, for the work estimate of its op."""
     src = tuple(None if t is None else Node("input", (), {}, (t.spec,), "x").results[0] for t in i.src)
     return Node(i.op, src, i.attrs, tuple(t.spec for t in i.dst))

@@ -17,7 +17,7 @@ from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 
-def make_scratch_of_result_elements(factor: int, node: Node) -> int:
+def count_scratch_per_result_element(factor: int, node: Node) -> int:
     """Return the scratch size of a node: `factor` elements for each element of its first result."""
     return factor * node.specs[0].size
 
@@ -314,10 +314,10 @@ KERNELS: Mapping[str, Binding] = {
     "relu": without_scratch(bind_relu),
     "gelu": with_result_sized_scratch(bind_gelu),
     "geglu": with_result_sized_scratch(bind_geglu),
-    "gelu_erf": Binding(bind_gelu_erf, partial(make_scratch_of_result_elements, 3)),
-    "geglu_erf": Binding(bind_geglu_erf, partial(make_scratch_of_result_elements, 4)),
-    "swiglu_oai": Binding(partial(bind_clamped_swiglu, 1.0), partial(make_scratch_of_result_elements, 2)),
-    "swiglu_clamp": Binding(partial(bind_clamped_swiglu, 0.0), partial(make_scratch_of_result_elements, 2)),
+    "gelu_erf": Binding(bind_gelu_erf, partial(count_scratch_per_result_element, 3)),
+    "geglu_erf": Binding(bind_geglu_erf, partial(count_scratch_per_result_element, 4)),
+    "swiglu_oai": Binding(partial(bind_clamped_swiglu, 1.0), partial(count_scratch_per_result_element, 2)),
+    "swiglu_clamp": Binding(partial(bind_clamped_swiglu, 0.0), partial(count_scratch_per_result_element, 2)),
     "scale": without_scratch(bind_scale),
     "cast": without_scratch(bind_cast),
     "cont": without_scratch(bind_copy),

@@ -35,7 +35,7 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
     Each token needs a few array operations on the whole state [..., heads, value, key].
     """
     q, v, g = call.operand(0), call.operand(2), call.operand(3)
-    keep = _StateSnapshots(call, tokens=v.shape[-3])
+    keep = _RunningStateWithSnapshots(call, tokens=v.shape[-3])
     tiled, key_heads = call.attrs["heads"] == "tiled", q.shape[-2]
     decay = call.take_scratch(*g.shape[:-3], *g.shape[-2:])
     delta = call.take_scratch(*v.shape[:-3], *v.shape[-2:])
@@ -49,7 +49,7 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
     )
     calls = keep.bind_initial_calls()
     for t in range(v.shape[-3]):
-        calls += [*_bind_delta_token(call, t, tiled, step), *keep.bind_snapshot_calls(t)]
+        calls += [*_bind_delta_token(call, t, tiled, step), *keep.make_snapshot_calls_of_token(t)]
     scale = np.float32(1 / math.sqrt(q.shape[-1]))
     return [*calls, partial(np.multiply, call.out, scale, out=call.out)]
 
@@ -71,7 +71,7 @@ class _TokenBuffers:
 def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBuffers) -> Calls:
     q, k, v, g, beta = (call.operand(i) for i in range(5))
     at = (..., t, slice(None), slice(None))
-    key, query = (_expand_key_heads(x[at], tiled) for x in (k, q))
+    key, query = (_add_broadcast_axis_to_keys(x[at], tiled) for x in (k, q))
     value, result = (_split_head_axis(x[at], q.shape[-2], tiled, trailing=1) for x in (v, call.out))
     strength = _split_head_axis(beta[..., t, :, None], q.shape[-2], tiled, trailing=1)
     s, delta, outer = step.running_state, step.delta, step.outer
@@ -89,7 +89,7 @@ def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBu
     ]
 
 
-class _StateSnapshots:
+class _RunningStateWithSnapshots:
     """The running state of a recurrence: its memory, its initial contents and its snapshots.
 
     Without a pool of states, the running state is in the result, so no copy is needed. With a pool it is in scratch
@@ -122,7 +122,7 @@ class _StateSnapshots:
             calls.append(partial(np.copyto, self.running_state, self.state))
         return [*calls, *(self._bind_save(0) if not self.tokens else ())]
 
-    def bind_snapshot_calls(self, t: int) -> Calls:
+    def make_snapshot_calls_of_token(self, t: int) -> Calls:
         """Return the calls that save the running state after token `t` as a snapshot.
 
         The list is empty for a token without snapshot.
@@ -157,7 +157,7 @@ def _split_head_axis(x: Array, key_heads: int, tiled: bool, trailing: int) -> Ar
     return x.reshape(*x.shape[:axis], *pair, *x.shape[axis + 1 :], copy=False)
 
 
-def _expand_key_heads(x: Array, tiled: bool) -> Array:
+def _add_broadcast_axis_to_keys(x: Array, tiled: bool) -> Array:
     """Return keys [..., h, d] with a new axis of size 1, which broadcasts to the value heads of each key head."""
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 

@@ -8,7 +8,7 @@ from functools import cache
 from ...ops import REGISTRY
 from ..capabilities import SourceLocation
 from ..host import collectives
-from ..host.bindings import Binding, make_reference_binding
+from ..host.bindings import Binding, make_float32_reference_binding
 from ..kernel_sources import locate_source
 from ..kernel_tables import find_op_package_binding, merge_disjoint_tables
 from . import attention, elementwise, gated_delta_net, gather_scatter, matmul, norms, reductions, rope
@@ -29,7 +29,9 @@ BUILTIN_KERNELS: Mapping[str, Binding] = merge_disjoint_tables(
 @cache
 def find_binding(op: str) -> Binding:
     """Return the NumPy kernel of an op: from this package, from the package of the op, or else its reference."""
-    return BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_reference_binding(REGISTRY[op])
+    return (
+        BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_float32_reference_binding(REGISTRY[op])
+    )
 
 
 def locate_op_source(op: str) -> SourceLocation:

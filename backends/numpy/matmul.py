@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.collectives import as_integer
+from ...ops.collectives import narrow_to_integer
 from ...ops.movement.sharded_tables import to_local_rows
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
@@ -55,14 +55,14 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:
         return [partial(np.copyto, out, np.float32(0))]  # sums of nothing
-    rows, first = _flatten_to_matrix(x)
+    rows, first = _flatten_leading_axes(x)
     used, shared = ids.shape[-1], x.shape[-2]
     block = min(EXPERT_BLOCK_ROWS, ids.size)
     gathered, products = call.take_scratch(block, x.shape[-1]), call.take_scratch(block, w.shape[1])
     # Slot i of a token reads row i mod shared of it.
     entry = np.arange(ids.size)
     source = entry // used * shared + entry % used % shared
-    part = {name: as_integer(call.attrs[name]) for name in ("first", "total")}
+    part = {name: narrow_to_integer(call.attrs[name]) for name in ("first", "total")}
     own = partial(to_local_rows, ids, count=len(w), subject="ids of experts", **part)
     return [
         *first,
@@ -70,7 +70,7 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
     ]
 
 
-def _flatten_to_matrix(x: Array) -> tuple[Array, Calls]:
+def _flatten_leading_axes(x: Array) -> tuple[Array, Calls]:
     """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
 
     There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.

@@ -9,7 +9,7 @@ import json
 import sys
 
 import hocket
-from hocket.frontends.commands.bench import BenchmarkTest, make_random_tokens, measure_test_seconds
+from hocket.frontends.commands.bench import BenchmarkTest, create_random_context_tokens, measure_test_seconds
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 
@@ -17,7 +17,7 @@ from hocket.frontends.open_model import open_model
 def main() -> None:
     path, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     session = Session(open_model(path), on=DeviceGroup(threads=threads), context=size)
-    tokens = make_random_tokens(session)
+    tokens = create_random_context_tokens(session)
     print(json.dumps({"version": hocket.__version__}), flush=True)
     for line in sys.stdin:
         print(json.dumps(measure_test_seconds(session, BenchmarkTest(**json.loads(line)), tokens)), flush=True)

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as kernels
-from hocket.backends.cupy.kernels.recurrent.states import bind_states
+from hocket.backends.cupy.kernels.recurrent.states import bind_states_and_prepare_memory
 from hocket.backends.fusion.operands import BoundInstruction, Operand
 
 from .device_limits import DELTA_NET_LAYERS
@@ -85,11 +85,11 @@ def make_problem(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, token
     return DeltaNetProblem(shape, kernels.DeltaRuleOperands(q, k, v, g, beta, out, has_tiled_heads=True), state, memory)
 
 
-def bind_steps(bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand) -> list[Launch]:
+def bind_steps(bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand) -> list[KernelLaunch]:
     """Return the launch that computes one token after the other."""
 
     def bind(to: LaunchBuilder) -> None:
-        carried = bind_states(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
+        carried = bind_states_and_prepare_memory(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
         kernels.launch_delta_rule_by_token(to, p.rule, carried.begin_fields, carried, carried.stored_snapshots)
 
     return bench.bind_launches(p.memory, bind)
@@ -97,7 +97,7 @@ def bind_steps(bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand) -> li
 
 def bind_chunks(
     bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand, exact: bool, values: int | None = None
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Return the two launches that compute chunks of tokens: the preparation and the scan.
 
     Args:
@@ -107,10 +107,10 @@ def bind_chunks(
         exact: Use pairs of bfloat16 products instead of single ones.
         values: The width of a value slice; None for hocket's choice.
     """
-    chunk = kernels.ChunkVariant(p.shape.size, p.shape.decays_per_channel, exact)
+    chunk = kernels.ChunkedDeltaRuleVariant(p.shape.size, p.shape.decays_per_channel, exact)
 
     def bind(to: LaunchBuilder) -> None:
-        carried = bind_states(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
+        carried = bind_states_and_prepare_memory(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
         kernels.launch_delta_rule_by_chunks(
             to, p.rule, carried, kernels.allocate_chunk_scratch(to, p.rule, p.rule.tokens, chunk), chunk, values
         )
@@ -192,7 +192,9 @@ def _measure_prefill(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, t
             yield measured | error
 
 
-def _compute_output(bench: BenchmarkDevice, p: DeltaNetProblem, bind: Callable[[Operand], list[Launch]]) -> np.ndarray:
+def _compute_output(
+    bench: BenchmarkDevice, p: DeltaNetProblem, bind: Callable[[Operand], list[KernelLaunch]]
+) -> np.ndarray:
     """Return the output of a launch from a fresh state."""
     state = p.memory.make_repeated(p.state.shape, np.full(1, 0.25, np.float32))
     bench.driver.driver.record(bind(state), bench.on)()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hocket.backends.base import Device, Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
-from hocket.backends.cupy.device.driver import Driver, Launch
+from hocket.backends.cupy.device.driver import Driver, KernelLaunch
 from hocket.backends.fusion.operands import Operand
 from hocket.graph import Graph
 from hocket.graph.dtypes import DType
@@ -46,9 +46,9 @@ class RecordingDriver:
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.kind = driver, driver.kind
-        self.recordings: list[tuple[tuple[Launch, ...], Run]] = []
+        self.recordings: list[tuple[tuple[KernelLaunch, ...], Run]] = []
 
-    def record(self, launches: Sequence[Launch], on: Device) -> Run:
+    def record(self, launches: Sequence[KernelLaunch], on: Device) -> Run:
         run = self.driver.record(launches, on)
         self.recordings.append((tuple(launches), run))
         return run
@@ -57,7 +57,7 @@ class RecordingDriver:
         return getattr(self.driver, name)
 
     @contextmanager
-    def collect_recordings(self) -> Iterator[list[tuple[tuple[Launch, ...], Run]]]:
+    def collect_recordings(self) -> Iterator[list[tuple[tuple[KernelLaunch, ...], Run]]]:
         """Collect the recordings that are made inside the block; they are dropped at its end."""
         self.recordings = []
         try:
@@ -176,7 +176,7 @@ class BenchmarkDevice:
         low, middle, high = np.percentile(times, [25, 50, 75])
         return MeasuredTime(float(middle), float(high - low) / 2)
 
-    def measure_launches(self, sets: Sequence[Sequence[Launch]], each: int = 1) -> MeasuredTime:
+    def measure_launches(self, sets: Sequence[Sequence[KernelLaunch]], each: int = 1) -> MeasuredTime:
         """Measure sets of launches; each set becomes one graph."""
         return self.measure_time([self.driver.driver.record(launches, self.on) for launches in sets], each)
 
@@ -206,7 +206,7 @@ class BenchmarkDevice:
 
     # --------------------------------------------------------------------------------------------------- launches
 
-    def bind_launches(self, memory: DeviceMemory, bind: Callable[[LaunchBuilder], object]) -> list[Launch]:
+    def bind_launches(self, memory: DeviceMemory, bind: Callable[[LaunchBuilder], object]) -> list[KernelLaunch]:
         """Return the launches of a binding, with the scratch memory that they need."""
 
         def keep(array: npt.NDArray[Any]) -> int:
@@ -222,7 +222,7 @@ class BenchmarkDevice:
 
     def load_and_record(
         self, graph: Graph, weights: Mapping[str, npt.NDArray[Any]], inputs: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[Executor, list[Launch]]:
+    ) -> tuple[Executor, list[KernelLaunch]]:
         """Plan and load a graph as a session would, and return its executor and all of its launches."""
         with self.driver.collect_recordings() as recorded:
             executor = load(plan_for_group(graph, [(self.backend, self.on)]), weights)

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hocket.backends.cupy.cuda_driver import CudaDriver
-from hocket.backends.cupy.device.driver import Driver, Launch
+from hocket.backends.cupy.device.driver import Driver, KernelLaunch
 from hocket.frontends.commands import bench as counting
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch
@@ -67,7 +67,7 @@ def _measure_model(
     session = Session(model, on=on, context=context, batch=max(prompts))
     nbytes = counting.count_weight_bytes_per_token(model)
     yield {"step": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
-    tokens = counting.make_random_tokens(session)
+    tokens = counting.create_random_context_tokens(session)
     for depth in (0, deep) if deep else (0,):
         yield from _measure_test(bench, session, counting.BenchmarkTest("tg", new, depth), tokens, nbytes)
     for count in prompts:
@@ -155,12 +155,12 @@ def _make_input_restorer(bench: BenchmarkDevice, memory: DeviceMemory, session: 
     return bench.machine.make_copier(at, saved, high - low)
 
 
-def _measure_kernels(bench: BenchmarkDevice, launches: Sequence[Launch], whole: float) -> Iterator[ResultRow]:
+def _measure_kernels(bench: BenchmarkDevice, launches: Sequence[KernelLaunch], whole: float) -> Iterator[ResultRow]:
     """Measure the slowest kernels of a step: all launches of a kernel in all layers, without the other kernels.
 
     MoE matmuls of many tokens are excluded: by then their tables hold the rows of other layers.
     """
-    kernels: dict[str, list[Launch]] = {}
+    kernels: dict[str, list[KernelLaunch]] = {}
     routed = {launch.number for launch in launches if launch.kernel.name == "routes"}
     for launch in launches:
         if launch.number not in routed:

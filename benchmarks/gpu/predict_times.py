@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from hocket.backends.capabilities import OTHER_OPS, KernelSpeeds, PredictedSpeeds
 from hocket.backends.cupy.device.dependent_launch import MIN_EARLY_CAPABILITY
-from hocket.backends.cupy.device.device_limits import Limits
+from hocket.backends.cupy.device.device_limits import KernelLimits
 from hocket.backends.cupy.emulation import emulated_driver as emulated
 from hocket.backends.cupy.emulation.access_counters import LaunchCounters
 from hocket.backends.cupy.kernels.attention import attention
@@ -121,7 +121,7 @@ class KernelShape:
     loads_early: bool = False
     longer_case: tuple[str, float] | None = None
 
-    def count_launches(self, limits: Limits) -> list[tuple[LaunchCounters, ...]]:
+    def count_launches(self, limits: KernelLimits) -> list[tuple[LaunchCounters, ...]]:
         """Count the launches in the emulation: each launch of the case, with its counterpart of the longer case."""
         cases = [self.case] if self.longer_case is None else [self.case, self.longer_case[0]]
         with ExitStack() as stack:
@@ -141,7 +141,7 @@ class KernelShape:
             work, *longer = (estimate_launch_work(launch, gpu.arch) for launch in launches)
             if self.longer_case is not None:
                 work = work.extrapolate(longer[0], self.longer_case[1])
-            work = work.multiply(*self.scale_by_kernel[name])
+            work = work.scale_blocks_and_block_work(*self.scale_by_kernel[name])
             moved = work.memory_bytes - self.shared_bytes * (work.block_count - 1)
             work = replace(work, memory_bytes=min(moved, 2 * self.nbytes))
             time = estimate_launch_time(work, gpu, cached=bool(times) and work.memory_bytes < CACHED_BYTES)
@@ -325,7 +325,7 @@ def find_limiting_resource(times: LaunchPredictions) -> str:
 
 def predict_shape(number: int) -> dict[str, LaunchPredictions]:
     """Return the predicted launches of the shape with index `number`, by GPU kind."""
-    counted: dict[tuple[str, Limits], list[tuple[LaunchCounters, ...]]] = {}
+    counted: dict[tuple[str, KernelLimits], list[tuple[LaunchCounters, ...]]] = {}
     found = {}
     for kind, gpu in GPUS.items():
         shape = make_shapes(gpu.multiprocessor_count)[number]

@@ -18,7 +18,7 @@ from hocket.backends.base import BufferSpec, Device, Instruction, Program, Tenso
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device.driver import CollectiveLibrary, Driver, DriverStep, flatten_steps
-from hocket.backends.fusion.overlap import find_overlapped_instructions
+from hocket.backends.fusion.overlap import find_instructions_beside_collectives
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends import models
 from hocket.frontends.models import Batch, Model
@@ -50,8 +50,8 @@ class TransportDriver:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.driver, name)
 
-    def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        return self.transport == "peers" and self.driver.can_access_peers(devices)
+    def enable_peer_access(self, devices: Sequence[Device]) -> bool:
+        return self.transport == "peers" and self.driver.enable_peer_access(devices)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         return self.driver.record(flatten_steps(steps) if self.runs_in_turn else steps, on)
@@ -210,7 +210,7 @@ def _compare_prompt(
                 logits.append(run.run(inputs)["logits"].copy())
                 times.append(time.perf_counter() - start)
             sums = (
-                len(find_overlapped_instructions(run.plan.device_plans[0].program))
+                len(find_instructions_beside_collectives(run.plan.device_plans[0].program))
                 if driver.can_overlap_collectives
                 else 0
             )
@@ -231,5 +231,7 @@ def _make_executor(
     store = Store(group)
     for value in plan.graph.weights:
         tensor = model.gguf.tensors[value.node.name]
-        store.bind(value.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[value.node.name])
+        store.bind(
+            value.node.name, tensor.stored_elements, Spec(tensor.shape, tensor.dtype), plan.leaves[value.node.name]
+        )
     return Executor(plan, store), step

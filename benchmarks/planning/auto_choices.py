@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hocket.benchmarks.planning.scaling import CONTEXT_TOKENS, describe_time_use
-from hocket.frontends.inference.model_layout import make_workload
+from hocket.frontends.inference.model_layout import create_layout_workload
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open_model import open_model
 from hocket.graph import Graph
@@ -70,7 +70,7 @@ def plan_on_machine(
 
 def build_workload(model: Model, sequences: int) -> Workload:
     """Return the workload for which a session of `sequences` sequences chooses its layout."""
-    return make_workload(
+    return create_layout_workload(
         lambda n, tokens: model.graph(Step(n, tokens, CONTEXT_TOKENS, CONTEXT_TOKENS, n)), sequences, CONTEXT_TOKENS
     )
 

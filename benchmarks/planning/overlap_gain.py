@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 from hocket.benchmarks.planning.scaling import CONTEXT_TOKENS
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.graph import Graph
 from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
 from hocket.scheduler.costs.simulated_devices import SimulatedGpu
@@ -52,7 +52,7 @@ def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:
     """Yield a table row for each machine and step: times without and with overlap."""
     for machine in MACHINES:
         for name, tokens in STEPS.items():
-            graph, _ = read_step_graph(path, context=CONTEXT_TOKENS, tokens=tokens)
+            graph, _ = read_step_graph_and_context(path, context=CONTEXT_TOKENS, tokens=tokens)
             one_by_one, overlapped = (plan_with_overlap(graph, machine, has_overlap=does) for does in (False, True))
             before, after = one_by_one.cost, overlapped.cost
             chunks = [word for why in overlapped.reasons if "chunks" in why for word in why.split() if word.isdecimal()]

@@ -15,7 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time
 
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.scheduler import parse_simulated_group, plan_for_group
 
 ROUNDS, MAX_SECONDS, TOKEN_COUNTS = 3, 5.0, (1, 2048)
@@ -25,7 +25,7 @@ ROUNDS, MAX_SECONDS, TOKEN_COUNTS = 3, 5.0, (1, 2048)
 def measure_plan_seconds(path: str, tokens: int) -> float:
     """Return the processor seconds to read, plan and explain a step of `tokens` tokens."""
     start = process_time()
-    graph, _ = read_step_graph(path, context=4096, tokens=tokens)
+    graph, _ = read_step_graph_and_context(path, context=4096, tokens=tokens)
     simulation = parse_simulated_group("h200:8,nvlink")
     plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
     return process_time() - start
@@ -33,7 +33,7 @@ def measure_plan_seconds(path: str, tokens: int) -> float:
 
 def measure_uneven_plan(path: str, devices: int) -> tuple[float, int]:
     """Return the planning seconds if device d has 1 + d / 100 shares, and the number of instructions of all devices."""
-    graph, _ = read_step_graph(path, context=4096, tokens=1)
+    graph, _ = read_step_graph_and_context(path, context=4096, tokens=1)
     simulation = parse_simulated_group(f"h200:{devices},nvlink")
     hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]
     start = process_time()

@@ -20,7 +20,7 @@ from time import perf_counter
 from hocket.benchmarks.results_file import collect_circumstances, format_circumstances, format_table, write_result
 from hocket.frontends.inference.device_group import ONE_DEVICE
 from hocket.frontends.inference.session import Session
-from hocket.frontends.measure_plan import draw_random_tokens, run_at_context_end
+from hocket.frontends.measure_plan import draw_random_token_lists_endlessly, run_at_context_end
 from hocket.frontends.open_model import open_model, open_session
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.costs.speeds import Speeds
@@ -99,7 +99,7 @@ def make_runs(path: Path, tokens: list[int], context: int, threads: int | None) 
     session = open_session(open_model(path), on=replace(ONE_DEVICE, threads=threads), context=context)
     runs = []
     for count in tokens:
-        tokens_to_run = draw_random_tokens(session, count)
+        tokens_to_run = draw_random_token_lists_endlessly(session, count)
         run_at_context_end(session, next(tokens_to_run))
         with session.tracing() as trace:
             run_at_context_end(session, next(tokens_to_run))

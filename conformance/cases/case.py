@@ -52,7 +52,7 @@ class Case:
         return REGISTRY[self.op]
 
     @cached_property
-    def sample_text(self) -> str:
+    def text_in_sample_format(self) -> str:
         """The operands and attributes as text, in the format of the samples of an op, without layout and input kind."""
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
@@ -62,7 +62,7 @@ class Case:
         """The text of the case without its seed; ``str(case)`` adds the seed."""
         settings = [f"layout={self.layout}", f"inputs={self.inputs}"]
         settings += [] if self.check == "reference" else [f"check={self.check}"]
-        return f"{self.op}({', '.join([self.sample_text] * bool(self.sample_text) + settings)})"
+        return f"{self.op}({', '.join([self.text_in_sample_format] * bool(self.text_in_sample_format) + settings)})"
 
     def __str__(self) -> str:
         return self.text_without_seed if not self.seed else f"{self.text_without_seed[:-1]}, seed={self.seed})"

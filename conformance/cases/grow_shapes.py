@@ -107,7 +107,7 @@ def _vary_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point
     yield from _vary_leading_axes(op, point)
     yield from _vary_dtypes(op, point)
     yield from _vary_attributes(op, point, bases)
-    yield from _drop_optional_operands(op, point)
+    yield from _drop_one_optional_operand(op, point)
 
 
 def is_legal_point(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bool:
@@ -342,7 +342,7 @@ def _vary_attributes(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[P
                 yield changed
 
 
-def _drop_optional_operands(op: Op, point: Point) -> Iterator[Point]:
+def _drop_one_optional_operand(op: Op, point: Point) -> Iterator[Point]:
     """Yield points that lack one optional operand."""
     known = resolve_point_sizes(op, point)
     for operand in known[2] if known else ():

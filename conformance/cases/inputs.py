@@ -20,7 +20,7 @@ from ...ops.elementwise.binary import round_to_dtype
 from ...ops.quantisation import dequantise, f32_to_bf16
 from .case import Case
 from .grow_shapes import count_axes_with_distinct_ids
-from .operand_layouts import Array, compute_shape_in_units, find_aliasable_operands, find_layout_or_contiguous
+from .operand_layouts import Array, compute_shape_in_units, find_in_place_operand_with_alias, find_layout_or_contiguous
 
 LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
 """Standard deviation of numbers of kind ``large``; 1e4 for other dtypes. Squares and sums of them are still finite."""
@@ -38,7 +38,7 @@ class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
     """The conformance kit has no float64 reference for this case."""
 
 
-def list_infinities_by_operand(op: Op) -> dict[str, tuple[float, ...]]:
+def list_legal_infinities_by_operand(op: Op) -> dict[str, tuple[float, ...]]:
     """Return, for each operand that may be infinite, its legal infinities: the negative one, or both."""
     return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
 
@@ -48,7 +48,7 @@ def has_unquantised_floats(spec: Spec) -> bool:
     return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
 
 
-def select_input_kinds(case: Case) -> tuple[str, ...]:
+def select_relevant_input_kinds(case: Case) -> tuple[str, ...]:
     """Return the input kinds that make a difference for the operands of `case`, ``normal`` first."""
     specs = case.specs
     if not any(s.size for s in specs.values()):
@@ -58,14 +58,14 @@ def select_input_kinds(case: Case) -> tuple[str, ...]:
         kinds += ["ties", "constant"]
     if any(not s.dtype.is_integer and not s.dtype.is_quantised for s in specs.values()):
         kinds += ["uniform", "large", "denormal", "zeros"]
-    if any(name in specs for name in list_infinities_by_operand(case.op_declaration)):
+    if any(name in specs for name in list_legal_infinities_by_operand(case.op_declaration)):
         kinds.append("infinities")
     if any(map(has_unquantised_floats, specs.values())):
         kinds += ["nan", "special"]
     return tuple(kinds)
 
 
-def generate_operands(case: Case) -> dict[str, Array]:
+def generate_random_operands(case: Case) -> dict[str, Array]:
     """Return random operands of `case` by name, with one entry per unit (an element or a whole block).
 
     Entries are float64 values that the dtype represents, integers, or the bytes of quantised blocks.
@@ -81,7 +81,7 @@ def generate_operands(case: Case) -> dict[str, Array]:
         elif spec.dtype.is_integer:
             array = _generate_integers(spec, legal, differ, sizes, case.inputs, rng)
         else:
-            array = _generate_floats(spec, legal, case.inputs, list_infinities_by_operand(op).get(name, ()), rng)
+            array = _generate_floats(spec, legal, case.inputs, list_legal_infinities_by_operand(op).get(name, ()), rng)
             if case.inputs == "nan" and has_unquantised_floats(spec):
                 array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
             if case.inputs == "special" and has_unquantised_floats(spec):
@@ -93,7 +93,7 @@ def generate_operands(case: Case) -> dict[str, Array]:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
         operands[name] = array
     if case.layout == "twin":
-        one, other = find_aliasable_operands(op, specs, case.attributes_with_defaults) or ("", "")
+        one, other = find_in_place_operand_with_alias(op, specs, case.attributes_with_defaults) or ("", "")
         operands[other] = operands[one]
     return operands
 

@@ -42,11 +42,14 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
     Raises:
         ModelError: the file is no model.
     """
-    from ...frontends.graph_file import is_program, read_graph  # the only use of frontends here, when asked for
+    from ...frontends.graph_file import (  # the only use of frontends here, when asked for
+        is_torch_or_onnx_program,
+        read_graph,
+    )
     from ...frontends.models.inputs.step import Step
     from ...frontends.open_model import open_model
 
-    if is_program(str(path)):
+    if is_torch_or_onnx_program(str(path)):
         return collect_graph_cases(read_graph(str(path)))
     model = open_model(path, header_only=True)
     context = min(cells, model.context_length)
@@ -57,6 +60,6 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
     return list(cases)
 
 
-def join_model_case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
+def append_model_case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
     """Return the texts `cases`, followed by the texts of the cases of the model at `path`, if there is one."""
     return (*cases, *([] if path is None else [case.text_without_seed for case in collect_model_cases(path)]))

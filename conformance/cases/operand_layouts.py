@@ -94,7 +94,7 @@ def _make_broadcast_layout(spec: Spec, distinct_axes: int) -> OperandLayout | No
     return OperandLayout(leaf, lambda value: ops.broadcast(value, shape=spec.shape), lambda units: units, axis)
 
 
-def find_layout(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout | None:
+def find_layout_by_name(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout | None:
     """Return the layout of an operand that has the name `layout` (see `LAYOUTS`); None if the operand cannot have it.
 
     Args:
@@ -115,10 +115,10 @@ def find_layout(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayou
 
 def find_layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout:
     """Return the layout with the name `layout`, or the contiguous layout if the operand cannot have it."""
-    return find_layout(spec, layout, distinct_axes) or _make_contiguous_layout(spec)
+    return find_layout_by_name(spec, layout, distinct_axes) or _make_contiguous_layout(spec)
 
 
-def find_aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
+def find_in_place_operand_with_alias(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
     """Return an in-place operand of an elementwise op and another operand that may be the same value, or None.
 
     Both operands need equal specs and equal legal values.

@@ -152,7 +152,7 @@ class GuardedProgram:
             data = inputs[name]
             view[...] = encode_array(data, tensor.dtype)
 
-    def read_leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
+    def read_input_leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
         """Read the bytes of each input leaf from a copy of the arena."""
         leaves = {}
         for name, tensor in self.program.inputs.items():

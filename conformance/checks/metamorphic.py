@@ -89,7 +89,7 @@ def split_case(case: Case) -> tuple[PartialCase, ...]:
     if check == "steps":
         return _split_sequential_dimension(case, name, middle)
     if check == "deal":
-        return _split_table_rows(case, name, middle)
+        return _split_table_rows_into_partial_sums(case, name, middle)
     signature = case.op_declaration.signature_for(case.attributes_with_defaults)
     if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
         return ()
@@ -122,7 +122,7 @@ def _make_partial_case(
     operands, places = [], {}
     for name, spec in case.operands:
         declared = next(o for o in signature.operands if o.name == name)
-        place = _find_split_axis(declared, spec.shape, reads, sizes)
+        place = _find_split_axis_entries(declared, spec.shape, reads, sizes)
         if place is not None:
             axis, entries = place
             spec = Spec((*spec.shape[:axis], len(entries), *spec.shape[axis + 1 :]), spec.dtype)
@@ -133,12 +133,12 @@ def _make_partial_case(
         return None
     shapes = [s.shape for s in infer_result_specs(case)]
     filled = tuple(
-        _find_split_axis(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True)
+        _find_split_axis_entries(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True)
     )
     return PartialCase(smaller, places, filled, carried or {})
 
 
-def _find_split_axis(
+def _find_split_axis_entries(
     operand: Operand, shape: tuple[int, ...], split_entries: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> AxisEntries | None:
     """Find the axis of an operand or result that a split divides, and the indices along it that belong to one part.
@@ -201,7 +201,7 @@ def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[Par
     return tuple(r for r in runs if r is not None) if None not in runs else ()
 
 
-def _split_table_rows(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
+def _split_table_rows_into_partial_sums(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
     """Split the rows of a lookup table into two shards; the results of both shards must add up to the whole result.
 
     An operand that the op adds is zero in the second part, so that it counts once.
@@ -235,7 +235,7 @@ def _list_result_dimensions(op: Op, case: Case) -> Sequence[Dimension]:
     return [d for r in op.signature_for(case.attributes_with_defaults).results for d in r.dims]
 
 
-def join_results(
+def join_results_with_masks(
     case: Case, parts: Sequence[PartialCase], outputs: Sequence[Sequence[Array]]
 ) -> list[tuple[Array, Array]]:
     """Join the results of partial runs to the whole results; return each with a mask of the entries that were computed.

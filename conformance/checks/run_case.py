@@ -16,13 +16,13 @@ from ...graph.errors import GraphError, PlanError
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ..cases.case import Case
-from ..cases.inputs import NoReference, as_reference_array, generate_operands
+from ..cases.inputs import NoReference, as_reference_array, generate_random_operands
 from ..cases.operand_layouts import Array
 from . import decomposed, zero_propagation
 from .case_graph import LIVE_LEAF_PREFIX, RESULT_PREFIX, CaseGraph, build_case_graph, build_verified_device_plan
 from .compare_arrays import ArrayDifference, compare_with_reference
 from .guarded_memory import NAN, WILD_BYTE, GuardedProgram
-from .metamorphic import AxisEntries, infer_result_specs, join_results, split_case
+from .metamorphic import AxisEntries, infer_result_specs, join_results_with_masks, split_case
 from .tolerance import F32_EPS, ExpectedResult
 
 _NO_DIFFERENCE = ArrayDifference()
@@ -111,7 +111,7 @@ class RunnableCase:
             self.case, self.operands, slack * _choose_operation_rounding_error(build_case_graph(self.case), backend)
         )
 
-    def run_on_device(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
+    def run_on_device_with_masks(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
         """Run the check of the case on a device; return its results, and a mask of the written elements of each."""
         case = self.case
         if case.check.startswith(decomposed.CHECK_NAME):
@@ -119,26 +119,26 @@ class RunnableCase:
                 raise _UnsupportedCase(why)
             results = decomposed.run_decomposed(case, self.operands, backend, device)
         elif case.check == "reference" or case.check.startswith(zero_propagation.CHECK_NAME):
-            results = run_three_times(case, self.units, backend, device)
+            results = run_three_times_guarded(case, self.units, backend, device)
         else:
-            shard_results = _run_partial_cases(case, self.units, backend, device)
+            shard_results = _run_and_join_partial_cases(case, self.units, backend, device)
             return [w for w, _ in shard_results], [m for _, m in shard_results]
         return results, [np.ones(r.shape, bool) for r in results]
 
 
-def prepare_case(case: Case) -> RunnableCase:
+def generate_runnable_case(case: Case) -> RunnableCase:
     """Return a case with its random operands.
 
     Raises:
         NoReference: the kit has no reference for the case.
     """
-    units = generate_operands(case)
+    units = generate_random_operands(case)
     if case.check.startswith(zero_propagation.CHECK_NAME):
-        units, _ = zero_propagation.zero_shared_entries(case, units)
+        units, _ = zero_propagation.zero_entries_and_find_zero_results(case, units)
     return RunnableCase(case, units, {n: as_reference_array(a, case.specs[n]) for n, a in units.items()})
 
 
-def _run_partial_cases(
+def _run_and_join_partial_cases(
     case: Case, units: Mapping[str, Array], backend: Backend, device: Device
 ) -> list[tuple[Array, Array]]:
     """Run the parts of a case one after the other, for a metamorphic check, and join their results.
@@ -155,17 +155,17 @@ def _run_partial_cases(
         }
         mine |= {n: outputs[-1][r] for n, r in part.carried_results.items()}
         mine |= {n: np.zeros_like(mine[n]) for n in part.zeroed_operands}
-        outputs.append(run_three_times(part.case, mine, backend, device))
-    return join_results(case, parts, outputs)
+        outputs.append(run_three_times_guarded(part.case, mine, backend, device))
+    return join_results_with_masks(case, parts, outputs)
 
 
 def _run_and_compare(case: Case, backend: Backend, device: Device) -> ArrayDifference:
     """Run a case on a device, and compare its results with the expected results."""
-    runnable_case = prepare_case(case)
-    got, masks = runnable_case.run_on_device(backend, device)
+    runnable_case = generate_runnable_case(case)
+    got, masks = runnable_case.run_on_device_with_masks(backend, device)
     if (
         case.check.startswith(zero_propagation.CHECK_NAME)
-        and (got[0][zero_propagation.zero_shared_entries(case, runnable_case.units)[1]] != 0).any()
+        and (got[0][zero_propagation.zero_entries_and_find_zero_results(case, runnable_case.units)[1]] != 0).any()
     ):
         raise _WrongResult(f"zeros in {case.check.removeprefix(f'{zero_propagation.CHECK_NAME}-')} give no zeros")
     return _compare_results(case, got, runnable_case.compute_expected_result(backend), masks)
@@ -185,7 +185,7 @@ def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, mas
     worst = ArrayDifference()
     for i, (g, want, budget, spec, mask) in enumerate(zip(got, expected.arrays, budgets, specs, masks, strict=True)):
         difference = compare_with_reference(
-            np.where(mask, replace_permitted_nonfinites(case, g, expected, i), want),
+            np.where(mask, replace_permitted_nonfinites_by_reference(case, g, expected, i), want),
             want,
             budget,
             spec,
@@ -200,17 +200,17 @@ def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, mas
     return worst
 
 
-def replace_permitted_nonfinites(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
+def replace_permitted_nonfinites_by_reference(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
     """Return a result in which each NaN or infinity that the op permits is replaced by the number of the reference."""
     want = expected.arrays[result]
     if got.dtype.kind != "f" or got.shape != want.shape:
         return got
     is_nan = np.isnan(got) & ~np.isnan(want)
     if case.nan_for_infinity_operands and is_nan.any():
-        got = np.where(is_nan & expected.find_nan_from_infinities(result), want, got)
+        got = np.where(is_nan & expected.mask_nan_from_infinities(result), want, got)
     is_other = np.isinf(want) & (np.isnan(got) | (got == -want))  # a factor between the two signs is 0: NaN
     if is_other.any():
-        got = np.where(is_other & expected.find_infinities_with_unstable_sign(result), want, got)
+        got = np.where(is_other & expected.mask_infinities_with_unstable_sign(result), want, got)
     return got
 
 
@@ -231,7 +231,7 @@ def find_unsupported_reason(built: CaseGraph, backend: Backend, device: Device) 
     return "" if support.ok else support.reason or "no reason given"
 
 
-def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
+def run_three_times_guarded(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
     """Run `case` three times on guarded memory, and return the results of the second run as float64 or integers.
 
     The first run has other inputs and leaves its scratch memory. The third run starts with other garbage in memory and
@@ -266,7 +266,7 @@ def _reverse_elements(units: Array) -> Array:
 def _run_bound_program_three_times(
     case: Case, built: CaseGraph, guarded: GuardedProgram, inputs: Mapping[str, Array], decoys: Mapping[str, Array]
 ) -> list[Array]:
-    """Run a bound program three times as `run_three_times` does, and return the results of the second run."""
+    """Run a bound program three times as `run_three_times_guarded` does, and return the results of the second run."""
     guarded.poison_arena(NAN)
     guarded.write_inputs(decoys)
     _replay_and_check_guards(guarded, "the first run")
@@ -287,9 +287,9 @@ def _run_bound_program_three_times(
 
 def _replay_and_check_operands(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
     """Replay the program, and raise `_WrongResult` if it changed a guard zone or an operand that is alive."""
-    before = guarded.read_leaf_bytes(guarded.copy_arena())
+    before = guarded.read_input_leaf_bytes(guarded.copy_arena())
     _replay_and_check_guards(guarded, when)
-    after = guarded.read_leaf_bytes(guarded.copy_arena())
+    after = guarded.read_input_leaf_bytes(guarded.copy_arena())
     for name, old_bytes in before.items():
         if f"{LIVE_LEAF_PREFIX}{name}" in guarded.program.outputs and after[name] != old_bytes:
             raise _WrongResult(f"{when} changed its operand {name}")

@@ -122,7 +122,7 @@ class ExpectedResult:
             budgets.append(ErrorBudget(rounding, unit + self._compute_underflow_error()))
         return budgets
 
-    def find_nan_from_infinities(self, result: int) -> Array:
+    def mask_nan_from_infinities(self, result: int) -> Array:
         """Return a mask of the elements that may be NaN, because a backend may turn an infinity of an operand into NaN.
 
         Args:
@@ -132,13 +132,15 @@ class ExpectedResult:
         damaged = {n: np.where(np.isinf(a), np.nan, a) if n in names else a for n, a in self.operands.items()}
         return np.asarray(np.isnan(self._run_reference(damaged, self.attrs)[result]))
 
-    def find_infinities_with_unstable_sign(self, result: int) -> Array:
+    def mask_infinities_with_unstable_sign(self, result: int) -> Array:
         """Return a mask of the infinite elements with another sign if operands are rounded, as for the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):
             moved = {
-                n: a * (1.0 + self.arithmetic * _draw_perturbations(a.shape, rng)) if a.dtype.kind == "f" else a
+                n: a * (1.0 + self.arithmetic * _draw_rounding_perturbations(a.shape, rng))
+                if a.dtype.kind == "f"
+                else a
                 for n, a in self.operands.items()
             }
             found |= np.isinf(want) & (self._run_reference(moved, self.attrs)[result] == -want)
@@ -177,7 +179,8 @@ class ExpectedResult:
         for name, array in floats.items():
             # Twice, and of different sizes, so that no row is moved by one common factor, which a norm ignores.
             moved = [
-                {**self.operands, name: array * (1.0 + eps * _draw_perturbations(array.shape, rng))} for _ in range(2)
+                {**self.operands, name: array * (1.0 + eps * _draw_rounding_perturbations(array.shape, rng))}
+                for _ in range(2)
             ]
             self._add_largest_change(total, moved if self.count > 1 else moved[:1], self.attrs)
         if self.case.inputs == "denormal" and not self._needs_subnormals():
@@ -228,7 +231,7 @@ class ExpectedResult:
         return np.maximum(change, np.sqrt(np.mean(change * change, axis=tuple(axes), keepdims=True)))
 
 
-def _draw_perturbations(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+def _draw_rounding_perturbations(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """Draw random perturbations of 0.5 to 1.5 roundings, up or down."""
     return rng.choice(np.array([-1.0, 1.0]), shape) * rng.uniform(0.5, 1.5, shape)
 

@@ -23,7 +23,7 @@ def list_zero_checks(case: Case) -> tuple[str, ...]:
     return tuple(f"{CHECK_NAME}-{joint}" for joint in joints)
 
 
-def zero_shared_entries(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
+def zero_entries_and_find_zero_results(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
     """Set random entries of operands to zero, and find the result entries that must become zero.
 
     The zeros are at random indices of the leading axes that the operands share with the result.

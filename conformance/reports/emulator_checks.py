@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
-from ...backends.cupy.device.device_limits import LARGEST_LIMITS, Limits
-from ...backends.cupy.emulation.access_counters import CountingDriver, LaunchCounters
+from ...backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits
+from ...backends.cupy.emulation.access_counters import AccessCountingDriver, LaunchCounters
 from ...backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from ...backends.cupy.emulation.race_detector import list_races
 from ...graph.errors import BackendError
@@ -14,7 +14,7 @@ from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
 
 
-def collect_launch_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> list[LaunchCounters]:
+def collect_launch_counters(texts: Iterable[str], limits: KernelLimits = LARGEST_LIMITS) -> list[LaunchCounters]:
     """Run cases in the emulator, and return the memory access counters of each kernel launch.
 
     Args:
@@ -24,13 +24,13 @@ def collect_launch_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMIT
     Raises:
         BackendError: a result is wrong.
     """
-    driver = CountingDriver(limits, counted_run=1)  # of three runs of a case, the second is compared
+    driver = AccessCountingDriver(limits, counted_run=1)  # of three runs of a case, the second is compared
     for text in texts:
         _run_in_emulator(text, DriverBackend(driver))
     return list(driver.counters.values())
 
 
-def find_races(texts: Iterable[str]) -> list[str]:
+def run_and_list_races(texts: Iterable[str]) -> list[str]:
     """Run cases in the emulator, and return a line for each pair of unordered conflicting accesses.
 
     Args:

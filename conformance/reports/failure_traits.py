@@ -78,7 +78,7 @@ def group_failures_by_op(results: Iterable[Result]) -> list[OpFailures]:
 def compute_simplicity_key(case: Case) -> tuple[int, ...]:
     """Return the sort key of a failing case: fewest elements first, then the simplest check, layout and input kind."""
     plain = (case.check != "reference", LAYOUTS.index(case.layout), INPUTS.index(case.inputs))
-    return (sum(s.size for _, s in case.operands), *plain, len(case.sample_text))
+    return (sum(s.size for _, s in case.operands), *plain, len(case.text_in_sample_format))
 
 
 def find_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:

@@ -23,7 +23,7 @@ from ...ops.matrix.matmul import mul_mat
 from ...scheduler import DevicePlan
 from ..cases.case import Case, make_case
 from ..cases.grow_shapes import Point, grow_cases_from_samples, is_legal_point, resize_point, resolve_point_sizes
-from ..cases.inputs import generate_operands
+from ..cases.inputs import generate_random_operands
 from ..checks.case_graph import build_case_graph, build_verified_device_plan
 from ..checks.guarded_memory import GuardedProgram
 
@@ -138,7 +138,7 @@ def measure_op_speed(case: Case, backend: Backend, device: Device) -> OpSpeed:
     size = max(1, sum(device_plan.memory().values()))
     cache = read_last_level_cache_bytes()
     copies = max(1, min(MAX_COPIES, MAX_COPY_BYTES // size, -(-2 * cache // size)))
-    units = generate_operands(case)
+    units = generate_random_operands(case)
     leaves = built.build_leaf_arrays(units, 0.0)
     runs = [_bind_plan_to_case(device_plan, built.encode_weights(leaves), leaves) for _ in range(copies)]
     seconds = _measure_run_seconds(runs)
@@ -180,16 +180,16 @@ def _measure_run_seconds(runs: Sequence[Callable[[], None]]) -> list[float]:
     return times
 
 
-def generate_speed_cases(op: Op[Any]) -> list[Case]:
+def generate_large_case_per_dtypes(op: Op[Any]) -> list[Case]:
     """Return one large case for each combination of operand dtypes of an op."""
     samples: dict[str, Case] = {}
     for case in grow_cases_from_samples(op):
         if case.dtype_names not in samples and all(s.size > 1 for _, s in case.operands):
             samples[case.dtype_names] = case
-    return [_enlarge_case(op, case) for case in samples.values()]
+    return [_double_dimensions_to_limit(op, case) for case in samples.values()]
 
 
-def _enlarge_case(op: Op[Any], case: Case) -> Case:
+def _double_dimensions_to_limit(op: Op[Any], case: Case) -> Case:
     """Double the dimensions of a case in turn while operands have at most `MAX_ELEMENTS` elements."""
     parts: Point = {**case.specs, **dict(case.attrs)}
     growing = True

@@ -38,7 +38,7 @@ class Adapters:
         return factors | {d.leaf.node.name: d.tensor for d in self.directions}
 
     @property
-    def scales(self) -> tuple[float, ...]:
+    def lora_and_control_scales(self) -> tuple[float, ...]:
         """The scales of all LoRA changes and control directions.
 
         Two models with the same adapter tensors but other scales are different models; the scales tell them apart.

@@ -17,7 +17,7 @@ import numpy as np
 from ...backends.base import Backend
 from ...backends.capabilities import SupportsThreads, TimedKernel
 from ...backends.cpu.backend import CpuBackend
-from ...backends.cpu.tuning.machine_limits import MemoryBandwidthTest, read_last_cache_bytes
+from ...backends.cpu.tuning.machine_limits import MemoryBandwidthTest, read_largest_cache_bytes
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
 from ...ops import op_of
@@ -27,9 +27,9 @@ from ..inference.session import Session
 from ..models import Model, Step
 from ..open_model import open_adapted_model, open_session
 from ..run_config import DEFAULT_BATCH, DeviceGroup
-from ..terminal.bench_rows import ROW_FORMATS, format_rows
+from ..terminal.bench_rows import ROW_FORMATS, format_benchmark_rows
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 from .bench_batched import BATCHED_TABLE, BatchedBenchmark
 from .shared_flags import (
     SESSION_OPTIONS,
@@ -75,7 +75,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config, todo = config_from_flags(args), list_benchmark_tests(args.prompts, args.new, args.depths)
     model = open_adapted_model(config)
-    work = BenchmarkRequest(model, todo, args.repetitions, args.batch, args.trace, args.world)
+    work = BenchmarkSettings(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
     groups = [replace(config.group, threads=threads) for threads in args.counts or [None]]
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
     for line in (
         measure_kernel_profile_lines(work, groups)
         if args.profile
-        else format_rows(measure_benchmark_rows(work, groups), args.output)
+        else format_benchmark_rows(measure_benchmark_rows(work, groups), args.output)
     ):
-        write_to_stdout(line + "\n")
+        write_to_stdout_unless_closed(line + "\n")
     return 0
 
 
@@ -101,9 +101,9 @@ def run_batched_benchmark(args: argparse.Namespace, model: Model, groups: Sequen
     work = BatchedBenchmark(model, args.prompts, args.new, args.parallel, args.repetitions, args.batch, args.world)
     about = {"model_filename": str(model.gguf.path), "n_batch": args.batch}
     known = ({**about, "n_threads": on.threads, "devices": ",".join(on.devices)} for on in groups)
-    rows = ({**of, **row} for of, on in zip(known, groups, strict=True) for row in work.measure_rows(on))
-    for line in format_rows(rows, args.output, BATCHED_TABLE):
-        write_to_stdout(line + "\n")
+    rows = ({**of, **row} for of, on in zip(known, groups, strict=True) for row in work.measure_row_per_combination(on))
+    for line in format_benchmark_rows(rows, args.output, BATCHED_TABLE):
+        write_to_stdout_unless_closed(line + "\n")
     return 0
 
 
@@ -153,7 +153,7 @@ def list_benchmark_tests(prompts: Sequence[int], new: Sequence[int], depths: Seq
 
 
 @dataclass(frozen=True, slots=True)
-class BenchmarkRequest:
+class BenchmarkSettings:
     """The settings of `hocket bench`: the model, its tests, and the number `repeats` of timed runs of each test.
 
     A run has at most `batch` tokens.
@@ -166,49 +166,54 @@ class BenchmarkRequest:
     trace: str | None = None
     world: World = SINGLE_PROCESS
 
-    def open_session(self, on: DeviceGroup) -> Session:
+    def open_session_for_longest_test(self, on: DeviceGroup) -> Session:
         """Open a session on a device group, with a context for the longest test.
 
         Raises:
             ModelError: The context of the model is shorter.
         """
         context = max(t.depth + t.tokens for t in self.tests)
-        self.model.require_context_fits(context)
+        self.model.require_context_within_training(context)
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 
-def measure_benchmark_rows(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, object]]:
+def measure_benchmark_rows(work: BenchmarkSettings, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, object]]:
     """Measure each test on each device group, and yield a row of results for each."""
-    about = make_model_columns(work.model)
+    about = create_llama_bench_model_columns(work.model)
     for on in groups:
-        session = work.open_session(on)
+        session = work.open_session_for_longest_test(on)
         nbytes = count_weight_bytes_per_token(work.model, session.group[0][0])
-        reading = make_memory_read_test(session) if any(test.kind == NEW_KIND for test in work.tests) else None
+        reading = create_cpu_bandwidth_test(session) if any(test.kind == NEW_KIND for test in work.tests) else None
         known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": count_threads_per_device(session)}
-        known |= {"split_mode": on.split_mode, "devices": format_device_names(session)}
+        known |= {"split_mode": on.split_mode, "devices": format_device_names_as_flag(session)}
         known |= {"type_k": str(on.cache_dtypes[0]), "type_v": str(on.cache_dtypes[1])}
         known |= {"tensor_split": "/".join(map(str, on.tensor_split)), "weight_bytes": nbytes}
         with trace_to_file(session, work.trace):
             for test in work.tests:
-                times, read = measure_seconds_and_bandwidth(
+                times, read = measure_seconds_and_bandwidth_alternately(
                     session, test, work.repeats, reading if test.kind == NEW_KIND else None
                 )
-                yield {**known, **make_result_row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
+                yield {
+                    **known,
+                    **create_llama_bench_result_row(
+                        test, times, nbytes=nbytes, bandwidth=median(read) if read else None
+                    ),
+                }
 
 
-def measure_kernel_profile_lines(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[str]:
+def measure_kernel_profile_lines(work: BenchmarkSettings, groups: Sequence[DeviceGroup]) -> Iterator[str]:
     """Measure the kernel times of each test on each device group, and yield them as lines of text."""
     for on in groups:
-        session = work.open_session(on)
+        session = work.open_session_for_longest_test(on)
         for test in work.tests:
             for (_, device), shares in zip(
-                session.group, measure_kernel_times(session, test, work.repeats), strict=True
+                session.group, measure_median_kernel_times(session, test, work.repeats), strict=True
             ):
                 yield f"{test.name}, {count_threads_per_device(session)} threads, {device}"
                 yield from format_kernel_profile(shares)
 
 
-def format_device_names(session: Session) -> str:
+def format_device_names_as_flag(session: Session) -> str:
     """Format the device names of a session in the form of `--devices`."""
     return ",".join(str(device) for _, device in session.group)
 
@@ -219,7 +224,7 @@ def count_threads_per_device(session: Session) -> int:
     return backend.threads if isinstance(backend, SupportsThreads) else 1
 
 
-def make_memory_read_test(session: Session) -> MemoryBandwidthTest | None:
+def create_cpu_bandwidth_test(session: Session) -> MemoryBandwidthTest | None:
     """Make a test that measures the memory bandwidth with the threads of all devices of a session.
 
     The result is None if a device is not ``cpu``.
@@ -228,7 +233,7 @@ def make_memory_read_test(session: Session) -> MemoryBandwidthTest | None:
         return None
     return MemoryBandwidthTest(
         count_threads_per_device(session) * len(session.group),
-        min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * read_last_cache_bytes())),
+        min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * read_largest_cache_bytes())),
     )
 
 
@@ -250,12 +255,12 @@ def measure_test_seconds(session: Session, test: BenchmarkTest, tokens: Sequence
     return time.perf_counter() - start
 
 
-def make_random_tokens(session: Session, seed: int = 0) -> list[int]:
+def create_random_context_tokens(session: Session, seed: int = 0) -> list[int]:
     """Make random tokens that fill the context of a session."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
 
 
-def measure_seconds_and_bandwidth(
+def measure_seconds_and_bandwidth_alternately(
     session: Session, test: BenchmarkTest, repeats: int, reading: MemoryBandwidthTest | None
 ) -> tuple[list[float], list[float]]:
     """Measure the seconds of each run of a test, and the memory bandwidth in bytes/s before each run.
@@ -269,7 +274,7 @@ def measure_seconds_and_bandwidth(
         repeats: Number of runs that count.
         reading: The bandwidth test; with None the second list is empty.
     """
-    tokens, times, read = make_random_tokens(session), [], []
+    tokens, times, read = create_random_context_tokens(session), [], []
     measure_test_seconds(session, test, tokens)
     for _ in range(repeats):
         if reading:
@@ -301,7 +306,7 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
     return round(share * sum(spec.nbytes for spec in stored))
 
 
-def make_model_columns(model: Model) -> dict[str, object]:
+def create_llama_bench_model_columns(model: Model) -> dict[str, object]:
     """Make the columns of llama-bench that describe a model: file, type, bytes and parameter count.
 
     The type names the architecture and the dtype that has the most bytes.
@@ -318,7 +323,7 @@ def make_model_columns(model: Model) -> dict[str, object]:
     }
 
 
-def make_result_row(
+def create_llama_bench_result_row(
     test: BenchmarkTest, times: Sequence[float], *, nbytes: int, bandwidth: float | None
 ) -> dict[str, object]:
     """Make the columns of llama-bench for one test: nanoseconds, and rates in tokens per second.
@@ -373,12 +378,12 @@ class KernelTime:
 OUTSIDE_KERNELS = "outside kernels"
 
 
-def measure_kernel_times(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelTime]]:
+def measure_median_kernel_times(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelTime]]:
     """Run a step several times, and return the kernel times of each device in the median run, the longest first.
 
     The step is the whole prompt, or one token. The last entry of each list is the time outside of kernels.
     """
-    tokens = make_random_tokens(session)
+    tokens = create_random_context_tokens(session)
     many = test.tokens if test.kind == PROMPT_KIND else 1
     reset_and_prefill_depth(session, test, tokens)
     new = tokens[test.depth : test.depth + min(many, session.batch)]

@@ -25,7 +25,7 @@ BATCHED_HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t
 BATCHED_COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
 
 
-def _format_cells(row: Row) -> list[object]:
+def _format_markdown_cells(row: Row) -> list[object]:
     """Format a row as cells of a Markdown table: seconds with three decimals, rates with two.
 
     These are the decimals of llama-batched-bench.
@@ -35,7 +35,7 @@ def _format_cells(row: Row) -> list[object]:
     return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
 
 
-BATCHED_TABLE = BenchRowFormat("llama_batched_bench", BATCHED_HEAD, _format_cells)
+BATCHED_TABLE = BenchRowFormat("llama_batched_bench", BATCHED_HEAD, _format_markdown_cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class BatchedBenchmark:
     batch: int
     world: World
 
-    def measure_rows(self, on: DeviceGroup) -> Iterator[dict[str, object]]:
+    def measure_row_per_combination(self, on: DeviceGroup) -> Iterator[dict[str, object]]:
         """Measure all combinations on a device group, and yield a row for each of them.
 
         The columns have the names of llama-batched-bench. Repeats alternate between the numbers of sequences, since
@@ -66,34 +66,36 @@ class BatchedBenchmark:
             raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
         if 0 in self.sequence_counts:
             raise ModelError("got 0 sequences; -np takes numbers above 0, as 1,4,16")
-        sessions = self.open_sessions(on)
+        sessions = self.open_sessions_by_sequence_count(on)
         for prompt, new in product(self.prompt_lengths, self.new_counts):
             times: Mapping[int, list[tuple[float, float]]] = {count: [] for count in sessions}
             for _ in range(1 + self.repeats):  # the first one builds plans
                 for count, session in sessions.items():
                     times[count].append(measure_batch_seconds(session, prompt, new))
             for count in self.sequence_counts:
-                yield make_batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
+                yield create_llama_batched_bench_row(
+                    prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2]
+                )
 
-    def open_sessions(self, on: DeviceGroup) -> dict[int, Session | MicroBatchedSession]:
+    def open_sessions_by_sequence_count(self, on: DeviceGroup) -> dict[int, Session | MicroBatchedSession]:
         """Open a session for each number of sequences; all share the weights.
 
         Raises:
             ModelError: The context of the model is too short.
         """
         context = max(self.prompt_lengths) + max(self.new_counts)
-        self.model.require_context_fits(context)
+        self.model.require_context_within_training(context)
         max_sequences = max(self.sequence_counts)
         one = open_session(
             self.model,
             on=on,
             sequences=max_sequences,
             context=context,
-            batch=self._compute_tokens_per_sequence(max_sequences),
+            batch=self._compute_max_tokens_per_run(max_sequences),
             world=self.world,
         )
         each = {
-            n: make_session(one, n, context=context, batch=self._compute_tokens_per_sequence(n))
+            n: make_session(one, n, context=context, batch=self._compute_max_tokens_per_run(n))
             for n in dict.fromkeys(self.sequence_counts)
         }
         for session in each.values():
@@ -101,7 +103,7 @@ class BatchedBenchmark:
                 write_line_to_stderr(f"hocket: {session.choice}")
         return each
 
-    def _compute_tokens_per_sequence(self, sequences: int) -> int:
+    def _compute_max_tokens_per_run(self, sequences: int) -> int:
         """Compute the maximum tokens of each sequence in one run."""
         return max(1, self.batch // sequences)
 
@@ -132,7 +134,9 @@ def measure_batch_seconds(session: Session | MicroBatchedSession, prompt: int, n
     return read - start, time.perf_counter() - read
 
 
-def make_batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
+def create_llama_batched_bench_row(
+    prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float
+) -> dict[str, object]:
     """Make the row of one batched measurement: token counts, seconds, and tokens per second of all sequences together.
 
     Args:

@@ -16,7 +16,7 @@ from ...scheduler.measurement.calibrate import (
 from ..errors import ModelError
 from ..flag_values import parse_devices
 from ..inference.device_group import DeviceGroup, resolve_devices
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 """Device groups that are measured without `--devices`; the devices of a group share processors and memory."""
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     for devices in (args.devices,) if args.devices else CALIBRATED_GROUPS:
         group = resolve_devices(DeviceGroup(devices=devices))
         speeds = known[format_saved_speeds_key(group)] = measure_speeds(group, kinds=kinds, rounds=1 + rounds)
-        write_to_stdout("\n".join(format_speeds(format_saved_speeds_key(group), speeds, len(group))) + "\n")
+        write_to_stdout_unless_closed(
+            "\n".join(format_measured_speeds(format_saved_speeds_key(group), speeds, len(group))) + "\n"
+        )
     file = write_speeds(known, note)
     if not (read_speeds(file) or {}).items() >= known.items():
         raise ModelError(
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
+def format_measured_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
     """Format the measured speeds of a device group as lines of text.
 
     Args:

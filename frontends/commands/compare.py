@@ -17,21 +17,21 @@ import numpy as np
 from ...backends.progress_bar import open_progress_bar
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
-from ..gguf.metadata import MetadataArray
+from ..gguf.metadata import LazyMetadataArray
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
 from ..models import Model
-from ..open_model import choose_context, open_adapted_model, open_model, read_text
+from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_final_newline
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 from .perplexity import (
     DEFAULT_CONTEXT_TOKENS,
     F64,
     ROWS_PER_WIDENING,
     PerplexityScore,
+    compute_second_half_logits_per_chunk,
     compute_token_nll,
-    count_chunks,
-    evaluate_chunks,
+    count_complete_chunks,
 )
 from .shared_flags import add_session_flags, broadcast_text_from_rank_0, config_from_flags, open_session_from_flags
 
@@ -51,18 +51,20 @@ def run(args: argparse.Namespace) -> int:
     model, other = open_adapted_model(config_from_flags(args)), open_model(args.other)
     require_same_vocabulary(model, other)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text(args.file)))
+    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
-    total = count_chunks(len(tokens), context)
+    total = count_complete_chunks(len(tokens), context)
     sessions = [open_session_from_flags(args, m, context) for m in (model, other)]
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = compare_chunks(sessions[0], sessions[1], tokens, bos=bos)
-    comparison = Comparison.from_chunks(list(open_progress_bar(chunks, total=total, desc="compare", unit="chunk")))
+    comparison = ModelComparison.average_over_chunks(
+        list(open_progress_bar(chunks, total=total, desc="compare", unit="chunk"))
+    )
     if args.json:
-        row = {k: v if math.isfinite(v) else None for k, v in comparison.as_row().items()}
-        write_to_stdout(json.dumps({"chunks": total, "context": context} | row) + "\n")
+        row = {k: v if math.isfinite(v) else None for k, v in comparison.as_json_row().items()}
+        write_to_stdout_unless_closed(json.dumps({"chunks": total, "context": context} | row) + "\n")
     else:
-        write_to_stdout("".join(f"{line}\n" for line in comparison.format_lines()))
+        write_to_stdout_unless_closed("".join(f"{line}\n" for line in comparison.format_lines()))
     return 0
 
 
@@ -71,10 +73,10 @@ def require_same_vocabulary(model: Model, other: Model) -> None:
     names = [format_name_for_message(str(m.gguf.path)) for m in (model, other)]
     lists = [m.gguf.metadata.get(TOKENS_KEY) for m in (model, other)]
     for name, known in zip(names, lists, strict=True):
-        if not isinstance(known, MetadataArray):
+        if not isinstance(known, LazyMetadataArray):
             raise ModelError(f"{name}: has no vocabulary; compare models with one")
     first, second = lists
-    if isinstance(first, MetadataArray) and isinstance(second, MetadataArray) and tuple(first) != tuple(second):
+    if isinstance(first, LazyMetadataArray) and isinstance(second, LazyMetadataArray) and tuple(first) != tuple(second):
         raise ModelError(
             f"{names[1]}: has other tokens than {names[0]}, {len(second)} and {len(first)}; compare files of one model"
         )
@@ -91,7 +93,7 @@ class PositionScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ModelComparison:
     """A comparison of two models on one text: perplexities, KL divergence and agreement, over all scored positions."""
 
     score: PerplexityScore
@@ -102,7 +104,7 @@ class Comparison:
     agreement: float
 
     @classmethod
-    def from_chunks(cls, chunks: Sequence[PositionScores]) -> Comparison:
+    def average_over_chunks(cls, chunks: Sequence[PositionScores]) -> ModelComparison:
         """Summarise the scores of all chunks: means over their positions, and the largest KL divergence."""
         divergence = np.concatenate([c.divergence for c in chunks])
         error = divergence.std(ddof=1) / math.sqrt(len(divergence)) if len(divergence) > 1 else math.nan
@@ -115,7 +117,7 @@ class Comparison:
             float(np.concatenate([c.agrees for c in chunks]).mean()),
         )
 
-    def as_row(self) -> dict[str, float]:
+    def as_json_row(self) -> dict[str, float]:
         """Return the numbers of the comparison by their names in JSON."""
         return {
             "positions": self.score.scored_tokens,
@@ -143,17 +145,21 @@ def compare_chunks(
     session: Session, other: Session, tokens: Sequence[int], *, bos: int | None
 ) -> Iterator[PositionScores]:
     """Yield the scores of each chunk; the sessions have contexts of the same size."""
-    pairs = zip(evaluate_chunks(session, tokens, bos=bos), evaluate_chunks(other, tokens, bos=bos), strict=True)
+    pairs = zip(
+        compute_second_half_logits_per_chunk(session, tokens, bos=bos),
+        compute_second_half_logits_per_chunk(other, tokens, bos=bos),
+        strict=True,
+    )
     for (logits, targets), (other_logits, _) in pairs:
         yield PositionScores(
             compute_token_nll(logits, targets),
             compute_token_nll(other_logits, targets),
-            compute_divergence(logits, other_logits),
+            compute_kl_divergence_per_row(logits, other_logits),
             (logits.argmax(-1) == other_logits.argmax(-1)).astype(np.float64),
         )
 
 
-def compute_divergence(logits: F32, other_logits: F32) -> F64:
+def compute_kl_divergence_per_row(logits: F32, other_logits: F32) -> F64:
     """Return the KL divergence of the second distribution from the first for each row, float64[rows]."""
     out = np.empty(len(logits))
     for start in range(0, len(out), ROWS_PER_WIDENING):

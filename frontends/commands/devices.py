@@ -16,7 +16,7 @@ from ...backends.capabilities import SupportsTransports
 from ...backends.host.host_backend import HostBackend
 from ...graph import BackendError
 from ...scheduler import format_bytes
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 
 MATRIX_ROWS, MATRIX_COLUMNS = 16384, 4096
 """Shape of a float32 matrix of 256 MiB, larger than any cache."""
@@ -30,10 +30,10 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    measured = measure_host_speed() if args.measure else None
+    measured = measure_host_bandwidth_and_flops() if args.measure else None
     rows: list[dict[str, object]] = []
     lines: list[str] = []
-    for found in list_backend_devices():
+    for found in list_devices_of_all_backends():
         row: dict[str, object] = {"device": found.name, "memory": found.memory, "description": found.description}
         line = f"{found.name:14} {format_bytes(found.memory) if found.memory else '-':>12}  {found.description}"
         if measured and found.is_host:
@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
             line += f"; NumPy reads {measured.bandwidth / 1e9:.1f} GB/s, {measured.flops / 1e9:.1f} GFLOP/s in f32"
         rows.append(row)
         lines.append(line)
-    write_to_stdout((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
+    write_to_stdout_unless_closed((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class FoundDevice:
+class FoundDeviceOrReason:
     """A device that a backend has found; for a backend without devices, the reason why it has none."""
 
     kind: str
@@ -79,7 +79,7 @@ class HostSpeed:
     flops: float
 
 
-def list_backend_devices() -> Iterator[FoundDevice]:
+def list_devices_of_all_backends() -> Iterator[FoundDeviceOrReason]:
     """List the devices of every registered backend; a backend that cannot be loaded gives its error instead."""
     for kind in sorted(find_registered_backends()):
         try:
@@ -91,12 +91,12 @@ def list_backend_devices() -> Iterator[FoundDevice]:
                 else ""
             )
             for device in devices:
-                yield FoundDevice(kind, device, is_host=isinstance(backend, HostBackend), transport=how)
+                yield FoundDeviceOrReason(kind, device, is_host=isinstance(backend, HostBackend), transport=how)
         except BackendError as why:
-            yield FoundDevice(kind, problem=str(why))
+            yield FoundDeviceOrReason(kind, problem=str(why))
 
 
-def measure_host_speed() -> HostSpeed:
+def measure_host_bandwidth_and_flops() -> HostSpeed:
     """Measure the memory bandwidth and the arithmetic speed of this machine with NumPy, best of five runs.
 
     A matrix-vector product gives the bandwidth, as in decoding. A product of square matrices gives the arithmetic

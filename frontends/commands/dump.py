@@ -12,7 +12,7 @@ from ...view.dot import to_dot
 from ..flag_values import parse_natural
 from ..graph_file import read_graph
 from ..inference.device_group import DeviceGroup
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 from .shared_flags import add_model_flags, add_option_flags
 
 DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     graph = read_graph(args.model, context=args.context, tokens=args.batch, caches=caches)
     if args.layer is not None:
         graph = extract_layer_graph(graph, args.layer)
-    write_to_stdout(DUMP_FORMATS[args.format](graph).removesuffix("\n") + "\n")
+    write_to_stdout_unless_closed(DUMP_FORMATS[args.format](graph).removesuffix("\n") + "\n")
     return 0
 
 

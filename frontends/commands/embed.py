@@ -12,8 +12,8 @@ import numpy as np
 from ..errors import ModelError
 from ..language_model import Model
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_to_stdout
-from ..text_limits import require_texts_fit
+from ..terminal.output import write_to_stdout_unless_closed
+from ..text_limits import require_nonempty_texts_fit
 from .shared_flags import SESSION_OPTIONS, add_model_flags, add_option_flags, options_from_flags
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("got no text; give some with -p, or a line each on stdin")
     with Model(args.model, **options_from_flags(args) | {"context": args.context or None}) as model:
         ids = [model.tokenize(text) for text in texts]
-        require_texts_fit(ids, model.context, "text" if args.prompt else "line")
+        require_nonempty_texts_fit(ids, model.context, "text" if args.prompt else "line")
         vectors = model.embed(ids, normalise=not args.no_normalise)
     if args.output == "npy":
         array = io.BytesIO()
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(array.getvalue())
     else:
         for vector in vectors:
-            write_to_stdout(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
+            write_to_stdout_unless_closed(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
     return 0
 
 

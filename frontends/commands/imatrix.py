@@ -15,14 +15,14 @@ from ...graph.storage.files import require_writable
 from ..errors import ModelError
 from ..flag_values import parse_natural, parse_positive
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
-from ..inference.product_inputs import ProductInputWatch
+from ..inference.product_inputs import InputEnergyWatch
 from ..inference.session import Session
-from ..open_model import choose_context, open_adapted_model, read_text
+from ..open_model import choose_context, open_adapted_model, read_text_without_final_newline
 from ..quantisation.importance import ImportanceSums, read_importance_sums
-from ..terminal.arguments import PositionalAlias
+from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_line_to_stderr, write_to_stdout
-from .perplexity import DEFAULT_CONTEXT_TOKENS, count_chunks
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
+from .perplexity import DEFAULT_CONTEXT_TOKENS, count_complete_chunks
 from .shared_flags import (
     add_model_flags,
     add_session_flags,
@@ -40,7 +40,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub, nargs="?")
     add = sub.add_argument
     add("file", metavar="TEXT", nargs="?", help="text in UTF-8; - is stdin. Without a text, --in-file files are merged")
-    add("-f", "--file", action=PositionalAlias, dest="file", metavar="TEXT", help="as TEXT")
+    add("-f", "--file", action=PositionalAliasAction, dest="file", metavar="TEXT", help="as TEXT")
     add("-o", "--output", "--output-file", default="imatrix.gguf", metavar="OUT", help="GGUF file (imatrix.gguf)")
     add("--chunks", type=parse_positive, metavar="N", help="read at most N chunks of the text (all)")
     add("--chunk", type=parse_natural, default=0, metavar="N", help="skip the first N chunks of the text (0)")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.in_file:
         sums.merge(read_importance_sums(path))
     if args.file is not None:
-        add_text(args, sums)
+        accumulate_and_write_importances(args, sums)
     elif args.model is not None or not args.in_file:
         raise ModelError("hocket imatrix needs a MODEL and a TEXT, or files to merge after --in-file")
     if is_first_rank:
@@ -76,30 +76,30 @@ def run(args: argparse.Namespace) -> int:
         for name, count in sums.list_unused_matrices().items():
             write_line_to_stderr(f"{name}: {count} of {len(sums.counts[name])} experts were not chosen; add text")
         chunks = f"{sums.chunk_count} chunks of {sums.chunk_tokens} tokens"
-        write_to_stdout(f"{args.output}: {len(sums.sums)} weights, {chunks}\n")
+        write_to_stdout_unless_closed(f"{args.output}: {len(sums.sums)} weights, {chunks}\n")
     return 0
 
 
-def add_text(args: argparse.Namespace, sums: ImportanceSums) -> None:
+def accumulate_and_write_importances(args: argparse.Namespace, sums: ImportanceSums) -> None:
     """Run the model on the text of the flags, add the sums of its products, and write them from time to time."""
     model = open_adapted_model(config_from_flags(args))
     sources = [*model.gguf.part_paths, *([] if args.file == "-" else [args.file])]
     require_writable(args.output, sources)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    text = broadcast_text_from_rank_0(args, lambda: read_text(args.file))
+    text = broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file))
     tokens = tokenizer.encode(text, parse_special=args.parse_special)
     context = sums.chunk_tokens = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
-    total = count_chunks(len(tokens), context)
+    total = count_complete_chunks(len(tokens), context)
     if args.chunk >= total:
         raise ModelError(f"--chunk {args.chunk}: the text has {total} chunks of {context} tokens; skip fewer")
     total = min(total - args.chunk, args.chunks or total)
     tokens = tokens[args.chunk * context :][: total * context]
     # An encoder may have other names in its file than in its graph.
     names = {n: t.name for n, t in model.gguf.tensors.items() if args.process_output or BLOCK_MARK in n}
-    watch = ProductInputWatch(names.__contains__, lambda name, *arrays: sums.add(names[name], *arrays))
+    watch = InputEnergyWatch(names.__contains__, lambda name, *arrays: sums.add_column_sums(names[name], *arrays))
     session = open_session_from_flags(args, model, context, watch=watch)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
-    steps = run_chunks(session, tokens, bos=bos, needs_logits=args.process_output)
+    steps = run_chunks_yielding_count(session, tokens, bos=bos, needs_logits=args.process_output)
     if args.file != "-":
         sums.datasets.append(args.file)
     with trace_to_file(session, args.trace):
@@ -108,7 +108,9 @@ def add_text(args: argparse.Namespace, sums: ImportanceSums) -> None:
                 sums.write(args.output)
 
 
-def run_chunks(session: Session, tokens: Sequence[int], *, bos: int | None, needs_logits: bool) -> Iterator[int]:
+def run_chunks_yielding_count(
+    session: Session, tokens: Sequence[int], *, bos: int | None, needs_logits: bool
+) -> Iterator[int]:
     """Run the model on each complete chunk of the tokens, and yield the number of chunks that have run.
 
     Args:
@@ -123,5 +125,7 @@ def run_chunks(session: Session, tokens: Sequence[int], *, bos: int | None, need
         if bos is not None:
             chunk[0] = bos
         session.reset(0)
-        session.evaluate([chunk], every_position=True, hidden=not (needs_logits and not session.model.is_encoder))
+        session.evaluate(
+            [chunk], every_position=True, hidden=not (needs_logits and not session.model.is_encoder_without_logits)
+        )
         yield number + 1

@@ -53,20 +53,22 @@ def run(args: argparse.Namespace) -> int:
     elif args.tokens is not None:
         tokens = args.tokens
     else:
-        tokens = json.loads(broadcast_text_from_rank_0(args, lambda: json.dumps(read_token_file(args.tokens_file))))
-    require_valid_tokens(tokens, model)
+        tokens = json.loads(broadcast_text_from_rank_0(args, lambda: json.dumps(read_npy_token_file(args.tokens_file))))
+    require_nonempty_valid_tokens(tokens, model)
     if not args.world.rank:
         require_writable(args.out, [*model.gguf.part_paths, *([args.tokens_file] if args.tokens_file else [])])
     session = open_session_from_flags(
         args, model, choose_context(model, len(tokens), args.context, default=len(tokens))
     )
-    blocks = compute_logits(session, tokens, step=args.step)
+    blocks = compute_logits_in_blocks(session, tokens, step=args.step)
     with trace_to_file(session, args.trace):
-        write_npy_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))
+        write_npy_rows_atomically(
+            os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size)
+        )
     return 0
 
 
-def require_valid_tokens(tokens: Sequence[int], model: Model) -> None:
+def require_nonempty_valid_tokens(tokens: Sequence[int], model: Model) -> None:
     """Raise `ModelError` if there are no tokens, or if a token is outside of the vocabulary."""
     if not tokens:
         raise ModelError("there are no tokens; give at least one")
@@ -77,7 +79,7 @@ def require_valid_tokens(tokens: Sequence[int], model: Model) -> None:
             )
 
 
-def read_token_file(path: str) -> list[int]:
+def read_npy_token_file(path: str) -> list[int]:
     """Read the token ids in a ``.npy`` file.
 
     Raises:
@@ -100,7 +102,7 @@ def read_token_file(path: str) -> list[int]:
         return [int(token) for token in np.frombuffer(file.read(need), dtype)]
 
 
-def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
+def compute_logits_in_blocks(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
     """Compute the logits after each token, and yield them in blocks f32[n, vocabulary], in total one row per token.
 
     Tokens are evaluated in batches. With `step` the second half is evaluated token by token, as in generation.
@@ -112,7 +114,7 @@ def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = Fals
         yield session.evaluate([[token]], every_position=True)[0]
 
 
-def write_npy_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
+def write_npy_rows_atomically(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
     """Write blocks of rows as one float32 ``.npy`` file of the given shape; a failed write leaves no file."""
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...conformance.reports.support_matrix import format_support_matrix, support_matrix
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -13,5 +13,5 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    write_to_stdout(format_support_matrix(support_matrix(), args.format))
+    write_to_stdout_unless_closed(format_support_matrix(support_matrix(), args.format))
     return 0

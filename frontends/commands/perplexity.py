@@ -18,10 +18,10 @@ from ...backends.progress_bar import open_progress_bar
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
-from ..open_model import choose_context, open_adapted_model, read_text
-from ..terminal.arguments import PositionalAlias
+from ..open_model import choose_context, open_adapted_model, read_text_without_final_newline
+from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 from .shared_flags import (
     add_model_flags,
     add_session_flags,
@@ -43,7 +43,7 @@ MIN_CHUNK_TOKENS = 3
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
     sub.add_argument("file", metavar="FILE", help="text in UTF-8; - is stdin")
-    sub.add_argument("-f", "--file", action=PositionalAlias, dest="file", metavar="FILE", help="as FILE")
+    sub.add_argument("-f", "--file", action=PositionalAliasAction, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     add_session_flags(sub)
 
@@ -52,12 +52,12 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text(args.file)))
+    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
-    total = count_chunks(len(tokens), context)
+    total = count_complete_chunks(len(tokens), context)
     session = open_session_from_flags(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
-    chunks = score_chunks(session, tokens, bos=bos)
+    chunks = compute_second_half_nll_per_chunk(session, tokens, bos=bos)
     progress = open_progress_bar(chunks, total=total, desc="perplexity", unit="chunk")
     with trace_to_file(session, args.trace):
         score = PerplexityScore.from_chunks(list(progress))
@@ -69,10 +69,16 @@ def run(args: argparse.Namespace) -> int:
     }
     row |= {"nll": score.nll, "nll_error": score.nll_error, "perplexity": score.perplexity}
     if args.json:
-        write_to_stdout(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
+        write_to_stdout_unless_closed(
+            json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n"
+        )
     else:
-        write_to_stdout(f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n")
-        write_to_stdout(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
+        write_to_stdout_unless_closed(
+            f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n"
+        )
+        write_to_stdout_unless_closed(
+            f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n"
+        )
     return 0
 
 
@@ -98,7 +104,7 @@ class PerplexityScore:
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
-def count_chunks(tokens: int, context: int) -> int:
+def count_complete_chunks(tokens: int, context: int) -> int:
     """Count the complete chunks of `context` tokens in a text of `tokens` tokens; the rest is dropped.
 
     Raises:
@@ -111,13 +117,15 @@ def count_chunks(tokens: int, context: int) -> int:
     return tokens // context
 
 
-def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
+def compute_second_half_nll_per_chunk(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
     """Yield the negative log likelihood (NLL) of the tokens in the second half of each chunk, float64[tokens]."""
-    for logits, targets in evaluate_chunks(session, tokens, bos=bos):
+    for logits, targets in compute_second_half_logits_per_chunk(session, tokens, bos=bos):
         yield compute_token_nll(logits, targets)
 
 
-def evaluate_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[tuple[F32, Sequence[int]]]:
+def compute_second_half_logits_per_chunk(
+    session: Session, tokens: Sequence[int], *, bos: int | None
+) -> Iterator[tuple[F32, Sequence[int]]]:
     """Yield for each chunk the logits [tokens, vocabulary] from position ``context / 2`` on, and the next tokens.
 
     The result of a chunk is float64[tokens], for the tokens from number ``context / 2 + 1`` on. Each token is predicted
@@ -129,7 +137,7 @@ def evaluate_chunks(session: Session, tokens: Sequence[int], *, bos: int | None)
         bos: The BOS token, which replaces the first token of each chunk; None keeps this token.
     """
     size, first = session.context, session.context // 2
-    for start in range(0, count_chunks(len(tokens), size) * size, size):
+    for start in range(0, count_complete_chunks(len(tokens), size) * size, size):
         chunk = list(tokens[start : start + size])
         if bos is not None:
             chunk[0] = bos

@@ -33,15 +33,15 @@ from ...scheduler import (
 from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware, describe_speed_source
 from ..errors import ModelError
 from ..flag_values import parse_positive
-from ..graph_file import MAX_GRAPH_FILE_BYTES, is_model, read_graph
+from ..graph_file import MAX_GRAPH_FILE_BYTES, is_gguf_or_hf_folder, read_graph
 from ..inference.device_group import resolve_devices
-from ..inference.model_layout import OFFLOAD_DEVICE, find_lone_hardware, make_workload
+from ..inference.model_layout import OFFLOAD_DEVICE, create_layout_workload, find_speeds_of_first_device_alone
 from ..inference.prefill_chunks import explain_prefill_chunks
 from ..models import Step
 from ..open_model import choose_context, open_model
 from ..run_config import ONE_DEVICE, DeviceGroup
-from ..terminal.arguments import use_flag_names
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..terminal.arguments import replace_arguments_by_flag_names
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .shared_flags import PLAN_OPTIONS, add_model_flags, add_option_flags, config_from_flags
 
 SIMULATE_HELP = "simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file"
@@ -95,9 +95,11 @@ def run(args: argparse.Namespace) -> int:
     on = config_from_flags(args).group
     if args.parallel > 1 and args.phase == "prefill":
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
-    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes)
+    graph_of = partial(
+        read_step_graph_and_context, args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes
+    )
     graph, context = graph_of(sequences=args.parallel)
-    use = make_session_workload(args, on, context, args.parallel)
+    use = create_session_layout_workload(args, on, context, args.parallel)
     requested, plan = make_requested_and_session_plans(graph, on, args.simulate, use)
     text = plan_to_json(plan) + "\n" if args.json or args.out else ""
     if args.out:
@@ -105,42 +107,42 @@ def run(args: argparse.Namespace) -> int:
     if other is not None:
         changes = diff_plans(other, plan)
         output = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
-        write_to_stdout(output + "\n")
+        write_to_stdout_unless_closed(output + "\n")
     elif args.show:
-        write_to_stdout(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
+        write_to_stdout_unless_closed(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
     elif args.measure:
-        from ..measure_plan import measure_and_explain_graph, measure_and_explain_steps
+        from ..measure_plan import measure_graph_against_predictions, measure_steps_against_predictions
 
         lines = (
-            measure_and_explain_graph(plan)
+            measure_graph_against_predictions(plan)
             if context is None
-            else measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
+            else measure_steps_against_predictions(open_model(args.model), on, tokens, args.context)
         )
-        write_to_stdout("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
+        write_to_stdout_unless_closed("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
             prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
-            write_to_stdout(
+            write_to_stdout_unless_closed(
                 describe_memory_fit_and_speed(
                     requested, plan, context, args.parallel, prompt, graph_of, is_decode=is_decode
                 )
                 + "\n\n"
             )
-        write_to_stdout(text if args.json else plan.explain(steps=args.steps) + "\n")
+        write_to_stdout_unless_closed(text if args.json else plan.explain(steps=args.steps) + "\n")
         if context is not None and not args.json:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
-            write_to_stdout(
+            write_to_stdout_unless_closed(
                 describe_pipelining_gain(
-                    plan, lambda **step: plan_with_layout_of(plan, graph_of(**step)[0]), sequences, prompt
+                    plan, lambda **step: plan_with_weight_layout_of(plan, graph_of(**step)[0]), sequences, prompt
                 )
             )
         if args.simulate and not args.json:
-            write_to_stdout("\n".join(parse_simulated_group(args.simulate).describe_speeds(graph)) + "\n")
+            write_to_stdout_unless_closed("\n".join(parse_simulated_group(args.simulate).describe_speeds(graph)) + "\n")
         elif not args.json:
-            write_to_stdout(f"speeds: {describe_speed_source(plan.hardware)}\n")
+            write_to_stdout_unless_closed(f"speeds: {describe_speed_source(plan.hardware)}\n")
     if problem := describe_memory_problem(requested, context=context):
         rest = "" if describe_memory_problem(plan) else f"; in this plan the rest is on {plan.device_plans[-1].device}"
-        write_line_to_stderr(f"hocket: does not fit: {use_flag_names(problem)}{rest}")
+        write_line_to_stderr(f"hocket: does not fit: {replace_arguments_by_flag_names(problem)}{rest}")
         return 1
     return 0
 
@@ -181,15 +183,15 @@ def describe_memory_fit_and_speed(
         fits = f"{'fits with the help of the host' if describe_memory_problem(requested) else 'fits'}: {room}"
     if context is None:
         return f"{fits}; a run takes {format_seconds(plan.cost.total)}"
-    decode = plan if is_decode else plan_with_layout_of(plan, graph_of(sequences=sequences, tokens=1)[0])
-    prefill = plan_with_layout_of(plan, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else plan
+    decode = plan if is_decode else plan_with_weight_layout_of(plan, graph_of(sequences=sequences, tokens=1)[0])
+    prefill = plan_with_weight_layout_of(plan, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else plan
     rate = sequences / decode.cost.total
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     first = format_seconds(prefill.cost.total)
     return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
-def make_session_workload(
+def create_session_layout_workload(
     args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1
 ) -> Workload | None:
     """Make the workload for which a session would choose the model layout: prompts and decode steps.
@@ -198,8 +200,8 @@ def make_session_workload(
     """
     if context is None:
         return None
-    graph_of = partial(read_step_graph, args.model, context=context, caches=on.cache_dtypes)
-    return make_workload(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
+    graph_of = partial(read_step_graph_and_context, args.model, context=context, caches=on.cache_dtypes)
+    return create_layout_workload(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
 def describe_pipelining_gain(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
@@ -221,7 +223,7 @@ def describe_pipelining_gain(plan: Plan, plan_of: Callable[..., Plan], sequences
     return ""
 
 
-def read_step_graph(
+def read_step_graph_and_context(
     path: str,
     *,
     context: int | None,
@@ -245,7 +247,7 @@ def read_step_graph(
         ModelError: The file is no model, or the context is too long.
         GraphError: The file is no graph.
     """
-    if not is_model(path):
+    if not is_gguf_or_hf_folder(path):
         return read_graph(path), None
     model = open_model(path, header_only=True)
     context = choose_context(model, 0, context)
@@ -269,7 +271,7 @@ def make_requested_and_session_plans(
     if simulated is None:
         group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
         hardware = choose_calibrated_or_built_in_hardware(graph, group)
-        use = None if use is None else replace(use, lone_hardware=find_lone_hardware(on, group, graph))
+        use = None if use is None else replace(use, lone_hardware=find_speeds_of_first_device_alone(on, group, graph))
     else:
         simulation = parse_simulated_group(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)
@@ -279,7 +281,7 @@ def make_requested_and_session_plans(
     return plan, options(graph, group, hardware=hardware, host=host) if compute_missing_bytes(plan) else plan
 
 
-def plan_with_layout_of(plan: Plan, graph: Graph) -> Plan:
+def plan_with_weight_layout_of(plan: Plan, graph: Graph) -> Plan:
     """Plan the graph of another step with the weight layout of `plan`."""
     return plan_for_group(graph, plan.group, hardware=plan.hardware, like=plan)
 

@@ -20,7 +20,7 @@ from ..quantisation.file_types import FILE_TYPES, find_writable_dtype, parse_fil
 from ..quantisation.importance import read_importance_matrix
 from ..quantisation.type_choice import TypeRequest
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 
 MEBIBYTE = 1 << 20
 
@@ -29,18 +29,18 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     add("model", metavar="IN", help="GGUF file of f32, f16 or bf16 weights; of several files the first one")
     add("output", metavar="OUT", help="GGUF file to write")
-    add("type", metavar="TYPE", help=describe_file_types())
+    add("type", metavar="TYPE", help=describe_file_types_by_bits())
     add("--pure", action="store_true", help="give all matrices the same dtype, without the mixture of the type")
     add(
         "--tensor-type",
-        type=parse_tensor_type,
+        type=parse_regex_and_dtype,
         action="append",
         default=[],
         metavar="REGEX=DTYPE",
         help="dtype of tensors with a matching name, as 'ffn_down=q6_k'. May be repeated; the first match applies",
     )
-    add("--output-tensor-type", type=parse_dtype_name, metavar="DTYPE", help="dtype of the output matrix")
-    add("--token-embedding-type", type=parse_dtype_name, metavar="DTYPE", help="dtype of the token embedding")
+    add("--output-tensor-type", type=parse_writable_dtype_name, metavar="DTYPE", help="dtype of the output matrix")
+    add("--token-embedding-type", type=parse_writable_dtype_name, metavar="DTYPE", help="dtype of the token embedding")
     add("--leave-output-tensor", action="store_true", help="keep the dtype of output.weight")
     add(
         "--imatrix",
@@ -53,7 +53,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add("-t", "--threads", type=parse_positive, metavar="N", help="threads (all processors)")
 
 
-def describe_file_types() -> str:
+def describe_file_types_by_bits() -> str:
     """Return the types as text, grouped by the bits in their names."""
     groups: dict[str, list[str]] = {}
     for name in FILE_TYPES:
@@ -62,7 +62,7 @@ def describe_file_types() -> str:
     return "type of the file. " + ". ".join(f"{title}: {', '.join(names)}" for title, names in groups.items())
 
 
-def parse_dtype_name(text: str) -> DType:
+def parse_writable_dtype_name(text: str) -> DType:
     """Return the dtype of a name in any case that can be written; raise `argparse.ArgumentTypeError` for another."""
     dtype = find_writable_dtype(text)
     if dtype is None:
@@ -74,13 +74,13 @@ def parse_dtype_name(text: str) -> DType:
     return dtype
 
 
-def parse_tensor_type(text: str) -> tuple[re.Pattern[str], DType]:
+def parse_regex_and_dtype(text: str) -> tuple[re.Pattern[str], DType]:
     """Return a pattern and a dtype of ``REGEX=DTYPE``; raise `argparse.ArgumentTypeError` for another text."""
     pattern, equals, name = text.rpartition("=")
     if not equals or not pattern:
         raise argparse.ArgumentTypeError(f"got {text!r:.80}; need a pattern and a dtype, as in ffn_down=q6_k")
     try:
-        return re.compile(pattern), parse_dtype_name(name)
+        return re.compile(pattern), parse_writable_dtype_name(name)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{pattern!r:.80} is no regular expression ({error})") from None
 
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_conversion(
         model, request, importance, requantises=args.allow_requantize or args.dry_run, is_dry_run=args.dry_run
     )
-    _report_exceptions(plan)
+    _print_changed_dtypes_and_missing_importances(plan)
     if args.dry_run:
-        write_to_stdout(describe_plan(plan, every_tensor=True))
+        write_to_stdout_unless_closed(describe_plan_dtypes_and_sizes(plan, every_tensor=True))
         return 0
     with open_progress_bar(total=plan.element_count, desc="quantize", unit="w", unit_scale=True) as bar:
         paths = write_model(
@@ -115,35 +115,35 @@ def run(args: argparse.Namespace) -> int:
             report=bar.update,
         )
     names = f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
-    write_to_stdout(f"{names}\n{describe_plan(plan, every_tensor=False)}")
+    write_to_stdout_unless_closed(f"{names}\n{describe_plan_dtypes_and_sizes(plan, every_tensor=False)}")
     return 0
 
 
-def _report_exceptions(plan: ConversionPlan) -> None:
+def _print_changed_dtypes_and_missing_importances(plan: ConversionPlan) -> None:
     """Print the tensors that have another dtype because of their shape, and weights without importances."""
-    for (required, dtype), cases in group_unfitting(plan).items():
+    for (required, dtype), cases in group_unfitting_tensors_by_dtypes(plan).items():
         first = cases[0].tensor
         others = f" and {len(cases) - 1} others" if len(cases) > 1 else ""
         write_line_to_stderr(
             f"{first.name}{others}: {required} needs rows of a multiple of {required.block}, got {first.shape[-1]}; "
             f"stored as {dtype}"
         )
-    missing = plan.list_without_importance()
+    missing = plan.list_conversions_without_importance()
     if missing and plan.importance is not None:
         first = missing[0].tensor
         file = format_name_for_message(str(plan.importance.path))
         write_line_to_stderr(f"{file}: has no importances for {len(missing)} weights, as {first.name}")
 
 
-def group_unfitting(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:
+def group_unfitting_tensors_by_dtypes(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:
     """Return the conversions to another dtype than the required one, by both dtypes."""
     groups: dict[tuple[DType, DType], list[TensorConversion]] = {}
-    for c in plan.list_unfitting():
+    for c in plan.list_unfitting_conversions():
         groups.setdefault((c.required, c.dtype), []).append(c)
     return groups
 
 
-def describe_plan(plan: ConversionPlan, *, every_tensor: bool) -> str:
+def describe_plan_dtypes_and_sizes(plan: ConversionPlan, *, every_tensor: bool) -> str:
     """Return the dtypes and the sizes of a plan as text."""
     lines = []
     if every_tensor:

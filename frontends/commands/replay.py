@@ -10,9 +10,9 @@ from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, has_vocabulary
 from ..inference.model_digest import compute_model_digest
 from ..language_model import Model
-from ..serving.replay import Replay, ReplayCounts, ReplayDifferenceError, read_log
+from ..serving.replay import LogReplay, ReplayCounts, ReplayDifferenceError, read_complete_log_lines
 from ..serving.served_model import ServedModel
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .shared_flags import SESSION_OPTIONS
 
 
@@ -24,14 +24,14 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     total, replay, model = ReplayCounts(), None, None
     try:
-        for line, record in read_log(args.log):
+        for line, record in read_complete_log_lines(args.log):
             if "log" in record:
                 if model is not None:
                     model.close()
                 model, replay = None, None
                 try:
-                    model = open_logged_model(record, args.model)
-                    replay = Replay(model.session, record, _find_tokenizer(model))
+                    model = open_model_with_logged_options(record, args.model)
+                    replay = LogReplay(model.session, record, _find_tokenizer(model))
                 except (KeyError, TypeError, ValueError, OverflowError) as error:
                     raise ModelError(
                         f"{args.log}: line {line} is no header ({error!r:.80}); give another log"
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
                 assert replay is not None  # the first line is a header
                 replay.repeat(line, record)
     except ReplayDifferenceError as difference:
-        write_to_stdout(f"{args.log}: {difference}\n")
+        write_to_stdout_unless_closed(f"{args.log}: {difference}\n")
         return 1
     finally:
         if model is not None:
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     if replay is None:
         raise ModelError(f"{args.log}: is empty; give a file of --log-requests")
     counts = f"{total.requests} requests, {total.steps} steps and {total.tokens} tokens"
-    write_to_stdout(f"{args.log}: {counts} are equal to the log, bit by bit\n")
+    write_to_stdout_unless_closed(f"{args.log}: {counts} are equal to the log, bit by bit\n")
     return 0
 
 
-def open_logged_model(header: Mapping[str, Any], path: str | None) -> Model:
+def open_model_with_logged_options(header: Mapping[str, Any], path: str | None) -> Model:
     """Open the model of a log with the options of its server.
 
     Args:

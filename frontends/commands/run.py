@@ -20,7 +20,7 @@ from ..generation.conversation import Conversation
 from ..generation.generate import (
     EMPTY_PROMPT_ERROR,
     GenerationParams,
-    Timing,
+    GenerationTiming,
     compile_generation_plans,
     sample_tokens,
     stream_text,
@@ -34,17 +34,17 @@ from ..generation.speculative import (
     SpeculativeDecoder,
     require_same_vocabulary,
 )
-from ..gguf.chat import ChatFormat, choose_chat_format
+from ..gguf.chat import ChatTemplateWithVariables, choose_chat_template_and_variables
 from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
-from ..inference.device_group import resolve_device_name
+from ..inference.device_group import resolve_exact_device_name
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
-from ..open_model import choose_context, open_adapted_model, open_model, read_text
+from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_final_newline
 from ..run_config import options_of
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .shared_flags import (
     SESSION_OPTIONS,
     add_model_flags,
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
-        return run_device_comparison(args, model, tokenizer)
+        return print_first_wrong_device_value(args, model, tokenizer)
     if (args.draft or args.draft_max) and args.context_shift:
         raise ModelError("a context that shifts has no guesses; leave out -md and --draft-max, or --context-shift")
     if args.draft_max and not args.draft:
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         int(tokenizer.add_bos) if args.context_shift else None,
         tokenizer.n_tokens,
     )
-    return (run_chat if args.chat else run_completion)(args, model, tokenizer, params)
+    return (answer_message_or_chat if args.chat else print_completion)(args, model, tokenizer, params)
 
 
 def sampling_from_flags(args: argparse.Namespace) -> Sampling:
@@ -161,18 +161,18 @@ def sampling_from_flags(args: argparse.Namespace) -> Sampling:
 
 
 def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None:
-    text = read_text(args.grammar_file) if args.grammar_file else args.grammar
+    text = read_text_without_final_newline(args.grammar_file) if args.grammar_file else args.grammar
     if text:
         return Grammar(tokenizer, grammar=text)
     if not args.json_schema:
         return None
     grammar = Grammar(tokenizer, json_schema=args.json_schema, schema_lenient=args.schema_lenient)
-    if grammar.warning and not args.world.rank:
-        write_line_to_stderr(f"hocket: {grammar.warning}")
+    if grammar.ignored_keywords_warning and not args.world.rank:
+        write_line_to_stderr(f"hocket: {grammar.ignored_keywords_warning}")
     return grammar
 
 
-def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
+def print_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
     """Complete a prompt: print it and its continuation; return the exit code."""
     text = broadcast_text_from_rank_0(
         args, lambda: read_prompt(args, "" if args.load_state else DEFAULT_PROMPT if args.model is None else None)
@@ -189,24 +189,26 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
             message = f"{args.load_state}: its text has come to an end; give more of it with -p"
             raise ModelError(message if before else EMPTY_PROMPT_ERROR)
         ahead = speculative_decoder_from_flags(args, session)
-        timing = compile_generation_plans(session, new, params, ahead) + Timing(load=load)
+        timing = compile_generation_plans(session, new, params, ahead) + GenerationTiming(load=load)
     known = [before[: session.lengths[0]]]
     samples = sample_tokens(session, [new], params, known=known, timing=timing, ahead=ahead)
-    write_to_stdout(text)
+    write_to_stdout_unless_closed(text)
     with trace_to_file(session, args.trace):
         try:
             for new_text in stream_text((one.token for one in samples), tokenizer, args.stops):
-                write_to_stdout(new_text)
+                write_to_stdout_unless_closed(new_text)
         finally:
-            write_to_stdout("\n")
+            write_to_stdout_unless_closed("\n")
     if args.save_state:
         samples.close()
         save_state(session, known, args.save_state)
-    write_line_to_stderr(f"{timing}; {format_acceptance(ahead)}{format_memory_usage(session)}{format_seed_flag(args)}")
+    write_line_to_stderr(
+        f"{timing}; {format_acceptance(ahead)}{format_bytes_in_use_by_device(session)}{format_seed_flag(args)}"
+    )
     return 0
 
 
-def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
+def print_first_wrong_device_value(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
     """Compare all values of a prompt with another device; print the first wrong one, and the graph around it.
 
     The last token is a step of its own, because other kernels compute single tokens.
@@ -226,7 +228,7 @@ def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tok
         )
         for part in filter(None, (tokens[:-1], tokens[-1:])):
             message, is_wrong = compare_step_with_device(session, part, args.compare)
-            write_to_stdout(f"{len(part)} token{'s' * (len(part) > 1)}: {message}\n")
+            write_to_stdout_unless_closed(f"{len(part)} token{'s' * (len(part) > 1)}: {message}\n")
             if is_wrong:
                 return 1
     return 0
@@ -243,9 +245,11 @@ def compare_step_with_device(session: Session, tokens: Sequence[int], device: st
     return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 
-def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
+def answer_message_or_chat(
+    args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams
+) -> int:
     """Answer one message, or hold a conversation if stdin is a terminal; return the exit code."""
-    format = chat_format_from_flags(args, model)  # a wrong template is refused before the weights are loaded
+    format = chat_template_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
     interactive = asked and broadcast_text_from_rank_0(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
     if interactive and args.world.size > 1:
@@ -258,7 +262,7 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
         session = open_session_from_flags(args, model, choose_context(model, 0, args.context))
         load = time.perf_counter() - started
         ahead = speculative_decoder_from_flags(args, session)
-        timing = compile_generation_plans(session, [], params, ahead) + Timing(load=load)
+        timing = compile_generation_plans(session, [], params, ahead) + GenerationTiming(load=load)
     options = {"stops": args.stops, "system": args.system, "format": format}
     conversation = Conversation(session, tokenizer, params, decoder=ahead, **options)
     conversation.timing = timing
@@ -270,33 +274,40 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
         else:
             try:
                 for new_text in conversation.reply(message):
-                    write_to_stdout(new_text)
+                    write_to_stdout_unless_closed(new_text)
             finally:
-                write_to_stdout("\n")
+                write_to_stdout_unless_closed("\n")
     if args.save_state:
         conversation.save(args.save_state)
     write_line_to_stderr(
-        f"{conversation.timing}; {format_acceptance(ahead)}{format_memory_usage(session)}{format_seed_flag(args)}"
+        f"{conversation.timing}; {format_acceptance(ahead)}{format_bytes_in_use_by_device(session)}"
+        f"{format_seed_flag(args)}"
     )
     return 0
 
 
-def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat:
+def chat_template_from_flags(args: argparse.Namespace, model: Model) -> ChatTemplateWithVariables:
     """Return the chat template and its variables that the flags describe.
 
     Raises:
         ModelError: A file is missing or damaged, or the template is wrong.
     """
-    template = broadcast_text_from_rank_0(args, lambda: read_text(args.template)) if args.template else None
+    template = (
+        broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.template))
+        if args.template
+        else None
+    )
     tools = None
     if args.tools:
         try:
-            tools = json.loads(broadcast_text_from_rank_0(args, lambda: read_text(args.tools)))
+            tools = json.loads(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.tools)))
         except ValueError as why:
             raise ModelError(f"{args.tools}: is no JSON ({why}); need a list of tools") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ModelError(f"{args.tools}: need a JSON list of objects, one for each tool")
-    return choose_chat_format(model.gguf.metadata, template=template, tools=tools, variables=args.variables)
+    return choose_chat_template_and_variables(
+        model.gguf.metadata, template=template, tools=tools, variables=args.variables
+    )
 
 
 def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
@@ -330,15 +341,15 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
     if args.prompt is not None:
         return str(args.prompt)
     if args.file is not None:
-        return read_text(args.file)
+        return read_text_without_final_newline(args.file)
     if default is None and is_stdin_terminal():
         raise ModelError("there is no prompt; give one with -p or -f, or pipe it in")
     if default is None:
-        return read_text("-")
-    return (read_text("-") if has_piped_text() else "") or default
+        return read_text_without_final_newline("-")
+    return (read_text_without_final_newline("-") if has_readable_piped_text() else "") or default
 
 
-def has_piped_text() -> bool:
+def has_readable_piped_text() -> bool:
     """Return whether text can be read from stdin at once, without waiting; False for a terminal or an empty pipe."""
     try:
         return not is_stdin_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
@@ -356,7 +367,7 @@ def format_seed_flag(args: argparse.Namespace) -> str:
     return f"; --seed {args.seed}" if args.temperature else ""
 
 
-def format_memory_usage(session: Session) -> str:
+def format_bytes_in_use_by_device(session: Session) -> str:
     """Format the bytes in use on each device, then unused devices, or of several processes the weight bytes read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
@@ -367,7 +378,7 @@ def format_memory_usage(session: Session) -> str:
         parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.loaded_byte_count)} of weights")
     else:
         used = {str(device) for _, device in session.group}
-        named = [str(find_device(resolve_device_name(name, session.on))[1]) for name in session.on.devices]
+        named = [str(find_device(resolve_exact_device_name(name, session.on))[1]) for name in session.on.devices]
         if unused := [name for name in named if name not in used]:
             parts.append(f"{', '.join(unused)} left free")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

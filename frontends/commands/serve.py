@@ -24,14 +24,14 @@ from ..flag_values import parse_json_object, parse_natural, parse_natural_or_min
 from ..generation.sampling import Sampling
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open_model import open_model, read_text
-from ..terminal.arguments import use_flag_names
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..open_model import open_model, read_text_without_final_newline
+from ..terminal.arguments import replace_arguments_by_flag_names
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
+    create_session_layout_workload,
     describe_memory_fit_and_speed,
     make_requested_and_session_plans,
-    make_session_workload,
-    read_step_graph,
+    read_step_graph_and_context,
 )
 from .shared_flags import (
     SESSION_OPTIONS,
@@ -164,8 +164,8 @@ def run(args: argparse.Namespace) -> int:
     apply_process_flags(args)
     if args.dry_run:
         return print_dry_run_prediction(args)
-    options = read_server_options(args)
-    check_server_options(options)
+    options = read_server_options_and_files(args)
+    check_server_options_before_load(options)
     with ExitStack() as stack:
         listeners = bind_server_sockets(options)
         for listener in listeners:
@@ -278,7 +278,7 @@ def _announce_log_error(path: str, why: str) -> None:
     write_line_to_stderr(f"hocket: {path}: {why}; the log of requests ends here, the server goes on")
 
 
-def read_server_options(args: argparse.Namespace) -> ServerOptions:
+def read_server_options_and_files(args: argparse.Namespace) -> ServerOptions:
     """Read the options of the HTTP server from the flags, and from the files that they name (API keys, chat template).
 
     Raises:
@@ -311,7 +311,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         sampling=Sampling(temperature=args.temperature),
         seed=args.seed,
         default_max_tokens=args.default_max_tokens,
-        chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        chat_template=None if args.chat_template is None else read_text_without_final_newline(args.chat_template),
         template_variables=args.variables,
         has_metrics=not args.no_metrics,
         has_slots=not args.no_slots,
@@ -325,7 +325,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
     )
 
 
-def check_server_options(options: ServerOptions) -> None:
+def check_server_options_before_load(options: ServerOptions) -> None:
     """Check the server options before the model is loaded, which may take long.
 
     Raises:
@@ -367,7 +367,9 @@ def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
 
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:
-    keys = [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text(path).splitlines()
+    keys = (
+        [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text_without_final_newline(path).splitlines()
+    )
     found = tuple(key for line in keys if (key := line.strip()))
     if path is not None and not found:
         raise ModelError(f"{path}: has no API key; write one in a line")
@@ -381,16 +383,20 @@ def print_dry_run_prediction(args: argparse.Namespace) -> int:
         The exit code: 1 if memory is too small, else 0.
     """
     group = config_from_flags(args).group
-    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=1, caches=group.cache_dtypes)
+    graph_of = partial(
+        read_step_graph_and_context, args.model, context=args.context, tokens=1, caches=group.cache_dtypes
+    )
     graph, context = graph_of(sequences=args.parallel)
     if context is None:
         raise ModelError(f"{args.model}: is a graph; give a model")
-    workload = make_session_workload(args, group, context, args.parallel)
+    workload = create_session_layout_workload(args, group, context, args.parallel)
     requested, plan = make_requested_and_session_plans(graph, group, None, workload)
     prompt = min(args.batch, context)
     fit = describe_memory_fit_and_speed(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
-    write_to_stdout(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
+    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
     if problem := describe_memory_problem(requested, context=context):
-        write_line_to_stderr(f"hocket: does not fit with {args.parallel} slots: {use_flag_names(problem)}")
+        write_line_to_stderr(
+            f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"
+        )
         return 1
     return 0

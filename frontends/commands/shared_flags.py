@@ -16,7 +16,7 @@ from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
 from ..open_model import open_session
 from ..run_config import RUN_OPTIONS, RunConfig, options_of
-from ..terminal.arguments import PositionalAlias
+from ..terminal.arguments import PositionalAliasAction
 from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_line_to_stderr
 
@@ -36,7 +36,7 @@ def add_model_flags(
         options: Further options of ``add_argument``.
     """
     sub.add_argument("model", metavar=metavar, help=help, **options)
-    sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
+    sub.add_argument("-m", "--model", action=PositionalAliasAction, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
 def add_session_flags(sub: argparse.ArgumentParser, names: Container[str] = SESSION_OPTIONS) -> None:

@@ -8,7 +8,7 @@ import sys
 
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..open_model import open_model_file
-from ..terminal.output import write_to_stdout
+from ..terminal.output import write_to_stdout_unless_closed
 from .shared_flags import add_model_flags
 
 
@@ -25,7 +25,9 @@ def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.prompt is None else args.prompt
     ids = tokenizer.encode(text, add_special=args.add_special, parse_special=args.parse_special)
     if args.json:
-        write_to_stdout(json.dumps(ids) + "\n")
+        write_to_stdout_unless_closed(json.dumps(ids) + "\n")
     else:
-        write_to_stdout("".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids))
+        write_to_stdout_unless_closed(
+            "".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids)
+        )
     return 0

@@ -11,7 +11,13 @@ from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..graph_file import STDIN
 from ..terminal.output import write_line_to_stderr
-from .plan import SIMULATE_HELP, make_requested_and_session_plans, make_session_workload, read_plan, read_step_graph
+from .plan import (
+    SIMULATE_HELP,
+    create_session_layout_workload,
+    make_requested_and_session_plans,
+    read_plan,
+    read_step_graph_and_context,
+)
 from .shared_flags import PLAN_OPTIONS, add_model_flags, add_option_flags, config_from_flags
 
 PLAN_MARKER_BYTES = 200
@@ -43,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
     name = "graph" if args.model == STDIN else Path(args.model).name
     out = args.out or f"{Path(name).stem}.html"
     require_writable(out, [path for path in (args.model, args.trace, args.diff) if path])
-    page = build_page(args, name)
+    page = build_plan_or_graph_page(args, name)
     page.save(out)
     write_line_to_stderr(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")
     return 0
 
 
-def build_page(args: argparse.Namespace, title: str) -> Page:
+def build_plan_or_graph_page(args: argparse.Namespace, title: str) -> Page:
     """Build the page that shows the plan in a file, or a new plan for the model or the graph in the file.
 
     A new plan is for the devices of the flags. With `--graph` the page shows only the graph.
@@ -57,28 +63,32 @@ def build_page(args: argparse.Namespace, title: str) -> Page:
     Raises:
         ModelError, GraphError, PlanError, BackendError: The file or the combination of flags is wrong.
     """
-    if args.diff is not None and not is_plan_file(args.diff):
+    if args.diff is not None and not is_json_plan_file(args.diff):
         raise ModelError(f"{args.diff}: is no plan in JSON; write one with `hocket plan -o`")
     if args.graph and args.trace:
         raise ModelError("a graph alone has no steps that took time; leave out --graph or --trace")
     before = None if args.diff is None else read_plan(args.diff)
     make_page = partial(view_plan, before=before, trace=args.trace, title=title)
-    if is_plan_file(args.model):
+    if is_json_plan_file(args.model):
         plan = read_plan(args.model)
         return view_graph(plan.graph, title=title) if args.graph else make_page(plan)
     tokens = 1 if args.phase == "decode" else args.batch
     on = config_from_flags(args).group
-    graph, context = read_step_graph(args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes)
+    graph, context = read_step_graph_and_context(
+        args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes
+    )
     if args.graph:
         return view_graph(graph, title=title)
     known = None if context is None else min(tokens, context)
     return make_page(
-        make_requested_and_session_plans(graph, on, args.simulate, make_session_workload(args, on, context))[1],
+        make_requested_and_session_plans(graph, on, args.simulate, create_session_layout_workload(args, on, context))[
+            1
+        ],
         tokens=known,
     )
 
 
-def is_plan_file(path: str) -> bool:
+def is_json_plan_file(path: str) -> bool:
     """Return whether a file is a plan in JSON: the marker of plans is in its first bytes."""
     if path == STDIN or Path(path).is_dir():
         return False

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import ModelError
-from ..gguf.chat import ChatFormat, choose_chat_format
+from ..gguf.chat import ChatTemplateWithVariables, choose_chat_template_and_variables
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.saved_state import load_state, read_saved_conversation, save_state
 from ..inference.session import Session
-from .generate import GenerationParams, Timing, sample_tokens, stream_text
+from .generate import GenerationParams, GenerationTiming, sample_tokens, stream_text
 from .speculative import SpeculativeDecoder
 
 
@@ -39,13 +39,13 @@ class Conversation:
         stops: Sequence[str] = (),
         system: str | None = None,
         decoder: SpeculativeDecoder | None = None,
-        format: ChatFormat | None = None,
+        format: ChatTemplateWithVariables | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
         self.params, self.stop_strings = params, stops
-        self.format = format or choose_chat_format(session.model.gguf.metadata)
+        self.format = format or choose_chat_template_and_variables(session.model.gguf.metadata)
         self.system, self.decoder = system, decoder
-        self.timing = Timing()
+        self.timing = GenerationTiming()
         self.restart()
 
     def restart(self) -> None:
@@ -68,7 +68,7 @@ class Conversation:
         eos, bos = self.tokenizer.eos_text, self.tokenizer.bos_text
         prompt = self.format.render([*self.messages, message], bos=bos, eos=eos)
         new_tokens = self._encode_new_text(prompt)
-        length, timing = self.session.lengths[0], Timing()
+        length, timing = self.session.lengths[0], GenerationTiming()
         tokens = [self.tokens[:length]]
         samples = sample_tokens(
             self.session,
@@ -118,13 +118,13 @@ class Conversation:
         """
         saved = read_saved_conversation(self.session, path)
         messages, seen = saved.get("messages"), saved.get("seen")
-        if not isinstance(seen, str) or not isinstance(messages, list) or not all(map(_is_message, messages)):
+        if not isinstance(seen, str) or not isinstance(messages, list) or not all(map(_is_chat_message, messages)):
             raise ModelError(f"{path}: its conversation is damaged; save it again")
         (self.tokens,) = load_state(self.session, path)
         self.messages, self.rendered_text = messages, seen
 
 
-def _is_message(entry: object) -> bool:
+def _is_chat_message(entry: object) -> bool:
     """Return whether a value is a chat message: a mapping of texts with exactly the keys ``role`` and ``content``."""
     if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
         return False

@@ -34,7 +34,7 @@ from .gbnf_parser import (
     Repetition,
     Rules,
     Sequence,
-    TokenRanges,
+    TokenIdRanges,
 )
 
 GBNF_PATTERN = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
@@ -60,7 +60,7 @@ def convert_gbnf_to_lark(
     if not GBNF_PATTERN.search(grammar) and LARK_PATTERN.search(grammar):
         return grammar
     try:
-        return _format_lark(GbnfParser(grammar, token_id, token_count, end_ids).parse())
+        return _format_lark_grammar(GbnfParser(grammar, token_id, token_count, end_ids).parse())
     except RecursionError:
         raise ModelError("its rules refer to each other over too many steps; write them with fewer") from None
 
@@ -87,10 +87,10 @@ def _find_references(expression: Expression) -> Iterator[str]:
 
 
 def _has_tokens(expression: Expression) -> bool:
-    return isinstance(expression, TokenRanges) or any(map(_has_tokens, _list_children(expression)))
+    return isinstance(expression, TokenIdRanges) or any(map(_has_tokens, _list_children(expression)))
 
 
-def _find_regular_rules(rules: Rules) -> frozenset[str]:
+def _find_rules_allowed_in_lexemes(rules: Rules) -> frozenset[str]:
     """Find the names of the rules that can be part of a lexeme: rules without recursion and without tokens."""
     regular: set[str] = set()
     left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
@@ -153,7 +153,7 @@ class _LexemeChooser:
     """
 
     def __init__(self, rules: Rules) -> None:
-        self.rules, self.regular = rules, _find_regular_rules(rules)
+        self.rules, self.regular = rules, _find_rules_allowed_in_lexemes(rules)
         self.split_expressions: set[Expression] = set()
         self.edges: dict[Expression, tuple[int, int, bool, bool]] = {}
         while True:
@@ -172,16 +172,16 @@ class _LexemeChooser:
             name = left.pop()
             if name not in bodies:
                 bodies[name] = self.mark_lexemes(self.rules[name])
-                left += self.find_rule_references(bodies[name])
+                left += self.find_rule_references_outside_lexemes(bodies[name])
         return bodies
 
-    def find_rule_references(self, expression: Expression) -> Iterator[str]:
+    def find_rule_references_outside_lexemes(self, expression: Expression) -> Iterator[str]:
         """Yield the names of the rules that an expression references outside of its lexemes."""
         if isinstance(expression, Reference):
             yield expression.name
         elif not isinstance(expression, Lexeme):
             for item in _list_children(expression):
-                yield from self.find_rule_references(item)
+                yield from self.find_rule_references_outside_lexemes(item)
 
     def is_regular(self, expression: Expression) -> bool:
         return not _has_tokens(expression) and all(name in self.regular for name in _find_references(expression))
@@ -225,7 +225,7 @@ class _LexemeChooser:
             match expression:
                 case Lexeme(body):
                     following[body] = following.get(body, frozenset()) | then
-                    return frozenset((body,)) | (then if self.compute_lexeme_properties(body)[2] else frozenset())
+                    return frozenset((body,)) | (then if self.compute_conflict_properties(body)[2] else frozenset())
                 case Reference(name):
                     after[name] |= then
                     return first[name] | (then if name in nullable else frozenset())
@@ -247,21 +247,21 @@ class _LexemeChooser:
             for name, body in self.bodies.items():
                 walk(body, after[name])
                 first[name] = walk(body, frozenset())
-        groups = self.find_candidate_lexeme_sets(following, first[ROOT_RULE])
+        groups = self.find_lexeme_sets_matching_together(following, first[ROOT_RULE])
         found: set[Expression] = set()
         for group in groups:
             for a, b in combinations(group, 2):
-                if self.compute_lexeme_properties(a)[0] & self.compute_lexeme_properties(b)[0]:
-                    found.update(each for each in (a, b) if not self.compute_lexeme_properties(each)[3])
+                if self.compute_conflict_properties(a)[0] & self.compute_conflict_properties(b)[0]:
+                    found.update(each for each in (a, b) if not self.compute_conflict_properties(each)[3])
         for lexeme, next_ones in following.items():
             leading = 0
             for each in next_ones:
-                leading |= self.compute_lexeme_properties(each)[0]
-            if self.compute_lexeme_properties(lexeme)[1] & leading:
+                leading |= self.compute_conflict_properties(each)[0]
+            if self.compute_conflict_properties(lexeme)[1] & leading:
                 found.add(lexeme)
         return found
 
-    def find_candidate_lexeme_sets(
+    def find_lexeme_sets_matching_together(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
         """Find all sets of lexemes that may match at the same position of a text.
@@ -277,11 +277,11 @@ class _LexemeChooser:
             groups = {start, *following.values()}
             is_stable = True
             for group in groups:
-                singles = [each for each in group if self.compute_lexeme_properties(each)[3]]
+                singles = [each for each in group if self.compute_conflict_properties(each)[3]]
                 for a, b in combinations(singles, 2):
                     if (
                         following[a] != following[b]
-                        and self.compute_lexeme_properties(a)[0] & self.compute_lexeme_properties(b)[0]
+                        and self.compute_conflict_properties(a)[0] & self.compute_conflict_properties(b)[0]
                     ):
                         following[a] = following[b] = following[a] | following[b]
                         is_stable = False
@@ -294,7 +294,7 @@ class _LexemeChooser:
         def is_nullable(expression: Expression) -> bool:
             match expression:
                 case Lexeme(body):
-                    return self.compute_lexeme_properties(body)[2]
+                    return self.compute_conflict_properties(body)[2]
                 case Reference(name):
                     return name in nullable
                 case Sequence(items):
@@ -309,7 +309,7 @@ class _LexemeChooser:
             nullable |= new
         return nullable
 
-    def compute_lexeme_properties(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
+    def compute_conflict_properties(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
         """Compute four properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
@@ -407,7 +407,7 @@ def _compute_extension_bytes(whole: _GlushkovAutomaton, sets: list[int], follow:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def _format_lark(rules: Rules) -> str:
+def _format_lark_grammar(rules: Rules) -> str:
     """Format GBNF rules as the text of a Lark grammar."""
     bodies = _LexemeChooser(rules).bodies
     numbers = {name: i for i, name in enumerate(rules)}
@@ -416,7 +416,7 @@ def _format_lark(rules: Rules) -> str:
 
     def format_body(expression: Expression, in_lexeme: bool) -> str:
         match expression:
-            case CharacterRanges() | TokenRanges():
+            case CharacterRanges() | TokenIdRanges():
                 return expression.text
             case Lexeme(body):
                 if body not in terminals:

@@ -41,7 +41,7 @@ class CharacterRanges:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRanges:
+class TokenIdRanges:
     """A grammar expression that matches one token by its id, which is in one of the ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -80,7 +80,7 @@ class Lexeme:
     body: Expression
 
 
-Expression = CharacterRanges | TokenRanges | Sequence | Choice | Repetition | Reference | Lexeme
+Expression = CharacterRanges | TokenIdRanges | Sequence | Choice | Repetition | Reference | Lexeme
 Rules = Mapping[str, Expression]
 EMPTY_SEQUENCE = Sequence(())
 
@@ -193,7 +193,7 @@ class GbnfParser:
         self.position += 1
         items = []
         while self.next_character != '"':
-            code = self.parse_character("a closing quote")
+            code = self.parse_character_or_escape("a closing quote")
             items.append(CharacterRanges(((code, code),)))
         self.position += 1
         return items[0] if len(items) == 1 else Sequence(tuple(items))
@@ -204,10 +204,10 @@ class GbnfParser:
         self.position += is_negated
         while self.next_character != "]":
             start = self.position
-            first = last = self.parse_character("a closing bracket")
+            first = last = self.parse_character_or_escape("a closing bracket")
             if self.next_character == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
                 self.position += 1
-                last = self.parse_character("a closing bracket")
+                last = self.parse_character_or_escape("a closing bracket")
             if last < first:
                 self.position = start
                 self.fail("a range from a lower to a higher character")
@@ -217,7 +217,7 @@ class GbnfParser:
         self.position += 1
         return CharacterRanges(tuple(ranges), is_negated)
 
-    def parse_character(self, end: str) -> int:
+    def parse_character_or_escape(self, end: str) -> int:
         """Parse one character or escape sequence, and return its code point.
 
         `end` is the text that would close the literal; error messages name it.
@@ -260,7 +260,7 @@ class GbnfParser:
         self.depth -= 1
         return inside
 
-    def parse_tokens(self) -> TokenRanges:
+    def parse_tokens(self) -> TokenIdRanges:
         start = self.position
         is_negated, number, name = self.match_pattern(TOKEN_PATTERN, "a token, as <[5]> or <|im_start|>").groups()
         token = int(number) if number else self.token_id(f"<{name}")
@@ -268,10 +268,10 @@ class GbnfParser:
             self.position = start
             self.fail(f"a token of the model, from 0 to {self.token_count - 1}")
         if not is_negated:
-            return TokenRanges(((token, token),))
+            return TokenIdRanges(((token, token),))
         left_out = sorted({token, *self.end_ids})
         edges = zip([-1, *left_out], [*left_out, self.token_count], strict=True)
-        return TokenRanges(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
+        return TokenIdRanges(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
 
     def parse_repetition(self, item: Expression) -> Expression:
         if self.next_character == "{":

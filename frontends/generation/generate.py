@@ -26,7 +26,7 @@ from .speculative import SpeculativeDecoder
 
 
 @dataclass(slots=True)
-class Timing:
+class GenerationTiming:
     """Token counts and seconds of a generation, updated during the run.
 
     - `prefill`, `decode`: seconds of the steps, without the time for plans and kernels.
@@ -41,8 +41,8 @@ class Timing:
     planning: float = 0.0
     load: float = 0.0
 
-    def __add__(self, other: Timing) -> Timing:
-        return Timing(
+    def __add__(self, other: GenerationTiming) -> GenerationTiming:
+        return GenerationTiming(
             self.prompt_tokens + other.prompt_tokens,
             self.prefill + other.prefill,
             self.new_tokens + other.new_tokens,
@@ -80,7 +80,7 @@ class SampledToken:
     sampling=instance_of(Sampling),
     seed=integer_between(0),
     stop=instance_of(frozenset, set),
-    timing=instance_of(Timing) | NONE,
+    timing=instance_of(GenerationTiming) | NONE,
 )
 def generate_tokens(
     session: Session,
@@ -90,7 +90,7 @@ def generate_tokens(
     sampling: Sampling,
     seed: int = 0,
     stop: frozenset[int] = frozenset(),
-    timing: Timing | None = None,
+    timing: GenerationTiming | None = None,
     before: Sequence[int] = (),
     ahead: SpeculativeDecoder | None = None,
 ) -> Iterator[int]:
@@ -142,7 +142,7 @@ class GenerationParams:
     pinned_tokens: int | None = None
     token_count: int | None = None
 
-    def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
+    def select_tokens_after_context_shift(self, tokens: Sequence[int], context: int) -> list[int]:
         """Return the tokens that replace the full context: its first `pinned_tokens` tokens and its last tokens.
 
         Together they are at most half of `context`.
@@ -161,7 +161,7 @@ def sample_tokens(
     params: GenerationParams,
     *,
     known: list[list[int]],
-    timing: Timing | None = None,
+    timing: GenerationTiming | None = None,
     active: set[int] | None = None,
     ahead: SpeculativeDecoder | None = None,
 ) -> Generator[SampledToken, None, None]:
@@ -181,7 +181,7 @@ def sample_tokens(
     Raises:
         ModelError: All prompts are empty, a prompt is too long, or a context is full before the limit.
     """
-    timing, active = Timing() if timing is None else timing, set[int]() if active is None else active
+    timing, active = GenerationTiming() if timing is None else timing, set[int]() if active is None else active
     try:
         yield from _sample_sequences(session, prompts, params, known, timing, active, ahead)
     finally:
@@ -194,7 +194,7 @@ def _sample_sequences(
     prompts: Sequence[Sequence[int]],
     params: GenerationParams,
     known: list[list[int]],
-    timing: Timing,
+    timing: GenerationTiming,
     active: set[int],
     ahead: SpeculativeDecoder | None,
 ) -> Iterator[SampledToken]:
@@ -231,7 +231,7 @@ def _sample_sequences(
         logits = logits[: params.token_count]
         rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
         masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
-        token = broadcast_token(session, sampling.choose(masked_logits, rng, known[i]))
+        token = broadcast_sampled_token(session, sampling.choose_token(masked_logits, rng, known[i]))
         if token in params.end_tokens:
             active.discard(i)
             return []
@@ -248,7 +248,7 @@ def _sample_sequences(
             return []
         if is_full and params.pinned_tokens is not None:
             session.reset(i)
-            known[i][:] = params.shift_context(known[i], session.context)
+            known[i][:] = params.select_tokens_after_context_shift(known[i], session.context)
             free_tokens[i] = counts[i] + session.context - len(known[i])
             return list(known[i])
         if is_full:
@@ -286,7 +286,7 @@ def make_full_context_error(context: int, new_tokens: int) -> ModelError:
     )
 
 
-def broadcast_token(session: Session | MicroBatchedSession, token: int) -> int:
+def broadcast_sampled_token(session: Session | MicroBatchedSession, token: int) -> int:
     """Return the token that rank 0 sampled, so that all ranks continue with the same token.
 
     Machines of different types may round logits differently and would sample different tokens.
@@ -309,7 +309,7 @@ def _shorten_prompt_to_context(
     """
     if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
-    shortened = params.shift_context([*known[i], *prompt], session.context)
+    shortened = params.select_tokens_after_context_shift([*known[i], *prompt], session.context)
     if len(shortened) < len(prompt) <= session.context:
         shortened = list(prompt)
     session.reset(i)
@@ -319,7 +319,7 @@ def _shorten_prompt_to_context(
 
 def compile_generation_plans(
     session: Session, prompt: Sequence[int], params: GenerationParams, ahead: SpeculativeDecoder | None = None
-) -> Timing:
+) -> GenerationTiming:
     """Compile the plans and kernels of a generation before its start; return the seconds as a `Timing`.
 
     Args:
@@ -332,18 +332,18 @@ def compile_generation_plans(
         ModelError: The sampling options do not fit the vocabulary.
     """
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
-    params.sampling.check(vocabulary)
+    params.sampling.check_logit_bias_tokens(vocabulary)
     prompt = prompt[: session.context]  # a longer prompt is cut by the context shift, or refused
-    replace(params.sampling, bias=()).choose(
+    replace(params.sampling, bias=()).choose_token(
         np.zeros(vocabulary, np.float32), np.random.default_rng(0)
     )  # compiles the kernel of the sampling
-    session.prepare(len(prompt))
+    session.compile_plans_for_tokens(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.make_step(1, length, session.sequences))
         if ahead is not None:
             ahead.compile_plans(len(prompt))
-    return Timing(planning=time.perf_counter() - start)
+    return GenerationTiming(planning=time.perf_counter() - start)
 
 
 class StopStringFilter:

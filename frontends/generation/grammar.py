@@ -95,7 +95,7 @@ class Grammar:
                 self._rules = compiler.grammar_from_lark(lark)
             else:
                 schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
-                text = json.dumps(_move_listed_names_to_properties(schema))
+                text = json.dumps(_expand_name_patterns_to_properties(schema))
                 self._rules = compiler.grammar_from_json_schema(
                     text, defaults=SPACED_JSON if allows_spaces else COMPACT_JSON
                 )
@@ -104,21 +104,22 @@ class Grammar:
             is_wrong, messages = True, [str(why)]
         if is_wrong:
             raise ModelError(
-                f"the {'grammar' if grammar else 'JSON schema'} is wrong: {_join_messages(messages)}; correct it"
+                f"the {'grammar' if grammar else 'JSON schema'} is wrong: "
+                f"{_join_messages_to_line(messages)}; correct it"
             )
         left_out = [] if grammar else [each for each in messages if not each.startswith(UNKNOWN_FORMAT_WARNING)]
         if left_out and not schema_lenient:
             raise ModelError(
-                f"the JSON schema cannot be followed: {_join_messages(left_out)}; "
+                f"the JSON schema cannot be followed: {_join_messages_to_line(left_out)}; "
                 "remove it, or leave it out with schema_lenient=True"
             )
-        self.warning = (
-            f"the JSON schema is followed without a part of it: {_join_messages(left_out)}" if left_out else ""
+        self.ignored_keywords_warning = (
+            f"the JSON schema is followed without a part of it: {_join_messages_to_line(left_out)}" if left_out else ""
         )
         """A message about the ignored keywords, or an empty text."""
 
     @classmethod
-    def from_rules(cls, tokenizer: Tokenizer, rules: str) -> Grammar:
+    def from_compiled_rules(cls, tokenizer: Tokenizer, rules: str) -> Grammar:
         """Make a grammar again from `rules` of a grammar of the same tokenizer.
 
         Raises:
@@ -127,13 +128,13 @@ class Grammar:
         grammar = cls(tokenizer, grammar='start: "a"')
         is_wrong, messages = grammar._matcher.validate_grammar_with_warnings(rules, grammar._tokenizer)
         if is_wrong:
-            raise ModelError(f"the rules of a grammar are wrong: {_join_messages(messages)}; write them anew")
+            raise ModelError(f"the rules of a grammar are wrong: {_join_messages_to_line(messages)}; write them anew")
         grammar._rules = rules
         return grammar
 
     @property
-    def rules(self) -> str:
-        """The compiled rules in the form of llguidance, from which `from_rules` makes the grammar again."""
+    def compiled_rules(self) -> str:
+        """The compiled rules in the form of llguidance, from which `from_compiled_rules` makes the grammar again."""
         return str(self._rules)
 
     def make_state(self) -> GrammarState:
@@ -178,7 +179,7 @@ class GrammarState:
         self._require_valid_state()
         return not self._matcher.is_stopped()
 
-    def accept_beginning(self, tokens: Sequence[int]) -> bool:
+    def accept_first_tokens(self, tokens: Sequence[int]) -> bool:
         """Accept the first tokens of a text, and return whether the grammar allows them and the text may continue.
 
         After False the state is of no use.
@@ -191,32 +192,33 @@ class GrammarState:
         if self._matcher.is_error() or self._matcher.stop_reason() not in NORMAL_STOP_REASONS:
             messages = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
             raise ModelError(
-                f"the grammar or JSON schema leads to a text that cannot be completed ({_join_messages([messages])}); "
+                "the grammar or JSON schema leads to a text that cannot be completed "
+                f"({_join_messages_to_line([messages])}); "
                 "simplify it, for example its patternProperties"
             )
 
 
-def _join_messages(messages: list[str]) -> str:
+def _join_messages_to_line(messages: list[str]) -> str:
     """Join messages of llguidance to one line of at most 200 characters."""
     return " ".join("; ".join(messages).split())[:200]
 
 
-def _move_listed_names_to_properties(schema: object) -> object:
+def _expand_name_patterns_to_properties(schema: object) -> object:
     """Replace patterns of a JSON schema that list names, such as ``^(a|b)$``, by one property for each name.
 
     The names move from `patternProperties` to `properties`. llguidance would otherwise offer one property too many
     after all names of such a pattern are used.
     """
     if isinstance(schema, list):
-        return [_move_listed_names_to_properties(item) for item in schema]
+        return [_expand_name_patterns_to_properties(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     rewritten = {
         key: value
         if key in DATA_KEYWORDS
-        else {name: _move_listed_names_to_properties(subschema) for name, subschema in value.items()}
+        else {name: _expand_name_patterns_to_properties(subschema) for name, subschema in value.items()}
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
-        else _move_listed_names_to_properties(value)
+        else _expand_name_patterns_to_properties(value)
         for key, value in schema.items()
         if not (key == "uniqueItems" and value is False)  # the default, which llguidance does not know
     }

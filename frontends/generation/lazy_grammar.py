@@ -28,9 +28,9 @@ class LazyGrammar:
     begins_in_thought: bool = False
 
     @property
-    def warning(self) -> str:
+    def ignored_keywords_warning(self) -> str:
         """A message about the ignored keywords of the JSON schema, or an empty text."""
-        return self.grammar.warning
+        return self.grammar.ignored_keywords_warning
 
     def make_state(self) -> LazyGrammarState:
         """Make the state of a new text, at its beginning."""
@@ -72,28 +72,28 @@ class LazyGrammarState:
         """
         if self._object is None:
             self._tail += self._lazy.tokenizer.token_bytes(token)
-            self._read_tail()
+            self._advance_over_tail()
         elif not self._object.accept_token(token):
             self._object, self._mode = None, "free"
         return True
 
-    def _read_tail(self) -> None:
+    def _advance_over_tail(self) -> None:
         """Advance over the bytes in `_tail`: through a thought, to a trigger, and to the beginning of an object."""
         if self._mode == "begin":
             text = self._tail.lstrip()
             if self._open_thought.startswith(text) and text != self._open_thought:
                 return
             self._mode = "thought" if text.startswith(self._open_thought) else "free"
-        if self._mode == "thought" and self._find_mark(self._close_thought):
+        if self._mode == "thought" and self._consume_through_mark(self._close_thought):
             self._mode = "free"
-        if self._mode == "free" and self._find_mark(self._trigger):
+        if self._mode == "free" and self._consume_through_mark(self._trigger):
             self._mode = "triggered"
         if self._mode == "triggered" and (text := self._tail.lstrip()):
             self._mode, self._tail = "free", b""
             if text.startswith(b"{"):
                 self._begin_object(text)
 
-    def _find_mark(self, mark: bytes) -> bool:
+    def _consume_through_mark(self, mark: bytes) -> bool:
         """Remove the bytes up to the end of `mark` and return True, or keep the bytes that may begin it."""
         _, found, after = self._tail.partition(mark)
         self._tail = after if found else self._tail[-(len(mark) - 1) :]
@@ -106,5 +106,5 @@ class LazyGrammarState:
         except UnicodeDecodeError:
             return
         state = self._lazy.grammar.make_state()
-        if state.accept_beginning(tokens):
+        if state.accept_first_tokens(tokens):
             self._object = state

@@ -117,8 +117,8 @@ def resolve_options(
         raise ModelError(f"generate: the model has no vocabulary, so {texts[0]} has no meaning; leave it out")
     lenient = options.get("schema_lenient", True)
     grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if tokenizer is not None and rules else None
-    if grammar is not None and grammar.warning:
-        warnings.warn(grammar.warning, stacklevel=4)
+    if grammar is not None and grammar.ignored_keywords_warning:
+        warnings.warn(grammar.ignored_keywords_warning, stacklevel=4)
     params = GenerationParams(
         options.get("max_tokens", 128),
         Sampling(**sampling_options),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ...backends.cpu.top_k import argsort_descending, find_top_k
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     ArgumentKind,
     integer_between,
@@ -152,13 +153,19 @@ class Sampling:
     def __post_init__(self) -> None:
         check_options(self, "sampling", "-")
 
-    def check(self, vocabulary: int) -> None:
+    check = RenamedAttribute("check_logit_bias_tokens")
+    candidates = RenamedAttribute("filter_tokens")
+    choose = RenamedAttribute("choose_token")
+
+    def check_logit_bias_tokens(self, vocabulary: int) -> None:
         """Raise `ModelError` if a logit bias names a token outside of a vocabulary of `vocabulary` tokens."""
         for token, _ in self.bias:
             if not 0 <= token < vocabulary:
                 raise ModelError(f"logit bias: token {token}; need 0 to {vocabulary - 1}, as hocket tokenize prints")
 
-    def choose(self, logits: npt.NDArray[np.float32], rng: np.random.Generator, before: Sequence[int] = ()) -> int:
+    def choose_token(
+        self, logits: npt.NDArray[np.float32], rng: np.random.Generator, before: Sequence[int] = ()
+    ) -> int:
         """Choose the next token from logits, by the sampling options, and return its id.
 
         Args:
@@ -177,7 +184,7 @@ class Sampling:
         adjusted = self._apply_bias_and_penalties(logits, before)
         if self.temperature == 0:
             return best if adjusted is logits else int(np.argmax(adjusted))
-        ids, filtered_logits = self.candidates(adjusted)
+        ids, filtered_logits = self.filter_tokens(adjusted)
         with np.errstate(over="ignore"):  # a very low temperature keeps only the first token
             return int(rng.choice(ids, p=softmax((filtered_logits - filtered_logits[0]) / self.temperature)))
 
@@ -193,7 +200,7 @@ class Sampling:
         if not self.bias and not (penalises and len(recent)):
             return logits
         adjusted = logits.copy()
-        self.check(len(logits))
+        self.check_logit_bias_tokens(len(logits))
         for token, added in self.bias:
             adjusted[token] += np.float32(added)
         if penalises and len(recent):
@@ -207,7 +214,7 @@ class Sampling:
             raise ModelError("logit bias: every token that may come next is banned; leave out a bias of -inf")
         return adjusted
 
-    def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    def filter_tokens(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the tokens that pass the filters top-k, top-p and min-p, the most probable first; at least one passes.
 
         The first array has the token ids, the second one their logits.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..gguf import MetadataArray
+from ..gguf import LazyMetadataArray
 from ..inference.rewind import make_checkpoint, restore_checkpoint, rewind_last_step
 from ..inference.session import Session
 from ..models import Batch, Model
@@ -80,9 +80,9 @@ class ModelDrafter:
         return tokens
 
     def compile_plans(self, prompt_tokens: int, count: int) -> None:
-        self.session.prepare(prompt_tokens)
+        self.session.compile_plans_for_tokens(prompt_tokens)
         for tokens in range(1, count + 2):
-            self.session.prepare(tokens, behind=prompt_tokens)
+            self.session.compile_plans_for_tokens(tokens, behind=prompt_tokens)
 
 
 class MtpDrafter:
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
         """Compile the plans and kernels of runs with draft tokens after a prompt of `prompt_tokens` tokens."""
         self.drafter.compile_plans(prompt_tokens, self.max_draft_tokens)
         for count in range(1, self.max_draft_tokens + 2):
-            self.session.prepare(count, behind=prompt_tokens, every_position=True, reversible=True)
+            self.session.compile_plans_for_tokens(count, behind=prompt_tokens, every_position=True, reversible=True)
 
 
 def require_same_vocabulary(model: Model, draft: Model) -> None:
@@ -192,7 +192,7 @@ def require_same_vocabulary(model: Model, draft: Model) -> None:
     sizes = model.vocabulary_size, draft.vocabulary_size
     token_arrays = [m.gguf.metadata.get("tokenizer.ggml.tokens") for m in (model, draft)]
     tokens_of_model, tokens_of_draft = (
-        list(array) if isinstance(array, MetadataArray) else [] for array in token_arrays
+        list(array) if isinstance(array, LazyMetadataArray) else [] for array in token_arrays
     )
     if sizes[0] != sizes[1] or tokens_of_model != tokens_of_draft:
         raise ModelError(

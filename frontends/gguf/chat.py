@@ -52,7 +52,7 @@ def select_chat_template(metadata: Mapping[str, object], name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFormat:
+class ChatTemplateWithVariables:
     """A chat template together with the values of additional template variables, such as `tools`."""
 
     template: str
@@ -62,14 +62,14 @@ class ChatFormat:
         return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)  # type: ignore[arg-type]
 
 
-def choose_chat_format(
+def choose_chat_template_and_variables(
     metadata: Mapping[str, object],
     *,
     template: str | None = None,
     tools: Sequence[Mapping[str, object]] | None = None,
     documents: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
-) -> ChatFormat:
+) -> ChatTemplateWithVariables:
     """Choose the chat template of a model, and the values of its additional variables.
 
     Args:
@@ -90,7 +90,7 @@ def choose_chat_format(
     name = (
         "tool_use" if all_variables.get("tools") is not None and f"{CHAT_TEMPLATE_KEY}.tool_use" in metadata else None
     )
-    return ChatFormat(
+    return ChatTemplateWithVariables(
         select_chat_template(metadata, name) if template is None else template, MappingProxyType(all_variables)
     )
 

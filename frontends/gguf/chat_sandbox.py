@@ -164,21 +164,21 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         tags = [loopcontrols, IgnoredGenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=tags, finalize=self.charge_value)
         self.concat = self.join_output_pieces  # type: ignore[method-assign]  # a hook of jinja2
-        self.filters["tojson"] = to_json
+        self.filters["tojson"] = to_json_without_html_escapes
         self.filters = {
             name: self._wrap_counted(name, run) for name, run in self.filters.items() if name not in REMOVED_FILTERS
         }
         self.tests |= {name: self._wrap_counted(name, self.tests[name]) for name in DEEP_TESTS}
         self.globals.pop("lipsum")
-        self.globals["raise_exception"] = raise_exception
+        self.globals["raise_exception"] = raise_template_error
         self.globals["strftime_now"] = strftime_now
 
-    def compile_text(self, source: str) -> Template:
+    def compile_text_with_fuel(self, source: str) -> Template:
         """Compile the template `source`, with fuel for the constants that jinja2 computes; syntax errors propagate."""
         self._fuel.remaining = INITIAL_FUEL
         return self.from_string(FuelInstrumenter().visit(self.parse(source)))
 
-    def render_template(self, template: Template, variables: Mapping[str, object]) -> str:
+    def render_template_with_fuel(self, template: Template, variables: Mapping[str, object]) -> str:
         """Render a template of `compile_text` with new fuel; exceptions of the template propagate."""
         self._fuel.remaining = INITIAL_FUEL
         pieces, size = [], 0
@@ -261,7 +261,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+":
             self._require_size(sum(len(side) for side in (left, right) if isinstance(side, (str, list, tuple))))
         elif operator == "%" and isinstance(left, str):
-            self._require_bounded_growth((left, self.charge_value(right) and 1))
+            self._require_bounded_result_size((left, self.charge_value(right) and 1))
         result = super().call_binop(context, operator, left, right)
         # Comparing or printing a list consumes fuel later. Hashing a tuple does not, so its contents are charged here.
         return self.charge_length(result) if isinstance(result, list) else self.charge_value(result)
@@ -278,7 +278,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, (str, list, tuple)):
             args = tuple(self.charge_value(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
             if isinstance(owner, str) and method.__name__ in GROWING_METHODS:
-                self._require_bounded_growth((owner, *args, *kwargs.values()))
+                self._require_bounded_result_size((owner, *args, *kwargs.values()))
             self.charge_value(owner)
         return self.charge_value(super().call(context, callee, *args, **kwargs))
 
@@ -291,7 +291,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             pay = self.charge_length if name in ITEMWISE_FILTERS else self.charge_value
             charged = tuple(pay(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
             if name in GROWING_FILTERS:
-                self._require_bounded_growth((*charged, *kwargs.values()))
+                self._require_bounded_result_size((*charged, *kwargs.values()))
             return pay(run(*charged, **kwargs))
 
         return count_call
@@ -302,7 +302,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 f"the chat template makes a text of more than {MAX_TEXT_CHARACTERS} characters; shorten the chat"
             )
 
-    def _require_bounded_growth(self, arguments: Iterable[object]) -> None:
+    def _require_bounded_result_size(self, arguments: Iterable[object]) -> None:
         """Raise `ModelError` if the result of a call with these arguments could exceed the size limit.
 
         Padding, repeating and replacing can make a result much longer than the arguments. The estimate of the size is
@@ -328,11 +328,11 @@ class CompiledChatTemplate:
 
     def __init__(self, source: str) -> None:
         self._environment = ChatEnvironment()
-        self._template = self._environment.compile_text(source)
+        self._template = self._environment.compile_text_with_fuel(source)
 
     def render(self, variables: Mapping[str, object]) -> str:
         """Render the template with variables and new fuel; exceptions of the template propagate."""
-        return self._environment.render_template(self._template, variables)
+        return self._environment.render_template_with_fuel(self._template, variables)
 
 
 @lru_cache(MAX_COMPILED_TEMPLATES)
@@ -341,7 +341,7 @@ def compile_chat_template(source: str) -> CompiledChatTemplate:
     return CompiledChatTemplate(source)
 
 
-def to_json(
+def to_json_without_html_escapes(
     value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -353,7 +353,7 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def raise_exception(message: object) -> None:
+def raise_template_error(message: object) -> None:
     """Raise a `ModelError` with `message`; a template calls this function to refuse its input."""
     text = " ".join(str(message).split())[:200]
     raise ModelError(f"the chat template refuses these messages: {text}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from .metadata import MetadataArray
+from .metadata import LazyMetadataArray
 from .reader import Gguf
 
 CONVERT_REMEDY = "use a model converted for its architecture"
@@ -18,7 +18,7 @@ MIN_POSITIVE, MAX_MAGNITUDE = 1e-37, 1e37
 
 
 @dataclass(frozen=True, slots=True)
-class ArchitectureKeys:
+class ArchitectureMetadata:
     """Reads the metadata ``architecture.*`` of the file `gguf`, with checks of types and ranges.
 
     Every method that reads a key raises `ModelError` for a missing, mistyped or implausible value. `name` is the key
@@ -51,7 +51,7 @@ class ArchitectureKeys:
             self._check_count(name, n, 0) for n in self.gguf.read_per_layer(self._full_key(name), int, blocks, default)
         )
 
-    def read_integers(self, name: str, min_count: int = 0) -> tuple[int, ...]:
+    def read_integers_or_empty(self, name: str, min_count: int = 0) -> tuple[int, ...]:
         """Read a list of at least `min_count` non-negative integers.
 
         The result is empty if the key is missing or is not a list.
@@ -62,7 +62,7 @@ class ArchitectureKeys:
             raise self.make_key_error(name, f"holds {reprlib.repr(numbers)}; need {min_count} integers of at least 0")
         return numbers
 
-    def read_per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
+    def read_per_block_limits_or_zero(self, name: str, blocks: int) -> tuple[float, ...]:
         """Read one non-negative number per block that limits some value; 0 means no limit, also for a missing key."""
         values = self.gguf.read_per_layer(self._full_key(name), float, blocks, 0.0)
         if bad := [v for v in values if not 0.0 <= v <= MAX_MAGNITUDE]:
@@ -92,17 +92,17 @@ class ArchitectureKeys:
             columns.append(values)
         return tuple(zip(*columns, strict=True))
 
-    def read_number(self, name: str, default: float) -> float:
+    def read_float32_or_default(self, name: str, default: float) -> float:
         """Read a number, or return `default` if the key is missing or the number does not fit float32."""
         value = self.gguf.get(self._full_key(name), float, default)
         return value if abs(value) <= MAX_MAGNITUDE else default
 
-    def read_epsilon(self, name: str) -> float:
+    def read_required_epsilon(self, name: str) -> float:
         """Read the epsilon of a norm, a non-negative number; the key is required."""
         value = self.gguf.require(self._full_key(name), float)
         return value if value == 0.0 else self.read_positive(name)
 
-    def read_positive_or_none(self, name: str) -> float | None:
+    def read_positive_zero_as_none(self, name: str) -> float | None:
         """Read a positive number, or return `None` if the key is missing or 0; converters write 0 for unset."""
         return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.read_positive(name)
 
@@ -119,7 +119,7 @@ class ArchitectureKeys:
         Integers count too, because llama.cpp writes integers.
         """
         value = self.gguf.metadata.get(self._full_key(name))
-        first = value[0] if isinstance(value, MetadataArray) and len(value) else value
+        first = value[0] if isinstance(value, LazyMetadataArray) and len(value) else value
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
         return tuple(flag != 0 for flag in self.gguf.read_per_layer(self._full_key(name), kind, blocks))
 
@@ -129,9 +129,9 @@ class ArchitectureKeys:
 
     def is_list(self, name: str) -> bool:
         """Return whether the value of the key is a list, as opposed to one value for all blocks."""
-        return isinstance(self.gguf.metadata.get(self._full_key(name)), MetadataArray)
+        return isinstance(self.gguf.metadata.get(self._full_key(name)), LazyMetadataArray)
 
-    def read_block_count(self) -> int:
+    def read_block_count_up_to_tensors(self) -> int:
         """Read ``block_count``, the number of blocks of the model, which is at most the number of tensors of the file.
 
         This limit stops loops over the blocks of a damaged file.
@@ -143,7 +143,7 @@ class ArchitectureKeys:
             )
         return blocks
 
-    def count_vocabulary_rows(self) -> int:
+    def count_token_embedding_rows(self) -> int:
         """Return the number of rows of the token embedding, which may exceed the token count of the tokenizer."""
         return self.gguf.tensor("token_embd.weight").shape[0]
 

@@ -84,7 +84,7 @@ def map_file(path: Path) -> MappedFile:
     return MappedFile(path, data, len(data), file_status.st_mtime_ns, f"{file_status.st_dev}:{file_status.st_ino}")
 
 
-class Cursor:
+class HeaderCursor:
     """A read position that moves forward through the header of a file.
 
     Every read raises `ModelError` if the file ends first. `section` names the current part of the file in errors.
@@ -100,7 +100,7 @@ class Cursor:
     def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
         return self.file.make_error(f"{self.section} {problem}", remedy)
 
-    def skip(self, size: int) -> int:
+    def skip_and_return_start(self, size: int) -> int:
         """Skip `size` bytes, and return the position of the first skipped byte from the start of the file."""
         start = self.position
         if size > self.file.size - start:
@@ -109,10 +109,10 @@ class Cursor:
         return start
 
     def read_u32(self) -> int:
-        return int(COUNT_FIELD.unpack_from(self.file.data, self.skip(4))[0])
+        return int(COUNT_FIELD.unpack_from(self.file.data, self.skip_and_return_start(4))[0])
 
     def read_u64(self) -> int:
-        return int(LENGTH_FIELD.unpack_from(self.file.data, self.skip(8))[0])
+        return int(LENGTH_FIELD.unpack_from(self.file.data, self.skip_and_return_start(8))[0])
 
     def read_string(self) -> str:
         """Read a string: its length as u64, then its bytes in UTF-8.
@@ -122,7 +122,7 @@ class Cursor:
         length is damaged, and it reaches into the weights.
         """
         size = self.read_u64()
-        start = self.skip(size)
+        start = self.skip_and_return_start(size)
         if size > DIRECT_READ_BYTES:
             return self._read_long_string(start, size)
         return str(self.file.data[start : start + size], "utf-8", "replace")
@@ -173,7 +173,7 @@ class Cursor:
         size = self.read_u64()
         if not 1 <= size <= 0xFFFF:
             raise self.error(f"has a name of {size} bytes; need 1 to 65,535")
-        start = self.skip(size)
+        start = self.skip_and_return_start(size)
         if size > DIRECT_READ_BYTES:
             return self._read_long_string(start, size)
         try:
@@ -181,7 +181,7 @@ class Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
-    def skip_strings(self, count: int) -> None:
+    def skip_strings_undecoded(self, count: int) -> None:
         """Move the cursor over the next `count` strings without decoding their text.
 
         Each string begins with its length, so the lengths must be found one after the other. This takes most of the

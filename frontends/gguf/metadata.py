@@ -14,7 +14,7 @@ from typing import TypeAlias, Union, overload
 import numpy as np
 
 from ...graph.lazy_dataclass import dataclass
-from .mapped_file import Cursor, MappedFile, format_name_for_message
+from .mapped_file import HeaderCursor, MappedFile, format_name_for_message
 
 MAX_DEPTH = 4
 """Largest nesting of arrays; the format permits any depth, and this bounds the recursion for hostile files."""
@@ -52,12 +52,12 @@ class MetadataType(Enum):
 
 TYPES_BY_NUMBER = {kind.number: kind for kind in MetadataType}
 
-MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
+MetadataValue: TypeAlias = Union[int, float, bool, str, "LazyMetadataArray"]
 """The decoded form of one metadata value or one array element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MetadataArray(Sequence[MetadataValue]):
+class LazyMetadataArray(Sequence[MetadataValue]):
     """A metadata array of `length` elements of `item_type`, decoded only when it is used.
 
     `numpy` returns numbers without a copy. The first access to another element decodes all elements at once.
@@ -111,7 +111,7 @@ class MetadataArray(Sequence[MetadataValue]):
         return self._decoded_items[0]
 
     def _decode_items(self) -> list[MetadataValue]:
-        cursor = Cursor(self._file, self._start, "metadata array")
+        cursor = HeaderCursor(self._file, self._start, "metadata array")
         if self.item_type is MetadataType.STRING:
             return [*cursor.read_strings(self.length)]
         return [read_undecoded_array(cursor) for _ in range(self.length)]
@@ -136,7 +136,7 @@ class MetadataArray(Sequence[MetadataValue]):
         return f"{self.item_type}[{self.length}]"
 
 
-def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
+def read_metadata(cursor: HeaderCursor, count: int) -> dict[str, MetadataValue]:
     """Read the next `count` metadata pairs of a header: values by key, in the order of the file.
 
     Raises:
@@ -155,7 +155,7 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
     return pairs
 
 
-def skip_pair(cursor: Cursor) -> str:
+def skip_pair(cursor: HeaderCursor) -> str:
     """Skip the pair at the cursor and return its key."""
     key = cursor.read_name()
     cursor.section = f"metadata {format_name_for_message(key)}"
@@ -163,7 +163,7 @@ def skip_pair(cursor: Cursor) -> str:
     return key
 
 
-def read_undecoded_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
+def read_undecoded_array(cursor: HeaderCursor, depth: int = 1) -> LazyMetadataArray:
     """Read the array at the cursor, but decode its elements only when they are used.
 
     The file must contain all of them.
@@ -175,29 +175,31 @@ def read_undecoded_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
     if count * kind.min_bytes > room:
         raise cursor.error(f"announces {count} {kind}s, {count * kind.min_bytes} bytes or more, but {room} are left")
     if kind is MetadataType.STRING:
-        cursor.skip_strings(count)
+        cursor.skip_strings_undecoded(count)
     elif kind is MetadataType.ARRAY:
         if depth == MAX_DEPTH:
             raise cursor.error(f"nests arrays more than {MAX_DEPTH} deep")
         for _ in range(count):
             read_undecoded_array(cursor, depth + 1)
     else:
-        cursor.skip(count * kind.min_bytes)
-    return MetadataArray(kind, count, cursor.file, start, cursor.position)
+        cursor.skip_and_return_start(count * kind.min_bytes)
+    return LazyMetadataArray(kind, count, cursor.file, start, cursor.position)
 
 
-def _read_type(cursor: Cursor) -> MetadataType:
+def _read_type(cursor: HeaderCursor) -> MetadataType:
     number = cursor.read_u32()
     if number not in TYPES_BY_NUMBER:
         raise cursor.error(f"has the unknown value type {number}; need 0 to {len(TYPES_BY_NUMBER) - 1}")
     return TYPES_BY_NUMBER[number]
 
 
-def _read_value(cursor: Cursor) -> MetadataValue:
+def _read_value(cursor: HeaderCursor) -> MetadataValue:
     kind = _read_type(cursor)
     if kind is MetadataType.STRING:
         return cursor.read_string()
     if kind.scalar_format is None:
         return read_undecoded_array(cursor)
-    value: int | float | bool = kind.scalar_format.unpack_from(cursor.file.data, cursor.skip(kind.min_bytes))[0]
+    value: int | float | bool = kind.scalar_format.unpack_from(
+        cursor.file.data, cursor.skip_and_return_start(kind.min_bytes)
+    )[0]
     return value

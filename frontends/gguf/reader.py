@@ -21,8 +21,8 @@ import numpy as np
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import did_you_mean
 from ..errors import ModelError
-from .mapped_file import Cursor, MappedFile, format_name_for_message, map_file
-from .metadata import MetadataArray, MetadataType, MetadataValue, read_metadata
+from .mapped_file import HeaderCursor, MappedFile, format_name_for_message, map_file
+from .metadata import LazyMetadataArray, MetadataType, MetadataValue, read_metadata
 from .tensor import Tensor, read_tensor_entries, resolve_tensor_entries
 
 MAGIC = b"GGUF"
@@ -32,7 +32,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 SPLIT_FILE_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
-Value = TypeVar("Value", int, float, bool, str, MetadataArray)
+Value = TypeVar("Value", int, float, bool, str, LazyMetadataArray)
 Scalar = TypeVar("Scalar", int, float, bool, str)
 
 
@@ -40,7 +40,7 @@ Scalar = TypeVar("Scalar", int, float, bool, str)
 class Gguf:
     """An open GGUF model: the metadata of its first file, and the tensors of all its files.
 
-    `metadata` has values of int, float, bool, str and `MetadataArray`. `tensors` has the order of the files.
+    `metadata` has values of int, float, bool, str and `LazyMetadataArray`. `tensors` has the order of the files.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Gguf:
 
         Args:
             key: Name of the metadata pair.
-            kind: Required type: int, float, bool, str or `MetadataArray`. An integer is also accepted as a float.
+            kind: Required type: int, float, bool, str or `LazyMetadataArray`. An integer is also accepted as a float.
             default: Result for a missing key.
 
         Raises:
@@ -80,7 +80,7 @@ class Gguf:
         Raises:
             ModelError: The array is missing or has other elements.
         """
-        array = self.require(key, MetadataArray)
+        array = self.require(key, LazyMetadataArray)
         if array.item_type is not MetadataType.STRING:
             raise self._make_error(f"metadata {format_name_for_message(key)} is {array!r}; need an array of strings")
         return array.strings()
@@ -91,7 +91,7 @@ class Gguf:
         Raises:
             ModelError: The array is missing or not numeric.
         """
-        array = self.require(key, MetadataArray)
+        array = self.require(key, LazyMetadataArray)
         if array.item_type.storage_dtype is None:
             raise self._make_error(f"metadata {format_name_for_message(key)} is {array!r}; need an array of numbers")
         return array.numpy()
@@ -108,7 +108,7 @@ class Gguf:
         if value is None:
             need = f"need {_describe_type(kind)} or an array of {layers}"
             raise self._make_error(f"metadata {format_name_for_message(key)} is missing; {need}")
-        if not isinstance(value, MetadataArray):
+        if not isinstance(value, LazyMetadataArray):
             return (self._convert(key, value, kind),) * layers
         if len(value) < layers:
             raise self._make_error(
@@ -145,7 +145,7 @@ class Gguf:
         if type(value) is not kind:  # exact, because bool is an int to isinstance
             got = (
                 f"array {value!r}"
-                if isinstance(value, MetadataArray)
+                if isinstance(value, LazyMetadataArray)
                 else f"{type(value).__name__} {reprlib.repr(value)}"
             )
             raise self._make_error(f"metadata {format_name_for_message(key)} is {got}; need {_describe_type(kind)}")
@@ -212,7 +212,7 @@ class _SplitFile:
 
 
 def _open_split_file(path: Path, header_only: bool) -> _SplitFile:
-    cursor = Cursor(map_file(path))
+    cursor = HeaderCursor(map_file(path))
     version = _read_version(cursor)
     tensor_count, pair_count = cursor.read_u64(), cursor.read_u64()
     metadata = read_metadata(cursor, pair_count)
@@ -225,7 +225,7 @@ def _open_split_file(path: Path, header_only: bool) -> _SplitFile:
     return _SplitFile(cursor.file, version, MappingProxyType(metadata), MappingProxyType(tensors))
 
 
-def _read_version(cursor: Cursor) -> int:
+def _read_version(cursor: HeaderCursor) -> int:
     start = cursor.file.data[: len(MAGIC)]
     if start != MAGIC:
         if cursor.file.data[: len(LFS_PREFIX)] == LFS_PREFIX:
@@ -236,7 +236,7 @@ def _read_version(cursor: Cursor) -> int:
             f"is no GGUF file: starts with {start!r}, need {MAGIC!r}",
             "give a GGUF file, or a Hugging Face folder with config.json",
         )
-    cursor.skip(len(MAGIC))
+    cursor.skip_and_return_start(len(MAGIC))
     version = cursor.read_u32()
     if version and version & 0xFFFF == 0:  # a small number in big-endian order
         raise cursor.file.make_error(

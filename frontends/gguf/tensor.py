@@ -16,7 +16,7 @@ from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
 from ...ops.quantisation import dequantise
 from ...scheduler.runtime.packed_weight_files import WeightOrigin
-from .mapped_file import Cursor, MappedFile, format_name_for_message
+from .mapped_file import HeaderCursor, MappedFile, format_name_for_message
 
 MAX_AXES = 4
 MAX_TENSORS = 1 << 16
@@ -47,14 +47,14 @@ class Tensor:
         return prod(self.shape[:-1]) * self.row_bytes
 
     @property
-    def weight_origin(self) -> WeightOrigin:
+    def cache_identity(self) -> WeightOrigin:
         """The identity of the stored weight for caches of packed weights: path, size, modification time, offset."""
         return WeightOrigin(
             str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset
         )
 
     @property
-    def raw(self) -> np.ndarray:
+    def stored_elements(self) -> np.ndarray:
         """The stored elements as a read-only array over the mapped file, not dequantised.
 
         The array is ``dtype.storage`` [*shape], or uint8 [..., row bytes] for block types.
@@ -81,7 +81,7 @@ class Tensor:
         Raises:
             ModelError: The dtype has no dequantiser, or the file has no data (see `raw`).
         """
-        return dequantise(self.raw, self.dtype)
+        return dequantise(self.stored_elements, self.dtype)
 
     def __repr__(self) -> str:
         return f"%{self.name} : {self.dtype}[{'×'.join(map(str, self.shape))}]"
@@ -97,7 +97,7 @@ class TensorEntry:
     offset: int
 
 
-def read_tensor_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
+def read_tensor_entries(cursor: HeaderCursor, count: int) -> list[TensorEntry]:
     """Read the next `count` tensor descriptions of a header, in the order of the file.
 
     Raises:
@@ -117,7 +117,7 @@ def read_tensor_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
 
 
 def resolve_tensor_entries(
-    entries: list[TensorEntry], cursor: Cursor, alignment: int, header_only: bool
+    entries: list[TensorEntry], cursor: HeaderCursor, alignment: int, header_only: bool
 ) -> dict[str, Tensor]:
     """Resolve the tensor descriptions of a header to tensors with checked positions in the file, by name.
 
@@ -154,7 +154,7 @@ def resolve_tensor_entries(
     return tensors
 
 
-def _read_shape(cursor: Cursor) -> tuple[int, ...]:
+def _read_shape(cursor: HeaderCursor) -> tuple[int, ...]:
     axes = cursor.read_u32()
     if axes > MAX_AXES:
         raise cursor.error(f"has {axes} axes; need {MAX_AXES} or fewer")
@@ -164,7 +164,7 @@ def _read_shape(cursor: Cursor) -> tuple[int, ...]:
     return shape
 
 
-def _read_dtype(cursor: Cursor) -> DType:
+def _read_dtype(cursor: HeaderCursor) -> DType:
     number = cursor.read_u32()
     if number not in DTYPE_BY_GGML_NUMBER:
         raise cursor.error(

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
-from .mapped_file import Cursor, map_file
+from .mapped_file import HeaderCursor, map_file
 from .metadata import MAX_PAIRS, MetadataType, skip_pair
 from .reader import DEFAULT_ALIGNMENT, MAGIC, SPLIT_FILE_NAME
 
@@ -37,13 +37,13 @@ class TensorDescription:
         return int(np.prod(self.shape[:-1], dtype=np.int64)) * self.dtype.bytes_of(self.shape[-1])
 
 
-def encode_string(text: str) -> bytes:
+def encode_length_prefixed_string(text: str) -> bytes:
     """Return a string of a header: its length in bytes, and UTF-8; a lone surrogate becomes a question mark."""
     raw = text.encode("utf-8", "replace")
     return struct.pack("<Q", len(raw)) + raw
 
 
-def encode_pair(key: str, kind: MetadataType, value: int | float | str) -> bytes:
+def encode_metadata_pair(key: str, kind: MetadataType, value: int | float | str) -> bytes:
     """Return a metadata pair with one number or string.
 
     Args:
@@ -52,24 +52,24 @@ def encode_pair(key: str, kind: MetadataType, value: int | float | str) -> bytes
         value: A string for `MetadataType.STRING`, else a number that the type holds.
     """
     number = kind.scalar_format
-    raw = encode_string(str(value)) if number is None else number.pack(value)
-    return encode_string(key) + struct.pack("<I", kind.number) + raw
+    raw = encode_length_prefixed_string(str(value)) if number is None else number.pack(value)
+    return encode_length_prefixed_string(key) + struct.pack("<I", kind.number) + raw
 
 
-def encode_strings(key: str, strings: Sequence[str]) -> bytes:
+def encode_string_array_pair(key: str, strings: Sequence[str]) -> bytes:
     """Return a metadata pair with an array of strings."""
     kind = struct.pack("<IIQ", MetadataType.ARRAY.number, MetadataType.STRING.number, len(strings))
-    return encode_string(key) + kind + b"".join(map(encode_string, strings))
+    return encode_length_prefixed_string(key) + kind + b"".join(map(encode_length_prefixed_string, strings))
 
 
-def read_encoded_pairs(path: Path) -> dict[str, bytes]:
+def read_encoded_metadata_pairs(path: Path) -> dict[str, bytes]:
     """Return the metadata pairs of one file as bytes, by their keys, in the order of the file.
 
     Raises:
         ModelError: The header of the file is damaged.
     """
-    cursor = Cursor(map_file(path))
-    cursor.skip(len(MAGIC) + 4)
+    cursor = HeaderCursor(map_file(path))
+    cursor.skip_and_return_start(len(MAGIC) + 4)
     cursor.read_u64()
     count = cursor.read_u64()
     if count > MAX_PAIRS:
@@ -82,12 +82,12 @@ def read_encoded_pairs(path: Path) -> dict[str, bytes]:
     return pairs
 
 
-def pad_to(size: int, alignment: int) -> int:
+def round_up_to_multiple(size: int, alignment: int) -> int:
     """Return the next multiple of `alignment` from `size` on."""
     return -(-size // alignment) * alignment
 
 
-def encode_header(
+def encode_padded_header(
     pairs: Mapping[str, bytes], tensors: Sequence[TensorDescription], alignment: int = DEFAULT_ALIGNMENT
 ) -> bytes:
     """Return the header of a file, padded to the start of the tensor data.
@@ -101,20 +101,20 @@ def encode_header(
     offset = 0
     for tensor in tensors:
         axes = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
-        parts += [encode_string(tensor.name), axes, struct.pack("<IQ", tensor.dtype.ggml, offset)]
-        offset += pad_to(tensor.nbytes, alignment)
+        parts += [encode_length_prefixed_string(tensor.name), axes, struct.pack("<IQ", tensor.dtype.ggml, offset)]
+        offset += round_up_to_multiple(tensor.nbytes, alignment)
     header = b"".join(parts)
-    return header.ljust(pad_to(len(header), alignment), b"\0")
+    return header.ljust(round_up_to_multiple(len(header), alignment), b"\0")
 
 
-def write_tensor(file: BinaryIO, tensor: TensorDescription, parts: Iterable[np.ndarray], alignment: int) -> None:
+def write_padded_tensor(file: BinaryIO, tensor: TensorDescription, parts: Iterable[np.ndarray], alignment: int) -> None:
     """Write the data of a tensor and the padding after it.
 
     Args:
         file: Position of the data.
         tensor: Description that the header has.
         parts: Contiguous arrays of the stored elements, in their order.
-        alignment: As for `encode_header`.
+        alignment: As for `encode_padded_header`.
 
     Raises:
         ValueError: The parts have another size than the description.
@@ -125,7 +125,7 @@ def write_tensor(file: BinaryIO, tensor: TensorDescription, parts: Iterable[np.n
         written += part.nbytes
     if written != tensor.nbytes:
         raise ValueError(f"tensor {tensor.name}: got {written} bytes, need {tensor.nbytes}")
-    file.write(bytes(pad_to(written, alignment) - written))
+    file.write(bytes(round_up_to_multiple(written, alignment) - written))
 
 
 def name_split_file(path: Path, number: int, count: int) -> Path:

@@ -20,9 +20,9 @@ from ..errors import ModelError
 from ..models import Model
 from .prefill_chunks import (
     F32,
-    ChunkedPrefill,
+    PipelinedChunkedPrefill,
     PrefillChunk,
-    as_token_ids,
+    convert_to_token_ids,
     join_chunk_rows,
     next_power_of_two,
     split_tokens_into_chunks,
@@ -79,13 +79,13 @@ class MicroBatchedSession:
 
         If a micro-batch fails, no sequence is changed.
         """
-        token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
+        token_ids = [convert_to_token_ids(i, new) for i, new in enumerate(tokens)]
         if len(token_ids) != self.sequences:
             raise ModelError(f"got tokens for {len(token_ids)} sequences, the session has {self.sequences}")
         microbatch_tokens = [token_ids[place.start : place.stop] for place in self.sequence_ranges]
         with self.device_lock:
             for one, own, place in zip(self.sessions, microbatch_tokens, self.sequence_ranges, strict=True):
-                one.require_valid_tokens(own, hidden, place.start)
+                one.require_evaluable_tokens(own, hidden, place.start)
             if self.is_traced:
                 return self._run_sequentially(microbatch_tokens, every_position, hidden)
             return self._run_pipelined(microbatch_tokens, every_position, hidden)
@@ -128,7 +128,10 @@ class MicroBatchedSession:
                 one.end_prefill(reading, list(islice(outputs, len(reading.chunks))))
                 for one, reading in zip(self.sessions, readings, strict=True)
             ]
-        nothing, answers = self.sessions[0].make_idle_rows(hidden), zip(microbatch_tokens, parts, rows, strict=True)
+        nothing, answers = (
+            self.sessions[0].create_empty_idle_rows(hidden),
+            zip(microbatch_tokens, parts, rows, strict=True),
+        )
         return [rows for read in answers for rows in join_chunk_rows(*read, every_position, nothing)]
 
     @validate_arguments(ModelError, sequence=integer_between(0))
@@ -194,13 +197,13 @@ class _PipelinedDecodeSchedule:
         self.sequence_ranges, self._sessions = all_of_them.sequence_ranges, all_of_them.sessions
         self._exit_stack = around
         self._pipelined_runs: PipelinedRuns | None = None
-        self._pending_steps: deque[tuple[Session, ChunkedPrefill]] = deque()
+        self._pending_steps: deque[tuple[Session, PipelinedChunkedPrefill]] = deque()
 
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         from ...scheduler import PipelinedRuns
 
         session = self._sessions[group]
-        session.require_valid_tokens(tokens, first=self.sequence_ranges[group].start)
+        session.require_evaluable_tokens(tokens, first=self.sequence_ranges[group].start)
         reading = session.make_chunked_prefill([tokens])
         if self._pipelined_runs is not None and not session.has_bound_pipelines(reading):
             self._pipelined_runs.wait_for_all()  # planning needs idle devices

@@ -20,12 +20,12 @@ def compute_model_digest(model: Model) -> str:
     It covers the architecture, the adapters, the names, shapes and dtypes of tensors, and the data of small tensors.
     """
     sha = hashlib.sha256(model.architecture.encode())
-    sha.update(" ".join(map(repr, model.adapters.scales)).encode())
+    sha.update(" ".join(map(repr, model.adapters.lora_and_control_scales)).encode())
     adapted = model.adapters.tensors
     for name, tensor in sorted(model.tensors.items()):
         sha.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
         if tensor.nbytes <= 1 << 16 or name in adapted:  # norms and biases differ between fine-tunings of one shape
-            sha.update(tensor.raw.tobytes())
+            sha.update(tensor.stored_elements.tobytes())
     return sha.hexdigest()
 
 

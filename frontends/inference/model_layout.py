@@ -12,11 +12,11 @@ from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.spec import Spec
 from ...scheduler import HostOffload, Plan, Store, plan_with_cache
-from ...scheduler.costs.rank_speeds import agree_on_speeds
+from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..models import Model, Step
 from .device_group import DeviceGroup, resolve_devices
 from .model_digest import make_shared_mapping_key
-from .prefill_chunks import compute_chunk_sizes
+from .prefill_chunks import list_allowed_chunk_sizes
 
 if TYPE_CHECKING:
     from ...scheduler import Workload
@@ -72,8 +72,8 @@ def plan_model_layout(
 
     use = (
         replace(
-            make_workload(graph_with, first_step.sequences, first_step.context),
-            lone_hardware=find_lone_hardware(on, asked, one, world),
+            create_layout_workload(graph_with, first_step.sequences, first_step.context),
+            lone_hardware=find_speeds_of_first_device_alone(on, asked, one, world),
         )
         if can_pipeline and on.split_mode == "auto" and len(asked) > 1
         else None
@@ -81,7 +81,11 @@ def plan_model_layout(
 
     def plan_graph(graph: Graph, group: Devices, **how: Any) -> Plan:
         return plan_with_cache(
-            graph, group, place=place, hardware=agree_on_speeds(group, world).hardware_for_graph(graph), **how
+            graph,
+            group,
+            place=place,
+            hardware=agree_on_slowest_rank_speeds(group, world).hardware_for_graph(graph),
+            **how,
         )
 
     options = partial(plan_graph, split_mode=on.split_mode, use=use)
@@ -108,7 +112,7 @@ def plan_model_layout(
     return plan_graph(one, offload_plan.group, like=offload_plan)
 
 
-def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Workload:
+def create_layout_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Workload:
     """Make the workload for which a model layout is chosen: each sequence reads a prompt and then decodes tokens.
 
     Args:
@@ -119,10 +123,12 @@ def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context
     from ...scheduler import Workload
 
     prompt = min(ASSUMED_PROMPT_TOKENS, context)
-    return Workload(cache(graph_of), compute_chunk_sizes(prompt), sequences, prompt, ASSUMED_NEW_TOKENS)
+    return Workload(cache(graph_of), list_allowed_chunk_sizes(prompt), sequences, prompt, ASSUMED_NEW_TOKENS)
 
 
-def find_lone_hardware(on: DeviceGroup, group: Devices, graph: Graph, world: World = SINGLE_PROCESS) -> Hardware | None:
+def find_speeds_of_first_device_alone(
+    on: DeviceGroup, group: Devices, graph: Graph, world: World = SINGLE_PROCESS
+) -> Hardware | None:
     """Find the speeds of the first device for the case that a session uses no other device.
 
     Without a thread count, such a device gets all processors that the devices of its machine would share. Return None
@@ -131,11 +137,15 @@ def find_lone_hardware(on: DeviceGroup, group: Devices, graph: Graph, world: Wor
     if on.threads is not None or len(group) == 1 or world.size > 1:
         return None
     lone = resolve_devices(replace(on, devices=(str(group[0][1]),)), world)
-    alone, together = (agree_on_speeds(devices, world).hardware_for_graph(graph) for devices in (lone, group))
+    alone, together = (
+        agree_on_slowest_rank_speeds(devices, world).hardware_for_graph(graph) for devices in (lone, group)
+    )
     return alone if alone.source == together.source else None
 
 
-def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:
+def load_weights_largest_first(
+    store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None
+) -> None:
     """Load every weight of a plan from the model into a store.
 
     Large weights come first, while little else is in memory. The others follow in the order of the graph. `on_progress`
@@ -149,7 +159,7 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
     store.loaded_bytes.skip_ranks_with_shared_files(make_shared_mapping_key([t.file for t in tensors.values()]))
     for name, tensor in tensors.items():
         spec = Spec(tensor.shape, tensor.dtype)
-        store.bind(name, tensor.raw, spec, plan.leaves[name], tensor.weight_origin, tensor.release_memory)
+        store.bind(name, tensor.stored_elements, spec, plan.leaves[name], tensor.cache_identity, tensor.release_memory)
         done += tensor.nbytes
         if on_progress:
             on_progress(LoadProgress(done, total))

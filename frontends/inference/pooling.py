@@ -17,7 +17,7 @@ EMBED_BATCH_TEXTS = 8
 """Maximum texts that `hocket.Model` pools at once."""
 
 
-def choose_pooling(kind: object) -> Any:
+def choose_pooling_function(kind: object) -> Any:
     """Return the function of a pooling type, which pools rows f32[n, width] to one vector f32[width].
 
     Raises:
@@ -36,13 +36,13 @@ def choose_pooling(kind: object) -> Any:
     return pooling_functions[kind]
 
 
-def read_pooling(metadata: Mapping[str, object], architecture: str) -> Any:
+def read_pooling_function(metadata: Mapping[str, object], architecture: str) -> Any:
     """Return the pooling function of a model file; without a pooling type it is the mean.
 
     Raises:
-        ModelError: As `choose_pooling`.
+        ModelError: As `choose_pooling_function`.
     """
-    return choose_pooling(metadata.get(f"{architecture}.pooling_type", MEAN_POOLING))
+    return choose_pooling_function(metadata.get(f"{architecture}.pooling_type", MEAN_POOLING))
 
 
 def _pool_mean(rows: F32) -> F32:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.array_checks import as_number_array
+from ...graph.array_checks import as_real_number_array
 from ...graph.lazy_dataclass import dataclass
 from ...scheduler import Plan
 from ..errors import ModelError
@@ -32,12 +32,12 @@ PrefillChunk = Sequence[list[int]]
 """New tokens of each sequence that run together; an idle sequence has an empty list."""
 
 
-def can_chunk(tokens: int) -> bool:
+def is_long_enough_to_chunk(tokens: int) -> bool:
     """Return whether a prompt of `tokens` tokens is long enough for more than one chunk."""
     return tokens > MIN_CHUNK_TOKENS
 
 
-def compute_pipeline_depth(plan: Plan) -> int:
+def count_useful_pipeline_stages(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan; 1 if pipelined runs would hardly be faster."""
     if len(plan.device_plans) == 1:
         return 1
@@ -50,7 +50,7 @@ def compute_pipeline_depth(plan: Plan) -> int:
     return count_pipeline_stages(plan) if estimate_pipeline_speedup(plan) >= MIN_PIPELINE_SPEEDUP else 1
 
 
-def compute_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
+def list_allowed_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
     """Return the allowed chunk sizes in tokens, ascending, up to `max_tokens`.
 
     Example: up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
@@ -66,8 +66,8 @@ def compute_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
 def round_up_to_chunk_size(tokens: int, max_tokens: int) -> int:
     """Return the smallest allowed chunk size that holds `tokens` tokens, at most `max_tokens`."""
     return (
-        next(size for size in compute_chunk_sizes(max_tokens) if size >= tokens)
-        if can_chunk(tokens)
+        next(size for size in list_allowed_chunk_sizes(max_tokens) if size >= tokens)
+        if is_long_enough_to_chunk(tokens)
         else next_power_of_two(tokens)
     )
 
@@ -77,7 +77,7 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def split_into_equal_chunks(tokens: int, max_tokens: int) -> tuple[int, ...]:
+def split_into_full_chunks(tokens: int, max_tokens: int) -> tuple[int, ...]:
     """Split `tokens` tokens into chunks of `max_tokens` tokens, and return their sizes; the last one may be smaller."""
     return tuple(min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens))
 
@@ -100,7 +100,7 @@ def choose_pipelined_chunks(
     """
     from ...scheduler import ChunkTimeModel, choose_prefill_chunks
 
-    sizes = compute_chunk_sizes(max_tokens)
+    sizes = list_allowed_chunk_sizes(max_tokens)
     ends = [past_tokens + min(sizes[0], prompt_tokens), past_tokens + prompt_tokens]
     cells = {context_bucket_of(length): length for length in ends}
     predicted = ChunkTimeModel(
@@ -128,7 +128,7 @@ def explain_prefill_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callab
     stages, at_once = count_pipeline_stages(whole_plan), format_seconds(whole_plan.cost.total)
     if stages == 1:
         why = "all devices meet, so that none can begin with other tokens"
-    elif not can_chunk(prompt_tokens):
+    elif not is_long_enough_to_chunk(prompt_tokens):
         why = f"parts have {MIN_CHUNK_TOKENS} tokens at least"
     elif (times := estimate_pipeline_speedup(plan_of(1))) < MIN_PIPELINE_SPEEDUP:
         why = (
@@ -136,7 +136,7 @@ def explain_prefill_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callab
             f"and have to be {MIN_PIPELINE_SPEEDUP} times as fast"
         )
     else:
-        sizes = compute_chunk_sizes(prompt_tokens)
+        sizes = list_allowed_chunk_sizes(prompt_tokens)
         predicted = ChunkTimeModel(
             lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (prompt_tokens, prompt_tokens)
         )
@@ -158,7 +158,7 @@ def split_tokens_into_chunks(tokens: PrefillChunk, sizes: Iterable[int]) -> list
     return [[new[start:end] for new in tokens] for start, end in pairwise(ends)]
 
 
-def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
+def choose_logits_or_hidden_per_chunk(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
     """Choose for each chunk of a prompt whether it returns ``logits`` or only ``hidden`` rows.
 
     The output matrix is large, so a chunk returns logits only if the caller needs them.
@@ -168,7 +168,7 @@ def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hi
     return ["logits" if logits else "hidden" for logits in asked]
 
 
-def advance_lengths(
+def advance_lengths_and_recent_tokens(
     chunk: PrefillChunk, lengths: Sequence[int], recent_tokens: list[list[int]], recent_count: int
 ) -> tuple[list[int], list[list[int]]]:
     """Return the state of all sequences after a chunk: their lengths, and the last `recent_count` tokens of each.
@@ -196,7 +196,7 @@ class ReversibleStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedPrefill:
+class PipelinedChunkedPrefill:
     """A prompt in chunks that run pipelined over the devices: the step, the inputs and the output kind of each chunk.
 
     `lengths` and `recent` are the lengths and the recent tokens of the sequences after the last chunk.
@@ -221,7 +221,7 @@ class ChunkedPrefill:
         return [split_output_rows(one[name], part, self.every_position, idle_rows) for one, name, part in outputs]
 
 
-def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
+def list_sequence_token_pairs(chunk: PrefillChunk) -> list[tuple[int, int]]:
     """List all new tokens of a chunk as pairs: the number of the sequence, and the index of the token in it."""
     return [(i, t) for i, new in enumerate(chunk) for t in range(len(new))]
 
@@ -261,7 +261,7 @@ def join_chunk_rows(
     return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else idle_rows for rows in rows_of]
 
 
-def as_token_ids(sequence: int, tokens: TokenIds) -> list[int]:
+def convert_to_token_ids(sequence: int, tokens: TokenIds) -> list[int]:
     """Return the tokens from a caller as a list of integers; `sequence` names them in messages.
 
     Raises:
@@ -269,7 +269,7 @@ def as_token_ids(sequence: int, tokens: TokenIds) -> list[int]:
     """
     if type(tokens) is list and all(type(token) is int for token in tokens):
         return tokens
-    ids = as_number_array(f"tokens of sequence {sequence}", tokens, ModelError)
+    ids = as_real_number_array(f"tokens of sequence {sequence}", tokens, ModelError)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ModelError(
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"

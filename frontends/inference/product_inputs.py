@@ -48,7 +48,7 @@ class WeightProduct:
     ids: Value | None
 
 
-def find_weight_products(graph: Graph) -> Iterator[WeightProduct]:
+def find_distinct_weight_products(graph: Graph) -> Iterator[WeightProduct]:
     """Yield each product of the graph that reads a weight; parts of a weight with the same input count once."""
     known = set()
     for node in graph.nodes:
@@ -56,7 +56,7 @@ def find_weight_products(graph: Graph) -> Iterator[WeightProduct]:
             continue
         w, x, *others = node.inputs
         ids = others[0] if others else None
-        leaf = _find_leaf(w)
+        leaf = _find_viewed_weight(w)
         if leaf is None or (leaf, x, ids) in known:
             continue
         known.add((leaf, x, ids))
@@ -67,7 +67,7 @@ def find_weight_products(graph: Graph) -> Iterator[WeightProduct]:
             yield WeightProduct(leaf.node.name, matrices, x, ids)
 
 
-def _find_leaf(value: Value) -> Value | None:
+def _find_viewed_weight(value: Value) -> Value | None:
     """Return the weight that a value is a view of, with the same columns; None for another value."""
     columns = value.shape[-1]
     while value.node.op in VIEW_OPS and value.node.inputs[0].shape[-1:] == (columns,):
@@ -75,7 +75,7 @@ def _find_leaf(value: Value) -> Value | None:
     return value if value.node.op == "weight" else None
 
 
-def sum_input_energy(product: WeightProduct) -> tuple[Value, Value | int]:
+def build_input_energy_sums_and_rows(product: WeightProduct) -> tuple[Value, Value | int]:
     """Build the sums of squares of a product, f32[matrices, columns], and the rows of each matrix.
 
     The rows are f32[matrices, 1] for chosen experts. Otherwise they are one number.
@@ -106,7 +106,7 @@ def _make_identity(size: int) -> Value:
     return constant(f"identity.{size}", np.eye(size, dtype=np.float32))
 
 
-class ProductInputWatch(StepWatch):
+class InputEnergyWatch(StepWatch):
     """Passes the sums of squares of all selected products to a function after each step.
 
     Args:
@@ -118,9 +118,9 @@ class ProductInputWatch(StepWatch):
         self._selects, self._see = selects, see
 
     def _select_products(self, graph: Graph) -> list[WeightProduct]:
-        return [p for p in find_weight_products(graph) if self._selects(p.name)]
+        return [p for p in find_distinct_weight_products(graph) if self._selects(p.name)]
 
-    def require_match(self, graph: Graph) -> None:
+    def require_watched_values(self, graph: Graph) -> None:
         """Require that the graph has at least one selected product.
 
         Raises:
@@ -138,27 +138,27 @@ class ProductInputWatch(StepWatch):
         for i, product in enumerate(self._select_products(graph)):
             key = (product.matrices, product.x, product.ids)
             if key not in known:  # several weights read one input
-                known[key] = sum_input_energy(product)
+                known[key] = build_input_energy_sums_and_rows(product)
             sums, rows = known[key]
-            values[_Label(product.name, i, rows if isinstance(rows, int) else 0).text] = sums
+            values[_WatchedOutputName(product.name, i, rows if isinstance(rows, int) else 0).text] = sums
             if not isinstance(rows, int):
-                values[_Label(product.name, i, -1).text] = rows
+                values[_WatchedOutputName(product.name, i, -1).text] = rows
         return with_observed_values(graph, values)
 
-    def report_step(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
+    def pass_on_step_outputs(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
         """Pass the sums of a step on; the positions have no effect."""
         from ...scheduler import select_observed_outputs
 
-        observed = {_Label.parse(name): array for name, array in select_observed_outputs(outputs).items()}
+        observed = {_WatchedOutputName.parse(name): array for name, array in select_observed_outputs(outputs).items()}
         for label, sums in observed.items():
             if label.rows > 0:
                 self._see(label.name, sums, np.array([label.rows], np.float32))
             elif label.rows == 0:
-                self._see(label.name, sums, observed[_Label(label.name, label.number, -1)].reshape(-1))
+                self._see(label.name, sums, observed[_WatchedOutputName(label.name, label.number, -1)].reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)
-class _Label:
+class _WatchedOutputName:
     """The name of an observed output: the weight, the number of the product, and its rows.
 
     `rows` is 0 for the sums of experts, and -1 for the output with their rows.
@@ -173,6 +173,6 @@ class _Label:
         return f"{self.name}#{self.number}#{self.rows}"
 
     @classmethod
-    def parse(cls, text: str) -> _Label:
+    def parse(cls, text: str) -> _WatchedOutputName:
         name, number, rows = text.rsplit("#", 2)
         return cls(name, int(number), int(rows))

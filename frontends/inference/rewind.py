@@ -28,7 +28,7 @@ def make_checkpoint(session: Session) -> SessionCheckpoint:
     KV caches need no copy: later tokens only write cells after the end of a sequence, which are not read.
     """
     with session.store.device_lock:
-        states = {n: np.array(session.store.state(n)) for n in session.state_names if not session.is_cache(n)}
+        states = {n: np.array(session.store.state(n)) for n in session.state_names if not session.is_per_cell_cache(n)}
         return SessionCheckpoint(tuple(session.lengths), tuple(session.recent), states)
 
 

@@ -24,11 +24,11 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
 from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from ..errors import ModelError
-from ..models.inputs.step import count_cache_rows
+from ..models.inputs.step import count_cache_rows_with_spare
 from ..terminal.arguments import describe_os_error
 from .micro_batches import MicroBatchedSession
 from .model_digest import compute_model_digest
-from .prefill_chunks import as_token_ids
+from .prefill_chunks import convert_to_token_ids
 from .session import Session
 
 STATE_FORMAT = "hocket-state-2"
@@ -67,11 +67,11 @@ def save_state(
     """
     captured = capture_state(session, tokens, talk=talk)
     if not session.world.rank:
-        write_state(captured, path)
+        write_state_atomically(captured, path)
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedSessionState:
     """The saved state of a session, as in a file: a header, and the rows in use of each state by name."""
 
     header: Mapping[str, object]
@@ -83,8 +83,8 @@ def capture_state(
     tokens: Sequence[Sequence[int]],
     *,
     talk: Mapping[str, object] | None = None,
-) -> SavedState:
-    """Copy the states of a session, so that `write_state` can write them while the session goes on.
+) -> SavedSessionState:
+    """Copy the states of a session, so that `write_state_atomically` can write them while the session goes on.
 
     Args:
         session: The session. All ranks make this call.
@@ -99,14 +99,14 @@ def capture_state(
             "context": session.context,
             "lengths": session.lengths,
             "recent": session.recent,
-            "tokens": [as_token_ids(i, row) for i, row in enumerate(tokens)],
+            "tokens": [convert_to_token_ids(i, row) for i, row in enumerate(tokens)],
             **({} if talk is None else {"talk": talk}),
         }
         shares = {name: [_copy_rows_in_use(one, name) for one in session.sessions] for name in first.state_names}
-        return SavedState(header, {name: np.concatenate(own) for name, own in shares.items()})
+        return SavedSessionState(header, {name: np.concatenate(own) for name, own in shares.items()})
 
 
-def write_state(state: SavedState, path: str | Path) -> None:
+def write_state_atomically(state: SavedSessionState, path: str | Path) -> None:
     """Write a captured state to a file, completely or not at all. Raises `OSError`."""
     text = np.frombuffer(json.dumps(state.header).encode(), np.uint8)
     arrays = {f"state/{name}": array for name, array in state.arrays.items()}
@@ -124,13 +124,13 @@ def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list
     Raises:
         ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
     """
-    with _named_as_no_state(path):
+    with _convert_parse_errors_to_model_error(path):
         state = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes))
-    return apply_state(session, state, path)
+    return restore_saved_state(session, state, path)
 
 
-def read_state(path: str | Path, max_bytes: int) -> SavedState:
-    """Read a saved state of at most `max_bytes` bytes, for `apply_state`.
+def read_state(path: str | Path, max_bytes: int) -> SavedSessionState:
+    """Read a saved state of at most `max_bytes` bytes, for `restore_saved_state`.
 
     Raises:
         ModelError: The file is damaged, or larger.
@@ -139,11 +139,13 @@ def read_state(path: str | Path, max_bytes: int) -> SavedState:
     size = Path(path).stat().st_size
     if size > max_bytes:
         raise ModelError(f"{path}: has {size} bytes, but a state here has {max_bytes} at most; choose another file")
-    with _named_as_no_state(path):
+    with _convert_parse_errors_to_model_error(path):
         return _parse_saved_state(Path(path).read_bytes())
 
 
-def apply_state(session: Session | MicroBatchedSession, state: SavedState, path: str | Path) -> list[list[int]]:
+def restore_saved_state(
+    session: Session | MicroBatchedSession, state: SavedSessionState, path: str | Path
+) -> list[list[int]]:
     """Restore the states of a session from the content of a file, and return the tokens of each sequence.
 
     Args:
@@ -155,9 +157,9 @@ def apply_state(session: Session | MicroBatchedSession, state: SavedState, path:
         ModelError: The state is of another model or other sequences, or does not fit the context.
     """
     arrays = dict(state.arrays)
-    with _named_as_no_state(path):
+    with _convert_parse_errors_to_model_error(path):
         lengths, tokens = _parse_header(session, state.header)
-        recent = _parse_recent_tokens(session, state.header, lengths)
+        recent = _parse_and_check_recent_tokens(session, state.header, lengths)
         expected_shapes = {
             name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names
         }
@@ -177,7 +179,7 @@ def apply_state(session: Session | MicroBatchedSession, state: SavedState, path:
 
 
 @contextmanager
-def _named_as_no_state(path: str | Path) -> Iterator[None]:
+def _convert_parse_errors_to_model_error(path: str | Path) -> Iterator[None]:
     """Convert each `ValueError` and `KeyError` in this context to a `ModelError` that names the file."""
     try:
         yield
@@ -200,8 +202,8 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
     return talk
 
 
-def _parse_saved_state(saved: bytes) -> SavedState:
-    members = _read_archive(BytesIO(saved), len(saved))
+def _parse_saved_state(saved: bytes) -> SavedSessionState:
+    members = _read_zip_members(BytesIO(saved), len(saved))
     try:
         header = json.loads(_parse_npy_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
     except RecursionError:
@@ -211,10 +213,10 @@ def _parse_saved_state(saved: bytes) -> SavedState:
     if not all(name.startswith("state/") for name in members):
         raise ValueError("it holds more than states")
     states = {name.removesuffix(".npy"): _parse_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
-    return SavedState(header, {name.removeprefix("state/"): array for name, array in states.items()})
+    return SavedSessionState(header, {name.removeprefix("state/"): array for name, array in states.items()})
 
 
-def _read_archive(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:
+def _read_zip_members(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:
     """Read the members of a zip archive of `file_bytes` bytes, by name.
 
     Raises:
@@ -273,7 +275,7 @@ def _parse_header(
     return lengths, tokens
 
 
-def _parse_recent_tokens(
+def _parse_and_check_recent_tokens(
     session: Session | MicroBatchedSession, header: Mapping[str, object], lengths: Sequence[int]
 ) -> list[list[int]]:
     """Return the recent tokens of each sequence from the header of a saved state, after a check."""
@@ -308,34 +310,36 @@ def _compute_expected_shape(
 def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
     """Return how many rows of a state a file has: for a cache the rows in use, for other states all."""
     return (
-        len(_select_rows_in_use(session, name, lengths))
-        if session.is_cache(name)
+        len(_select_cache_rows_in_use(session, name, lengths))
+        if session.is_per_cell_cache(name)
         else session.store.state(name).shape[0]
     )
 
 
-def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+def _select_cache_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return the indices of the cache rows that hold tokens of a sequence, sequence by sequence.
 
     In a cache of a layer with an attention window, only the last tokens count. In a cache of token blocks, only
     complete blocks count.
     """
-    cells, window = session.cell_count(name), session.model.window_tokens(name)
+    cells, window = session.cell_count(name), session.model.attention_window_tokens(name)
     tokens = session.model.tokens_per_cell(name)
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
-    rows = count_cache_rows(cells)
+    rows = count_cache_rows_with_spare(cells)
     return np.concatenate([i * rows + positions % cells for i, positions in enumerate(seen)])
 
 
 def _copy_rows_in_use(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:
     whole = np.ascontiguousarray(session.store.state(name))
-    return whole[_select_rows_in_use(session, name, session.lengths)] if session.is_cache(name) else whole
+    return (
+        whole[_select_cache_rows_in_use(session, name, session.lengths)] if session.is_per_cell_cache(name) else whole
+    )
 
 
 def _restore_state(session: Session, name: str, array: npt.NDArray[np.generic], lengths: Sequence[int]) -> None:
     view = session.store.state(name)
-    if session.is_cache(name):
-        view[_select_rows_in_use(session, name, lengths)] = array
+    if session.is_per_cell_cache(name):
+        view[_select_cache_rows_in_use(session, name, lengths)] = array
     else:
         view[...] = array
 

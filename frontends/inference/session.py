@@ -17,33 +17,33 @@ from ...distributed import SINGLE_PROCESS, World
 from ...graph import require, validate_arguments
 from ...graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
 from ...scheduler import DeferredInterrupts, Executor, ImmediateInterrupts, Plan, Store, plan_with_cache
-from ...scheduler.costs.rank_speeds import agree_on_speeds
+from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..errors import ModelError
 from ..models import Batch, Model, Step
-from ..models.inputs.step import count_cache_rows
+from ..models.inputs.step import count_cache_rows_with_spare
 from ..run_config import DEFAULT_BATCH, ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup
 from ..text_limits import require_tokens_fit_context
-from .device_group import resolve_device_name
+from .device_group import resolve_exact_device_name
 from .model_digest import compute_model_digest
 from .model_layout import LoadProgress as LoadProgress
-from .model_layout import load_weights, plan_model_layout
+from .model_layout import load_weights_largest_first, plan_model_layout
 from .precision import make_step_graph_builder
 from .prefill_chunks import (
     F32,
-    ChunkedPrefill,
+    PipelinedChunkedPrefill,
     PrefillChunk,
     ReversibleStep,
-    advance_lengths,
-    as_token_ids,
-    can_chunk,
-    choose_output_kinds,
+    advance_lengths_and_recent_tokens,
+    choose_logits_or_hidden_per_chunk,
     choose_pipelined_chunks,
-    compute_pipeline_depth,
+    convert_to_token_ids,
+    count_useful_pipeline_stages,
+    is_long_enough_to_chunk,
     join_chunk_rows,
-    list_output_positions,
+    list_sequence_token_pairs,
     next_power_of_two,
     round_up_to_chunk_size,
-    split_into_equal_chunks,
+    split_into_full_chunks,
     split_output_rows,
     split_tokens_into_chunks,
 )
@@ -107,14 +107,14 @@ class Session:
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
-        model.require_context_fits(self.context)
+        model.require_context_within_training(self.context)
         self.on: DeviceGroup = on if like is None else like.on
         self._graph = make_step_graph_builder(model, self.on)
         self._wire, self._cache_dtypes = TRANSFER_DTYPES[self.on.wire], self.on.cache_dtypes
         if self.world.size > 1:
             own = f"one with the digest {compute_model_digest(model)[:16]}"
             self.world.require_agreement("model", own, "give all ranks the same file")
-        self._rules = tuple((pattern, resolve_device_name(device, self.on)) for pattern, device in self.on.place)
+        self._rules = tuple((pattern, resolve_exact_device_name(device, self.on)) for pattern, device in self.on.place)
         self._gives = "both" if model.mtp_block_count else "logits"
         self._token_step = self.make_step(1, 1, sequences)
         self._full_step = replace(self._token_step, output_kind="all") if model.mtp_block_count else self._token_step
@@ -127,7 +127,7 @@ class Session:
                 on, self.world, self._rules, self._graph, self._full_step, largest, can_pipeline=can_pipeline
             )
             self.group = self._layout_plan.group
-            self._speeds = agree_on_speeds(self.group, self.world)
+            self._speeds = agree_on_slowest_rank_speeds(self.group, self.world)
             self.store = Store(self.group, self.world, on.packed_weight_files)
         else:
             self.group, self._speeds = like.group, like._speeds
@@ -137,10 +137,12 @@ class Session:
             else:
                 self.store = like.store.view_sequences(first_sequence, sequences, like.sequences)
         if watch is not None:
-            watch.require_match(self._layout_plan.graph)  # before loading
+            watch.require_watched_values(self._layout_plan.graph)  # before loading
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
-        self.mtp_rows = [np.zeros((1, model.draft_columns), np.float32)] * sequences if model.mtp_block_count else []
+        self.mtp_rows = (
+            [np.zeros((1, model.draft_input_columns), np.float32)] * sequences if model.mtp_block_count else []
+        )
         """Per sequence the rows [rows, `Model.draft_columns`] that MTP blocks read with the next token."""
         self.reversible_step: ReversibleStep | None = None
         """The last step, if it was reversible."""
@@ -150,7 +152,7 @@ class Session:
         self.trace: Trace | None = None
         self.planning_seconds = 0.0
         if like is None:
-            load_weights(self.store, model, self._layout_plan, on_progress)
+            load_weights_largest_first(self.store, model, self._layout_plan, on_progress)
         self.store.buffers(self._layout_plan)  # allocates the states as zeros
 
     @validate_arguments(
@@ -178,9 +180,9 @@ class Session:
             hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
             reversible: Let `rewind.rewind_last_step` shorten this call, which may have one batch of tokens at most.
         """
-        token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
+        token_ids = [convert_to_token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.device_lock:
-            self.require_valid_tokens(token_ids, hidden)
+            self.require_evaluable_tokens(token_ids, hidden)
             longest = max(map(len, token_ids))
             sizes = self.choose_chunk_sizes(longest, max(self.lengths), reversible)
             if len(sizes) == 1:  # the path of every decoded token
@@ -191,15 +193,19 @@ class Session:
             runs: Iterable[list[F32]] = (self._run_chunk(part, every_position, hidden, False) for part in parts)
             if self._can_pipeline_chunks(longest):
                 runs = self._run_pipelined(parts, every_position, hidden)
-            return join_chunk_rows(token_ids, parts, runs, every_position, self.make_idle_rows(hidden))
+            return join_chunk_rows(token_ids, parts, runs, every_position, self.create_empty_idle_rows(hidden))
 
     @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
-    def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
+    def compile_plans_for_tokens(
+        self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False
+    ) -> None:
         """Build plans and kernels for `tokens` more tokens of sequence 0, which begin `behind` tokens after its end."""
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
-        outputs = choose_output_kinds(split_tokens_into_chunks([[0] * tokens], sizes), every_position, False)
+        outputs = choose_logits_or_hidden_per_chunk(
+            split_tokens_into_chunks([[0] * tokens], sizes), every_position, False
+        )
         for count, gives in zip(sizes, outputs, strict=True):
             length += count
             step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
@@ -211,7 +217,7 @@ class Session:
         step = self._step_for(max(map(len, part)), longest, every_position, gives, reversible)
         executor = self._executors.get(step) or self.executor(step)
         seen = np.concatenate([rows[-1:] for rows in self.mtp_rows]) if self.mtp_rows else None
-        rows = list_output_positions(part) if every_position else None
+        rows = list_sequence_token_pairs(part) if every_position else None
         inputs = self.model.inputs(step, Batch(part, self.lengths, rows, self.recent, seen))
         with DeferredInterrupts():  # states and lengths belong together
             results = executor.run(inputs)
@@ -220,19 +226,25 @@ class Session:
             if self.mtp_rows and not hidden:
                 self.mtp_rows = split_output_rows(results["hidden"], part, every_position, self.mtp_rows)
         if self.watch is not None:
-            self.watch.report_step(results, self.lengths[0] - len(part[0]), len(part[0]))
+            self.watch.pass_on_step_outputs(results, self.lengths[0] - len(part[0]), len(part[0]))
         output = results["hidden" if hidden else "logits"]
-        return split_output_rows(output, part, every_position, [self.make_idle_rows(hidden)] * self.sequences)
+        return split_output_rows(output, part, every_position, [self.create_empty_idle_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
         """Whether chunks run pipelined: on several stages, but not with MTP blocks, watch, trace or reversible step."""
-        alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
+        alone = (
+            not is_long_enough_to_chunk(tokens)
+            or reversible
+            or self.mtp_rows
+            or self.watch is not None
+            or self.trace is not None
+        )
         return not alone and self.model.is_causal and self._pipeline_depth > 1
 
     def choose_chunk_sizes(self, tokens: int, past_tokens: int, reversible: bool = False) -> tuple[int, ...]:
         """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
-            return split_into_equal_chunks(tokens, self.batch)
+            return split_into_full_chunks(tokens, self.batch)
         return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._get_context_bucket, self._plan_chunk)
 
     def _plan_chunk(self, tokens: int, length: int) -> Plan:
@@ -240,7 +252,7 @@ class Session:
 
     @cached_property
     def _pipeline_depth(self) -> int:
-        return compute_pipeline_depth(self._layout_plan)
+        return count_useful_pipeline_stages(self._layout_plan)
 
     def _run_pipelined(self, parts: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[list[F32]]:
         from ...scheduler import run_pipelined
@@ -252,40 +264,50 @@ class Session:
 
     def make_chunked_prefill(
         self, parts: Sequence[PrefillChunk], every_position: bool = False, hidden: bool = False
-    ) -> ChunkedPrefill:
-        lengths, recent, outputs = self.lengths, self.recent, choose_output_kinds(parts, every_position, hidden)
+    ) -> PipelinedChunkedPrefill:
+        lengths, recent, outputs = (
+            self.lengths,
+            self.recent,
+            choose_logits_or_hidden_per_chunk(parts, every_position, hidden),
+        )
         steps, inputs = [], []
         for part, gives in zip(parts, outputs, strict=True):
-            batch = Batch(part, lengths, list_output_positions(part) if every_position else None, recent)
-            lengths, recent = advance_lengths(part, lengths, recent, self.model.history_token_count)
+            batch = Batch(part, lengths, list_sequence_token_pairs(part) if every_position else None, recent)
+            lengths, recent = advance_lengths_and_recent_tokens(part, lengths, recent, self.model.history_token_count)
             steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
             inputs.append(self.model.inputs(steps[-1], batch))
-        return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
+        return PipelinedChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
-    def bind_chunks(self, prefill: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
+    def bind_chunks(
+        self, prefill: PipelinedChunkedPrefill
+    ) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
         """Prepare pipelined runs: return the plan of each chunk, bound to this session, together with its inputs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
-    def has_bound_pipelines(self, prefill: ChunkedPrefill) -> bool:
+    def has_bound_pipelines(self, prefill: PipelinedChunkedPrefill) -> bool:
         """Whether the plans of all chunks of a prefill are already bound to this session for pipelined runs."""
         return all(step in self._pipelines for step in prefill.steps)
 
-    def end_prefill(self, prefill: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
+    def end_prefill(
+        self, prefill: PipelinedChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]
+    ) -> list[list[F32]]:
         """Finish a prefill after all its chunks have run: advance the sequences, and return the rows of each chunk."""
         self.reversible_step, self.lengths, self.recent = None, prefill.lengths, prefill.recent
-        return prefill.split_chunk_rows_by_sequence(runs, [self.make_idle_rows(False)] * self.sequences)
+        return prefill.split_chunk_rows_by_sequence(runs, [self.create_empty_idle_rows(False)] * self.sequences)
 
-    def make_idle_rows(self, hidden: bool) -> F32:
+    def create_empty_idle_rows(self, hidden: bool) -> F32:
         """Return the empty rows that an idle sequence gets: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
     def advance_by(self, chunk: PrefillChunk) -> None:
         """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
-        self.lengths, self.recent = advance_lengths(chunk, self.lengths, self.recent, self.model.history_token_count)
+        self.lengths, self.recent = advance_lengths_and_recent_tokens(
+            chunk, self.lengths, self.recent, self.model.history_token_count
+        )
 
-    def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
+    def require_evaluable_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
         """Raise `ModelError` for tokens that `evaluate` refuses; `first` is the number of sequence 0 in messages."""
-        if self.model.is_encoder and not hidden:
+        if self.model.is_encoder_without_logits and not hidden:
             what = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
             raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
         if len(tokens) != self.sequences:
@@ -299,13 +321,15 @@ class Session:
                     "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
                 )
 
-    def is_cache(self, name: str) -> bool:
+    def is_per_cell_cache(self, name: str) -> bool:
         """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
-        return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
+        return bool(
+            self.store.state(name).shape[0] == self.sequences * count_cache_rows_with_spare(self.cell_count(name))
+        )
 
     def cell_count(self, cache: str) -> int:
         """Return the number of cells of a sequence in a cache: one per token or token block; a ring cache has fewer."""
-        ring = self._token_step.ring_cells(self.model.window_tokens(cache))
+        ring = self._token_step.ring_cells(self.model.attention_window_tokens(cache))
         return ring or -(-self.context // self.model.tokens_per_cell(cache))
 
     @property
@@ -369,11 +393,11 @@ class Session:
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
         """Append tokens in one step; yield how each value differs if its op runs on `device` with the same operands."""
-        new = as_token_ids(0, tokens)
+        new = convert_to_token_ids(0, tokens)
         with self.store.device_lock:
-            self.require_valid_tokens([new])
+            self.require_evaluable_tokens([new])
             step = self.make_step(len(new), self.lengths[0] + len(new))
-            raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
+            raw = {name: tensor.stored_elements for name, tensor in self.model.tensors.items()}
             from ...scheduler import NodeComparer
 
             compared = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
@@ -399,7 +423,9 @@ class Session:
 
             start = time.perf_counter()
             staying = {
-                name for name in self.state_names if self.is_cache(name) and self.cell_count(name) == self.context
+                name
+                for name in self.state_names
+                if self.is_per_cell_cache(name) and self.cell_count(name) == self.context
             }
             self._pipelines[step] = PipelinedPlan(self.plan(step), self.store, wire=self._wire, staying=staying)
             self.planning_seconds += time.perf_counter() - start
@@ -442,7 +468,7 @@ class Session:
             for name in self.store.states:
                 state = self.store.state(name)
                 rows = state.shape[0] // self.sequences
-                used = min(rows, length) if self.is_cache(name) else rows
+                used = min(rows, length) if self.is_per_cell_cache(name) else rows
                 state[sequence * rows : sequence * rows + used] = 0
 
 

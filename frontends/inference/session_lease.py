@@ -29,17 +29,17 @@ class SessionLease:
         """Whether the states of the only sequence were loaded from a file, and continued since."""
 
     @property
-    def only_session(self) -> Session:
+    def session_of_only_sequence(self) -> Session:
         """The session that has the states of the only sequence."""
         (session,) = self.session.sessions
         return session
 
     @property
-    def lookup_key(self) -> tuple[int, int]:
+    def sequence_count_and_context(self) -> tuple[int, int]:
         """The sequence count and the context in tokens; a model finds an idle lease by this key."""
         return self.session.sequences, self.session.context
 
-    def reuse_prefix(self, ids: list[int]) -> list[int]:
+    def reuse_prefix_or_reset(self, ids: list[int]) -> list[int]:
         """Return the tokens of `ids` that sequence 0 must still read, so that a known prefix is not read again.
 
         If `ids` begins differently, or has no further tokens, all sequences are reset and all of `ids` is returned.
@@ -105,7 +105,9 @@ class IdleSessions:
         first = self.first
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
-            if (lease := next((lease for lease in self._leases if lease.lookup_key == key), None)) is not None:
+            if (
+                lease := next((lease for lease in self._leases if lease.sequence_count_and_context == key), None)
+            ) is not None:
                 self._leases.remove(lease)
         if lease is None:
             lease = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
@@ -115,7 +117,7 @@ class IdleSessions:
             with self._lock:
                 self.lease_count += sequences == 1
                 if self._first is not None:
-                    others = [other for other in self._leases if other.lookup_key != key]
+                    others = [other for other in self._leases if other.sequence_count_and_context != key]
                     self._leases = [lease, *others][:MAX_IDLE_SESSIONS]
 
     def withdraw_first(self) -> bool:
@@ -134,7 +136,7 @@ class IdleSessions:
             self._leases.clear()
 
 
-def sum_bytes_by_device(models: Sequence[tuple[Session, Sequence[Session]]]) -> dict[str, dict[str, int]]:
+def sum_bytes_by_device_and_kind(models: Sequence[tuple[Session, Sequence[Session]]]) -> dict[str, dict[str, int]]:
     """Sum the bytes of sessions by device and kind: ``weight``, ``state`` and ``arena``.
 
     Each pair has the session that loaded the weights of a model, and further sessions over these weights.

@@ -50,7 +50,7 @@ class StepWatch(ABC):
     """
 
     @abstractmethod
-    def require_match(self, graph: Graph) -> None:
+    def require_watched_values(self, graph: Graph) -> None:
         """Require that the graph of a step has values to observe; called before weights are loaded."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class StepWatch(ABC):
         """Return the graph with the observed values as additional outputs."""
 
     @abstractmethod
-    def report_step(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
+    def pass_on_step_outputs(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
         """Receive the outputs of a step.
 
         Args:
@@ -83,7 +83,7 @@ class ValueWatch(StepWatch):
         require(ModelError, "Watch", "pattern", self.pattern, TEXT)
         require(ModelError, "ValueWatch", "see", self.see, CALLABLE)
 
-    def require_match(self, graph: Graph) -> None:
+    def require_watched_values(self, graph: Graph) -> None:
         """Require that the name of at least one value of the graph matches the pattern.
 
         Raises:
@@ -99,7 +99,7 @@ class ValueWatch(StepWatch):
 
         return with_observed_values(graph, select_matching_values(graph, self.pattern))
 
-    def report_step(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
+    def pass_on_step_outputs(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
         """Call the callback `see` with the statistics of the watched values among the outputs of a step."""
         from ...scheduler import select_observed_outputs
 

@@ -19,7 +19,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from ..gguf.hyperparameter_keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .decoder import Decoder
 from .families import FAMILIES
 from .hyperparameters import Hyperparameters
@@ -111,7 +111,7 @@ class Model:
         return self.hyper.vocabulary_size
 
     @property
-    def layers(self) -> int:
+    def layer_count_without_mtp(self) -> int:
         """Number of decoder layers, without MTP blocks."""
         return self.hyper.layers
 
@@ -133,7 +133,7 @@ class Model:
         """Number of earlier tokens of each sequence that a `Batch` must contain; 0 without n-gram embeddings."""
         return self.hyper.ngrams.hash_history_token_count if self.hyper.ngrams else 0
 
-    def window_tokens(self, cache: str) -> int:
+    def attention_window_tokens(self, cache: str) -> int:
         """Return the attention window in tokens of the layer that has the state ``cache``.
 
         The result is 0 for full attention and for states that are no KV caches.
@@ -144,7 +144,7 @@ class Model:
     def tokens_per_cell(self, cache: str) -> int:
         """Return how many tokens share a cell of a cache: one, or with compressed attention the tokens of a block."""
         kind, _, layer = cache.rpartition(".")
-        return self.hyper.tokens_per_block(int(layer)) if kind == "cache_c" else 1
+        return self.hyper.tokens_per_block_key(int(layer)) if kind == "cache_c" else 1
 
     @property
     def is_causal(self) -> bool:
@@ -152,7 +152,7 @@ class Model:
         return self.hyper.is_causal
 
     @property
-    def is_encoder(self) -> bool:
+    def is_encoder_without_logits(self) -> bool:
         """Whether the model is an encoder: without an output matrix, its graphs return ``hidden`` rows, not logits."""
         return self.hyper.family.run_mode == "encoder"
 
@@ -164,7 +164,9 @@ class Model:
         Raises:
             ModelError: The model has no MTP block, or one that hocket does not run.
         """
-        return replace(self, hyper=add_mtp_hyperparameters(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
+        return replace(
+            self, hyper=add_mtp_hyperparameters(ArchitectureMetadata(self.gguf, self.architecture), self.hyper)
+        )
 
     @property
     def mtp_block_count(self) -> int:
@@ -172,16 +174,16 @@ class Model:
         return self.hyper.mtp_blocks.layers if self.hyper.mtp_blocks else 0
 
     @property
-    def draft_columns(self) -> int:
+    def draft_input_columns(self) -> int:
         """Number of columns of `Batch.draft_inputs`, the rows that all MTP blocks read with the next token."""
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
         """Return whether a state belongs to the sequences; states of MTP blocks and copies for rewinding do not."""
-        guessing = tuple(f".{self.layers + k}" for k in range(self.mtp_block_count))
+        guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
-    def require_context_fits(self, context: int) -> None:
+    def require_context_within_training(self, context: int) -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for."""
         if context > self.context_length:
             raise ModelError(
@@ -231,12 +233,12 @@ class Model:
         for feed in hyper.input_sources:
             arrays |= feed.build_inputs(step, batch)
         if step.output_kind in ("both", "guess"):
-            shape = (step.sequences, self.draft_columns)
+            shape = (step.sequences, self.draft_input_columns)
             arrays["seen"] = np.zeros(shape, np.float32) if batch.draft_inputs is None else batch.draft_inputs
         return arrays
 
     def __repr__(self) -> str:
-        return f"Model({self.architecture}, {self.layers} layers, {self.gguf!r})"
+        return f"Model({self.architecture}, {self.layer_count_without_mtp} layers, {self.gguf!r})"
 
 
 def load_model(gguf: Gguf) -> Model:
@@ -260,7 +262,7 @@ def load_model(gguf: Gguf) -> Model:
         )
     gguf = gguf.select_tensors_under_prefix(family.tensor_prefix) if family.tensor_prefix else gguf
     unread = family.ignores if family.has_feed_forward_scale else (*family.ignores, *IGNORED_SCALES)
-    keys = ArchitectureKeys(gguf, architecture)
+    keys = ArchitectureMetadata(gguf, architecture)
     require_supported_metadata_values(keys)
     hyper = read_hyperparameters(keys, family)
     return Model(architecture, gguf, hyper, ModelWeights(gguf, unread, family.optional_tensors, hyper.source))

@@ -38,7 +38,7 @@ class Decoder:
 
         The output is ``logits``. Encoders, and steps with the output kind ``hidden``, return ``hidden`` rows instead.
         """
-        x = self.apply_output_norm(self.run_all_blocks())
+        x = self.apply_output_norm(self.embed_and_run_all_blocks())
         if self.family.run_mode == "encoder":
             for name in filter(lambda name: self.weights.has_tensor(f"{name}.weight"), ("dense_2", "dense_3")):
                 x = linear(self.weights, name, x, self.weights.tensor_shape(f"{name}.weight")[0])
@@ -46,7 +46,7 @@ class Decoder:
             return self.frame.build_graph({"logits": self.compute_logits(x)})
         return self.frame.build_graph({"hidden": x})
 
-    def run_all_blocks(self) -> Value:
+    def embed_and_run_all_blocks(self) -> Value:
         """Embed the tokens, run all blocks, and return the residual after the last one.
 
         The result is f32[n, E] and has only the rows of tokens with requested logits.
@@ -99,7 +99,7 @@ class Decoder:
         The result is f32[n, E]; after the last block it has the output rows only.
         """
         family, block, before = self.family, f"blk.{i}", x
-        h = self.apply_block_norm(i, family.attn_norm, x)
+        h = self.apply_block_norm_if_present(i, family.attn_norm, x)
         if layer.mixers:
             mixed = self.run_mixers(i, layer, x, h)
             x = self.apply_residual_scale(h) if family.residual_after_norm else x
@@ -111,17 +111,17 @@ class Decoder:
         if not layer.has_feed_forward:
             return added
         if layer.parallel or family.mixer == "single":
-            h = self.apply_block_norm(i, family.ffn_norm, before) if layer.has_two_norms else h
+            h = self.apply_block_norm_if_present(i, family.ffn_norm, before) if layer.has_two_norms else h
             h = self.frame.select_output_rows_unless_mtp(h) if self.is_last_block(i) else h
         else:
-            h = self.apply_block_norm(i, family.ffn_norm, added)
+            h = self.apply_block_norm_if_present(i, family.ffn_norm, added)
         if self.is_last_block(i) and family.needs_block_input_in_ffn:
             before = self.frame.select_output_rows_unless_mtp(before)
         y = self.run_feed_forward(i, layer, h, added, before)
         added = self.apply_residual_scale(h) if family.residual_after_norm else added
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
-    def apply_block_norm(self, i: int, name: str, x: Value) -> Value:
+    def apply_block_norm_if_present(self, i: int, name: str, x: Value) -> Value:
         """Apply the norm `name` of block i to ``x``; return ``x`` itself if the block has no such norm."""
         stem = f"blk.{i}.{name.removesuffix('?')}"
         absent = not name or (name.endswith("?") and not self.weights.has_tensor(f"{stem}.weight"))
@@ -142,7 +142,7 @@ class Decoder:
         """
         name = "attn_norm_2"
         if self.family.parallel and f"blk.{i}.{name}.weight" in self.weights.gguf.tensors:
-            h = self.apply_block_norm(i, name, x)
+            h = self.apply_block_norm_if_present(i, name, x)
         first, *others = (mixer(self.weights, self.frame, i, h) for mixer in layer.mixers)
         for other in others:
             first = ops.add(first, other)
@@ -164,7 +164,7 @@ class Decoder:
         y = (
             self.run_dense_ffn(i, layer, h)
             if layer.experts is None
-            else self.run_experts_and_optional_dense_ffn(i, layer, h, added, before)
+            else self.run_experts_and_parallel_dense_ffn(i, layer, h, added, before)
         )
         if self.family.ffn_post:
             y = self.post_norm(self.weights, f"{block}.{self.family.ffn_post}", y)
@@ -179,7 +179,7 @@ class Decoder:
             return layer.activation.apply(h)
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
-    def run_experts_and_optional_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+    def run_experts_and_parallel_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
 
         Args:
@@ -200,7 +200,9 @@ class Decoder:
         y = run_expert_layer(
             weights,
             block,
-            self.apply_block_norm(i, "ffn_norm_exps", before) if self.family.parallel_dense_ffn == "residual" else h,
+            self.apply_block_norm_if_present(i, "ffn_norm_exps", before)
+            if self.family.parallel_dense_ffn == "residual"
+            else h,
             experts,
         )
         y = ops.add(y, self.run_dense_ffn(i, layer, h))
@@ -219,12 +221,14 @@ class Decoder:
         """
         weights, block, experts, width = self.weights, f"blk.{i}", layer.experts, self.hyper.width
         assert experts is not None
-        y = self.apply_block_norm(i, "post_ffw_norm_1", self.run_dense_ffn(i, layer, h))
+        y = self.apply_block_norm_if_present(i, "post_ffw_norm_1", self.run_dense_ffn(i, layer, h))
         seen = ops.scale(self.norm.apply_without_weights(added), scale=1.0 / math.sqrt(width))
         seen = ops.mul(seen, weights(f"{block}.ffn_gate_inp.scale", (width,)))
         scores = matmul(weights, f"{block}.ffn_gate_inp", seen, experts.count)
-        z = run_routed_experts(weights, block, self.apply_block_norm(i, "pre_ffw_norm_2", added), experts, scores)
-        return ops.add(y, self.apply_block_norm(i, "post_ffw_norm_2", z))
+        z = run_routed_experts(
+            weights, block, self.apply_block_norm_if_present(i, "pre_ffw_norm_2", added), experts, scores
+        )
+        return ops.add(y, self.apply_block_norm_if_present(i, "post_ffw_norm_2", z))
 
     def compute_logits(self, x: Value, matrix: Value | None = None) -> Value:
         """Compute the logits f32[n, vocabulary] of ``x`` f32[n, E] by ``matrix``, or else by the output matrix.

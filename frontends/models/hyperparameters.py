@@ -20,7 +20,7 @@ from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
 from .layers.feed_forward import Activation, Norm
 from .layers.latent_attention import LatentAttention
-from .layers.moe import ExpertLayer
+from .layers.moe import ExpertLayerHyperparameters
 from .layers.ngram_embedding import NgramEmbedding
 
 
@@ -52,7 +52,7 @@ class Layer:
     """
 
     mixers: tuple[TokenMixer, ...]
-    experts: ExpertLayer | None
+    experts: ExpertLayerHyperparameters | None
     dense: bool
     has_feed_forward: bool
     """Whether the block has an FFN."""
@@ -154,7 +154,7 @@ class Hyperparameters:
         """
         return self.windows[layer] if self.mtp_blocks is None else {**self.windows, **self.mtp_blocks.windows}[layer]
 
-    def tokens_per_block(self, layer: int) -> int:
+    def tokens_per_block_key(self, layer: int) -> int:
         """Return the number of tokens that share one key in the block cache of a layer with compressed attention.
 
         Layer numbers after the last layer mean MTP blocks.
@@ -168,14 +168,17 @@ class Hyperparameters:
         return self.family.is_causal
 
 
-def compute_ring_windows(blocks: Mapping[int, Layer]) -> dict[int, int]:
+def compute_block_attention_windows(blocks: Mapping[int, Layer]) -> dict[int, int]:
     """Return the attention window in tokens of each block that has a cache; 0 for full attention.
 
     A cell outside the window is never read again, so that a ring cache may overwrite it.
     """
     cached = Attention | LatentAttention | CompressedAttention
     return {
-        i: m.attention_window.ring_window for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)
+        i: m.attention_window.cell_lifetime_tokens
+        for i, block in blocks.items()
+        for m in block.mixers
+        if isinstance(m, cached)
     }
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import make_module_getattr
-from ..gguf.hyperparameter_keys import ArchitectureKeys
-from ..gguf.metadata import MetadataArray
+from ..gguf.hyperparameter_keys import ArchitectureMetadata
+from ..gguf.metadata import LazyMetadataArray
 
 READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"
 
@@ -210,12 +210,12 @@ METADATA_KEYS: Mapping[str, MetadataKeyUse] = MappingProxyType(
 """Every key by name."""
 
 
-def require_supported_metadata_values(keys: ArchitectureKeys) -> None:
+def require_supported_metadata_values(keys: ArchitectureMetadata) -> None:
     """Raise `ModelError` if the metadata have a value with an effect that hocket does not support."""
     for name, accepted in ACCEPTED_VALUES.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:
-            value_text = repr(value) if isinstance(value, MetadataArray) else reprlib.repr(value)
+            value_text = repr(value) if isinstance(value, LazyMetadataArray) else reprlib.repr(value)
             raise keys.make_key_error(short, f"is {value_text}; hocket computes {', '.join(map(repr, accepted))} alone")
 
 

@@ -42,28 +42,30 @@ class MtpGraphBuilder:
         With the output kind ``guess`` the graph computes a draft. Otherwise it runs the model and all MTP blocks.
         """
         return self.frame.build_graph(
-            self.build_draft_outputs() if self.frame.step.output_kind == "guess" else self.build_model_outputs()
+            self.build_draft_step_outputs()
+            if self.frame.step.output_kind == "guess"
+            else self.build_model_and_mtp_outputs()
         )
 
-    def build_model_outputs(self) -> dict[str, Value]:
+    def build_model_and_mtp_outputs(self) -> dict[str, Value]:
         """Build the outputs of a step of the model and all MTP blocks: ``logits``, and the draft inputs ``hidden``.
 
         All MTP blocks read the same tokens as the model.
         """
-        x = self.trunk.run_all_blocks()
+        x = self.trunk.embed_and_run_all_blocks()
         normed = self.trunk.apply_output_norm(x)
         outputs = {"logits": self.trunk.compute_logits(self.frame.select_output_rows(normed))}
-        handed = [self.make_next_draft_input(x, normed)]
+        handed = [self.create_draft_input_of_next_block(x, normed)]
         for k in range(self.hyper.layers):
-            x, normed = self.run_mtp_block(k, self.make_shifted_draft_input(k, handed[k]))
-            handed.append(self.make_next_draft_input(x, normed))
+            x, normed = self.run_mtp_block(k, self.create_draft_input_of_previous_token(k, handed[k]))
+            handed.append(self.create_draft_input_of_next_block(x, normed))
             # With all logits as outputs, the planner shards the heads as their weights are sharded.
             if self.frame.step.output_kind == "all":
                 outputs[f"guess.{k}"] = self.compute_logits(k, normed)
         *rows, outputs["guess"] = map(self.frame.select_output_rows, handed)
         return {**outputs, "hidden": concat_columns(rows)}
 
-    def build_draft_outputs(self) -> dict[str, Value]:
+    def build_draft_step_outputs(self) -> dict[str, Value]:
         """Build the outputs of a draft step: ``logits`` of MTP block ``draft_block``, and the draft inputs ``hidden``.
 
         The next draft reads ``hidden``. All MTP blocks after this one read the same token. If there are fewer blocks
@@ -72,11 +74,11 @@ class MtpGraphBuilder:
         first, last = self.frame.step.draft_block, self.hyper.layers - 1
         answers = [self.run_mtp_block(k, self.draft_inputs[k]) for k in range(first, last + 1)]
         after = min(first + 1, last)
-        handed = [self.make_next_draft_input(x, normed) for x, normed in answers[: last + 1 - after]]
+        handed = [self.create_draft_input_of_next_block(x, normed) for x, normed in answers[: last + 1 - after]]
         rows = [self.frame.select_output_rows(row) for row in (*self.draft_inputs[:after], *handed)]
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
-    def make_shifted_draft_input(self, k: int, draft_rows: Value) -> Value:
+    def create_draft_input_of_previous_token(self, k: int, draft_rows: Value) -> Value:
         """Make the draft input of MTP block k for each token: the row of ``draft_rows`` of the token before it.
 
         The first token of a sequence gets the row that the caller has kept from the previous run. ``draft_rows`` and
@@ -92,7 +94,7 @@ class MtpGraphBuilder:
 
         The block reads the tokens and the draft inputs ``before``.
         """
-        weights, name, width, norm = self.weights, self.weight_prefix(k), self.hyper.width, self.decoder.norm
+        weights, name, width, norm = self.weights, self.mtp_weight_prefix(k), self.hyper.width, self.decoder.norm
         matrix = weights.optional_leaf(f"{name}.embed_tokens.weight", self.embedding_shape)
         matrix = weights("token_embd.weight", self.embedding_shape) if matrix is None else matrix
         token = norm(weights, f"{name}.enorm", ops.get_rows(matrix, self.frame.tokens))
@@ -106,20 +108,22 @@ class MtpGraphBuilder:
         x = self.decoder.run_block(self.hyper.stored_blocks + k, self.hyper.blocks[k], x)
         return x, self.decoder.apply_output_norm(x, name)
 
-    def make_next_draft_input(self, x: Value, normed: Value) -> Value:
+    def create_draft_input_of_next_block(self, x: Value, normed: Value) -> Value:
         """Make the draft input of the next MTP block, f32[n, columns], from a residual ``x`` or from its norm."""
         whole = self.streams > 1 or self.hyper.family.draft_input == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.draft_columns)) if whole else normed
 
     def compute_logits(self, k: int, normed: Value) -> Value:
-        matrix = self.weights.optional_leaf(f"{self.weight_prefix(k)}.shared_head_head.weight", self.embedding_shape)
+        matrix = self.weights.optional_leaf(
+            f"{self.mtp_weight_prefix(k)}.shared_head_head.weight", self.embedding_shape
+        )
         return self.trunk.compute_logits(self.frame.select_output_rows(normed), matrix)
 
     @property
     def embedding_shape(self) -> tuple[int, int]:
         return self.hyper.vocabulary_size, self.hyper.width
 
-    def weight_prefix(self, k: int) -> str:
+    def mtp_weight_prefix(self, k: int) -> str:
         """Return the common prefix of the names of those weights that only MTP block k has."""
         return f"blk.{self.hyper.stored_blocks + k}.nextn"
 

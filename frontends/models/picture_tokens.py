@@ -7,7 +7,7 @@ from functools import partial, reduce
 
 from ... import ops
 from ...graph import Value
-from ..gguf.hyperparameter_keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureMetadata
 
 PICTURE_TOKEN_PREFIX, DEFAULT_PICTURE_TOKENS = "IMGIMG", (4, 8196)
 """The prefix of picture tokens in Chameleon's vocabulary, and their range by default."""
@@ -15,12 +15,12 @@ MIN_LOGIT = -3.4028234663852886e38
 """The logit of a suppressed token: the lowest float32."""
 
 
-def find_picture_token_ranges(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
+def find_picture_token_ranges(keys: ArchitectureMetadata) -> tuple[tuple[int, int], ...]:
     """Find the ranges [start, stop) of token ids that stand for parts of pictures (Chameleon).
 
     Their names begin with ``IMGIMG``. A file without token names has them where llama.cpp expects them.
     """
-    count, key = keys.count_vocabulary_rows(), "tokenizer.ggml.tokens"
+    count, key = keys.count_token_embedding_rows(), "tokenizer.ggml.tokens"
     names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
     found = {i for i, name in enumerate(names) if name.startswith(PICTURE_TOKEN_PREFIX)}
     if not found:

@@ -8,14 +8,14 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from ..errors import ModelError
-from ..gguf.hyperparameter_keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .hyperparameters import (
     HyperConnectionTraits,
     Hyperparameters,
     Layer,
     TokenMixer,
     collect_token_blocks,
-    compute_ring_windows,
+    compute_block_attention_windows,
 )
 from .inputs.family import AttentionWindowPattern, FamilyTraits
 from .inputs.graph_builder import AttentionWindow, TemperatureScaling
@@ -23,14 +23,14 @@ from .layers.attention import Attention, MatrixInsteadOfAttention
 from .layers.compressed_attention import CompressedAttention
 from .layers.feed_forward import GATE_CUTOFF, Activation, Norm
 from .layers.latent_attention import LatentAttention
-from .layers.moe import ExpertLayer
+from .layers.moe import ExpertLayerHyperparameters
 from .layers.ngram_embedding import NgramEmbedding
 from .layers.rope import Rope, choose_rope_mode, read_original_context_length
 from .picture_tokens import find_picture_token_ranges
 from .recurrent_mixers import RECURRENT_MIXERS
 
 
-def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperparameters:
+def read_hyperparameters(keys: ArchitectureMetadata, family: FamilyTraits) -> Hyperparameters:
     """Read the hyperparameters of a model; raise `ModelError` if a value is missing or invalid."""
     if family.is_causal and family.uses_attention and not keys.read_flag("attention.causal", True):
         if family.mixer == "compressed":
@@ -54,13 +54,13 @@ def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperp
     return Hyperparameters(
         family=family,
         context_length=keys.read_count("context_length"),
-        vocabulary_size=keys.count_vocabulary_rows(),
+        vocabulary_size=keys.count_token_embedding_rows(),
         width=width,
         norm=reader.norm,
         blocks=blocks,
         blocks_of=collect_token_blocks(blocks),
         ngrams=NgramEmbedding.from_keys(keys, count),
-        windows=compute_ring_windows(dict(enumerate(blocks))),
+        windows=compute_block_attention_windows(dict(enumerate(blocks))),
         streams=reader.read_stream_traits(),
         selected_tokens=math.prod(keys.read_count(f"attention.indexer.{name}") for name in family.sparse_keys.split())
         if family.sparse_keys
@@ -75,7 +75,7 @@ def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperp
         hidden_tokens=find_picture_token_ranges(keys) if family.picture_tokens else (),
         softcap=0.0
         if family.softcap is None
-        else keys.read_positive_or_none("final_logit_softcapping") or family.softcap,
+        else keys.read_positive_zero_as_none("final_logit_softcapping") or family.softcap,
     )
 
 
@@ -85,11 +85,13 @@ def can_run_mtp(family: FamilyTraits) -> bool:
     return family.is_causal and plain and family.uses_attention
 
 
-def add_mtp_hyperparameters(keys: ArchitectureKeys, hyper: Hyperparameters) -> Hyperparameters:
+def add_mtp_hyperparameters(keys: ArchitectureMetadata, hyper: Hyperparameters) -> Hyperparameters:
     """Add the hyperparameters of the MTP blocks; raise `ModelError` if the file has none that hocket can run."""
     tensors, first = keys.gguf.tensors, hyper.stored_blocks
     numbers = list(
-        takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.read_block_count()))
+        takewhile(
+            lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.read_block_count_up_to_tensors())
+        )
     )
     if not numbers:
         raise mtp_error(keys, "has no block that guesses further tokens (MTP)")
@@ -109,19 +111,19 @@ def add_mtp_hyperparameters(keys: ArchitectureKeys, hyper: Hyperparameters) -> H
         blocks=tuple(blocks.values()),
         blocks_of=collect_token_blocks(blocks.values()),
         ngrams=None,
-        windows=compute_ring_windows(blocks),
+        windows=compute_block_attention_windows(blocks),
         draft_columns=hyper.width * streams,
     )
     return replace(hyper, mtp_blocks=ahead)
 
 
-def mtp_error(keys: ArchitectureKeys, why: str) -> ModelError:
+def mtp_error(keys: ArchitectureMetadata, why: str) -> ModelError:
     return ModelError(f"{keys.gguf.path}: {why}; name a draft model with draft=FILE, or leave out draft_max=N")
 
 
-def count_layers_without_mtp(keys: ArchitectureKeys) -> int:
+def count_layers_without_mtp(keys: ArchitectureMetadata) -> int:
     """Return the number of layers without the MTP blocks, which ``block_count`` includes at the end."""
-    blocks, extra = keys.read_block_count(), keys.read_count("nextn_predict_layers", 0, minimum=0)
+    blocks, extra = keys.read_block_count_up_to_tensors(), keys.read_count("nextn_predict_layers", 0, minimum=0)
     if extra >= blocks:
         raise keys.make_key_error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
     return blocks - extra
@@ -130,26 +132,26 @@ def count_layers_without_mtp(keys: ArchitectureKeys) -> int:
 class HyperparameterReader:
     """Reads the hyperparameters of the first ``count`` layers of a model, one layer at a time."""
 
-    def __init__(self, keys: ArchitectureKeys, family: FamilyTraits, count: int, width: int) -> None:
+    def __init__(self, keys: ArchitectureMetadata, family: FamilyTraits, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
         self.run_layer_count = count_layers_without_mtp(keys)
         self.heads = keys.read_per_block_counts("attention.head_count", count, None if family.uses_attention else 0)
         kv_key = "attention.head_count_kv"
         self.kv_heads = keys.read_per_block_counts(kv_key, count) if keys.has(kv_key) else self.heads
         centred = family.norm == "layer" or (
-            family.norm == "either" and not keys.read_positive_or_none("attention.layer_norm_rms_epsilon")
+            family.norm == "either" and not keys.read_positive_zero_as_none("attention.layer_norm_rms_epsilon")
         )
         # Nemotron-H names the eps of its RMS norms like the eps of a layer norm.
         is_centred = centred or not keys.has("attention.layer_norm_rms_epsilon")
         eps = "layer_norm_epsilon" if is_centred else "layer_norm_rms_epsilon"
-        self.norm = Norm(keys.read_epsilon(f"attention.{eps}"), centred, family.norms_without_weight)
+        self.norm = Norm(keys.read_required_epsilon(f"attention.{eps}"), centred, family.norms_without_weight)
         self.windows = self._read_window_sizes()
         self.is_recurrent = self._read_recurrent_layers()
         self._ropes: dict[bool, Rope] = {}
 
     @property
     def unit(self) -> Activation:
-        linear = self.keys.read_positive_or_none("activation.situ_linear_beta") or 0.0
+        linear = self.keys.read_positive_zero_as_none("activation.situ_linear_beta") or 0.0
         beta = self.keys.read_positive("activation.situ_beta", 1.0) if self.family.activation == "situ" else 1.0
         kind = self.family.activation
         if kind == "gelu erf":
@@ -159,7 +161,7 @@ class HyperparameterReader:
     def make_layer_activation(self, i: int) -> Activation:
         """Return the activation of the FFN of block i."""
         xielu = self.keys.read_xielu_parameters(self.count)[i] if self.family.activation == "xielu" else ()
-        limit = self.keys.read_per_block_limits("swiglu_clamp_shexp", self.count)[i]
+        limit = self.keys.read_per_block_limits_or_zero("swiglu_clamp_shexp", self.count)[i]
         return replace(self.unit, limit=limit, gate_cutoff=GATE_CUTOFF * (i < self.family.sparse_gates), xielu=xielu)
 
     def read_block_span(self) -> int:
@@ -172,9 +174,9 @@ class HyperparameterReader:
         keys = self.keys
         return HyperConnectionTraits(
             keys.read_count_or_default("hyper_connection.count", 1),
-            keys.read_positive_or_none("hyper_connection.epsilon") or 0.0,
+            keys.read_positive_zero_as_none("hyper_connection.epsilon") or 0.0,
             keys.read_count_or_default("hyper_connection.sinkhorn_iterations", 1),
-            keys.read_positive_or_none("hyper_connection.magnitude") or 1.0,
+            keys.read_positive_zero_as_none("hyper_connection.magnitude") or 1.0,
         )
 
     def read_scale_factor(self, key: str, default: float | str | None) -> float:
@@ -182,13 +184,13 @@ class HyperparameterReader:
             return 1.0
         if isinstance(default, str):
             default = {"width": math.sqrt(self.width), "layers": 1.4 / math.sqrt(self.count), "key": 1.0}[default]
-        return self.keys.read_positive_or_none(key) or default
+        return self.keys.read_positive_zero_as_none(key) or default
 
     def read_logit_factor(self) -> float:
         if not self.family.logits:
             return 1.0
         default = 256.0 / self.width if self.family.logit_default == "width" else self.family.logit_default or 1.0
-        scale = self.keys.read_positive_or_none("logit_scale") or default
+        scale = self.keys.read_positive_zero_as_none("logit_scale") or default
         assert isinstance(scale, float)
         return scale if self.family.logits == "times" else 1.0 / scale
 
@@ -220,7 +222,9 @@ class HyperparameterReader:
         experts = None
         has_experts = any(f"{block}.ffn_{name}.weight" in tensors for name in ("gate_inp", "down_exps"))
         if has_experts and self.uses_experts(weight_block):
-            experts = ExpertLayer.from_keys(self.keys, self.family, weight_block, self.count, self.unit, self.norm)
+            experts = ExpertLayerHyperparameters.from_keys(
+                self.keys, self.family, weight_block, self.count, self.unit, self.norm
+            )
             dense = bool(self.family.parallel_dense_ffn) and dense
         if self.family.mixer == "single":  # a block is a mixer or an FFN
             mixers = () if dense or experts else self.make_mixers(weight_block)
@@ -329,10 +333,10 @@ class HyperparameterReader:
             original_context=read_original_context_length(keys),
             head_norm=self.norm if family.head_norm_eps is None else Norm(family.head_norm_eps, is_centred=True),
             qk_norm="maybe" if self.is_llama4_maverick else family.qk_norm,
-            cap=0.0 if cap is None else keys.read_positive_or_none("attn_logit_softcapping") or cap,
-            clamp=keys.read_positive_or_none("attention.clamp_kqv") or 0.0,
+            cap=0.0 if cap is None else keys.read_positive_zero_as_none("attn_logit_softcapping") or cap,
+            clamp=keys.read_positive_zero_as_none("attention.clamp_kqv") or 0.0,
             alibi=self.max_alibi_bias,
-            value_scale=keys.read_positive_or_none("attention.value_scale") or 1.0,
+            value_scale=keys.read_positive_zero_as_none("attention.value_scale") or 1.0,
             source=self.find_cache_source_layer(i),
             temperature=self.read_temperature_scaling(rope),
         )
@@ -361,7 +365,7 @@ class HyperparameterReader:
     def max_alibi_bias(self) -> float:
         if self.family.rotated_layers == "of 32":
             return self.family.alibi if self.count == 40 else 0.0
-        return self.keys.read_positive_or_none("attention.max_alibi_bias") or self.family.alibi
+        return self.keys.read_positive_zero_as_none("attention.max_alibi_bias") or self.family.alibi
 
     def read_head_sizes(self, i: int) -> tuple[int, int]:
         """Read the head sizes of keys and values in layer i, by default ``width / heads``."""
@@ -378,10 +382,10 @@ class HyperparameterReader:
         return sizes[0], sizes[1]
 
     def compute_score_scale(self, heads: int, key_size: int, rope: Rope | None) -> float:
-        if scale := self.keys.read_positive_or_none("attention.scale"):
+        if scale := self.keys.read_positive_zero_as_none("attention.scale"):
             return scale
         if self.family.scale == "output":
-            return self.keys.read_positive_or_none("attention.output_scale") or 0.08838834764831845
+            return self.keys.read_positive_zero_as_none("attention.output_scale") or 0.08838834764831845
         if self.count == self.family.scale_of:
             key_size = self.width // heads
         rotated = rope.n_dims if rope else key_size
@@ -399,7 +403,7 @@ class HyperparameterReader:
         floor, factor, offset = family.temperature
         if floor < 0:
             floor = keys.read_count_or_default("attention.temperature_length", 0)
-        factor = factor or keys.read_positive_or_none("attention.temperature_scale") or 0.0
+        factor = factor or keys.read_positive_zero_as_none("attention.temperature_scale") or 0.0
         return (floor or read_original_context_length(keys), factor, offset) if factor else None
 
     def layer_rope(self, i: int, key_size: int) -> Rope | None:
@@ -416,7 +420,7 @@ class HyperparameterReader:
             "rope.dimension_count_swa" if local and keys.has("rope.dimension_count_swa") else "rope.dimension_count"
         )
         rope = Rope.from_keys(keys, choose_rope_mode(keys, family.rope), key_size, dimensions, family.log_multiplier)
-        if family.alpha and (alpha := keys.read_positive_or_none("rope.scaling.alpha")):
+        if family.alpha and (alpha := keys.read_positive_zero_as_none("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
             return rope.with_half_rotated_columns(keys) if family.half_rotation else rope

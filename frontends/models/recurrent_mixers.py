@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from ..gguf.hyperparameter_keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .hyperparameters import TokenMixer
 from .inputs.family import FamilyTraits
 from .layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
@@ -22,7 +22,7 @@ class RecurrentMixer(Protocol):
     """
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> TokenMixer: ...
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> TokenMixer: ...
 
 
 RECURRENT_MIXERS: Mapping[str, type[RecurrentMixer]] = MappingProxyType(

@@ -24,7 +24,7 @@ from .layers.feed_forward import PLAIN_ACTIVATIONS, linear, matmul, split_column
 class EmbeddingSkipDecoder(Decoder):
     """A decoder in which every block adds the token embedding once more, times a factor of the block (Talkie)."""
 
-    def run_all_blocks(self) -> Value:
+    def embed_and_run_all_blocks(self) -> Value:
         x = first = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
             first = self.frame.select_output_rows_unless_mtp(first) if self.is_last_block(i) else first
@@ -90,7 +90,7 @@ class PerLayerEmbeddingDecoder(Decoder):
         each = layer_vectors.shape[-1] // self.hyper.layers
         own = ops.slice_(layer_vectors, axis=-1, start=i * each, stop=(i + 1) * each)
         y = ops.mul(gelu(matmul(self.weights, f"blk.{i}.inp_gate", x, each)), own)
-        return self.apply_block_norm(i, "post_norm", matmul(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
+        return self.apply_block_norm_if_present(i, "post_norm", matmul(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
 
 
 class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
@@ -101,7 +101,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
     ``gemma3n.cpp``.
     """
 
-    def run_all_blocks(self) -> Value:
+    def embed_and_run_all_blocks(self) -> Value:
         first = self.embed_tokens()
         rows, width = first.shape
         if self.per_layer_vectors is None:
@@ -136,10 +136,12 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         assert short is not None
         predictions = self.predict_streams(i, x)
         first = take_first_stream(predictions)
-        h = self.apply_block_norm(i, self.family.attn_norm, first)
+        h = self.apply_block_norm_if_present(i, self.family.attn_norm, first)
         added = ops.add(self.run_mixers(i, layer, first, h), first, name=f"{block}.attn_residual")
         added = ops.scale(ops.add(added, self.add_low_rank_product(i, h)), scale=math.sqrt(0.5))
-        y = self.run_feed_forward(i, layer, self.apply_block_norm(i, self.family.ffn_norm, added), added, first)
+        y = self.run_feed_forward(
+            i, layer, self.apply_block_norm_if_present(i, self.family.ffn_norm, added), added, first
+        )
         y = ops.add(y, added, name=f"{block}.ffn_residual")
         x = self.correct_streams(i, predictions, first, y)
         scale = self.weights(f"{block}.altup_correct_scale.weight", (self.hyper.width,))
@@ -155,9 +157,9 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         rank = self.weights.tensor_shape(f"blk.{i}.laurel_l.weight")[0]
         y = linear(self.weights, f"blk.{i}.laurel_l", h, rank)
         y = linear(self.weights, f"blk.{i}.laurel_r", y, h.shape[-1])
-        return ops.add(self.apply_block_norm(i, "laurel_post_norm", y), h)
+        return ops.add(self.apply_block_norm_if_present(i, "laurel_post_norm", y), h)
 
-    def compute_stream_shares(self, i: int, x: Value, streams: int) -> Value:
+    def compute_stream_coefficients(self, i: int, x: Value, streams: int) -> Value:
         """Compute coefficients between -1 and 1 for the residual streams: f32[n, streams].
 
         They depend on one stream ``x`` f32[n, E]. Both `predict_streams` and `correct_streams` use them.
@@ -167,7 +169,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
             x: The stream.
             streams: Number of streams.
         """
-        h = ops.scale(self.apply_block_norm(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
+        h = ops.scale(self.apply_block_norm_if_present(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
 
     def predict_streams(self, i: int, x: Value) -> Value:
@@ -176,7 +178,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         The coefficients of the mix depend on the first stream.
         """
         rows, streams, _ = x.shape
-        shares = self.compute_stream_shares(i, take_first_stream(x), streams)
+        shares = self.compute_stream_coefficients(i, take_first_stream(x), streams)
         mix = linear(self.weights, f"blk.{i}.altup_predict_coef", shares, streams * streams)
         mixed = ops.mul_mat(ops.transpose(x), ops.reshape(mix, shape=(rows, streams, streams)))
         return ops.add(mixed, x, name=f"blk.{i}.predictions")
@@ -191,7 +193,9 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
             y: The first stream that the block computed, f32[n, E].
         """
         streams = predictions.shape[1]
-        shares = linear(self.weights, f"blk.{i}.altup_correct_coef", self.compute_stream_shares(i, y, streams), streams)
+        shares = linear(
+            self.weights, f"blk.{i}.altup_correct_coef", self.compute_stream_coefficients(i, y, streams), streams
+        )
         shares = ops.scale(shares, scale=1.0, bias=1.0)
         return ops.dsv4_hc_post(ops.sub(y, first), predictions, shares, None, name=f"blk.{i}.corrected")
 
@@ -227,11 +231,11 @@ class PostNormDecoder(Decoder):
             if self.is_last_block(i)
             else (h, x)
         )
-        added = self.apply_block_norm(i, "attn_output_norm", ops.add(x, h))
+        added = self.apply_block_norm_if_present(i, "attn_output_norm", ops.add(x, h))
         if self.weights.has_tensor(f"blk.{i}.attn_norm_2.weight"):
-            added = self.apply_block_norm(i, "attn_norm_2", ops.add(added, x))
+            added = self.apply_block_norm_if_present(i, "attn_norm_2", ops.add(added, x))
         y = self.run_feed_forward(i, layer, added, added, x)
-        return self.apply_block_norm(i, "layer_output_norm", ops.add(added, y, name=f"blk.{i}.ffn_residual"))
+        return self.apply_block_norm_if_present(i, "layer_output_norm", ops.add(added, y, name=f"blk.{i}.ffn_residual"))
 
 
 class HyperConnectionDecoder(Decoder):
@@ -242,7 +246,7 @@ class HyperConnectionDecoder(Decoder):
     2024; Xie et al., mHC, 2025.
     """
 
-    def run_all_blocks(self) -> Value:
+    def embed_and_run_all_blocks(self) -> Value:
         x = self.embed_tokens()
         rows, width, streams = self.frame.step.padded_token_count, self.hyper.width, self.hyper.streams.count
         x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
@@ -256,10 +260,12 @@ class HyperConnectionDecoder(Decoder):
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         before, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_attn", x)
-        h = self.apply_block_norm(i, self.family.attn_norm, before)
+        h = self.apply_block_norm_if_present(i, self.family.attn_norm, before)
         x = ops.dsv4_hc_post(self.run_mixers(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
         added, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_ffn", x)
-        y = self.run_feed_forward(i, layer, self.apply_block_norm(i, self.family.ffn_norm, added), added, before)
+        y = self.run_feed_forward(
+            i, layer, self.apply_block_norm_if_present(i, self.family.ffn_norm, added), added, before
+        )
         return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
 
     def compute_stream_mix_and_write_weights(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
@@ -274,7 +280,7 @@ class HyperConnectionDecoder(Decoder):
             one is `None` without such a mix.
         """
         traits, n = self.hyper.streams, self.hyper.streams.count
-        mixes, scale, base = self.compute_mix_logits(name, x)
+        mixes, scale, base = self.compute_mix_logits_scale_and_offset(name, x)
         logits = zip(split_columns(mixes, n, n), split_columns(scale, 1, 1), split_columns(base, n, n), strict=True)
         pre, post = (ops.sigmoid(ops.add(ops.mul(y, factor), offset)) for y, factor, offset in logits)
         pre = ops.scale(pre, scale=1.0, bias=traits.eps)
@@ -286,7 +292,7 @@ class HyperConnectionDecoder(Decoder):
             post = ops.scale(post, scale=traits.magnitude, bias=traits.eps)
         return ops.dsv4_hc_pre(x, pre), post, comb
 
-    def compute_mix_logits(self, name: str, x: Value) -> tuple[Value, Value, Value]:
+    def compute_mix_logits_scale_and_offset(self, name: str, x: Value) -> tuple[Value, Value, Value]:
         """Compute the logits of the stream weights from all streams ``x``; also return their factors and offsets.
 
         Returns:
@@ -310,7 +316,7 @@ class HyperConnectionDecoder(Decoder):
             return ops.scale(
                 ops.reshape(ops.sum_rows(ops.transpose(x)), shape=(x.shape[0], x.shape[2])), scale=1.0 / count
             )
-        mixes, scale, base = self.compute_mix_logits("output_hc", x)
+        mixes, scale, base = self.compute_mix_logits_scale_and_offset("output_hc", x)
         pre = ops.sigmoid(ops.add(ops.mul(mixes, scale), base))
         return ops.dsv4_hc_pre(x, ops.scale(pre, scale=1.0, bias=self.hyper.streams.eps))
 
@@ -361,10 +367,10 @@ class AttentionResidualsDecoder(Decoder):
     team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
 
-    def run_all_blocks(self) -> Value:
+    def embed_and_run_all_blocks(self) -> Value:
         x, bank = self.embed_tokens(), list[Value]()
         for i, layer in enumerate(self.hyper.blocks):
-            h = self.apply_block_norm(
+            h = self.apply_block_norm_if_present(
                 i, self.family.attn_norm, self.mix_saved_residuals(f"blk.{i}.attn_res_score", x, bank)
             )
             starts = i % self.hyper.span == 0
@@ -372,7 +378,7 @@ class AttentionResidualsDecoder(Decoder):
                 bank.append(x)
             y = self.run_mixers(i, layer, x, h)
             x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
-            h = self.apply_block_norm(
+            h = self.apply_block_norm_if_present(
                 i, self.family.ffn_norm, self.mix_saved_residuals(f"blk.{i}.ffn_res_score", x, bank)
             )
             x = ops.add(x, self.run_feed_forward(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
@@ -404,7 +410,7 @@ class AlternatingStacksDecoder(Decoder):
     Each pass has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
     """
 
-    def run_all_blocks(self) -> Value:
+    def embed_and_run_all_blocks(self) -> Value:
         high, low = self.embed_tokens(), self.weights("hrm.z_l_init", (self.hyper.width,))
         span, passes = self.hyper.span, self.hyper.cycles
         for start in range(0, self.hyper.layers, span):

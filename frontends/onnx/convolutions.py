@@ -12,7 +12,7 @@ from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import convolutions, reductions
 from ..tensors.tensor import Tensor, constant_tensor
-from .op_calls import as_integers, require_constant
+from .op_calls import as_integers_or_none, require_constant
 
 AxisPads = list[tuple[int, int]]
 """The padding before and after each spatial axis."""
@@ -210,7 +210,7 @@ def resize(
     """
     over = [x.normalise_axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
-        output_sizes = as_integers(sizes) or []
+        output_sizes = as_integers_or_none(sizes) or []
         factors = [w / x.shape[a] for w, a in zip(output_sizes, over, strict=True)]
         if keep_aspect_ratio_policy != "stretch":
             factors = [(min if keep_aspect_ratio_policy == "not_larger" else max)(factors)] * len(over)

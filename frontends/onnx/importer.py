@@ -130,7 +130,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
         try:
             model = inline_selected_functions(typed, sorted(ids), inline_schema_functions=True)
         except RuntimeError:  # an assertion in onnx, which names no node
-            raise ModelError(_describe_uninlinable_op(typed, ids)) from None
+            raise ModelError(_describe_first_uninlinable_op(typed, ids)) from None
         if len(model.graph.node) > MAX_NODES:
             raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MAX_NODES}")
         if len(model.graph.node) == before:
@@ -138,7 +138,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
     return model
 
 
-def _describe_uninlinable_op(model: ModelProto, ids: set[tuple[str, str]]) -> str:
+def _describe_first_uninlinable_op(model: ModelProto, ids: set[tuple[str, str]]) -> str:
     """Return an error message for the first op in `ids` (domain, op type) that onnx cannot inline."""
     from onnx.inliner import inline_selected_functions
 
@@ -204,7 +204,7 @@ class _ModelImporter:
         for node in graph.node:
             if node.op_type in CONSTANT_INPUT_OPS:
                 self.weight_names -= set(node.input)
-        self._require_known_ops(graph)
+        self._require_convertible_ops(graph)
         for node in graph.node:
             self._convert_node(node, _get_opset_versions(self.model).get("", 1))
 
@@ -233,12 +233,13 @@ class _ModelImporter:
         self.arguments.append(ProgramArgument(info.name, None, shape, name))
         self.values[info.name] = Tensor(input(info.name, compute_value_shape(shape), dtype), shape, truth)
 
-    def _require_known_ops(self, graph: GraphProto) -> None:
+    def _require_convertible_ops(self, graph: GraphProto) -> None:
         """Raise `ModelError` if the op table has no converter for some ops of a graph; the message lists them all."""
         missing = Counter(
             ".".join(filter(None, (_normalise_domain(node), node.op_type)))
             for node in graph.node
-            if (_normalise_domain(node) or node.op_type not in (*OP_TABLE, "If")) and not self._can_fold_node(node)
+            if (_normalise_domain(node) or node.op_type not in (*OP_TABLE, "If"))
+            and not self._can_evaluate_node_at_import(node)
         )
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
@@ -246,7 +247,7 @@ class _ModelImporter:
                 f"the model has ops that hocket has no row for: {listed}; add rows to frontends/onnx/op_table.py"
             )
 
-    def _can_fold_node(self, node: NodeProto) -> bool:
+    def _can_evaluate_node_at_import(self, node: NodeProto) -> bool:
         """Return whether a node computes shapes from constants, so that the import can evaluate it."""
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
@@ -258,8 +259,11 @@ class _ModelImporter:
                 raise ModelError(f"{where}: reads %{name} before any node gives it, or in a cycle")
         if again := [n for n in node.output if n and (n in self.values or n in self.constants)]:
             raise ModelError(f"{where}: gives %{again[0]}, which is given already")
-        if self._can_fold_node(node) and sum(self.constants[n].size for n in node.input if n) <= MAX_FOLDED_ENTRIES:
-            self._fold_constant_node(node, opset, where)
+        if (
+            self._can_evaluate_node_at_import(node)
+            and sum(self.constants[n].size for n in node.input if n) <= MAX_FOLDED_ENTRIES
+        ):
+            self._replace_node_by_evaluated_results(node, opset, where)
             return
         if node.op_type == "If":
             self._import_taken_branch(node, where)
@@ -270,14 +274,14 @@ class _ModelImporter:
             attributes = _decode_attributes(node)
             if node.op_type == "Split":
                 attributes["num_outputs"] = len(node.output)
-            out = row(*(self._resolve_tensor(name) if name else None for name in node.input), **attributes)
+            out = row(*(self._get_or_create_tensor(name) if name else None for name in node.input), **attributes)
             results = out if isinstance(out, tuple | list) else (out,)
             asked = [name for name in node.output if name]
             if len(node.output) > len(results):
                 raise ModelError(f"gives {len(node.output)} results; hocket has the first {len(results)}")
             for name, result in zip(node.output, results, strict=False):
                 if name in asked:
-                    self._store_result(name, result)
+                    self._store_result_in_onnx_dtype(name, result)
         except (ModelError, GraphError, TypeError, ValueError, IndexError, KeyError) as why:
             raise ModelError(f"{where}: {' '.join(str(why).split())}") from (
                 None if isinstance(why, ModelError | GraphError) else why
@@ -306,7 +310,7 @@ class _ModelImporter:
             if branch_output.name in self.weight_names:
                 self.weight_names.add(name)
 
-    def _store_result(self, name: str, result: Tensor) -> None:
+    def _store_result_in_onnx_dtype(self, name: str, result: Tensor) -> None:
         """Store the result of a node under its value name, cast to the dtype of the ONNX value."""
         if name in self.dtype_names:
             result = cast(result, *resolve_dtype_name(self.dtype_names[name], name))
@@ -314,7 +318,7 @@ class _ModelImporter:
             self.constants[name] = np.asarray(result.constant)
         self.values[name] = result
 
-    def _fold_constant_node(self, node: NodeProto, opset: int, where: str) -> None:
+    def _replace_node_by_evaluated_results(self, node: NodeProto, opset: int, where: str) -> None:
         """Replace a node with constant inputs by its results, which the reference evaluator of onnx computes.
 
         Args:
@@ -341,7 +345,7 @@ class _ModelImporter:
         for name, result in zip(filter(None, node.output), results, strict=True):
             self.constants[name] = np.asarray(result)
 
-    def _resolve_tensor(self, name: str) -> Tensor:
+    def _get_or_create_tensor(self, name: str) -> Tensor:
         """Return the tensor of an ONNX value by its name; a constant gets its graph node at the first use.
 
         A large or bfloat16 constant, and an initialiser of floats, becomes a weight. Other constants become graph
@@ -367,7 +371,7 @@ class _ModelImporter:
         for info in self.model.graph.output:
             if info.name not in self.values and info.name not in self.constants:
                 raise ModelError(f"%{info.name} is an output that no node gives")
-            out = self._resolve_tensor(info.name)
+            out = self._get_or_create_tensor(info.name)
             kind = self.dtype_names.get(info.name) or ("bool" if out.is_bool else out.dtype.storage.name)
             outputs[info.name] = out.value
             results.append(ProgramResult(info.name, None, out.shape, kind))

@@ -28,7 +28,7 @@ MAX_CONSTANT_ENTRIES = 1 << 26
 """Largest number of entries of a constant that an op creates from a shape."""
 
 
-def as_integers(x: OptionalIntegers) -> list[int] | None:
+def as_integers_or_none(x: OptionalIntegers) -> list[int] | None:
     """Return the integers of an attribute or of a constant input as a list, or None if they are absent.
 
     Raises:
@@ -50,7 +50,7 @@ def require_constant(x: Tensor) -> np.ndarray:
     return np.asarray(x.constant)
 
 
-def as_number(x: Any, default: Any) -> Any:
+def as_number_or_default(x: Any, default: Any) -> Any:
     """Return the one number that an attribute or a constant input holds, or `default` if it is absent."""
     if x is None:
         return default
@@ -127,14 +127,14 @@ def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1
 
 
 def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, seed: int = 0) -> Any:
-    if training is not None and as_number(training, False) and as_number(ratio, 0.5):
+    if training is not None and as_number_or_default(training, False) and as_number_or_default(ratio, 0.5):
         raise ModelError("dropout by chance, as in training; export the model for inference")
     return x, constant_tensor(np.ones(x.shape, bool))
 
 
 def keep_triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
     """Convert ``Trilu``: keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
-    keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), as_number(k, 0))
+    keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), as_number_or_default(k, 0))
     return arith.masked_fill(x, constant_tensor(~keep), 0)
 
 
@@ -146,7 +146,7 @@ def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
 
     In `shape`, one -1 is inferred from the other sizes. A 0 keeps the size of the axis, unless `allowzero` is set.
     """
-    sizes = as_integers(shape) or []
+    sizes = as_integers_or_none(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
             raise ModelError(f"shape {sizes} keeps an axis that a tensor of {list(x.shape)} does not have")
@@ -167,12 +167,12 @@ def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
 
 def squeeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
     """Convert ``Squeeze``: remove axes of size 1; the axes are an input (`axes_input`) or an attribute (`axes`)."""
-    return shapes.squeeze(x, as_integers(axes_input if axes is None else axes))
+    return shapes.squeeze(x, as_integers_or_none(axes_input if axes is None else axes))
 
 
 def unsqueeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
     """Convert ``Unsqueeze``: insert axes of size 1; the axes are an input (`axes_input`) or an attribute (`axes`)."""
-    new = as_integers(axes_input if axes is None else axes) or []
+    new = as_integers_or_none(axes_input if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
         raise ModelError(f"axes {new} of a tensor that then has {rank} axes")
@@ -189,7 +189,7 @@ def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num
 
     The last of the equal parts may be smaller.
     """
-    parts = as_integers(sizes if split is None else split)
+    parts = as_integers_or_none(sizes if split is None else split)
     n = x.shape[x.normalise_axis(axis)]
     if parts is None:
         size = -(-n // num_outputs)
@@ -207,10 +207,10 @@ def slice_(
 
     Bounds and axes are inputs in newer opsets (``*_input``) and attributes in older ones. Steps are always inputs.
     """
-    begin = as_integers(starts_input if starts is None else starts) or []
-    end = as_integers(ends_input if ends is None else ends) or []
-    at = as_integers(axes_input if axes is None else axes) or list(range(len(begin)))
-    steps = as_integers(steps_input) or [1] * len(begin)
+    begin = as_integers_or_none(starts_input if starts is None else starts) or []
+    end = as_integers_or_none(ends_input if ends is None else ends) or []
+    at = as_integers_or_none(axes_input if axes is None else axes) or list(range(len(begin)))
+    steps = as_integers_or_none(steps_input) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
         n = x.shape[x.normalise_axis(a)]
         if step < 0:  # -1 is the index before the first entry here
@@ -229,8 +229,8 @@ def pad(
 
     The pads are an input (newer opsets) or an attribute (older ones).
     """
-    flat = as_integers(pads_input if pads is None else pads) or []
-    at = [x.normalise_axis(a) for a in (as_integers(axes_input) or range(x.rank))]
+    flat = as_integers_or_none(pads_input if pads is None else pads) or []
+    at = [x.normalise_axis(a) for a in (as_integers_or_none(axes_input) or range(x.rank))]
     if len(flat) != 2 * len(at):
         raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
     ends = [(0, 0)] * x.rank
@@ -244,13 +244,13 @@ def pad(
 
 
 def tile(x: Tensor, counts: Tensor) -> Tensor:
-    times = as_integers(counts) or []
+    times = as_integers_or_none(counts) or []
     _require_small_shape([n * t for n, t in zip(x.shape, times, strict=True)])
     return shapes.repeat(x, times)
 
 
 def expand(x: Tensor, shape: Tensor) -> Tensor:
-    return shapes.expand(x, np.broadcast_shapes(x.shape, _require_small_shape(as_integers(shape) or [])))
+    return shapes.expand(x, np.broadcast_shapes(x.shape, _require_small_shape(as_integers_or_none(shape) or [])))
 
 
 def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
@@ -271,7 +271,7 @@ def _require_small_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
     fill = np.zeros((), np.float32) if value is None else np.asarray(value).reshape(())
-    return constant_tensor(np.full(_require_small_shape(as_integers(shape) or []), fill))
+    return constant_tensor(np.full(_require_small_shape(as_integers_or_none(shape) or []), fill))
 
 
 def constant(**attributes: Any) -> Tensor:
@@ -299,7 +299,7 @@ def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Te
 
     The new axis has `depth` entries.
     """
-    n = int(as_number(depth, 0))
+    n = int(as_number_or_default(depth, 0))
     _require_small_shape((*ids.shape, n))
     at = axis % (ids.rank + 1)
     places = constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - at)))

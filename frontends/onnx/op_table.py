@@ -140,7 +140,7 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
 """Converters by op name of ONNX's own domain."""
 
 OLDER_OPSET_ROWS: Mapping[str, tuple[int, op_calls.OpConverter]] = MappingProxyType(
-    {name: (13, sums.with_flattened_trailing_axes(OP_TABLE[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
+    {name: (13, sums.make_flattened_axes_converter(OP_TABLE[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
 )
 """For ops with another meaning before an opset: the opset, and the converter for older opsets."""
 

@@ -140,7 +140,7 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
         if direction not in _DIRECTIONS:
             raise ModelError(f"direction {direction!r}; need one of {', '.join(_DIRECTIONS)}")
         backward_flags, size = _DIRECTIONS[direction], before.shape[-1]
-        chosen = _select_activations(activations or [*names] * len(backward_flags), attributes, clip)
+        chosen = _select_gate_activations(activations or [*names] * len(backward_flags), attributes, clip)
         unknown = sorted(set(attributes) - set(settings))
         if unknown or len(chosen) != len(names) * len(backward_flags) or (hidden_size or size) != size:
             raise ModelError(f"settings {unknown}, {len(chosen)} activations, {hidden_size} hidden; not of this op")
@@ -201,7 +201,7 @@ def _unroll_steps(
         yield tuple(states)
 
 
-def _select_activations(names: Sequence[Any], attributes: dict[str, Any], clip: float | None) -> list[Activation]:
+def _select_gate_activations(names: Sequence[Any], attributes: dict[str, Any], clip: float | None) -> list[Activation]:
     """Return the activations of all gates; `clip` limits their inputs to the range ``-clip`` to ``clip``.
 
     Raises:

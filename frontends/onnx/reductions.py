@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, matmul, reductions, shapes
 from ..tensors.tensor import Tensor, constant_tensor
-from .op_calls import OpConverter, OptionalIntegers, as_integers, as_number, flatten
+from .op_calls import OpConverter, OptionalIntegers, as_integers_or_none, as_number_or_default, flatten
 
 
 def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) -> OpConverter:
@@ -34,7 +34,7 @@ def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) 
         keepdims: int = 1,
         noop_with_empty_axes: int = 0,
     ) -> Tensor:
-        over = as_integers(axes_input if axes is None else axes)
+        over = as_integers_or_none(axes_input if axes is None else axes)
         if not over and noop_with_empty_axes:
             return kind(shapes.unsqueeze(x, -1), [x.rank], False)
         if not x.rank:
@@ -91,7 +91,7 @@ def make_cumulative_converter(kind: str) -> OpConverter:
     """
 
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
-        at = x.normalise_axis(int(as_number(axis, 0)))
+        at = x.normalise_axis(int(as_number_or_default(axis, 0)))
         x = shapes.flip(x, [at]) if reverse else x
         out = reductions.accumulate_along_axis(kind, x, at)
         if exclusive:
@@ -104,7 +104,7 @@ def make_cumulative_converter(kind: str) -> OpConverter:
 
 def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
     """Convert ``TopK``: return the largest or smallest entries along an axis, and their indices."""
-    n = int(as_number(count if k is None else k, 0))
+    n = int(as_number_or_default(count if k is None else k, 0))
     if not 0 <= n <= x.shape[x.normalise_axis(axis)]:
         raise ModelError(f"the {n} first of {x.shape[x.normalise_axis(axis)]} entries")
     if x.dtype in (DType.I32, DType.I64):
@@ -120,7 +120,7 @@ def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
-def with_flattened_trailing_axes(row: OpConverter) -> OpConverter:
+def make_flattened_axes_converter(row: OpConverter) -> OpConverter:
     """Make the converter of an op in an older opset, where the op treats `axis` and all later axes as one axis.
 
     `row` is the converter of the newer opset, which works on one axis.

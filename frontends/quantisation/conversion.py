@@ -28,14 +28,21 @@ from ..gguf.reader import DEFAULT_ALIGNMENT, Gguf
 from ..gguf.tensor import Tensor
 from ..gguf.writer import (
     TensorDescription,
-    encode_header,
-    encode_pair,
+    encode_metadata_pair,
+    encode_padded_header,
     name_split_file,
-    read_encoded_pairs,
-    write_tensor,
+    read_encoded_metadata_pairs,
+    write_padded_tensor,
 )
 from .importance import ImportanceMatrix, Importances
-from .type_choice import EMBEDDING_NAMES, IMPORTANCE_DTYPES, ModelFacts, TypeRequest, choose_dtypes, fit_dtype
+from .type_choice import (
+    EMBEDDING_NAMES,
+    IMPORTANCE_DTYPES,
+    ModelFacts,
+    TypeRequest,
+    choose_dtypes,
+    fit_dtype_to_columns,
+)
 
 PART_ELEMENTS = 1 << 20
 """Elements that a thread converts at a time."""
@@ -66,7 +73,7 @@ class TensorConversion:
     dtype: DType
 
     @property
-    def description(self) -> TensorDescription:
+    def written_tensor_description(self) -> TensorDescription:
         """The name, shape and dtype of the tensor in the written file."""
         return TensorDescription(self.tensor.name, self.tensor.shape, self.dtype)
 
@@ -92,18 +99,18 @@ class ConversionPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors after the conversion."""
-        return sum(c.description.nbytes for c in self.conversions)
+        return sum(c.written_tensor_description.nbytes for c in self.conversions)
 
     @property
     def source_bytes(self) -> int:
         """Bytes of all tensors before the conversion."""
         return sum(c.tensor.nbytes for c in self.conversions)
 
-    def list_unfitting(self) -> list[TensorConversion]:
+    def list_unfitting_conversions(self) -> list[TensorConversion]:
         """Return the conversions that cannot get the required dtype because of the shape of the tensor."""
         return [c for c in self.conversions if c.dtype is not c.required]
 
-    def list_without_importance(self) -> list[TensorConversion]:
+    def list_conversions_without_importance(self) -> list[TensorConversion]:
         """Return the conversions to a quantised dtype for which the importance matrix has no entry.
 
         Without an importance matrix the list is empty.
@@ -111,7 +118,7 @@ class ConversionPlan:
         if self.importance is None:
             return []
         changed = (c for c in self.conversions if c.dtype is not c.tensor.dtype and c.dtype.is_quantised)
-        return [c for c in changed if self.importance.find(c.tensor) is None]
+        return [c for c in changed if self.importance.find_importances(c.tensor) is None]
 
 
 def plan_conversion(
@@ -134,10 +141,11 @@ def plan_conversion(
     Raises:
         ModelError: A quantised tensor would be quantised again, or importances are missing or have wrong shapes.
     """
-    facts = read_facts(model, has_importances=importance is not None)
+    facts = read_facts_for_mixture_rules(model, has_importances=importance is not None)
     dtypes = choose_dtypes(model.tensors.values(), request, facts)
     conversions = [
-        TensorConversion(t, dtypes[t.name], fit_dtype(dtypes[t.name], t.shape[-1])) for t in model.tensors.values()
+        TensorConversion(t, dtypes[t.name], fit_dtype_to_columns(dtypes[t.name], t.shape[-1]))
+        for t in model.tensors.values()
     ]
     for c in conversions:
         name = format_name_for_message(c.tensor.name)
@@ -146,8 +154,8 @@ def plan_conversion(
                 f"{format_name_for_message(str(model.path))}: tensor {name} is {c.tensor.dtype} already, and a second "
                 "rounding adds its error; start from a file of f32, f16 or bf16, or add --allow-requantize"
             )
-        found = importance.find(c.tensor) if importance is not None else None
-        if found is None and not is_dry_run and needs_importances(c, request):
+        found = importance.find_importances(c.tensor) if importance is not None else None
+        if found is None and not is_dry_run and is_refused_without_importances(c, request):
             raise ModelError(
                 f"tensor {name}: {c.dtype} in type {request.file_type.name} needs importances of its columns; "
                 "make them with hocket imatrix, and give --imatrix FILE"
@@ -155,14 +163,14 @@ def plan_conversion(
     return ConversionPlan(model, request, conversions, importance)
 
 
-def needs_importances(conversion: TensorConversion, request: TypeRequest) -> bool:
+def is_refused_without_importances(conversion: TensorConversion, request: TypeRequest) -> bool:
     """Return whether llama-quantize refuses the conversion of a tensor without importances."""
     is_small = request.file_type.name == "Q2_K_S" and conversion.dtype is DType.Q2_K
     is_look_up = conversion.tensor.name in (*EMBEDDING_NAMES, "output.weight")
     return (is_small or conversion.dtype in IMPORTANCE_DTYPES) and not is_look_up
 
 
-def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
+def read_facts_for_mixture_rules(model: Gguf, *, has_importances: bool) -> ModelFacts:
     """Return the facts about a model that the mixture rules read.
 
     Missing metadata give the facts of a simple model.
@@ -170,7 +178,7 @@ def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
     architecture = model.get("general.architecture", str, "")
     layers = model.get(f"{architecture}.block_count", int, 0)
     heads, key_heads = (
-        _read_first(model, f"{architecture}.attention.{key}") for key in ("head_count", "head_count_kv")
+        _read_first_integer(model, f"{architecture}.attention.{key}") for key in ("head_count", "head_count_kv")
     )
     if key_heads is None:  # the default of the format
         key_heads = heads
@@ -179,7 +187,7 @@ def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
     return ModelFacts(architecture, layers, experts, groups, has_importances)
 
 
-def _read_first(model: Gguf, key: str) -> int | None:
+def _read_first_integer(model: Gguf, key: str) -> int | None:
     """Return an integer of the metadata; None if the key is missing.
 
     Of a list with one value per layer, the first value is returned.
@@ -208,7 +216,7 @@ def write_model(
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
         require_writable(one, plan.model.part_paths)
-    pairs, alignment = _make_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
+    pairs, alignment = _create_output_metadata_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
     compile_quantisers({c.dtype for c in plan.conversions})
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(threads)
@@ -218,10 +226,10 @@ def write_model(
             own = (pairs if i == 0 else {}) | (_make_split_pairs(i, count, len(plan.conversions)) if count > 1 else {})
             if i and alignment != DEFAULT_ALIGNMENT:
                 own["general.alignment"] = pairs["general.alignment"]
-            file.write(encode_header(own, [c.description for c in group], alignment))
+            file.write(encode_padded_header(own, [c.written_tensor_description for c in group], alignment))
             for c in group:
-                parts = _convert(c, plan.importance, pool, threads, report)
-                write_tensor(file, c.description, parts, alignment)
+                parts = _convert_in_parallel_parts(c, plan.importance, pool, threads, report)
+                write_padded_tensor(file, c.written_tensor_description, parts, alignment)
                 c.tensor.release_memory()
     return paths
 
@@ -234,9 +242,11 @@ def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
     return list(groups.values())
 
 
-def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
+def _create_output_metadata_pairs(plan: ConversionPlan) -> dict[str, bytes]:
     """Return the metadata of the first file: the pairs of the model, with the facts of this conversion."""
-    pairs = {k: v for k, v in read_encoded_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")}
+    pairs = {
+        k: v for k, v in read_encoded_metadata_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")
+    }
     values: list[tuple[str, MetadataType, int | str]] = [
         ("general.quantization_version", MetadataType.UINT32, QUANTISATION_VERSION),
         ("general.file_type", MetadataType.UINT32, plan.request.file_type.number),
@@ -249,23 +259,23 @@ def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
         ]
         if plan.importance.chunk_count is not None:
             values.append(("quantize.imatrix.chunks_count", MetadataType.UINT32, plan.importance.chunk_count))
-    return pairs | {key: encode_pair(key, kind, value) for key, kind, value in values}
+    return pairs | {key: encode_metadata_pair(key, kind, value) for key, kind, value in values}
 
 
 def _make_split_pairs(number: int, count: int, tensors: int) -> dict[str, bytes]:
     return {
-        "split.no": encode_pair("split.no", MetadataType.UINT16, number),
-        "split.count": encode_pair("split.count", MetadataType.UINT16, count),
-        "split.tensors.count": encode_pair("split.tensors.count", MetadataType.INT32, tensors),
+        "split.no": encode_metadata_pair("split.no", MetadataType.UINT16, number),
+        "split.count": encode_metadata_pair("split.count", MetadataType.UINT16, count),
+        "split.tensors.count": encode_metadata_pair("split.tensors.count", MetadataType.INT32, tensors),
     }
 
 
-def _convert(
+def _convert_in_parallel_parts(
     c: TensorConversion, importance: ImportanceMatrix | None, pool: ThreadPoolExecutor, threads: int, report: Progress
 ) -> Iterator[np.ndarray]:
     """Yield the stored elements of a converted tensor in parts; threads convert the next parts meanwhile."""
-    raw = c.tensor.raw
-    columns = importance.find(c.tensor) if importance is not None else None
+    raw = c.tensor.stored_elements
+    columns = importance.find_importances(c.tensor) if importance is not None else None
     width, matrix_rows = c.tensor.shape[-1], c.tensor.shape[-2] if len(c.tensor.shape) > 1 else 1
     rows, step = raw.reshape(-1, raw.shape[-1]), max(1, PART_ELEMENTS // width)
     waiting: deque[tuple[int, Future[np.ndarray]]] = deque()

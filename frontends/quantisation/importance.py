@@ -19,10 +19,16 @@ from ...graph.storage.files import replacing
 from ..errors import ModelError
 from ..gguf import open_gguf
 from ..gguf.mapped_file import format_name_for_message
-from ..gguf.metadata import MetadataArray, MetadataType
+from ..gguf.metadata import LazyMetadataArray, MetadataType
 from ..gguf.reader import DEFAULT_ALIGNMENT
 from ..gguf.tensor import Tensor
-from ..gguf.writer import TensorDescription, encode_header, encode_pair, encode_strings, write_tensor
+from ..gguf.writer import (
+    TensorDescription,
+    encode_metadata_pair,
+    encode_padded_header,
+    encode_string_array_pair,
+    write_padded_tensor,
+)
 
 Importances = npt.NDArray[np.float32]
 FloatSums = npt.NDArray[np.float64]
@@ -43,7 +49,7 @@ class ImportanceMatrix:
     columns: Mapping[str, Importances]
     chunk_count: int | None
 
-    def find(self, tensor: Tensor) -> Importances | None:
+    def find_importances(self, tensor: Tensor) -> Importances | None:
         """Return the importances [matrices, columns] of a weight, or None.
 
         Raises:
@@ -80,7 +86,7 @@ class ImportanceSums:
         self.counts: dict[str, FloatSums] = {}
         self.datasets: list[str] = []
 
-    def add(self, name: str, sums: npt.NDArray[np.floating], counts: npt.NDArray[np.floating]) -> None:
+    def add_column_sums(self, name: str, sums: npt.NDArray[np.floating], counts: npt.NDArray[np.floating]) -> None:
         """Add sums of squared activations, one sum for each column of a weight, to the sums of this weight.
 
         Args:
@@ -115,7 +121,7 @@ class ImportanceSums:
             ModelError: A weight has other sums in the other matrix.
         """
         for name, sums in other.sums.items():
-            self.add(name, sums, other.counts[name])
+            self.add_column_sums(name, sums, other.counts[name])
         self.datasets += other.datasets
 
     @property
@@ -146,10 +152,10 @@ class ImportanceSums:
                     f"{MAX_SUM:g}; add fewer texts"
                 )
         pairs = {
-            "general.type": encode_pair("general.type", MetadataType.STRING, "imatrix"),
-            DATASETS_KEY: encode_strings(DATASETS_KEY, self.datasets),
-            CHUNK_COUNT_KEY: encode_pair(CHUNK_COUNT_KEY, MetadataType.UINT32, self.chunk_count),
-            CHUNK_SIZE_KEY: encode_pair(CHUNK_SIZE_KEY, MetadataType.UINT32, self.chunk_tokens),
+            "general.type": encode_metadata_pair("general.type", MetadataType.STRING, "imatrix"),
+            DATASETS_KEY: encode_string_array_pair(DATASETS_KEY, self.datasets),
+            CHUNK_COUNT_KEY: encode_metadata_pair(CHUNK_COUNT_KEY, MetadataType.UINT32, self.chunk_count),
+            CHUNK_SIZE_KEY: encode_metadata_pair(CHUNK_SIZE_KEY, MetadataType.UINT32, self.chunk_tokens),
         }
         arrays = {}
         for name in sorted(self.sums):
@@ -157,9 +163,9 @@ class ImportanceSums:
             arrays[name + COUNTS_SUFFIX] = self.counts[name].astype(np.float32)[:, None]
         tensors = [TensorDescription(name, array.shape, DType.F32) for name, array in arrays.items()]
         with replacing(path, durable=True) as file:
-            file.write(encode_header(pairs, tensors))
+            file.write(encode_padded_header(pairs, tensors))
             for tensor in tensors:
-                write_tensor(file, tensor, [arrays[tensor.name]], DEFAULT_ALIGNMENT)
+                write_padded_tensor(file, tensor, [arrays[tensor.name]], DEFAULT_ALIGNMENT)
 
 
 def read_importance_sums(path: str | Path) -> ImportanceSums:
@@ -186,14 +192,14 @@ def read_importance_sums(path: str | Path) -> ImportanceSums:
                 f"{format_name_for_message(str(path))}: tensor {format_name_for_message(name)} {problem}; "
                 "make the file again"
             )
-        result.add(weight, sums_of_rows, rows)
+        result.add_column_sums(weight, sums_of_rows, rows)
     if not result.sums:
         raise ModelError(
             f"{format_name_for_message(str(path))}: has no tensor NAME{SUMS_SUFFIX}, so it is no importance matrix; "
             "convert an old file with llama-imatrix --output-format gguf"
         )
     datasets = file.metadata.get(DATASETS_KEY)
-    if isinstance(datasets, MetadataArray) and datasets.item_type is MetadataType.STRING:
+    if isinstance(datasets, LazyMetadataArray) and datasets.item_type is MetadataType.STRING:
         result.datasets = list(datasets.strings())
     return result
 

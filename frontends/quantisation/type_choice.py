@@ -112,7 +112,7 @@ LARGE_LAYER_COUNTS = {"llama": 80, "deci": 80, "olmo": 80, "qwen2": 80, "jais2":
 """Layers of models with 70 billion parameters, by architecture."""
 
 
-class Shaped(Protocol):
+class ShapedTensor(Protocol):
     """A tensor with a name, a shape in NumPy order, and a dtype."""
 
     @property
@@ -164,7 +164,7 @@ class TypeRequest:
     keeps_output: bool = False
 
 
-def find_part(name: str) -> ModelPart:
+def find_model_part(name: str) -> ModelPart:
     """Return the part of a model that the tensor with this name belongs to."""
     if name == "output.weight":
         return ModelPart.OUTPUT
@@ -173,7 +173,7 @@ def find_part(name: str) -> ModelPart:
     return next((part for pattern, part in PARTS_BY_PATTERN if pattern in name), ModelPart.OTHER)
 
 
-def is_quantisable(tensor: Shaped, architecture: str) -> bool:
+def is_quantisable(tensor: ShapedTensor, architecture: str) -> bool:
     """Return whether a conversion changes the dtype of a tensor: it is a float matrix for products or look-ups."""
     name = tensor.name
     excluded = (*EXCLUDED_NAMES, *EXCLUDED_NAMES_BY_ARCHITECTURE.get(architecture, ()))
@@ -188,29 +188,29 @@ def is_quantisable(tensor: Shaped, architecture: str) -> bool:
     )
 
 
-def find_layer(name: str) -> int:
+def find_layer_number(name: str) -> int:
     """Return the layer number in the name of a tensor; -1 if there is none."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
-def choose_dtypes(tensors: Iterable[Shaped], request: TypeRequest, facts: ModelFacts) -> dict[str, DType]:
+def choose_dtypes(tensors: Iterable[ShapedTensor], request: TypeRequest, facts: ModelFacts) -> dict[str, DType]:
     """Choose the dtype of each tensor for a request; return the dtypes by name, in the order of the tensors.
 
-    A chosen dtype may have blocks that do not divide the rows; `fit_dtype` then replaces it.
+    A chosen dtype may have blocks that do not divide the rows; `fit_dtype_to_columns` then replaces it.
 
     Raises:
         ModelError: A layer number is beyond the layers of the model.
     """
     known = list(tensors)
-    mixture = _Mixture(request, facts, known)
+    mixture = _MixtureRules(request, facts, known)
     # llama.cpp counts the tensors of a part in the order of layers, not in the order of the file.
-    ordered = sorted(known, key=lambda t: (find_layer(t.name), t.name))
+    ordered = sorted(known, key=lambda t: (find_layer_number(t.name), t.name))
     chosen = {t.name: mixture.choose(t) for t in ordered}
     return {t.name: chosen[t.name] for t in known}
 
 
-def fit_dtype(dtype: DType, columns: int) -> DType:
+def fit_dtype_to_columns(dtype: DType, columns: int) -> DType:
     """Return `dtype` if its blocks divide rows of `columns` elements, otherwise the dtype that replaces it."""
     if columns % dtype.block == 0:
         return dtype
@@ -226,22 +226,22 @@ def gets_more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-class _Mixture:
+class _MixtureRules:
     """Chooses the dtype of each tensor of one model by the mixture rules of llama-quantize.
 
     A mixture gives more bits to important tensors. Its rules depend on how many value and down matrices came before, so
     an instance counts them.
     """
 
-    def __init__(self, request: TypeRequest, facts: ModelFacts, tensors: Sequence[Shaped]) -> None:
+    def __init__(self, request: TypeRequest, facts: ModelFacts, tensors: Sequence[ShapedTensor]) -> None:
         self.request, self.facts = request, facts
-        parts = Counter(find_part(t.name) for t in tensors)
+        parts = Counter(find_model_part(t.name) for t in tensors)
         self.value_count = sum(parts[part] for part in VALUE_PARTS)
         self.is_tied = not parts[ModelPart.OUTPUT]
         self.seen: Counter[str] = Counter()
 
-    def choose(self, tensor: Shaped) -> DType:
-        request, part = self.request, find_part(tensor.name)
+    def choose(self, tensor: ShapedTensor) -> DType:
+        request, part = self.request, find_model_part(tensor.name)
         if not is_quantisable(tensor, self.facts.architecture):
             return tensor.dtype
         if part is ModelPart.OUTPUT and request.keeps_output:
@@ -257,40 +257,40 @@ class _Mixture:
             return override or dtype
         return override or (dtype if request.is_pure else self._mix(tensor, part))
 
-    def _mix(self, tensor: Shaped, part: ModelPart) -> DType:
+    def _mix(self, tensor: ShapedTensor, part: ModelPart) -> DType:
         names = Q8_NAMES_BY_ARCHITECTURE.get(self.facts.architecture, ())
         if any(name in tensor.name for name in names):
             return DType.Q8_0
         kind, default = self.request.file_type.name, self.request.file_type.dtype
         if part is ModelPart.OUTPUT or (self.is_tied and part is ModelPart.EMBEDDING):
-            return self._mix_output(tensor, default)
+            return self._choose_output_dtype(tensor, default)
         if kind == "MXFP4_MOE":
             has_experts = len(tensor.shape) > 2 and tensor.shape[-3] > 1
             return DType.MXFP4 if has_experts else DType.Q8_0
         if part is ModelPart.EMBEDDING:
             return EMBEDDING_DTYPES.get(kind, default)
         if kind in FEW_BIT_KINDS:
-            return self._mix_few_bits(kind, part, default)
+            return self._choose_low_bit_dtype(kind, part, default)
         if part in VALUE_PARTS:
-            return self._mix_value(kind, default)
+            return self._choose_attention_value_dtype(kind, default)
         eight = self.facts.expert_count == 8
         if part is ModelPart.KEY:
             return DType.Q8_0 if eight else QUERY_AND_KEY.get(kind, default)
         if part is ModelPart.QUERY:
             return QUERY_AND_KEY.get(kind, default)
         if part in (ModelPart.GATE, ModelPart.UP):
-            layer, layers = self._count_layer(tensor, part.value), self.facts.layer_count
+            layer, layers = self._count_or_read_layer_number(tensor, part.value), self.facts.layer_count
             is_middle = layers // 8 <= layer < 7 * layers // 8
             return DType.IQ3_XXS if kind == "IQ3_XS" and is_middle else default
         if part is ModelPart.DOWN:
-            return self._mix_down(tensor, kind, default)
+            return self._choose_ffn_down_dtype(tensor, kind, default)
         if part is ModelPart.ATTENTION_OUTPUT:
             if self.facts.architecture == "falcon":
                 return DType.Q4_K if kind == "Q3_K_L" else default
             return (ATTENTION_OUTPUT_OF_8_EXPERTS if eight else ATTENTION_OUTPUT).get(kind, default)
         return default
 
-    def _mix_output(self, tensor: Shaped, default: DType) -> DType:
+    def _choose_output_dtype(self, tensor: ShapedTensor, default: DType) -> DType:
         """Return the dtype of the output matrix, or of a token embedding that is also the output matrix."""
         if self.request.output_dtype is not None:
             return self.request.output_dtype
@@ -299,7 +299,7 @@ class _Mixture:
             return DType.Q8_0
         return DType.Q5_K if self.request.file_type.name in FIVE_BIT_OUTPUT_KINDS else DType.Q6_K
 
-    def _mix_few_bits(self, kind: str, part: ModelPart, default: DType) -> DType:
+    def _choose_low_bit_dtype(self, kind: str, part: ModelPart, default: DType) -> DType:
         """Return the dtype of a matrix in a file type of fewer than 3 bits with code books."""
         more_bits = DType.IQ3_S if kind in LARGER_FEW_BIT_KINDS else DType.Q2_K
         experts = self.facts.expert_count
@@ -318,7 +318,7 @@ class _Mixture:
             return DType.IQ2_XXS if kind in ("IQ1_S", "IQ1_M") else default
         return default
 
-    def _count_layer(self, tensor: Shaped, part: str) -> int:
+    def _count_or_read_layer_number(self, tensor: ShapedTensor, part: str) -> int:
         """Return the layer of a tensor: the number of tensors of its part before it, or the number in its name.
 
         Raises:
@@ -326,12 +326,12 @@ class _Mixture:
         """
         layer, self.seen[part] = self.seen[part], self.seen[part] + 1
         if self.facts.expert_count > 1:  # files with one tensor for each expert have several of them in a layer
-            layer = find_layer(tensor.name)
+            layer = find_layer_number(tensor.name)
             if not 0 <= layer < self.facts.layer_count:
                 raise ModelError(f"tensor {tensor.name}: its layer is {layer}; need 0 to {self.facts.layer_count - 1}")
         return layer
 
-    def _mix_value(self, kind: str, default: DType) -> DType:
+    def _choose_attention_value_dtype(self, kind: str, default: DType) -> DType:
         """Return the dtype of an attention value matrix, which is small and matters much for the error."""
         number, self.seen["value"] = self.seen["value"], self.seen["value"] + 1
         is_grouped, dtype = self.facts.query_groups >= 4, default
@@ -353,10 +353,10 @@ class _Mixture:
             dtype = DType.Q5_K
         return DType.Q8_0 if self.facts.expert_count == 8 else dtype
 
-    def _mix_down(self, tensor: Shaped, kind: str, default: DType) -> DType:
+    def _choose_ffn_down_dtype(self, tensor: ShapedTensor, kind: str, default: DType) -> DType:
         """Return the dtype of a down matrix of a feed-forward layer."""
         layers, falcon = self.facts.layer_count, self.facts.architecture == "falcon"
-        layer = self._count_layer(tensor, "down")
+        layer = self._count_or_read_layer_number(tensor, "down")
         is_early, has_more = layer < layers // 8, gets_more_bits(layer, layers)
         if kind == "Q3_K_M":
             if layer < layers // 16:

@@ -26,13 +26,13 @@ class DerivedTensor(Tensor):
     @property
     def origin(self) -> WeightOrigin:
         """The identity of the elements for caches: the origin of the source tensor and the name of the computation."""
-        origin = self.source.weight_origin
+        origin = self.source.cache_identity
         return WeightOrigin(origin.file, f"{origin.version} {self.change}", origin.offset)
 
     @property
-    def raw(self) -> np.ndarray:
+    def stored_elements(self) -> np.ndarray:
         """The computed elements in the storage dtype ``dtype.storage``, [*shape], as a new array."""
-        return np.ascontiguousarray(self.compute(self.source.raw))
+        return np.ascontiguousarray(self.compute(self.source.stored_elements))
 
     def release(self) -> None:
         """Release the memory that holds the source tensor's bytes."""
@@ -40,7 +40,7 @@ class DerivedTensor(Tensor):
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """Return the values as float32 [*shape], a new array."""
-        return dequantise(self.raw, self.dtype)
+        return dequantise(self.stored_elements, self.dtype)
 
 
 def derive_tensor(

@@ -125,26 +125,28 @@ def map_tensor_name(family: FolderFamily, name: str) -> str | None:
     return f"{OUTER_NAMES[stem]}.{end}" if stem in OUTER_NAMES and end in ("weight", "bias") else None
 
 
-def read_rope(config: JsonObject) -> JsonObject:
+def read_rope_parameters(config: JsonObject) -> JsonObject:
     """Return the parameters of the rotary embedding of full attention, with `rope_theta` and `rope_type`.
 
     Older files have them in ``rope_scaling`` and ``rope_theta``, newer ones in ``rope_parameters``.
     """
-    rope = config.get_object("rope_parameters")
+    rope = config.get_object_or_empty("rope_parameters")
     if not rope.pairs:
-        rope = config.get_object("rope_scaling")
+        rope = config.get_object_or_empty("rope_scaling")
     if "full_attention" in rope.pairs:
-        rope = rope.get_object("full_attention")
+        rope = rope.get_object_or_empty("full_attention")
     kind = rope.get_text("rope_type", rope.get_text("type", "default"))
     default_theta = 1e6 if config.get_text("model_type", "") == "gemma3_text" else 1e4
-    theta = rope.get_number("rope_theta", config.get_number("rope_theta", default_theta))
+    theta = rope.get_finite_number("rope_theta", config.get_finite_number("rope_theta", default_theta))
     return JsonObject(config.path, dict(rope.pairs) | {"rope_type": kind, "rope_theta": theta})
 
 
 def read_head_size(config: JsonObject) -> int:
     """Return the size of an attention head: ``head_dim``, or the model width divided by the number of heads."""
-    size = config.get_integer("head_dim")
-    return size or config.require_integer("hidden_size") // config.require_integer("num_attention_heads")
+    size = config.get_nonnegative_integer("head_dim")
+    return size or config.require_positive_integer("hidden_size") // config.require_positive_integer(
+        "num_attention_heads"
+    )
 
 
 def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pair]:
@@ -152,27 +154,33 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
 
     Some architectures have no sliding window in GGUF. For a model with a window, their context is at most the window.
     """
-    arch, heads, head_size = family.architecture, config.require_integer("num_attention_heads"), read_head_size(config)
+    arch, heads, head_size = (
+        family.architecture,
+        config.require_positive_integer("num_attention_heads"),
+        read_head_size(config),
+    )
     pairs: dict[str, Pair] = {
-        f"{arch}.block_count": config.require_integer("num_hidden_layers"),
+        f"{arch}.block_count": config.require_positive_integer("num_hidden_layers"),
         f"{arch}.context_length": _read_context(family, config),
-        f"{arch}.embedding_length": config.require_integer("hidden_size"),
-        f"{arch}.feed_forward_length": config.require_integer("intermediate_size"),
+        f"{arch}.embedding_length": config.require_positive_integer("hidden_size"),
+        f"{arch}.feed_forward_length": config.require_positive_integer("intermediate_size"),
         f"{arch}.attention.head_count": heads,
-        f"{arch}.attention.head_count_kv": config.get_integer("num_key_value_heads", heads) or heads,
+        f"{arch}.attention.head_count_kv": config.get_nonnegative_integer("num_key_value_heads", heads) or heads,
     }
     pairs |= {f"{arch}.{name}": value for name, value in _read_rope_pairs(family, config).items()}
-    pairs[f"{arch}.attention.layer_norm_rms_epsilon"] = config.get_number("rms_norm_eps", 1e-6)
-    if config.get_integer("head_dim"):
+    pairs[f"{arch}.attention.layer_norm_rms_epsilon"] = config.get_finite_number("rms_norm_eps", 1e-6)
+    if config.get_nonnegative_integer("head_dim"):
         pairs |= {f"{arch}.attention.key_length": head_size, f"{arch}.attention.value_length": head_size}
     if family.writes_rope_dimensions:
-        factor = read_rope(config).get_number("partial_rotary_factor", config.get_number("partial_rotary_factor", 1.0))
-        pairs[f"{arch}.vocab_size"] = config.require_integer("vocab_size")
+        factor = read_rope_parameters(config).get_finite_number(
+            "partial_rotary_factor", config.get_finite_number("partial_rotary_factor", 1.0)
+        )
+        pairs[f"{arch}.vocab_size"] = config.require_positive_integer("vocab_size")
         pairs[f"{arch}.rope.dimension_count"] = int(head_size * factor)
     for source, name in (family.scales or {}).items():
-        pairs[f"{arch}.{name}"] = config.get_number(source, 1.0)
+        pairs[f"{arch}.{name}"] = config.get_finite_number(source, 1.0)
     if arch == "phi3":
-        pairs[f"{arch}.attention.sliding_window"] = config.get_integer("sliding_window", 0) or 0
+        pairs[f"{arch}.attention.sliding_window"] = config.get_nonnegative_integer("sliding_window", 0) or 0
     if arch == "qwen3moe":
         pairs |= _read_expert_pairs(config)
     if arch == "gemma3":
@@ -181,8 +189,8 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
 
 
 def _read_context(family: FolderFamily, config: JsonObject) -> int:
-    context = config.require_integer("max_position_embeddings")
-    window = config.get_integer("sliding_window")
+    context = config.require_positive_integer("max_position_embeddings")
+    window = config.get_nonnegative_integer("sliding_window")
     if not window or family.architecture in ("gemma3", "phi3"):
         return context
     uses_window = config.get_boolean("use_sliding_window", config.get_text("model_type", "") == "mistral")
@@ -190,63 +198,64 @@ def _read_context(family: FolderFamily, config: JsonObject) -> int:
 
 
 def _read_rope_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pair]:
-    rope = read_rope(config)
+    rope = read_rope_parameters(config)
     kind = rope.get_text("rope_type", "default")
     if kind not in family.rope_kinds:
         raise config.make_error(f"rope_type {kind[:40]!r} is not supported; need {', '.join(family.rope_kinds)}")
     pairs: dict[str, Pair] = {}
     if kind in ("linear", "yarn"):
-        pairs |= {"rope.scaling.type": kind, "rope.scaling.factor": rope.get_number("factor", 1.0)}
+        pairs |= {"rope.scaling.type": kind, "rope.scaling.factor": rope.get_finite_number("factor", 1.0)}
     if kind == "yarn":
-        pairs["rope.scaling.original_context_length"] = rope.get_integer(
+        pairs["rope.scaling.original_context_length"] = rope.get_nonnegative_integer(
             "original_max_position_embeddings"
-        ) or config.require_integer("max_position_embeddings")
+        ) or config.require_positive_integer("max_position_embeddings")
         for source, name in (
             ("attention_factor", "yarn_attn_factor"),
             ("beta_fast", "yarn_beta_fast"),
             ("beta_slow", "yarn_beta_slow"),
         ):
             if rope.pairs.get(source) is not None:
-                pairs[f"rope.scaling.{name}"] = rope.get_number(source, 1.0)
-    return pairs | {"rope.freq_base": rope.get_number("rope_theta", 1e4)}
+                pairs[f"rope.scaling.{name}"] = rope.get_finite_number(source, 1.0)
+    return pairs | {"rope.freq_base": rope.get_finite_number("rope_theta", 1e4)}
 
 
 def read_expert_count(config: JsonObject) -> int:
     """Return the number of experts: ``num_experts``, or ``num_local_experts`` in newer files."""
-    return config.get_integer("num_experts") or config.require_integer("num_local_experts")
+    return config.get_nonnegative_integer("num_experts") or config.require_positive_integer("num_local_experts")
 
 
 def _read_expert_pairs(config: JsonObject) -> dict[str, Pair]:
     if not config.get_boolean("norm_topk_prob", False):
         raise config.make_error("norm_topk_prob is false; qwen3_moe needs true")
-    if config.get_list("mlp_only_layers") or config.get_integer("decoder_sparse_step", 1) != 1:
+    if config.get_list_or_empty("mlp_only_layers") or config.get_nonnegative_integer("decoder_sparse_step", 1) != 1:
         raise config.make_error("mlp_only_layers and decoder_sparse_step give layers without experts; need none")
     return {
         "qwen3moe.expert_count": read_expert_count(config),
-        "qwen3moe.expert_used_count": config.require_integer("num_experts_per_tok"),
-        "qwen3moe.expert_feed_forward_length": config.require_integer("moe_intermediate_size"),
+        "qwen3moe.expert_used_count": config.require_positive_integer("num_experts_per_tok"),
+        "qwen3moe.expert_feed_forward_length": config.require_positive_integer("moe_intermediate_size"),
     }
 
 
 def _read_gemma_pairs(config: JsonObject, head_size: int) -> dict[str, Pair]:
-    layers = config.require_integer("num_hidden_layers")
+    layers = config.require_positive_integer("num_hidden_layers")
     need = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)]
-    if config.get_list("layer_types") not in ([], need) or config.get_integer("sliding_window_pattern", 6) != 6:
+    if (
+        config.get_list_or_empty("layer_types") not in ([], need)
+        or config.get_nonnegative_integer("sliding_window_pattern", 6) != 6
+    ):
         raise config.make_error("layer_types: every sixth layer needs full_attention, the others sliding_attention")
-    if config.get_number("query_pre_attn_scalar", head_size) != head_size:
-        raise config.make_error(
-            f"query_pre_attn_scalar is {config.get_number('query_pre_attn_scalar', 0.0):g}; need head_dim, {head_size}"
-        )
+    if (scalar := config.get_finite_number("query_pre_attn_scalar", head_size)) != head_size:
+        raise config.make_error(f"query_pre_attn_scalar is {scalar:g}; need head_dim, {head_size}")
     if config.pairs.get("attn_logit_softcapping") or config.get_boolean("use_bidirectional_attention", False):
         raise config.make_error("attn_logit_softcapping and use_bidirectional_attention are not supported")
-    local = config.get_object("rope_parameters").get_object("sliding_attention")
-    theta = local.get_number("rope_theta", config.get_number("rope_local_base_freq", 1e4))
+    local = config.get_object_or_empty("rope_parameters").get_object_or_empty("sliding_attention")
+    theta = local.get_finite_number("rope_theta", config.get_finite_number("rope_local_base_freq", 1e4))
     pairs: dict[str, Pair] = {
         "gemma3.rope.freq_base_swa": theta,
-        "gemma3.attention.sliding_window": config.require_integer("sliding_window"),
+        "gemma3.attention.sliding_window": config.require_positive_integer("sliding_window"),
         "gemma3.attention.key_length": head_size,
         "gemma3.attention.value_length": head_size,
     }
     if config.pairs.get("final_logit_softcapping"):
-        pairs["gemma3.final_logit_softcapping"] = config.get_number("final_logit_softcapping", 0.0)
+        pairs["gemma3.final_logit_softcapping"] = config.get_finite_number("final_logit_softcapping", 0.0)
     return pairs

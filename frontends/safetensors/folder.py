@@ -33,12 +33,12 @@ from .families import (
     read_expert_count,
     read_head_size,
     read_hyperparameter_pairs,
-    read_rope,
+    read_rope_parameters,
 )
 from .json_files import JsonObject, read_json
 from .shards import read_shards
-from .tokenizer_files import read_tokenizer
-from .write_gguf import Pair, decode_pairs, encode_pairs, write_gguf
+from .tokenizer_files import read_tokenizer_pairs
+from .write_gguf import Pair, decode_metadata_pairs, encode_metadata_pairs, write_gguf_atomically
 
 CONFIG_NAME = "config.json"
 FILE_TYPES = {DType.F32: 0, DType.F16: 1, DType.BF16: 32}
@@ -57,7 +57,7 @@ def open_folder(path: str | os.PathLike[str]) -> Gguf:
         ModelError: The folder is damaged, or its family or its dtype is not supported.
     """
     pairs, tensors, shard_paths = _read_folder(Path(path))
-    metadata = decode_pairs(encode_pairs(pairs), Path(path))
+    metadata = decode_metadata_pairs(encode_metadata_pairs(pairs), Path(path))
     return Gguf(Path(path), WRITTEN_VERSION, MappingProxyType(metadata), MappingProxyType(tensors), shard_paths)
 
 
@@ -69,7 +69,7 @@ def write_folder_as_gguf(path: str | os.PathLike[str], output: str | os.PathLike
         OSError: The file cannot be written.
     """
     pairs, tensors, _ = _read_folder(Path(path))
-    size = write_gguf(Path(output), encode_pairs(pairs), tensors)
+    size = write_gguf_atomically(Path(output), encode_metadata_pairs(pairs), tensors)
     return len(tensors), size
 
 
@@ -78,8 +78,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
     family = choose_family(config)
     stored = read_shards(folder)
     tensors = _map_tensors(family, config, stored)
-    if read_rope(config).get_text("rope_type", "") == "llama3":
-        tensors["rope_freqs.weight"] = _make_rope_factors(config)
+    if read_rope_parameters(config).get_text("rope_type", "") == "llama3":
+        tensors["rope_freqs.weight"] = _compute_llama3_rope_divisors(config)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(
@@ -93,7 +93,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
         "general.quantization_version": 2,
     }
     pairs |= read_hyperparameter_pairs(family, config)
-    pairs |= read_tokenizer(folder, config, embedding.shape[0])
+    pairs |= read_tokenizer_pairs(folder, config, embedding.shape[0])
     return pairs, tensors, tuple(sorted({tensor.file.path for tensor in stored.values()}))
 
 
@@ -113,7 +113,7 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
                 f"tensor {format_name_for_message(name)} is unknown in {family.architecture}",
                 "convert the folder with llama.cpp",
             )
-        tensors[new_name] = _convert_tensor(family, config, tensor, new_name)
+        tensors[new_name] = _rename_and_derive_tensor(family, config, tensor, new_name)
     for name, parts in experts.items():
         tensors[name] = _stack_experts(config, name, [parts[i] for i in sorted(parts)])
     if not is_tied and "output.weight" not in tensors:
@@ -121,14 +121,14 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
     return tensors
 
 
-def _convert_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, name: str) -> Tensor:
+def _rename_and_derive_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, name: str) -> Tensor:
     """Rename a tensor of the file, and derive the elements that its architecture needs in GGUF."""
     part = name.split(".")[-2]
     heads = 0
     if family.permutes_rows and part in ("attn_q", "attn_k"):
-        heads = config.require_integer("num_attention_heads")
+        heads = config.require_positive_integer("num_attention_heads")
         if part == "attn_k":
-            heads = config.get_integer("num_key_value_heads", heads) or heads
+            heads = config.get_nonnegative_integer("num_key_value_heads", heads) or heads
         if tensor.shape[0] % (2 * heads):
             raise tensor.file.make_error(
                 f"tensor {format_name_for_message(tensor.name)} has {tensor.shape[0]} rows; need {heads} heads"
@@ -153,10 +153,10 @@ def _stack_experts(config: JsonObject, name: str, experts: list[Tensor]) -> Tens
     first, count = experts[0], read_expert_count(config)
     if len(experts) != count or any((e.shape, e.dtype) != (first.shape, first.dtype) for e in experts):
         raise first.file.make_error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
-    origins = sha256(repr([e.weight_origin for e in experts]).encode()).hexdigest()
+    origins = sha256(repr([e.cache_identity for e in experts]).encode()).hexdigest()
 
     def stack(_: np.ndarray) -> np.ndarray:
-        stacked = np.stack([e.raw for e in experts])
+        stacked = np.stack([e.stored_elements for e in experts])
         for expert in experts:
             expert.release_memory()
         return stacked
@@ -183,18 +183,18 @@ def _compute_elements(source: DType, dtype: DType, heads: int, offset: float, el
     return elements
 
 
-def _make_rope_factors(config: JsonObject) -> Tensor:
+def _compute_llama3_rope_divisors(config: JsonObject) -> Tensor:
     """Return the tensor of divisors of rotary frequencies for Llama 3.1.
 
     Short waves have 1, long waves have `factor`, and a ramp lies between.
     """
-    rope, size = read_rope(config), read_head_size(config)
+    rope, size = read_rope_parameters(config), read_head_size(config)
     factor, low, high = (
-        rope.get_number(key, default)
+        rope.get_finite_number(key, default)
         for key, default in (("factor", 8.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
     )
-    context = rope.get_integer("original_max_position_embeddings", 8192) or 8192
-    theta = rope.get_number("rope_theta", 1e4)
+    context = rope.get_nonnegative_integer("original_max_position_embeddings", 8192) or 8192
+    theta = rope.get_finite_number("rope_theta", 1e4)
     if min(factor, low, theta) <= 0 or high <= low or not 2 <= size <= 1 << 16:
         raise config.make_error("the llama3 rope parameters need 0 < low_freq_factor < high_freq_factor")
     waves = 2 * math.pi * theta ** (np.arange(0, size, 2, dtype=np.float64) / size)

@@ -23,7 +23,7 @@ class JsonObject:
     path: Path
     pairs: Mapping[str, object]
 
-    def get_integer(self, key: str, default: int | None = None) -> int | None:
+    def get_nonnegative_integer(self, key: str, default: int | None = None) -> int | None:
         """Return an integer of 0 to 2**31 - 1, or `default` if the key is missing or null."""
         value = self.pairs.get(key)
         if value is None:
@@ -32,14 +32,14 @@ class JsonObject:
             raise self.make_error(f"{key} is {reprlib.repr(value)}; need an integer of 0 to 2147483647")
         return value
 
-    def require_integer(self, key: str) -> int:
+    def require_positive_integer(self, key: str) -> int:
         """Return a positive integer; raise `ModelError` if it is missing or has another type."""
-        value = self.get_integer(key)
+        value = self.get_nonnegative_integer(key)
         if not value:
             raise self.make_error(f"{key} is {value}; need a positive integer")
         return value
 
-    def get_number(self, key: str, default: float) -> float:
+    def get_finite_number(self, key: str, default: float) -> float:
         """Return a finite number, or `default` if the key is missing or null."""
         value = self.pairs.get(key)
         if value is None:
@@ -66,7 +66,7 @@ class JsonObject:
             raise self.make_error(f"{key} is {reprlib.repr(value)}; need a string")
         return value
 
-    def get_object(self, key: str) -> JsonObject:
+    def get_object_or_empty(self, key: str) -> JsonObject:
         """Return the object of a key; it is empty if the key is missing or null."""
         value = self.pairs.get(key)
         if value is None:
@@ -75,7 +75,7 @@ class JsonObject:
             raise self.make_error(f"{key} is {reprlib.repr(value)}; need an object")
         return JsonObject(self.path, value)
 
-    def get_list(self, key: str) -> list[object]:
+    def get_list_or_empty(self, key: str) -> list[object]:
         """Return the list of a key; it is empty if the key is missing or null."""
         value = self.pairs.get(key)
         if value is None:

@@ -39,7 +39,7 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
             )
         return read_shard(path)
     index = read_json(index_path)
-    weight_map = index.get_object("weight_map").pairs
+    weight_map = index.get_object_or_empty("weight_map").pairs
     names: dict[str, None] = {}
     for file_name in weight_map.values():
         if type(file_name) is not str or Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
@@ -90,8 +90,12 @@ def read_shard(path: Path) -> dict[str, Tensor]:
 
 
 def _read_entry(header: JsonObject, name: str, file: MappedFile, start: int) -> Tensor:
-    entry = header.get_object(name)
-    shape, offsets, dtype = entry.get_list("shape"), entry.get_list("data_offsets"), entry.get_text("dtype", "")
+    entry = header.get_object_or_empty(name)
+    shape, offsets, dtype = (
+        entry.get_list_or_empty("shape"),
+        entry.get_list_or_empty("data_offsets"),
+        entry.get_text("dtype", ""),
+    )
     who = f"tensor {format_name_for_message(name)}"
     if dtype not in DTYPES:
         raise file.make_error(

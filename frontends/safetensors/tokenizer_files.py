@@ -25,7 +25,7 @@ SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"
 """Prefixes of the keys in ``tokenizer_config.json`` and of the keys in GGUF."""
 
 
-def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[str, Pair]:
+def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> dict[str, Pair]:
     """Return the ``tokenizer.*`` metadata pairs of a folder; without ``tokenizer.json`` they state no vocabulary.
 
     Args:
@@ -45,7 +45,7 @@ def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[st
             )
         return {f"{KEY}model": "no_vocab"}
     whole = read_json(path)
-    model = whole.get_object("model")
+    model = whole.get_object_or_empty("model")
     kind = model.get_text("type", "BPE")
     if kind != "BPE":
         raise whole.make_error(f"model.type is {format_name_for_message(kind)!r}, which is not supported; need BPE")
@@ -55,7 +55,7 @@ def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[st
     tokens, types = _read_tokens(whole, model, vocabulary, is_sentencepiece)
     merges = _read_merges(model)
     pairs: dict[str, Pair] = {f"{KEY}model": "llama" if is_sentencepiece else "gpt2"}
-    pairs[f"{KEY}pre"] = "default" if is_sentencepiece else _find_pre_tokenizer(whole, model)
+    pairs[f"{KEY}pre"] = "default" if is_sentencepiece else _find_pre_tokenizer_by_patterns(whole, model)
     pairs[f"{KEY}tokens"] = tokens
     if is_sentencepiece:
         pairs[f"{KEY}scores"] = _compute_scores(tokens, merges)
@@ -64,7 +64,7 @@ def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[st
         pairs[f"{KEY}merges"] = [" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges]
     ids = {text: i for i, text in enumerate(tokens)}
     pairs |= _read_special_tokens(settings, config, ids)
-    pairs |= _read_added_ends(whole, settings)
+    pairs |= _read_bos_eos_addition_pairs(whole, settings)
     if is_sentencepiece:
         pairs[f"{KEY}add_space_prefix"] = _has_space_prefix(whole)
     return pairs | _read_chat_template(folder, settings)
@@ -75,14 +75,14 @@ def _read_tokens(
 ) -> tuple[list[str], list[int]]:
     tokens = [f"[PAD{i}]" for i in range(vocabulary)]
     types = [UNUSED] * vocabulary
-    for text, number in model.get_object("vocab").pairs.items():
+    for text, number in model.get_object_or_empty("vocab").pairs.items():
         i = _require_id(whole, text, number, vocabulary)
         if types[i] != UNUSED:
             raise whole.make_error(f"tokens {tokens[i]!a:.50} and {text!a:.50} both have the id {i}")
         is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         tokens[i], types[i] = text, BYTE if is_byte else NORMAL
     unknown = model.get_text("unk_token", "")
-    for entry in whole.get_list("added_tokens"):
+    for entry in whole.get_list_or_empty("added_tokens"):
         if type(entry) is not dict:
             raise whole.make_error("added_tokens has an element that is no object")
         token = JsonObject(whole.path, entry)
@@ -105,7 +105,7 @@ def _require_id(whole: JsonObject, text: str, number: object, vocabulary: int) -
 def _read_merges(model: JsonObject) -> list[tuple[str, str]]:
     """Return the merges in order of priority; older files have ``"a b"`` and newer ones ``["a", "b"]``."""
     merges = []
-    for merge in model.get_list("merges"):
+    for merge in model.get_list_or_empty("merges"):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
             raise model.make_error(f"model.merges has {merge!a:.60}; need two texts")
@@ -120,9 +120,9 @@ def _compute_scores(tokens: list[str], merges: list[tuple[str, str]]) -> list[fl
     return [-float(ranks.get(text, len(merges))) for text in tokens]
 
 
-def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
+def _find_pre_tokenizer_by_patterns(whole: JsonObject, model: JsonObject) -> str:
     """Return the name of the pre-tokenizer of llama.cpp that has the same split patterns as this tokenizer file."""
-    patterns = tuple(_list_patterns(whole.get_object("pre_tokenizer")))
+    patterns = tuple(_list_patterns(whole.get_object_or_empty("pre_tokenizer")))
     ignores_merges = model.get_boolean("ignore_merges", False)
     known = [name for name, rule in PRE_TOKENIZERS.items() if rule.patterns == patterns and rule.uses_byte_letters]
     fitting = [name for name in known if PRE_TOKENIZERS[name].ignore_merges == ignores_merges]
@@ -138,12 +138,14 @@ def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
 def _list_patterns(rule: JsonObject) -> list[str]:
     kind = rule.get_text("type", "")
     if kind == "Sequence":
-        parts = [JsonObject(rule.path, part) for part in rule.get_list("pretokenizers") if isinstance(part, dict)]
+        parts = [
+            JsonObject(rule.path, part) for part in rule.get_list_or_empty("pretokenizers") if isinstance(part, dict)
+        ]
         if any(part.get_text("type", "") == "Sequence" for part in parts):
             raise rule.make_error("pre_tokenizer nests sequences; need one sequence")
         return [pattern for part in parts for pattern in _list_patterns(part)]
     if kind == "Split":
-        return [rule.get_object("pattern").get_text("Regex", "")]
+        return [rule.get_object_or_empty("pattern").get_text("Regex", "")]
     if kind == "Digits":
         return [r"\p{N}" if rule.get_boolean("individual_digits", False) else r"\p{N}+"]
     if kind == "ByteLevel":
@@ -165,15 +167,17 @@ def _read_special_tokens(settings: JsonObject, config: JsonObject, ids: Mapping[
     return pairs
 
 
-def _read_added_ends(whole: JsonObject, settings: JsonObject) -> dict[str, Pair]:
+def _read_bos_eos_addition_pairs(whole: JsonObject, settings: JsonObject) -> dict[str, Pair]:
     """Return the metadata pairs that state whether BOS and EOS are added to a text.
 
     The template of the post-processor decides; without one, the settings do.
     """
-    processors = [whole.get_object("post_processor")]
-    processors += [JsonObject(whole.path, p) for p in processors[0].get_list("processors") if isinstance(p, dict)]
+    processors = [whole.get_object_or_empty("post_processor")]
+    processors += [
+        JsonObject(whole.path, p) for p in processors[0].get_list_or_empty("processors") if isinstance(p, dict)
+    ]
     for processor in processors:
-        if processor.get_text("type", "") == "TemplateProcessing" and (single := processor.get_list("single")):
+        if processor.get_text("type", "") == "TemplateProcessing" and (single := processor.get_list_or_empty("single")):
             first, last = (isinstance(item, dict) and "SpecialToken" in item for item in (single[0], single[-1]))
             return {f"{KEY}add_bos_token": first, f"{KEY}add_eos_token": last and len(single) > 1}
     return {f"{KEY}add_{end}_token": settings.get_boolean(f"add_{end}_token", False) for end in ("bos", "eos")}
@@ -184,9 +188,9 @@ def _has_space_prefix(whole: JsonObject) -> bool:
 
     It does so with a Prepend normalizer, or with Metaspace and a prefix.
     """
-    normalizer, rule = whole.get_object("normalizer"), whole.get_object("pre_tokenizer")
+    normalizer, rule = whole.get_object_or_empty("normalizer"), whole.get_object_or_empty("pre_tokenizer")
     kinds = {normalizer.get_text("type", "")}
-    kinds |= {str(part.get("type")) for part in normalizer.get_list("normalizers") if isinstance(part, dict)}
+    kinds |= {str(part.get("type")) for part in normalizer.get_list_or_empty("normalizers") if isinstance(part, dict)}
     return "Prepend" in kinds or (
         rule.get_text("type", "") == "Metaspace" and rule.get_text("prepend_scheme", "always") != "never"
     )

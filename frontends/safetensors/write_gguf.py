@@ -12,10 +12,10 @@ import numpy as np
 
 from ...graph.storage.files import replacing
 from ..gguf import Tensor
-from ..gguf.mapped_file import COUNT_FIELD, Cursor, MappedFile
+from ..gguf.mapped_file import COUNT_FIELD, HeaderCursor, MappedFile
 from ..gguf.metadata import MetadataType, MetadataValue, read_metadata
 from ..gguf.reader import DEFAULT_ALIGNMENT
-from ..gguf.writer import TensorDescription, encode_header, encode_string, write_tensor
+from ..gguf.writer import TensorDescription, encode_length_prefixed_string, encode_padded_header, write_padded_tensor
 
 WRITE_BYTES = 1 << 24
 """Bytes of a tensor that are written at a time."""
@@ -24,12 +24,12 @@ Pair: TypeAlias = int | float | bool | str | Sequence[str] | Sequence[int] | Seq
 """A metadata value before it is encoded; a list has elements of one type."""
 
 
-def encode_pairs(pairs: Mapping[str, Pair]) -> dict[str, bytes]:
+def encode_metadata_pairs(pairs: Mapping[str, Pair]) -> dict[str, bytes]:
     """Encode metadata pairs as GGUF bytes: integers as uint32, numbers as float32, lists of integers as int32."""
-    return {key: encode_string(key) + _encode_value(value) for key, value in pairs.items()}
+    return {key: encode_length_prefixed_string(key) + _encode_value(value) for key, value in pairs.items()}
 
 
-def decode_pairs(pairs: Mapping[str, bytes], path: Path) -> dict[str, MetadataValue]:
+def decode_metadata_pairs(pairs: Mapping[str, bytes], path: Path) -> dict[str, MetadataValue]:
     """Return the metadata of encoded pairs, with the types that a GGUF file of them has.
 
     The arrays keep a copy of the bytes in anonymous memory.
@@ -37,10 +37,10 @@ def decode_pairs(pairs: Mapping[str, bytes], path: Path) -> dict[str, MetadataVa
     encoded = b"".join(pairs.values())
     data = mmap.mmap(-1, max(1, len(encoded)))
     data[: len(encoded)] = encoded
-    return read_metadata(Cursor(MappedFile(path, data, len(encoded), 0)), len(pairs))
+    return read_metadata(HeaderCursor(MappedFile(path, data, len(encoded), 0)), len(pairs))
 
 
-def write_gguf(path: str | Path, pairs: Mapping[str, bytes], tensors: Mapping[str, Tensor]) -> int:
+def write_gguf_atomically(path: str | Path, pairs: Mapping[str, bytes], tensors: Mapping[str, Tensor]) -> int:
     """Write a GGUF file in place of `path` once it is complete, and return its bytes.
 
     One tensor at a time is in memory.
@@ -55,29 +55,29 @@ def write_gguf(path: str | Path, pairs: Mapping[str, bytes], tensors: Mapping[st
     """
     described = [TensorDescription(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     with replacing(path) as file:
-        file.write(encode_header(pairs, described))
+        file.write(encode_padded_header(pairs, described))
         for description, tensor in zip(described, tensors.values(), strict=True):
-            write_tensor(file, description, _split_bytes(tensor), DEFAULT_ALIGNMENT)
+            write_padded_tensor(file, description, _split_tensor_bytes(tensor), DEFAULT_ALIGNMENT)
             tensor.release_memory()
         return file.tell()
 
 
-def _split_bytes(tensor: Tensor) -> Iterator[np.ndarray]:
+def _split_tensor_bytes(tensor: Tensor) -> Iterator[np.ndarray]:
     """Yield the stored bytes of a tensor in parts of at most `WRITE_BYTES`."""
-    elements = tensor.raw.reshape(-1).view(np.uint8)
+    elements = tensor.stored_elements.reshape(-1).view(np.uint8)
     for start in range(0, len(elements), WRITE_BYTES):
         yield elements[start : start + WRITE_BYTES]
 
 
 def _encode_value(value: Pair) -> bytes:
     if isinstance(value, str):
-        return COUNT_FIELD.pack(MetadataType.STRING.number) + encode_string(value)
+        return COUNT_FIELD.pack(MetadataType.STRING.number) + encode_length_prefixed_string(value)
     if isinstance(value, (bool, int, float)):
         kind = {bool: MetadataType.BOOL, int: MetadataType.UINT32, float: MetadataType.FLOAT32}[type(value)]
         assert kind.scalar_format is not None
         return COUNT_FIELD.pack(kind.number) + kind.scalar_format.pack(value)
     if value and isinstance(value[0], str):
-        kind, items = MetadataType.STRING, b"".join(map(encode_string, value))  # type: ignore[arg-type]  # strings
+        kind, items = MetadataType.STRING, b"".join(map(encode_length_prefixed_string, value))  # type: ignore[arg-type]  # strings
     else:
         kind = MetadataType.FLOAT32 if value and isinstance(value[0], float) else MetadataType.INT32
         items = np.asarray(value, kind.storage_dtype).tobytes()

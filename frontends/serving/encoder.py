@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ..errors import ModelError
-from ..inference.saved_state import SavedState
+from ..inference.saved_state import SavedSessionState
 from .requests import EngineStatus, EngineTotals, Event, GenerationRequest
 from .served_model import LoadedModel, ServedModel
 from .step_history import RequestRecord, RequestTrace
@@ -18,13 +18,13 @@ NO_SLOTS_ERROR = "this model is an encoder, which keeps no tokens in slots"
 def has_no_generation(model: LoadedModel) -> bool:
     """Whether a model sees all tokens of a text at once, so that it cannot generate token by token."""
     source = model.session.model
-    return source.is_encoder or not source.is_causal
+    return source.is_encoder_without_logits or not source.is_causal
 
 
 class EncoderService(ServedModel):
     """Serves the vectors and scores of an encoder, without an engine; see `ModelService` for its members."""
 
-    is_ready, seconds_since_heartbeat, failure = True, 0.0, ""
+    is_compiled_and_ready, seconds_since_heartbeat, engine_end_reason = True, 0.0, ""
     error: BaseException | None = None
 
     @property
@@ -46,11 +46,11 @@ class EncoderService(ServedModel):
 
     max_slot_file_bytes = 0
 
-    def capture_slot(self, slot: int) -> Future[SavedState]:
+    def capture_slot(self, slot: int) -> Future[SavedSessionState]:
         """Refuse: an encoder keeps no tokens. Raises `ModelError` always."""
         raise ModelError(NO_SLOTS_ERROR)
 
-    def restore_slot(self, slot: int, state: SavedState, path: str | Path) -> Future[int]:
+    def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
         """Refuse: an encoder keeps no tokens. Raises `ModelError` always."""
         raise ModelError(NO_SLOTS_ERROR)
 
@@ -62,7 +62,7 @@ class EncoderService(ServedModel):
         """Return no requests, because none is generated."""
         return []
 
-    def trace_requests(self, name: str) -> list[RequestTrace]:
+    def trace_request_or_choices(self, name: str) -> list[RequestTrace]:
         """Return no traces, because nothing is generated."""
         return []
 

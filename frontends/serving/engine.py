@@ -104,7 +104,7 @@ class Engine:
         """
         self.check_request(request)
         if len(self._queue) >= self._queue_size:
-            raise QueueFullError(len(self._queue), self.predict_queue_seconds())
+            raise QueueFullError(len(self._queue), self.predict_seconds_until_queue_place())
         now = self._clock()
         self._queue.append(QueuedRequest(request, now))
         self.history.record_submission(request.id, now, len(request.prompt))
@@ -135,7 +135,7 @@ class Engine:
         """The present counts of slots, requests and tokens."""
         requests = tuple(self._running[i].request.id if i in self._running else "" for i in range(self._pool.slots))
         tokens = tuple(
-            len(self._running[i].tokens) if i in self._running else self._cache.count_slot_tokens(i)
+            len(self._running[i].tokens) if i in self._running else self._cache.count_cached_slot_tokens(i)
             for i in range(self._pool.slots)
         )
         return EngineStatus(
@@ -172,7 +172,7 @@ class Engine:
         yield from self._start_queued_requests()
         reading = [one for one in self._running.values() if one.unread_tokens]
         awake = (one for one in self._running.values() if one.request.id not in paused)
-        decoding = self._select_block([one for one in awake if one.next_token is not None])
+        decoding = self._select_window_block_in_turn([one for one in awake if one.next_token is not None])
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
             yield from self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
@@ -181,7 +181,7 @@ class Engine:
         if decoding:
             yield from self._decode(decoding)
 
-    def restart(self, failed_requests: Collection[str], message: str) -> list[Event]:
+    def restart_and_requeue_requests(self, failed_requests: Collection[str], message: str) -> list[Event]:
         """Build all plans and states anew after a failure, and return the events of the failed step.
 
         The failed requests end with an error. The other running requests return to the front of the queue. The tokens
@@ -199,15 +199,15 @@ class Engine:
             if one.request.id in failed_requests:
                 events.append(self._end(one, "error", message))
             else:
-                self._queue.appendleft(one.queue_again())
+                self._queue.appendleft(one.requeue_with_sent_tokens())
         self._running.clear()
         self.failed_slots.clear()
-        self._pool.rebuild()
+        self._pool.rebind_plans_and_zero_states()
         self._cache.forget_all_slots()
         self._sums.restarts += 1
         return events
 
-    def _select_block(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
+    def _select_window_block_in_turn(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
         """Select the requests of one block of `max_window` slots; the blocks that have requests take turns."""
         size = self._max_window or self._pool.slots
         if self._pool.slots <= size or len(blocks := {one.slot // size for one in decoding}) <= 1:
@@ -232,7 +232,7 @@ class Engine:
                 free = [request.slot]
             self.requests_in_step = (request.id,)
             match = self._cache.find_slot_for_prompt(
-                request.prompt if request.uses_cache else (), free, self._compute_window_size
+                request.prompt if request.uses_cache else (), free, self._compute_window_size_with_slot
             )
             if request.uses_cache and self._is_prefix_being_read(request.prompt, match.tokens):
                 continue
@@ -248,9 +248,9 @@ class Engine:
                 self._sums.prompt_tokens += len(request.prompt)
                 self._sums.cached_tokens += match.tokens
             self.history.record_start(request.id, self._clock(), match.target, match.tokens)
-            yield from self._report_read_tokens(running)
+            yield from self._report_prompt_progress(running)
 
-    def _report_read_tokens(self, running: RunningRequest) -> Iterator[Event]:
+    def _report_prompt_progress(self, running: RunningRequest) -> Iterator[Event]:
         """Yield the progress of a request in its prompt, unless its client knows it from before a restart."""
         if len(running.tokens) > running.reported_tokens:
             running.reported_tokens = len(running.tokens)
@@ -262,7 +262,7 @@ class Engine:
         timing = RequestTiming(len(request.prompt), queue_seconds=now - queued.submitted)
         return EndEvent(request.id, reason, timing, message)
 
-    def _compute_window_size(self, slot: int) -> int:
+    def _compute_window_size_with_slot(self, slot: int) -> int:
         """Return the slot count of the smallest window (`choose_slot_window`) with `slot` and all running requests."""
         return choose_slot_window([slot, *self._running])[1]
 
@@ -330,7 +330,7 @@ class Engine:
             logits = self._pool.read_prompt(running.slot, chunk, running.tokens)
         except HocketError as error:
             self.failed_slots.add(running.slot)
-            yield self._end_with_error(running, error)
+            yield self._end_with_error_and_zero_slot(running, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds - planning)
@@ -338,7 +338,7 @@ class Engine:
         self.history.record_step("prompt", start, seconds, [(running.request.id, len(chunk))])
         running.tokens.extend(chunk)
         self._cache.record_read_tokens(running.slot, running.tokens)
-        yield from self._report_read_tokens(running)
+        yield from self._report_prompt_progress(running)
         if running.unread_tokens:
             return
         if running.request.params.limit == 0:
@@ -353,7 +353,7 @@ class Engine:
         try:
             rows = self._run_decode(decoding)
         except HocketError as error:
-            yield from self._decode_one_by_one(decoding, error)
+            yield from self._retry_failed_decode_one_by_one(decoding, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
         _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
@@ -363,18 +363,20 @@ class Engine:
         for one in decoding:
             yield from self._advance(one, rows[one.slot])
 
-    def _decode_one_by_one(self, decoding: Sequence[RunningRequest], error: HocketError) -> Iterator[Event]:
+    def _retry_failed_decode_one_by_one(
+        self, decoding: Sequence[RunningRequest], error: HocketError
+    ) -> Iterator[Event]:
         """Repeat a failed decode step for each request alone; only the requests that fail again end with an error."""
         if len(decoding) == 1:
             self.failed_slots.add(decoding[0].slot)
-            yield self._end_with_error(decoding[0], error)
+            yield self._end_with_error_and_zero_slot(decoding[0], error)
             return
         for one in decoding:
             try:
                 rows = self._run_decode([one])
             except HocketError as why:
                 self.failed_slots.add(one.slot)
-                yield self._end_with_error(one, why)
+                yield self._end_with_error_and_zero_slot(one, why)
             else:
                 yield from self._advance(one, rows[one.slot])
 
@@ -400,7 +402,7 @@ class Engine:
         try:
             token = one.repeated_tokens.popleft() if is_repeated else choose_token(one, logits)
         except HocketError as error:
-            yield self._end_with_error(one, error)
+            yield self._end_with_error_and_zero_slot(one, error)
             return
         if one.first_token is None:
             one.first_token = self._clock()
@@ -415,7 +417,7 @@ class Engine:
         try:
             is_complete = one.grammar is not None and not one.grammar.accept_token(token)
         except HocketError as error:
-            yield self._end_with_error(one, error)
+            yield self._end_with_error_and_zero_slot(one, error)
             return
         if is_complete:
             yield self._end(one, "stop")
@@ -424,9 +426,9 @@ class Engine:
         else:
             one.next_token = token
 
-    def _end_with_error(self, one: RunningRequest, error: HocketError) -> EndEvent:
+    def _end_with_error_and_zero_slot(self, one: RunningRequest, error: HocketError) -> EndEvent:
         """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
-        self._pool.wipe(one.slot)
+        self._pool.zero_slot_states(one.slot)
         self._cache.forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 
@@ -439,9 +441,9 @@ class Engine:
         self._sums.finished_requests += 1
         self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
         self.history.record_end(one.request.id, now, reason, one.new_tokens)
-        return EndEvent(one.request.id, reason, one.measure(now), message)
+        return EndEvent(one.request.id, reason, one.measure_timing(now), message)
 
-    def predict_queue_seconds(self) -> float:
+    def predict_seconds_until_queue_place(self) -> float:
         """Predict the seconds until a place in the queue is free, from the mean time of a request."""
         return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
 

@@ -40,8 +40,8 @@ class SlotMemory(Protocol):
         """Whether a slot has recurrent states; see `SlotPool.has_recurrent_states`."""
 
     @property
-    def ring_slack_tokens(self) -> int | None:
-        """Number of its last tokens that a slot can drop and still go on; see `SlotPool.ring_slack_tokens`."""
+    def droppable_last_tokens(self) -> int | None:
+        """Number of its last tokens that a slot can drop and still go on; see `SlotPool.droppable_last_tokens`."""
 
     def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot; see `SlotPool.clear_recurrent_states`."""
@@ -55,15 +55,17 @@ class SlotMemory(Protocol):
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
-    def add_slots(self, slots: int, lengths: Sequence[int]) -> None:
-        """Replace the memory by one for `slots` slots in total, and copy all slots to it; see `SlotPool.add_slots`."""
+    def grow_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
+        """Replace the memory by one for `slots` slots in total, and copy all slots to it; see
+        `SlotPool.grow_to_slot_count`.
+        """
 
     def compute_recurrent_state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one slot; see `SlotPool.compute_recurrent_state_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class SlotMatch:
     """The slots that were chosen for a prompt.
 
     Slot `source` holds the first `tokens` tokens of the prompt. The free slot `target` will run it.
@@ -126,13 +128,13 @@ class PrefixCache:
         """The bytes of all saved recurrent states."""
         return self._saved_bytes
 
-    def count_slot_tokens(self, slot: int) -> int:
+    def count_cached_slot_tokens(self, slot: int) -> int:
         """Return the number of prompt tokens that a slot keeps for reuse."""
         return len(self._tokens[slot])
 
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
-    ) -> PrefixMatch:
+    ) -> SlotMatch:
         """Find the best free slot for a prompt, and the slot from which its longest known prefix can be reused.
 
         At least one token is left to read. The prompt goes to the slot that makes the smallest window. Among equal
@@ -153,7 +155,7 @@ class PrefixCache:
             return window_size(slot), not stays, bool(self._tokens[slot]), self._last_use[slot]
 
         target = min(free, key=rank)
-        return PrefixMatch(tokens, best if tokens else target, target)
+        return SlotMatch(tokens, best if tokens else target, target)
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Move a running request, with its `length` tokens, from slot `source` to the free slot `target`.
@@ -182,12 +184,12 @@ class PrefixCache:
         shared = count_common_prefix_tokens(known, prompt[:-1])
         if self._memory.has_recurrent_states:
             return max((at for place, at in self._saved if place == slot and at <= shared), default=0)
-        slack = self._memory.ring_slack_tokens
+        slack = self._memory.droppable_last_tokens
         if slack is None:
             return shared
         return shared if self._lengths[slot] - shared <= slack and shared >= self._ring_starts[slot] else 0
 
-    def prepare_target_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
+    def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...]) -> None:
         """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens."""
         source, target = match.source, match.target
         ring_start = self._ring_starts[source] if match.tokens else 0
@@ -240,9 +242,9 @@ class PrefixCache:
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
 
-    def add_slots(self, slots: int) -> None:
+    def grow_to_slot_count(self, slots: int) -> None:
         """Enlarge the memory to `slots` slots; the present slots keep their tokens."""
-        self._memory.add_slots(slots, self._lengths)
+        self._memory.grow_to_slot_count(slots, self._lengths)
         added = slots - len(self._tokens)
         self._tokens += [()] * added
         self._lengths += [0] * added
@@ -274,7 +276,7 @@ class PrefixCache:
         """Return the contents of a slot after the end of its last request; they are empty while it runs one."""
         return self._contents[slot]
 
-    def can_keep_states(self) -> bool:
+    def can_save_recurrent_states(self) -> bool:
         """Whether one copy of the recurrent states of a slot fits into the memory for them."""
         return self._memory.compute_recurrent_state_bytes() <= self._state_bytes
 

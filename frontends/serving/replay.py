@@ -15,7 +15,7 @@ from ..inference.saved_state import read_state
 from ..inference.session import Session
 from .engine import Engine
 from .prefix_cache import PrefixCache
-from .request_log import LOG_FORMAT, Tape, TapedPool, describe_events, read_request
+from .request_log import LOG_FORMAT, TapedPool, TimeAndChecksumTape, describe_events, read_request
 from .slot_files import MAX_HEADER_BYTES, SlotFiles
 from .slots import SlotPool
 
@@ -46,7 +46,7 @@ class ReplayCounts:
     tokens: int = 0
 
 
-class ReplayTape(Tape):
+class ReplayTape(TimeAndChecksumTape):
     """The tape of a replay: it returns the times of the log, and collects the checksums of logits."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ReplayTape(Tape):
         self._left: deque[float] = deque()
         self._line = 0
 
-    def load(self, line: int, times: list[float]) -> None:
+    def load_line_times(self, line: int, times: list[float]) -> None:
         """Load the recorded times of a line of the log, which the engine then reads."""
         self._line, self._left = line, deque(times)
 
@@ -74,7 +74,7 @@ class ReplayTape(Tape):
         return len(self._left)
 
 
-def read_log(path: str | Path) -> Iterator[LogLine]:
+def read_complete_log_lines(path: str | Path) -> Iterator[LogLine]:
     """Read the lines of a log. A last line without an end, which a crash has cut, is left out.
 
     Raises:
@@ -100,7 +100,7 @@ def read_log(path: str | Path) -> Iterator[LogLine]:
             yield number, record
 
 
-class Replay:
+class LogReplay:
     """The replay of one run of a server, over a session with the weights of its model.
 
     Args:
@@ -136,7 +136,7 @@ class Replay:
             ModelError: The record has another form, or a slot file is missing.
         """
         try:
-            self._tape.load(line, [float(each) for each in record.get("times", ())])
+            self._tape.load_line_times(line, [float(each) for each in record.get("times", ())])
             if "order" in record:
                 self._repeat_order(line, record)
             else:
@@ -154,13 +154,13 @@ class Replay:
             case "cancel":
                 self._engine.cancel(record["id"])
             case "restart":
-                events = self._engine.restart(record["failed"], record["message"])
+                events = self._engine.restart_and_requeue_requests(record["failed"], record["message"])
                 self._require_equal_events(line, record["events"], describe_events(events))
             case "erase":
                 self._slot_files.erase(record["slot"])
             case "restore":
                 path = record["path"]
-                state = read_state(path, self._pool.compute_slot_bytes() + MAX_HEADER_BYTES)
+                state = read_state(path, self._pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES)
                 count = self._slot_files.restore(record["slot"], state, path)
                 if count != record["tokens"]:
                     raise ReplayDifferenceError(line, f"{path} has {count} tokens; it had {record['tokens']}")
@@ -183,7 +183,7 @@ class Replay:
             )
         self.counts.steps += 1
         self.counts.tokens += sum(event[0] == "token" for event in events)
-        checksums = self._tape.take().get("logits", [])
+        checksums = self._tape.take_line_fields().get("logits", [])
         if checksums != record.get("logits", []):
             raise ReplayDifferenceError(
                 line, f"the logits differ: {record.get('logits', [])} in the log, {checksums} now"

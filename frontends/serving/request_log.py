@@ -29,7 +29,7 @@ from .step_runner import StepRunner
 LOG_FORMAT = "hocket-log-1"
 
 
-class Tape:
+class TimeAndChecksumTape:
     """The times that an engine reads, and the checksums of its logits, between two lines of a log.
 
     Args:
@@ -52,9 +52,9 @@ class Tape:
 
     def add_logits(self, slot: int, logits: F32) -> None:
         """Add the checksum of the logits of a slot."""
-        self._checksums.append(f"{slot}:{compute_checksum(logits)}")
+        self._checksums.append(f"{slot}:{compute_logits_checksum(logits)}")
 
-    def take(self) -> dict[str, object]:
+    def take_line_fields(self) -> dict[str, object]:
         """Return the fields of the next line, and begin anew."""
         fields: dict[str, object] = {"times": self._times}
         if self._checksums:
@@ -63,7 +63,7 @@ class Tape:
         return fields
 
 
-def compute_checksum(logits: F32) -> str:
+def compute_logits_checksum(logits: F32) -> str:
     """Compute a checksum of the bits of logits f32[n]: the sum and the exclusive or of their words, as hexadecimals."""
     words = np.ascontiguousarray(logits, np.float32).view(np.uint32)
     return f"{int(words.sum(dtype=np.uint64)) & 0xFFFFFFFF:08x}{int(np.bitwise_xor.reduce(words)):08x}"
@@ -72,7 +72,7 @@ def compute_checksum(logits: F32) -> str:
 class TapedPool:
     """A slot pool that passes its predictions and logits to a tape; see `StepRunner` for the methods."""
 
-    def __init__(self, pool: StepRunner, tape: Tape) -> None:
+    def __init__(self, pool: StepRunner, tape: TimeAndChecksumTape) -> None:
         self._pool, self._tape = pool, tape
         self.slots, self.context, self.batch = pool.slots, pool.context, pool.batch
 
@@ -98,13 +98,13 @@ class TapedPool:
         """Return the predicted seconds of a prompt chunk of `size` tokens."""
         return self._tape.pass_seconds(lambda: self._pool.predict_prompt_seconds(size))
 
-    def wipe(self, slot: int) -> None:
+    def zero_slot_states(self, slot: int) -> None:
         """Zero all states of a slot."""
-        self._pool.wipe(slot)
+        self._pool.zero_slot_states(slot)
 
-    def rebuild(self) -> None:
+    def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew and zero all states."""
-        self._pool.rebuild()
+        self._pool.rebind_plans_and_zero_states()
 
 
 class RequestLog:
@@ -156,7 +156,7 @@ class LoggedEngine(Engine):
         max_gap_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._log, self._tape = log, Tape(clock)
+        self._log, self._tape = log, TimeAndChecksumTape(clock)
         self._was_idle = False
         options: dict[str, Any] = {"queue_size": queue_size, "max_gap_seconds": max_gap_seconds}
         super().__init__(TapedPool(pool, self._tape), cache, clock=self._tape.read_clock, **options)
@@ -164,19 +164,19 @@ class LoggedEngine(Engine):
     def submit(self, request: GenerationRequest) -> None:
         """Submit a request, and log it if it was accepted."""
         super().submit(request)
-        self._log.write({"order": "submit", "request": describe_request(request), **self._tape.take()})
+        self._log.write({"order": "submit", "request": describe_request(request), **self._tape.take_line_fields()})
 
     def cancel(self, request: str) -> list[Event]:
         """Cancel a request, and log the order."""
         events = super().cancel(request)
-        self._log.write({"order": "cancel", "id": request, **self._tape.take()})
+        self._log.write({"order": "cancel", "id": request, **self._tape.take_line_fields()})
         return events
 
-    def restart(self, failed_requests: Collection[str], message: str) -> list[Event]:
+    def restart_and_requeue_requests(self, failed_requests: Collection[str], message: str) -> list[Event]:
         """Build the engine anew, and log the order."""
-        events = super().restart(failed_requests, message)
+        events = super().restart_and_requeue_requests(failed_requests, message)
         fields = {"order": "restart", "failed": sorted(failed_requests), "message": message}
-        self._log.write({**fields, "events": describe_events(events), **self._tape.take()})
+        self._log.write({**fields, "events": describe_events(events), **self._tape.take_line_fields()})
         return events
 
     def step(self, paused: Container[str] = ()) -> list[Event]:
@@ -185,10 +185,10 @@ class LoggedEngine(Engine):
         try:
             events = super().step(paused)
         except Exception as error:  # logged, so that a replay can compare it, and raised again
-            self._log.write({"failure": f"{type(error).__name__}: {error}", **self._tape.take()})
+            self._log.write({"failure": f"{type(error).__name__}: {error}", **self._tape.take_line_fields()})
             raise
         if has_work or not self._was_idle:
-            self._log.write({"events": describe_events(events), **self._tape.take()})
+            self._log.write({"events": describe_events(events), **self._tape.take_line_fields()})
         self._was_idle = not has_work
         return events
 
@@ -240,10 +240,10 @@ def _describe_bias(sampling: Sampling) -> list[tuple[int, float | None]]:
 
 def _describe_grammar(grammar: Grammar | LazyGrammar | None) -> dict[str, object] | None:
     if isinstance(grammar, Grammar):
-        return {"rules": grammar.rules}
+        return {"rules": grammar.compiled_rules}
     if isinstance(grammar, LazyGrammar):
         names = ("trigger", "open_thought", "close_thought", "begins_in_thought")
-        return {"rules": grammar.grammar.rules, **{name: getattr(grammar, name) for name in names}}
+        return {"rules": grammar.grammar.compiled_rules, **{name: getattr(grammar, name) for name in names}}
     return None
 
 
@@ -282,6 +282,6 @@ def _read_grammar(record: Mapping[str, Any] | None, tokenizer: Tokenizer | None)
         return None
     if tokenizer is None:
         raise ModelError("the log has a grammar, but the model has no vocabulary; choose the model of the log")
-    grammar = Grammar.from_rules(tokenizer, record["rules"])
+    grammar = Grammar.from_compiled_rules(tokenizer, record["rules"])
     rest = {name: value for name, value in record.items() if name != "rules"}
     return LazyGrammar(tokenizer, grammar, **rest) if rest else grammar

@@ -62,12 +62,12 @@ class RunningRequest:
         """Number of prompt tokens that the slot has not read yet."""
         return max(0, len(self.request.prompt) - len(self.tokens))
 
-    def queue_again(self) -> QueuedRequest:
+    def requeue_with_sent_tokens(self) -> QueuedRequest:
         """Return this request as one that waits for a slot, and that keeps the tokens that its client has."""
         sent = (*self.context_tokens[len(self.request.prompt) :], *self.repeated_tokens)
         return QueuedRequest(self.request, self.submitted, self.started, self.first_token, sent, self.reported_tokens)
 
-    def measure(self, now: float) -> RequestTiming:
+    def measure_timing(self, now: float) -> RequestTiming:
         """Return the token counts and the seconds of this request, which ends at the moment `now`."""
         first = now if self.first_token is None else self.first_token
         return RequestTiming(
@@ -129,7 +129,7 @@ def choose_token(one: RunningRequest, logits: F32) -> int:
     params = one.request.params
     masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
     rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else _UNUSED_RNG
-    return params.sampling.choose(masked, rng, one.context_tokens)
+    return params.sampling.choose_token(masked, rng, one.context_tokens)
 
 
 _UNUSED_RNG = np.random.default_rng(0)

@@ -53,7 +53,7 @@ class ServedModel:
         return self._model.session.model.gguf.metadata
 
     @property
-    def model_info(self) -> Mapping[str, int]:
+    def llama_server_model_fields(self) -> Mapping[str, int]:
         model = self._model.session.model
         tensors = model.gguf.tensors.values()
         return {

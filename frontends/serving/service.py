@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..gguf.tokenization.tokenizer import Tokenizer
-from ..inference.saved_state import SavedState
+from ..inference.saved_state import SavedSessionState
 from .requests import EngineStatus, Event, GenerationRequest
 from .step_history import RequestRecord, RequestTrace
 
@@ -28,7 +28,7 @@ class ModelService(Protocol):
         """The metadata of the model file, such as the chat template."""
 
     @property
-    def model_info(self) -> Mapping[str, int]:
+    def llama_server_model_fields(self) -> Mapping[str, int]:
         """The fields ``n_vocab``, ``n_ctx_train``, ``n_embd``, ``n_params`` and ``size`` (bytes) of llama-server."""
 
     @property
@@ -44,7 +44,7 @@ class ModelService(Protocol):
         """The present counts of the engine, such as running and queued requests."""
 
     @property
-    def is_ready(self) -> bool:
+    def is_compiled_and_ready(self) -> bool:
         """Whether all steps are compiled; requests wait until then."""
 
     @property
@@ -52,7 +52,7 @@ class ModelService(Protocol):
         """Seconds since the engine last ended a step or found that there is no work."""
 
     @property
-    def failure(self) -> str:
+    def engine_end_reason(self) -> str:
         """The reason why the engine has ended; an empty text while it runs."""
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
@@ -71,7 +71,7 @@ class ModelService(Protocol):
     def max_slot_file_bytes(self) -> int:
         """The largest bytes of a file from which a slot can be restored."""
 
-    def capture_slot(self, slot: int) -> Future[SavedState]:
+    def capture_slot(self, slot: int) -> Future[SavedSessionState]:
         """Copy the states of a slot as soon as it is free; the result has the tokens of its last request.
 
         The result raises `ModelError` if the slot has no tokens.
@@ -80,7 +80,7 @@ class ModelService(Protocol):
             ModelError: There is no engine, or it has ended.
         """
 
-    def restore_slot(self, slot: int, state: SavedState, path: str | Path) -> Future[int]:
+    def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
         """Restore a slot as soon as it is free; the result is the number of its tokens.
 
         The result raises `ModelError` if the state does not fit. `path` is the file, for messages.
@@ -99,7 +99,7 @@ class ModelService(Protocol):
     def list_requests(self) -> Sequence[RequestRecord]:
         """List the last requests, oldest first."""
 
-    def trace_requests(self, name: str) -> Sequence[RequestTrace]:
+    def trace_request_or_choices(self, name: str) -> Sequence[RequestTrace]:
         """Return the traces of the request with this id, or of all choices of the response with this id."""
 
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:

@@ -23,7 +23,7 @@ from ...graph.errors import HocketError
 from ...scheduler import DeferredInterrupts
 from ..errors import ModelError
 from ..generation.generate import GenerationParams, make_full_context_error
-from ..inference.prefill_chunks import compute_pipeline_depth, next_power_of_two
+from ..inference.prefill_chunks import count_useful_pipeline_stages, next_power_of_two
 from ..inference.saved_state import save_state
 from ..inference.session import Session
 from .engine import Engine
@@ -50,9 +50,9 @@ def can_share_steps(session: Session) -> bool:
     pipelines of several stages.
     """
     model = session.model
-    if not model.is_causal or model.is_encoder or model.mtp_block_count or session.watch is not None:
+    if not model.is_causal or model.is_encoder_without_logits or model.mtp_block_count or session.watch is not None:
         return False
-    return session.world.size == 1 and compute_pipeline_depth(session.plan(session.make_step(1, 1))) == 1
+    return session.world.size == 1 and count_useful_pipeline_stages(session.plan(session.make_step(1, 1))) == 1
 
 
 class SharedEngine:
@@ -92,7 +92,7 @@ class SharedEngine:
         """The session of all slots."""
         return self._pool.all_slots_session
 
-    def sample(
+    def sample_with_logprobs(
         self, prompt: Sequence[int], params: GenerationParams, top_logprobs: int | None = None
     ) -> Generator[TokenEvent, None, None]:
         """Yield the tokens that continue a prompt.
@@ -111,7 +111,7 @@ class SharedEngine:
         request = GenerationRequest(str(next(self._request_numbers)), tuple(prompt), params, top_logprobs)
         self._engine.check_request(request)
         events = self._events_by_request[request.id] = deque()
-        self._orders.append(partial(self._submit, request))
+        self._orders.append(partial(self._submit_doubling_slots, request))
         is_running = True
         try:
             while True:
@@ -140,16 +140,16 @@ class SharedEngine:
                     self._step_ended.wait()
             if not events:
                 with DeferredInterrupts() as interrupts:  # an interrupt ends the request of this thread only
-                    self._run_step(interrupts)
+                    self._run_step_if_free(interrupts)
         return events.popleft()
 
-    def _run_step(self, interrupts: DeferredInterrupts) -> None:
+    def _run_step_if_free(self, interrupts: DeferredInterrupts) -> None:
         """Run a step and deliver its events, unless another thread runs one.
 
         A first interrupt can raise only during the compilation of a step, which has changed nothing. A second one may
         cut a step anywhere; this ends the engine.
         """
-        if not self._begin_step():
+        if not self._try_reserve_engine():
             return
         events: list[Event] = []
         try:
@@ -167,9 +167,9 @@ class SharedEngine:
             ]
             raise
         finally:
-            self._end_step(events)
+            self._deliver_events_and_release(events)
 
-    def _begin_step(self) -> bool:
+    def _try_reserve_engine(self) -> bool:
         """Reserve the engine for this thread; return False if another thread has it."""
         with self._step_ended:
             if self._is_stepping:
@@ -177,7 +177,7 @@ class SharedEngine:
             self._is_stepping = True
             return True
 
-    def _end_step(self, events: Sequence[Event]) -> None:
+    def _deliver_events_and_release(self, events: Sequence[Event]) -> None:
         """Deliver events to the requests that are still read, and release the engine."""
         for event in events:
             if not isinstance(event, PromptProgressEvent):
@@ -192,13 +192,13 @@ class SharedEngine:
         while self._orders:
             events += self._orders.popleft()()
 
-    def _submit(self, request: GenerationRequest) -> list[Event]:
+    def _submit_doubling_slots(self, request: GenerationRequest) -> list[Event]:
         """Submit a request; double the slots if all of them are taken."""
         self._engine.submit(request)
         status = self._engine.status
         if (needed := status.running + status.queued) > self._pool.slots:
             try:
-                self._cache.add_slots(next_power_of_two(needed))
+                self._cache.grow_to_slot_count(next_power_of_two(needed))
             except HocketError as error:
                 self._engine.cancel(request.id)
                 message = f"{needed} texts at once need more memory; end some, or give a smaller context=N ({error})"
@@ -206,9 +206,9 @@ class SharedEngine:
         return []
 
     @contextmanager
-    def _no_step(self) -> Iterator[None]:
+    def _pause_steps(self) -> Iterator[None]:
         """Wait for the end of a step, execute all orders, and run no step in this context."""
-        while not self._begin_step():
+        while not self._try_reserve_engine():
             with self._step_ended:
                 self._step_ended.wait_for(lambda: not self._is_stepping)
         events: list[Event] = []
@@ -216,7 +216,7 @@ class SharedEngine:
             self._execute_orders(events)
             yield
         finally:
-            self._end_step(events)
+            self._deliver_events_and_release(events)
 
     def save_last_sequence(self, path: str | Path) -> bool:
         """Save the tokens and states of the request that has ended last; return False if its slot is in use again.
@@ -224,7 +224,7 @@ class SharedEngine:
         Raises:
             OSError: The file cannot be written.
         """
-        with self._no_step():
+        with self._pause_steps():
             end = self._engine.last_end
             if end is None or self._engine.status.slot_requests[end.slot]:
                 return False

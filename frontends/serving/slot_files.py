@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import ModelError
-from ..inference.saved_state import SavedState, apply_state, capture_state
+from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from .prefix_cache import PrefixCache
 from .slots import SlotPool
 
@@ -28,7 +28,7 @@ class SlotFiles:
     def __init__(self, pool: SlotPool, cache: PrefixCache) -> None:
         self._pool, self._cache = pool, cache
 
-    def capture(self, slot: int) -> SavedState:
+    def capture(self, slot: int) -> SavedSessionState:
         """Copy the states and the tokens of a slot after its last request.
 
         Raises:
@@ -39,7 +39,7 @@ class SlotFiles:
             raise ModelError(f"slot {slot} has no tokens; send it a request first, with id_slot")
         return capture_state(self._pool.open_slot_session(slot, contents.tokens[: contents.length]), [contents.tokens])
 
-    def restore(self, slot: int, state: SavedState, path: str | Path) -> int:
+    def restore(self, slot: int, state: SavedSessionState, path: str | Path) -> int:
         """Restore a slot from the content of a file, and return the number of its evaluated tokens.
 
         Args:
@@ -50,27 +50,27 @@ class SlotFiles:
         Raises:
             ModelError: The state is of another model, does not fit the context, or has fewer tokens than it says.
         """
-        if self._pool.has_recurrent_states and not self._cache.can_keep_states():
+        if self._pool.has_recurrent_states and not self._cache.can_save_recurrent_states():
             raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
-        _require_token_per_cell(state, path)
+        _require_all_evaluated_tokens(state, path)
         session = self._pool.open_slot_session(slot, ())
-        (tokens,) = apply_state(session, state, path)
+        (tokens,) = restore_saved_state(session, state, path)
         (length,) = session.lengths
         self._cache.adopt_restored_slot(slot, tokens, length)
         return length
 
     def erase(self, slot: int) -> int:
         """Forget the tokens of a slot, and return their number."""
-        count = max(self._cache.get_contents(slot).length, self._cache.count_slot_tokens(slot))
+        count = max(self._cache.get_contents(slot).length, self._cache.count_cached_slot_tokens(slot))
         self._cache.forget_slot(slot)
-        self._pool.wipe(slot)
+        self._pool.zero_slot_states(slot)
         return count
 
 
-def _require_token_per_cell(state: SavedState, path: str | Path) -> None:
+def _require_all_evaluated_tokens(state: SavedSessionState, path: str | Path) -> None:
     """Require that a state of one sequence has all tokens that it has evaluated, because prompts are compared to them.
 
-    `apply_state` checks the types and all else.
+    `restore_saved_state` checks the types and all else.
     """
     lengths, tokens = state.header.get("lengths"), state.header.get("tokens")
     match lengths, tokens:

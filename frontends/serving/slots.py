@@ -57,7 +57,7 @@ class SlotPool:
 
     def __init__(self, like: Session, slots: int, *, context: int, batch: int, shares_states: bool = False) -> None:
         model = like.model
-        if not model.is_causal or model.is_encoder:
+        if not model.is_causal or model.is_encoder_without_logits:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
         self.slots, self.context = slots, context
         self.batch = min(batch, context)
@@ -69,7 +69,7 @@ class SlotPool:
         self._opening_seconds = 0.0
         self._windows: dict[tuple[int, int], Session] = {}
         self._state_names = self._all_slots.state_names
-        self._caches = tuple(name for name in self._state_names if self._all_slots.is_cache(name))
+        self._caches = tuple(name for name in self._state_names if self._all_slots.is_per_cell_cache(name))
         self._rings = tuple(
             name for name in self._caches if self._all_slots.cell_count(name) * model.tokens_per_cell(name) < context
         )
@@ -83,7 +83,7 @@ class SlotPool:
         return len(self._caches) < len(self._state_names)
 
     @property
-    def ring_slack_tokens(self) -> int | None:
+    def droppable_last_tokens(self) -> int | None:
         """Number of its last tokens that a slot can drop and still go on from the remaining ones.
 
         Ring caches limit it, because they overwrite old cells; None without ring caches.
@@ -209,7 +209,7 @@ class SlotPool:
         rows = window.evaluate(new)
         return {slot: rows[slot - first][-1] for slot in tokens}
 
-    def compute_slot_bytes(self) -> int:
+    def compute_max_saved_slot_bytes(self) -> int:
         """Compute the bytes of all states of one slot in float32, the largest size in a file."""
         store = self.open_window_session(0, 1).store
         return sum(4 * math.prod(store.state(name).shape) for name in self._state_names)
@@ -225,25 +225,25 @@ class SlotPool:
             if name not in self._caches:
                 self._all_slots.store.state(name)[slot : slot + 1] = 0
 
-    def wipe(self, slot: int) -> None:
+    def zero_slot_states(self, slot: int) -> None:
         """Zero all states of a slot, including caches, after a run that may have left NaN or infinite numbers."""
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
 
-    def rebuild(self) -> None:
+    def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
         self._opening_seconds = self.planning_seconds
         self._windows.clear()
         for name in self._state_names:
             self._all_slots.store.state(name)[:] = 0
 
-    def can_run(self, slot: int) -> bool:
+    def can_run_test_prompt(self, slot: int) -> bool:
         """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
         try:
-            self.wipe(slot)
+            self.zero_slot_states(slot)
             self.read_prompt(slot, [0], [])
-            self.wipe(slot)
+            self.zero_slot_states(slot)
         except Exception:  # a broken backend may raise anything, and then the engine is built anew
             return False
         return True
@@ -270,7 +270,7 @@ class SlotPool:
             used = rows if name in self._rings else min(rows, -(-tokens // per_cell))
             store.copy_state_rows(name, source * rows, target * rows, used)
 
-    def add_slots(self, slots: int, lengths: Sequence[int]) -> None:
+    def grow_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
         """Move all slots to memory of `slots` slots; the present ones keep their states.
 
         Args:

@@ -105,7 +105,7 @@ class StepHistory:
         with self._lock:
             return [replace(record) for record in self._requests.values()]
 
-    def trace_requests(self, name: str) -> list[RequestTrace]:
+    def trace_request_or_choices(self, name: str) -> list[RequestTrace]:
         """Return the traces of the request with this id, or of all choices of the response with this id.
 
         The engine clock must be `time.monotonic`, or `unix_offset` has no meaning.

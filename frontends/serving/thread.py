@@ -16,7 +16,7 @@ from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
-from ..inference.saved_state import SavedState
+from ..inference.saved_state import SavedSessionState
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
@@ -148,7 +148,7 @@ class EngineThread(ServedModel):
         return self._status
 
     @property
-    def is_ready(self) -> bool:
+    def is_compiled_and_ready(self) -> bool:
         return self._is_ready
 
     @property
@@ -156,19 +156,19 @@ class EngineThread(ServedModel):
         return time.monotonic() - self._last_beat
 
     @property
-    def failure(self) -> str:
+    def engine_end_reason(self) -> str:
         return self._failure
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         self._engine.check_request(request)
-        request.params.sampling.check(self._model.session.model.vocabulary_size)
+        request.params.sampling.check_logit_bias_tokens(self._model.session.model.vocabulary_size)
         if request.slot is not None and not 0 <= request.slot < self._pool.slots:
             raise ModelError(f"id_slot is {request.slot}; need 0 to {self._pool.slots - 1}, or -1 for any slot")
         with self._receivers_lock:
             if self._failure or self._is_closing:
                 raise ModelError(f"the engine has ended: {self._failure or 'the server shuts down'}")
             if len(self._receivers) >= self._max_requests:
-                raise QueueFullError(self._status.queued, self._engine.predict_queue_seconds())
+                raise QueueFullError(self._status.queued, self._engine.predict_seconds_until_queue_place())
             if request.id in self._receivers:
                 raise ModelError(f"there is a request {request.id!r:.60} already; give each its own id")
             self._receivers[request.id] = on_event
@@ -186,12 +186,12 @@ class EngineThread(ServedModel):
 
     @property
     def max_slot_file_bytes(self) -> int:
-        return self._pool.compute_slot_bytes() + MAX_HEADER_BYTES
+        return self._pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES
 
-    def capture_slot(self, slot: int) -> Future[SavedState]:
+    def capture_slot(self, slot: int) -> Future[SavedSessionState]:
         return self._put_slot_action(slot, partial(self._slot_files.capture, slot))
 
-    def restore_slot(self, slot: int, state: SavedState, path: str | Path) -> Future[int]:
+    def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
         def restore() -> int:
             count = self._slot_files.restore(slot, state, path)
             if isinstance(self._engine, LoggedEngine):
@@ -212,8 +212,8 @@ class EngineThread(ServedModel):
     def list_requests(self) -> list[RequestRecord]:
         return self._engine.history.list_requests()
 
-    def trace_requests(self, name: str) -> list[RequestTrace]:
-        return self._engine.history.trace_requests(name)
+    def trace_request_or_choices(self, name: str) -> list[RequestTrace]:
+        return self._engine.history.trace_request_or_choices(name)
 
     def _put_slot_action(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
         """Put an action into the queue that runs when the slot is free, and return its result as a future."""
@@ -245,7 +245,7 @@ class EngineThread(ServedModel):
         try:
             self._pool.compile_short_steps(self._note_status)
             self._is_ready = True
-            while self._compile_step_while_idle() or self._execute_orders():
+            while self._compile_step_while_idle() or self._execute_queued_orders():
                 self._run_step()
                 self._run_slot_actions()
                 self._note_status()
@@ -274,7 +274,7 @@ class EngineThread(ServedModel):
             self._restarts_in_row = 0
         free = [slot for slot in engine.failed_slots if not engine.status.slot_requests[slot]]
         engine.failed_slots.clear()
-        if free and not self._pool.can_run(free[0]):
+        if free and not self._pool.can_run_test_prompt(free[0]):
             self._restart((), "the devices run no steps any more", None)
 
     def _restart(self, failed_requests: Collection[str], why: str, error: Exception | None) -> None:
@@ -287,8 +287,8 @@ class EngineThread(ServedModel):
         self._restarts_in_row += 1
         if self._restarts_in_row > MAX_RESTARTS:
             raise error or ModelError(f"{why}; the engine has failed after {MAX_RESTARTS} restarts, start it again")
-        self._send_events(self._engine.restart(failed_requests, why))
-        if not self._pool.can_run(0):
+        self._send_events(self._engine.restart_and_requeue_requests(failed_requests, why))
+        if not self._pool.can_run_test_prompt(0):
             raise ModelError(f"{why}; a new engine does not run either, start the server again")
         self._preparations = self._pool.compile_longer_steps()
         self._on_restart(why)
@@ -296,7 +296,7 @@ class EngineThread(ServedModel):
     def _note_status(self) -> None:
         self._status, self._last_beat = self._engine.status, time.monotonic()
 
-    def _execute_orders(self) -> bool:
+    def _execute_queued_orders(self) -> bool:
         """Execute the functions in the queue, such as submissions; return False when the engine is to end.
 
         If no request is queued or running, this waits for the first order, but not for a second one: `status` must show

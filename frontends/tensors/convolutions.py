@@ -126,7 +126,7 @@ def transposed_convolution(
     return convolution(whole, swapped, bias, ones, [(max(0, a), max(0, b)) for a, b in around], dilation, groups)
 
 
-def _compute_ceil_padding(
+def _compute_ceil_mode_padding(
     x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
 ) -> list[int]:
     """Return how many entries to append to each axis so that ceil mode gets its incomplete last window.
@@ -143,7 +143,7 @@ def _compute_ceil_padding(
     return longer
 
 
-def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+def _pool_batch_or_single_image(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
     """Apply `pool`, which needs an axis of images, to a batch of images or to one image without this axis.
 
     `rank` is the number of pooled axes.
@@ -176,7 +176,7 @@ def max_pool(
     """
 
     def pool(x: Tensor) -> Tensor:
-        longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
+        longer = _compute_ceil_mode_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
         parts, counts = _extract_windows(x, size, stride, dilation, around, lowest)
@@ -184,7 +184,7 @@ def max_pool(
         best = argmax(rows, -1) if returns_indices else as_tensor(ops.reduce(rows.value, kind="max"))
         return reshape(best, (*x.shape[:2], *counts))
 
-    return _apply_pooling(x, pool, len(size))
+    return _pool_batch_or_single_image(x, pool, len(size))
 
 
 def average_pool(
@@ -212,7 +212,7 @@ def average_pool(
     steps = tuple(dilation) or (1,) * len(size)
 
     def pool(x: Tensor) -> Tensor:
-        longer = _compute_ceil_padding(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
+        longer = _compute_ceil_mode_padding(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
         parts, counts = _extract_windows(x, size, stride, steps, around)
         sums = as_tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
@@ -228,7 +228,7 @@ def average_pool(
         number = views[picks].sum(axis=tuple(range(len(size), 2 * len(size))))
         return div(out, constant_tensor(np.maximum(number, 1).astype(np.float32)))
 
-    return _apply_pooling(x, pool, len(size))
+    return _pool_batch_or_single_image(x, pool, len(size))
 
 
 # -------------------------------------------------------------------------------------------------- interpolation

@@ -23,7 +23,7 @@ OS_ERROR_REMEDIES: Mapping[int | None, str] = MappingProxyType(
 )
 
 
-def as_one_line(text: str) -> str:
+def escape_as_one_line(text: str) -> str:
     """Return a message as one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -52,7 +52,7 @@ def list_flags_by_argument() -> Mapping[str, str]:
     return {**OTHER_FLAGS_BY_ARGUMENT, **{name: row.flags[-1] for name, row in RUN_OPTIONS.items()}}
 
 
-def use_flag_names(message: str) -> str:
+def replace_arguments_by_flag_names(message: str) -> str:
     """Replace Python arguments in an error message of the library by the command-line flags of the same meaning.
 
     Example: ``context=64`` becomes ``--ctx-size 64``.
@@ -67,7 +67,7 @@ def use_flag_names(message: str) -> str:
     return re.sub(rf"\b({'|'.join(flags)})=(?:(True)\b|'([^']*)'|(\w+))", as_flag, message)
 
 
-class PositionalAlias(argparse._StoreAction):
+class PositionalAliasAction(argparse._StoreAction):
     """An argparse action for a flag that gives a positional argument, such as ``-m FILE`` for the model file."""
 
 
@@ -79,7 +79,8 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words if self._subparsers else self._move_positional_aliases(words), namespace)
 
     def _move_positional_aliases(self, words: Sequence[str]) -> list[str]:
-        """Move the values of `PositionalAlias` flags to the places where argparse expects the positional arguments.
+        """Move the values of `PositionalAliasAction` flags to the places where argparse expects the positional
+        arguments.
 
         The value of the first positional argument comes first, other values come last. Flags that only llama.cpp has
         are refused here; otherwise their values would be taken for other arguments.
@@ -95,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
             elif action is None and word.startswith("-"):
                 self._refuse_llama_cpp_flag(flag)
                 rest.append(word)
-            elif isinstance(action, PositionalAlias):
+            elif isinstance(action, PositionalAliasAction):
                 value = value if is_joined else next(stream, "")
                 if not value or (value.startswith("-") and value != "-"):
                     self.error(f"argument {flag}: expected one argument")
@@ -118,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"{flag} is a flag of llama.cpp; {found.remedy}")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {as_one_line(message)}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {escape_as_one_line(message)}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
@@ -126,7 +127,7 @@ class CommandParser(argparse.ArgumentParser):
             message = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
             raise argparse.ArgumentError(action, message)
 
-    def exit_for_unknown_words(self, words: Sequence[str]) -> NoReturn:
+    def exit_with_flag_suggestion(self, words: Sequence[str]) -> NoReturn:
         """Exit with an error message about unknown words, which suggests the nearest flag."""
         word = next((w for w in words if w.startswith("-")), words[0])
         flag = word.partition("=")[0]

@@ -42,7 +42,7 @@ BENCH_TABLE = BenchRowFormat("llama_bench", TABLE_HEAD, _format_cells)
 """The row format of llama-bench, which scripts of llama.cpp read."""
 
 
-def format_rows(rows: Iterable[Row], format: str, table: BenchRowFormat = BENCH_TABLE) -> Iterator[str]:
+def format_benchmark_rows(rows: Iterable[Row], format: str, table: BenchRowFormat = BENCH_TABLE) -> Iterator[str]:
     """Yield the lines of benchmark rows in a format of `ROW_FORMATS`, such as ``md`` or ``csv``."""
     return ROW_FORMATS[format](rows, table)
 
@@ -53,7 +53,7 @@ def _format_json(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
 
 def _format_csv(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
     for number, row in enumerate(rows):
-        columns = _without_samples(row)
+        columns = _drop_sample_lists(row)
         if not number:
             yield _quote_cells(columns)
         yield _quote_cells(columns.values())
@@ -67,7 +67,7 @@ def _quote_cells(cells: Iterable[object]) -> str:
 
 def _format_sql(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
     for number, row in enumerate(rows):
-        columns = _without_samples(row)
+        columns = _drop_sample_lists(row)
         if not number:
             types = ", ".join(f"{name} {SQL_TYPES.get(type(value), 'REAL')}" for name, value in columns.items())
             yield f"CREATE TABLE IF NOT EXISTS {table.name} ({types});"
@@ -81,7 +81,7 @@ def _format_literal(value: object) -> str:
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
 
 
-def _without_samples(row: Row) -> dict[str, object]:
+def _drop_sample_lists(row: Row) -> dict[str, object]:
     """Return the scalar columns of a row, without the lists of samples."""
     return {name: value for name, value in row.items() if not isinstance(value, list)}
 

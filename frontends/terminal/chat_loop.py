@@ -14,8 +14,8 @@ from types import MappingProxyType
 from ...graph.storage.disk_cache import cache_folder
 from ..errors import ModelError
 from ..generation.conversation import Conversation
-from .arguments import use_flag_names
-from .output import write_line_to_stderr, write_to_stdout
+from .arguments import replace_arguments_by_flag_names
+from .output import write_line_to_stderr, write_to_stdout_unless_closed
 
 EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
 ChatCommand = Callable[[Conversation, str], bool]
@@ -33,11 +33,11 @@ def run_chat_loop(conversation: Conversation) -> None:
         try:
             text = ask("> ").strip()
         except EOFError:
-            write_to_stdout("\n")
+            write_to_stdout_unless_closed("\n")
             return
         except KeyboardInterrupt:
             if interrupted:
-                write_to_stdout("\n")
+                write_to_stdout_unless_closed("\n")
                 return
             interrupted = True
             write_line_to_stderr(f"\n{EXIT_HINT}")
@@ -50,7 +50,7 @@ def run_chat_loop(conversation: Conversation) -> None:
             elif not CHAT_COMMANDS[name](conversation, argument.strip()):
                 return
         elif text:
-            interrupted = _write_reply(conversation, text)
+            interrupted = _write_reply_until_interrupt(conversation, text)
             if interrupted:
                 write_line_to_stderr(EXIT_HINT)
 
@@ -80,20 +80,21 @@ def _make_message_reader() -> Callable[[str], str]:
     return session.prompt
 
 
-def _write_reply(conversation: Conversation, text: str) -> bool:
+def _write_reply_until_interrupt(conversation: Conversation, text: str) -> bool:
     """Generate and write the reply to a message, and return whether Ctrl-C ended it."""
     interrupted = False
     try:
         for new_text in conversation.reply(text):
-            write_to_stdout(new_text)
+            write_to_stdout_unless_closed(new_text)
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:
         write_line_to_stderr(
-            f"{use_flag_names(str(error))}; /reset forgets what was said, /shift its older half only, from now on"
+            f"{replace_arguments_by_flag_names(str(error))}; /reset forgets what was said, "
+            "/shift its older half only, from now on"
         )
         return False
-    write_to_stdout("\n")
+    write_to_stdout_unless_closed("\n")
     session = conversation.session
     if session.lengths[0] >= session.context and conversation.params.pinned_tokens is None:
         write_line_to_stderr(
@@ -105,8 +106,8 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
 
 def _show_help(conversation: Conversation, argument: str) -> bool:
     """show this list of commands"""
-    write_to_stdout("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
-    write_to_stdout("Alt+Enter begins a new line; pasted lines are one message\n")
+    write_to_stdout_unless_closed("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
+    write_to_stdout_unless_closed("Alt+Enter begins a new line; pasted lines are one message\n")
     return True
 
 
@@ -154,7 +155,7 @@ def _save_or_load_conversation(
     except OSError as why:
         write_line_to_stderr(f"{path}: {why.strerror or why}")
     except ModelError as why:
-        write_line_to_stderr(use_flag_names(str(why)))
+        write_line_to_stderr(replace_arguments_by_flag_names(str(why)))
     return True
 
 
@@ -168,7 +169,9 @@ def _enable_context_shift(conversation: Conversation, argument: str) -> bool:
 def _show_stats(conversation: Conversation, argument: str) -> bool:
     """show the token counts and the rates so far"""
     session = conversation.session
-    write_to_stdout(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
+    write_to_stdout_unless_closed(
+        f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n"
+    )
     return True
 
 

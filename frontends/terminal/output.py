@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def write_to_stdout(text: str) -> None:
+def write_to_stdout_unless_closed(text: str) -> None:
     """Write data to stdout and flush it; do nothing if stdout is closed."""
     if sys.stdout is not None:
         sys.stdout.write(text)

@@ -12,11 +12,11 @@ from typing import NoReturn
 import numpy as np
 
 from ...distributed import RanksError, World
-from ...distributed.launcher import LaunchInfo, notify_supervisor, run_under_supervisor
+from ...distributed.launcher import LaunchInfo, fork_supervised_child, report_progress_to_supervisor
 from ...distributed.mpi_link import MpiLink
 from ...distributed.world import SILENCE_TIMEOUT_SECONDS
 from ...graph.errors import HocketError
-from .arguments import as_one_line
+from .arguments import escape_as_one_line
 
 SAME_INSTALLATION_HINT = "install the same on all machines"
 
@@ -40,12 +40,12 @@ def run_command_as_rank(
         version: Version of hocket, which all ranks must share.
         debug: Whether to show the traceback of an error.
     """
-    pipe = run_under_supervisor(launch)
+    pipe = fork_supervised_child(launch)
     try:
         link = MpiLink()
     except HocketError as error:
-        sys.exit(f"hocket: rank {launch.rank}: {as_one_line(str(error))}")
-    notify_supervisor(pipe)
+        sys.exit(f"hocket: rank {launch.rank}: {escape_as_one_line(str(error))}")
+    report_progress_to_supervisor(pipe)
     world = World(link, ends_process=True)
     signal.signal(signal.SIGTERM, lambda number, frame: _on_terminate(world, number, frame))
     if world.rank:
@@ -65,19 +65,19 @@ def run_command_as_rank(
         try:
             world.leave(SILENCE_TIMEOUT_SECONDS if code else None)
         except RanksError:
-            world.end_process(code or 2)
+            world.end_process_after_rank_failure(code or 2)
     except KeyboardInterrupt:
-        world.end_process(130, "it was interrupted (Ctrl-C)")
+        world.end_process_after_rank_failure(130, "it was interrupted (Ctrl-C)")
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        world.end_process(2, "" if world.failure else as_one_line(format_error(error)))
+        world.end_process_after_rank_failure(2, "" if world.failure else escape_as_one_line(format_error(error)))
     except BaseException as error:
         sys.__excepthook__(type(error), error, error.__traceback__)
-        world.end_process(1, as_one_line(f"{type(error).__name__}: {error}"))
-    notify_supervisor(pipe)
+        world.end_process_after_rank_failure(1, escape_as_one_line(f"{type(error).__name__}: {error}"))
+    report_progress_to_supervisor(pipe)
     return code
 
 
 def _on_terminate(world: World, number: int, frame: FrameType | None) -> NoReturn:
-    world.end_process(128 + number, "it was told to end (SIGTERM)")
+    world.end_process_after_rank_failure(128 + number, "it was told to end (SIGTERM)")

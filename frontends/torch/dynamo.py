@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_unflatten
 from ...graph import HocketError
 from ...scheduler import plan
 from ..errors import ModelError
-from .importer import UnsupportedOpsError, decompose_program, has_op_converter, has_pytorch_sort_order, import_program
+from .importer import (
+    UnsupportedOpsError,
+    decompose_unsupported_ops,
+    has_op_converter,
+    has_pytorch_sort_order,
+    import_program,
+)
 from .parameter_binding import ParameterBindings, is_bindable_parameter
 from .program_split import split_at_unsupported_ops
 from .result_aliases import ResultAliases, find_result_aliases, may_share_memory
@@ -92,7 +98,7 @@ class CompiledGraph:
             with _export_lock:
                 if key not in self.runners:
                     self.runners[key] = self._build_graph_runner(args, numbers)
-        return self.runners[key](_without_scalar_arguments(args, numbers) if numbers else args)
+        return self.runners[key](_replace_scalar_arguments_by_none(args, numbers) if numbers else args)
 
     def _build_graph_runner(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
         """Build the function that runs calls with the shapes of `args`, by hocket as far as it supports the ops.
@@ -100,8 +106,8 @@ class CompiledGraph:
         The function runs the whole graph by hocket, or segments of it, or it leaves the graph to PyTorch. `numbers` has
         the values of the scalar arguments by index.
         """
-        module = _replace_scalar_arguments(self.module, numbers) if numbers else self.module
-        args = _without_scalar_arguments(args, numbers)
+        module = _replace_scalar_arguments_by_constants(self.module, numbers) if numbers else self.module
+        args = _replace_scalar_arguments_by_none(args, numbers)
         try:
             if any(isinstance(arg, torch.Tensor) and arg.is_meta for arg in args):
                 raise ModelError("it is called with tensors on the meta device, which have no numbers")
@@ -126,7 +132,7 @@ def _with_shared_results(
     return (lambda args: aliases.share_memory(args, runner(args))) if aliases else runner
 
 
-def _without_scalar_arguments(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
+def _replace_scalar_arguments_by_none(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
     """Return the arguments of a call with None in place of Python numbers, which are constants in the graph."""
     return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
@@ -146,7 +152,9 @@ def _is_item_call(node: torch.fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
-def _replace_scalar_arguments(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
+def _replace_scalar_arguments_by_constants(
+    module: torch.fx.GraphModule, numbers: Mapping[int, Any]
+) -> torch.fx.GraphModule:
     """Return a copy of a graph with constants in place of its scalar arguments; `numbers` has the values by index."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -171,7 +179,7 @@ class WholeGraph:
         devices = settings.pop("devices")
         self.module = module
         operands = [i for i, arg in enumerate(args) if is_bindable_parameter(arg)]
-        self.program = import_program(_export_graph(module, args), operands, _is_supported_exactly)
+        self.program = import_program(_export_and_decompose_graph(module, args), operands, _is_supported_exactly)
         self.bindings = ParameterBindings(self.program, plan(self.program.graph, devices, **settings), module)
 
     def __call__(self, args: CallArguments) -> Any:
@@ -180,7 +188,9 @@ class WholeGraph:
         ):
             warnings.warn("PyTorch runs this graph itself: it changes an argument that shares memory", stacklevel=3)
             return self.module(*args)
-        return tree_unflatten(self.bindings.bind_runner(args).run_flat_arguments(args), self.program.out_spec)
+        return tree_unflatten(
+            self.bindings.bind_runner_and_refresh_copies(args).run_flat_arguments(args), self.program.out_spec
+        )
 
 
 def _has_shared_memory(args: CallArguments, written: Sequence[int]) -> bool:
@@ -204,7 +214,9 @@ class SegmentedGraph:
     """A captured graph that is split at unsupported ops into segments; PyTorch runs these ops, and hocket the rest."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
-        self.segmented_module, ours = split_at_unsupported_ops(_export_graph(module, args), _is_supported_exactly)
+        self.segmented_module, ours = split_at_unsupported_ops(
+            _export_and_decompose_graph(module, args), _is_supported_exactly
+        )
         for name in ours:
             setattr(self.segmented_module, name, _GraphSegment(getattr(self.segmented_module, name), options))
 
@@ -217,7 +229,7 @@ def _is_supported_exactly(node: torch.fx.Node) -> bool:
     return has_op_converter(node) and has_pytorch_sort_order(node)
 
 
-def _export_graph(module: torch.fx.GraphModule, args: CallArguments) -> Any:
+def _export_and_decompose_graph(module: torch.fx.GraphModule, args: CallArguments) -> Any:
     """Export a captured graph, and decompose its ops into ops of the op table where PyTorch can.
 
     Raises:
@@ -228,7 +240,7 @@ def _export_graph(module: torch.fx.GraphModule, args: CallArguments) -> Any:
         # Copies, because a view of another argument would be exported as a part of that argument
         apart = tuple(torch.empty_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         try:
-            return decompose_program(torch.export.export(module.eval(), apart, strict=False))
+            return decompose_unsupported_ops(torch.export.export(module.eval(), apart, strict=False))
         except HocketError:
             raise
         except Exception as why:  # export runs the model, which may raise anything

@@ -78,7 +78,7 @@ def from_torch(exported: ExportedProgram) -> Program:
     kind = type(exported)
     if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
         raise ModelError(f"from_torch takes a program that torch.export.export made, not {kind.__name__}")
-    return import_program(decompose_program(exported))
+    return import_program(decompose_unsupported_ops(exported))
 
 
 def import_program(
@@ -101,7 +101,7 @@ def import_program(
         return _ProgramImporter(exported, frozenset(bound_arguments), can_convert or has_op_converter).build_program()
 
 
-def decompose_program(exported: ExportedProgram) -> ExportedProgram:
+def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
     """Decompose the ops that the op table lacks into ops that it has, as far as PyTorch can."""
     import torch
     from torch.export import default_decompositions
@@ -172,12 +172,12 @@ class _ProgramImporter:
         for node in self.exported_program.graph.nodes:
             if node.op == "placeholder":
                 self._add_leaf(node, specs[node.name], changed)
-        self._require_known_ops()
+        self._require_convertible_calls()
         for node in self.exported_program.graph.nodes:
             if node.op == "get_attr":
-                self.constants[node] = _find_attribute(self.exported_program.graph_module, str(node.target))
+                self.constants[node] = _get_attribute_at_path(self.exported_program.graph_module, str(node.target))
             elif node.op == "call_function":
-                self._convert_call(node)
+                self._convert_or_fold_call(node)
         return self._finish_program()
 
     # ------------------------------------------------------------------------------------------------------ leaves
@@ -235,7 +235,7 @@ class _ProgramImporter:
 
     # ------------------------------------------------------------------------------------------------------- nodes
 
-    def _require_known_ops(self) -> None:
+    def _require_convertible_calls(self) -> None:
         """Raise an error before the conversion if hocket cannot convert a call that is not constant-folded.
 
         `UnsupportedOpsError` lists all such ops; PyTorch can run them instead. `ModelError` reports a symbolic shape,
@@ -262,7 +262,7 @@ class _ProgramImporter:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
             raise UnsupportedOpsError(listed)
 
-    def _convert_call(self, node: Node) -> None:
+    def _convert_or_fold_call(self, node: Node) -> None:
         """Convert one call to graph nodes, or constant-fold it if all of its operands are constants."""
         name = _get_aten_op_name(node.target)
         if name in ASSERTION_OPS:
@@ -277,7 +277,7 @@ class _ProgramImporter:
             source, index = node.args
             self.values[node] = self.values[source][index]  # type: ignore[index]
             return
-        tensors = {n: self._resolve_tensor(n) for n in node.all_input_nodes}
+        tensors = {n: self._get_or_add_tensor(n) for n in node.all_input_nodes}
         kwargs = {k: v for k, v in node.kwargs.items() if k not in IGNORED_KEYWORDS}
         row: Callable[..., Any] = OP_TABLE[name]
         try:
@@ -294,7 +294,7 @@ class _ProgramImporter:
                 f"%{node.name} = {_format_call_target(node.target)}: the row fails with {problem:.200}"
             ) from why
 
-    def _resolve_tensor(self, node: Node) -> Any:
+    def _get_or_add_tensor(self, node: Node) -> Any:
         """Return the tensor of an FX node; a large or bfloat16 constant is added as a weight at its first use."""
         if node in self.values:
             if self.values[node] is None:
@@ -331,14 +331,14 @@ class _ProgramImporter:
             if kind == "BUFFER_MUTATION":
                 assert spec.target is not None
                 old = self.states[spec.target]
-                new = self._resolve_tensor(node)
+                new = self._get_or_add_tensor(node)
                 updates[old] = cast(new, old.dtype).value if not new.is_bool else new.value
             elif kind in ("USER_OUTPUT", "USER_INPUT_MUTATION"):
                 if not hasattr(node, "op") or (node in self.constants and not _is_tensor(self.constants[node])):
                     results.append(ProgramResult("", self.constants.get(node, node) if hasattr(node, "op") else node))
                     continue
                 name = node.name
-                out = self._resolve_tensor(node)
+                out = self._get_or_add_tensor(node)
                 outputs[name] = out.value
                 result = ProgramResult(name, None, out.shape, str(node.meta["val"].dtype).removeprefix("torch."))
                 if kind == "USER_OUTPUT":
@@ -365,7 +365,7 @@ class _ProgramImporter:
         )
 
 
-def _find_attribute(module: Any, path: str) -> Any:
+def _get_attribute_at_path(module: Any, path: str) -> Any:
     """Return the attribute of a module at a dotted path, such as ``layers.0.weight``."""
     for part in path.split("."):
         module = getattr(module, part)

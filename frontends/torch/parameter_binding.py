@@ -50,16 +50,16 @@ class _ParameterVersions:
     """PyTorch's counts of changes of some parameters, and of other live parameters that share their memory."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.update_counts(parameters)
+        self.update_counts_and_sharers(parameters)
 
-    def update_counts(self, parameters: Sequence[torch.Tensor]) -> None:
+    def update_counts_and_sharers(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note the present counts, and find the parameters that share memory anew."""
         self._sharing_count = _sharers.change_count
         others = {id(other): other for p in parameters for other in _sharers.find_sharers(p)}
         self._others = [WeakIdRef(other) for other in others.values()]
         self._counts = self._read_counts(parameters)
 
-    def are_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def are_unchanged_since_update(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether no parameter has been changed, and no further parameter may share memory, since the last update."""
         return self._sharing_count == _sharers.change_count and self._counts == self._read_counts(parameters)
 
@@ -84,14 +84,14 @@ class _ParameterBinding:
     versions: _ParameterVersions
     runner: Runner
 
-    def is_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_bound_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the executor reads exactly the memory of these parameters."""
-        return self.places == list(map(_find_place, parameters)) and all(
+        return self.places == list(map(_get_address_and_strides, parameters)) and all(
             known() is p for known, p in zip(self.parameters, parameters, strict=True)
         )
 
 
-def _find_place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+def _get_address_and_strides(parameter: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     """Return the address and the strides of a parameter; a change of ``parameter.data`` may change either of them."""
     return parameter.data_ptr(), parameter.stride()
 
@@ -112,22 +112,24 @@ class ParameterBindings:
             self.store.bind(name, program.weights[name], self.weight_specs[name], plan.leaves[name])
         self.binding_by_ids: dict[tuple[int, ...], _ParameterBinding] = {}
 
-    def bind_runner(self, args: Sequence[Any]) -> Runner:
+    def bind_runner_and_refresh_copies(self, args: Sequence[Any]) -> Runner:
         """Return a runner that reads the parameters of a call; copies of parameters that have changed are refreshed."""
         parameters = [args[number] for number, _ in self.program.bound_arguments]
         parameters += [self.module.get_parameter(name) for name in self.own_parameter_names]
         key = tuple(map(id, parameters))
         binding = self.binding_by_ids.get(key)
-        if binding is None or not binding.is_current_for(parameters):
+        if binding is None or not binding.is_bound_to(parameters):
             with _binding_lock:
-                binding = self.binding_by_ids[key] = self._bind_parameters(key, parameters)
-        elif not binding.versions.are_current_for(parameters):
+                binding = self.binding_by_ids[key] = self._build_executor_for_parameters(key, parameters)
+        elif not binding.versions.are_unchanged_since_update(parameters):
             with _binding_lock:
-                binding.versions.update_counts(parameters)
-                self._load_parameters(binding.runner.executor.store, parameters)
+                binding.versions.update_counts_and_sharers(parameters)
+                self._bind_or_refresh_parameters(binding.runner.executor.store, parameters)
         return binding.runner
 
-    def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
+    def _build_executor_for_parameters(
+        self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]
+    ) -> _ParameterBinding:
         """Build an executor that reads a set of parameters; it is deleted when one of the parameters is deleted."""
         mine, store = weakref.ref(self), self.store.in_turn()
 
@@ -135,16 +137,16 @@ class ParameterBindings:
             if (bindings := mine()) is not None:
                 bindings.binding_by_ids.pop(key, None)
 
-        known, places = tuple(WeakIdRef(p, forget) for p in parameters), list(map(_find_place, parameters))
+        known, places = tuple(WeakIdRef(p, forget) for p in parameters), list(map(_get_address_and_strides, parameters))
         storages = [p.untyped_storage() for p in parameters]
         for parameter in parameters:
             _sharers.add_parameter(parameter)
         versions = _ParameterVersions(parameters)
-        self._load_parameters(store, parameters)
+        self._bind_or_refresh_parameters(store, parameters)
         runner = Runner(self.program, self.plan, Executor(self.plan, store))
         return _ParameterBinding(known, storages, places, versions, runner)
 
-    def _load_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
+    def _bind_or_refresh_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
         """Bind parameters to the weights of a store; copies of parameters that have changed are refreshed."""
         names = [name for _, name in self.program.bound_arguments] + self.own_parameter_names
         for name, parameter in zip(names, parameters, strict=True):
@@ -155,6 +157,6 @@ class ParameterBindings:
             copies.is_source_lasting = parameter.device.type == "cpu" and parameter.is_contiguous()
             copies.source = parameter.untyped_storage()
             others = [other._version for other in _sharers.find_sharers(parameter)]
-            copies.version = (_find_place(parameter), parameter._version, *others)
+            copies.version = (_get_address_and_strides(parameter), parameter._version, *others)
             array = as_array(parameter, name).reshape(compute_value_shape(parameter.shape))
             store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

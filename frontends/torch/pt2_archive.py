@@ -89,13 +89,13 @@ def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
     program_json = members.read_json(members.program_path)
-    _sanitise_program_json(members.path, program_json)
+    _remove_harmful_program_entries(members.path, program_json)
     weights, constants = (_read_tensors(members, kind) for kind in LEAF_KINDS)
     written = _dict_to_dataclass(schema.ExportedProgram, program_json)
     return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
 
 
-def _sanitise_program_json(path: str, program_json: dict[str, Any]) -> None:
+def _remove_harmful_program_entries(path: str, program_json: dict[str, Any]) -> None:
     """Make the JSON text of a program safe to load: refuse harmful entries, and remove guards and metadata in place.
 
     PyTorch would evaluate text in these entries, or look up names. hocket needs neither guards nor metadata.

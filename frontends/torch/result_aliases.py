@@ -92,8 +92,8 @@ def may_share_memory(module: torch.fx.GraphModule) -> bool:
     if any("example_value" not in node.meta for node in (*nodes, *results)):
         return True
     arguments, values = ([node.meta["example_value"] for node in group] for group in (nodes, results))
-    storages = [_find_storage(value) for value in values if isinstance(value, torch.Tensor)]
-    taken = {_find_storage(value) for value in arguments if isinstance(value, torch.Tensor)}
+    storages = [_get_storage_address(value) for value in values if isinstance(value, torch.Tensor)]
+    taken = {_get_storage_address(value) for value in arguments if isinstance(value, torch.Tensor)}
     return len(set(storages)) < len(storages) or not taken.isdisjoint(storages)
 
 
@@ -116,7 +116,7 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
         raise ModelError(f"it cannot run on fake tensors: {first}") from None
     number_by_id = {id(fake): number for number, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
     number_by_storage = {
-        _find_storage(fake): number
+        _get_storage_address(fake): number
         for number, fake in enumerate(fakes)
         if isinstance(fake, torch.Tensor) and fake.numel()
     }
@@ -128,17 +128,17 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
             continue
         if (number := number_by_id.get(id(result))) is not None:
             equal[i] = number
-        elif (number := number_by_storage.get(_find_storage(result))) is not None:
+        elif (number := number_by_storage.get(_get_storage_address(result))) is not None:
             _require_equal_dtypes(result, fakes[number])
             offset = int(result.storage_offset()) - int(fakes[number].storage_offset())
             views[i] = number, _ResultView(tuple(result.shape), result.stride(), offset)
         else:
-            shared[_find_storage(result)][i] = result
+            shared[_get_storage_address(result)][i] = result
     groups = [_make_views(group) for group in shared.values() if len(group) > 1]
     return ResultAliases(equal, views, tuple(groups))
 
 
-def _find_storage(tensor: torch.Tensor) -> int:
+def _get_storage_address(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors with the same storage."""
     return int(tensor.untyped_storage()._cdata)
 

@@ -82,9 +82,9 @@ def write_cached(file: Path, data: bytes) -> None:
     If the folder cannot be written, one warning is logged. After the first file of a process, old files are evicted.
     """
     folder = file.parents[1]
-    _write_file(file, (_compute_digest(file, data), data), "kernels and plans", folder)
+    _write_file(file, (_compute_digest_of_name_and_data(file, data), data), "kernels and plans", folder)
     if folder == cache_folder():
-        evict_oldest_files(folder, MAX_CACHE_BYTES)
+        evict_longest_unused_files(folder, MAX_CACHE_BYTES)
 
 
 def read_cached_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
@@ -129,11 +129,11 @@ def write_mappable_file(file: Path, data: memoryview, note: bytes, content_noun:
         content_noun: A noun for the data in the warning that the file cannot be written.
         folder: The folder that the warning names.
     """
-    _write_file(file, (data, _compute_digest(file, note), note), content_noun, folder, durable=True)
+    _write_file(file, (data, _compute_digest_of_name_and_data(file, note), note), content_noun, folder, durable=True)
 
 
 @cache
-def evict_oldest_files(folder: Path, max_bytes: int) -> None:
+def evict_longest_unused_files(folder: Path, max_bytes: int) -> None:
     """Delete the least recently used cache files until the folder has at most `max_bytes` bytes.
 
     A process calls this function once, at its first write, so its own files may exceed the limit. Other processes may
@@ -167,7 +167,7 @@ def _write_file(
         _warn_unwritable_once(content, str(folder), why.strerror or str(why))
 
 
-def _compute_digest(file: Path, data: bytes) -> bytes:
+def _compute_digest_of_name_and_data(file: Path, data: bytes) -> bytes:
     """Compute the digest of a cache file: the SHA-256 of its name, which depends on the key, and its data."""
     from hashlib import sha256
 
@@ -182,7 +182,7 @@ def _read_data_after_digest(file: Path, content: bytes) -> bytes | None:
         content: The digest and the data.
     """
     data = content[DIGEST_BYTES:]
-    return data if _compute_digest(file, data) == content[:DIGEST_BYTES] else None
+    return data if _compute_digest_of_name_and_data(file, data) == content[:DIGEST_BYTES] else None
 
 
 @cache

@@ -11,10 +11,10 @@ from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
 from ...graph.spec import Spec
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
-from ..movement.sharded_tables import check_row_range, estimate_busiest_device_entries, to_local_rows
+from ..movement.sharded_tables import check_shard_row_range, estimate_busiest_device_entries, to_local_rows
 
 
-def _count_selected_entry_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
+def _estimate_selected_entry_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
     """Return the expected bytes of the entries of `table` that `ids` select; each id selects at most one entry.
 
     If the experts are sharded over devices, these are the bytes on the busiest device.
@@ -32,10 +32,12 @@ def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec]
     assert w is not None
     assert x is not None
     assert ids is not None
-    return _count_selected_entry_bytes(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
+    return _estimate_selected_entry_bytes(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
 
 
-def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
+def _count_busiest_device_product_flops(
+    batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int
+) -> float:
     """Return the floating-point operations of `mul_mat_id` for one index of the leading axes.
 
     If the experts are sharded over devices, these are the operations on the busiest device.
@@ -45,7 +47,7 @@ def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: in
 
 
 def _check_expert_range(experts: int, first: int, total: int, **_: object) -> str | None:
-    return check_row_range(first, total, experts)
+    return check_shard_row_range(first, total, experts)
 
 
 @op(
@@ -53,7 +55,7 @@ def _check_expert_range(experts: int, first: int, total: int, **_: object) -> st
     linear=("w", "x"),
     derived_sizes={"routed": lambda experts, total, **_: total or experts},
     check=_check_expert_range,
-    flops=_count_product_flops,
+    flops=_count_busiest_device_product_flops,
     traffic=_count_product_bytes,
     ranges={"ids": LegalRange(0, "routed")},
     samples=(
@@ -101,7 +103,7 @@ def _count_bias_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], a
     assert a is not None
     assert b is not None
     assert ids is not None
-    return a.nbytes + _count_selected_entry_bytes(b, ids, attrs) + ids.nbytes + results[0].nbytes
+    return a.nbytes + _estimate_selected_entry_bytes(b, ids, attrs) + ids.nbytes + results[0].nbytes
 
 
 @op(

@@ -50,7 +50,7 @@ def to_local_rows(ids: Array, first: int, count: int, total: int, subject: str) 
     return np.where((rows >= 0) & (rows < count), rows, -1)
 
 
-def check_row_range(first: int, total: int, count: int) -> str | None:
+def check_shard_row_range(first: int, total: int, count: int) -> str | None:
     """Return an error message if the shard of `count` rows from row `first` on exceeds the table, otherwise None.
 
     `total` is the number of rows of the complete table. With 0 there is no shard: the operand is the complete table,

@@ -41,13 +41,13 @@ def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hard
         return DEFAULT_HARDWARE
     speeds = find_saved_speeds(group)
     return (
-        scale_built_in_hardware(group)
+        scale_built_in_hardware_by_threads(group)
         if speeds is None
         else replace(speeds.hardware_for(graph), source=describe_calibration_date(group))
     )
 
 
-def scale_built_in_hardware(group: Devices) -> Hardware:
+def scale_built_in_hardware_by_threads(group: Devices) -> Hardware:
     """Return the built-in speeds, scaled by the thread count of the devices in a group.
 
     `DEFAULT_HARDWARE` is one device with all processors of a machine. Virtual devices share the processors and the

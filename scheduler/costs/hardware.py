@@ -198,7 +198,7 @@ class Hardware:
             return math.ceil(math.log2(machine_count)) * self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
-    def estimate_collective_cost(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
+    def estimate_fastest_collective_cost(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
         """Estimate bytes and seconds of a collective over a value, with the fastest algorithm for its devices.
 
         An all-reduce over several machines with equal device counts has two algorithms. The first one is a single

@@ -102,7 +102,7 @@ DEFAULT_DATA_SHEET = DataSheet(flops=100e9, bandwidth=20e9, memory=64 * GIB, lin
 """The figures of a kind without ``like``; the file replaces the required ones."""
 
 
-def read_machine_file(path: Path) -> tuple[str, Catalogue]:
+def read_simulated_machine_file(path: Path) -> tuple[str, Catalogue]:
     """Read a TOML file that describes simulated devices and their links.
 
     Returns:

@@ -13,7 +13,12 @@ from ...distributed import World
 from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ..lowering.device_plan import Devices
-from .calibration_file import describe_calibration_date, find_saved_speeds, scale_built_in_hardware, speeds_to_data
+from .calibration_file import (
+    describe_calibration_date,
+    find_saved_speeds,
+    scale_built_in_hardware_by_threads,
+    speeds_to_data,
+)
 from .hardware import DEFAULT_HARDWARE, Hardware
 from .speeds import Speeds
 
@@ -46,7 +51,7 @@ class AgreedRankSpeeds:
         return replace(known, link_bandwidth=known.across_bandwidth, link_latency=known.across_latency)
 
 
-def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
+def agree_on_slowest_rank_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
     """Exchange the calibrated speeds of all ranks (processes), and return the slowest, which are equal on all ranks.
 
     Every rank must call this function. Each rank sends the speeds of the devices of its own machine. Other machines
@@ -59,7 +64,7 @@ def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
     known = [Speeds(**data) for data in map(json.loads, messages) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
     default = (
-        scale_built_in_hardware(group) if world.size == 1 else DEFAULT_HARDWARE
+        scale_built_in_hardware_by_threads(group) if world.size == 1 else DEFAULT_HARDWARE
     )  # threads of other ranks are not known
     source = describe_calibration_date(own) if world.size == 1 else "calibrated"
     return AgreedRankSpeeds(slowest, len(set(hosts)) > 1, default, source)

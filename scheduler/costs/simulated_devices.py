@@ -34,7 +34,7 @@ from ...graph.spec import Spec
 from ...graph.validation import TEXT, validate_arguments
 from .device_catalogue import CATALOGUE, DATA_SHEETS, Catalogue, DataSheet
 from .hardware import BUILT_IN_SOURCE, Hardware
-from .machine_file import read_machine_file
+from .machine_file import read_simulated_machine_file
 from .speeds import Speeds
 
 TERA = 1e12
@@ -315,7 +315,7 @@ def parse_simulated_group(text: str) -> SimulatedGroup:
         PlanError: The text or the file is wrong; the message lists the known kinds and links.
     """
     path = Path(text)
-    spec, catalogue = read_machine_file(path) if path.suffix == ".toml" else (text, CATALOGUE)
+    spec, catalogue = read_simulated_machine_file(path) if path.suffix == ".toml" else (text, CATALOGUE)
     return _parse_group(spec, catalogue)
 
 

@@ -20,10 +20,15 @@ from ...backends.base import Instruction
 from ...backends.capabilities import OTHER_OPS, can_group_overlap
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
-from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_sequence_number
+from ...ops.collectives import POINT_TO_POINT_OPS, find_collective_sequence_number, narrow_to_integer
 from ...ops.registry import find_view_base
-from ..lowering.device_plan import DevicePlan, KernelUse, find_collective_groups, find_first_devices_with_same_program
-from ..lowering.structural_equality import make_program_key
+from ..lowering.device_plan import (
+    DevicePlan,
+    KernelLaunchesAndFallbacks,
+    find_collective_groups,
+    find_first_devices_with_same_program,
+)
+from ..lowering.structural_equality import make_program_key_without_names
 from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate
 from .stand_ins import NUMPY_SLOWDOWNS
 
@@ -90,7 +95,7 @@ class InstructionCosts:
         counts: WorkCounter,
         number: int = 0,
         collective_group: Sequence[int] = (0,),
-        kernel_use: KernelUse | None = None,
+        kernel_use: KernelLaunchesAndFallbacks | None = None,
     ) -> None:
         """Store the inputs of the prediction; costs are computed at first use.
 
@@ -104,7 +109,7 @@ class InstructionCosts:
             kernel_use: The use of kernels; by default the device plan is asked.
         """
         self.graph_nodes, self.program = device_plan.graph.nodes, device_plan.program
-        self.launch_counts, self.stand_ins = kernel_use or device_plan.find_kernel_use()
+        self.launch_counts, self.stand_ins = kernel_use or device_plan.find_kernel_launches_and_fallbacks()
         self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
             hardware,
             whole,
@@ -123,7 +128,7 @@ class InstructionCosts:
 
     def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
         if find_collective_sequence_number(i.op, i.attrs) is not None:
-            collective_cost = self.hardware.estimate_collective_cost(
+            collective_cost = self.hardware.estimate_fastest_collective_cost(
                 i.op, count_collective_bytes(i), self._list_participating_devices(i)
             )
             return InstructionCost(0.0, 0.0, collective_cost.bytes_sent, collective_cost.seconds)
@@ -134,7 +139,7 @@ class InstructionCosts:
             )
         node = self.graph_nodes[i.index]
         own = self.work_estimates.count_work(node)
-        times, more = self._estimate_unsharded_work(node)
+        times, more = self._estimate_extra_work_without_sharding(node)
         more = min(own.nbytes * (times - 1), more)
         whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, stored_bytes=own.stored_bytes + more)
         slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
@@ -148,9 +153,9 @@ class InstructionCosts:
         """List the devices that take part in a collective instruction; for a message, the sender and the receiver."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.collective_group
-        return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
+        return self.device_number, narrow_to_integer(i.attrs["to" if i.op == "send" else "source"])
 
-    def _estimate_unsharded_work(self, node: Node) -> tuple[float, float]:
+    def _estimate_extra_work_without_sharding(self, node: Node) -> tuple[float, float]:
         """Estimate how much more work a node would have on this device if its weights and states were not sharded.
 
         Only weights and states with at least one entry on this device count.
@@ -181,15 +186,17 @@ def compute_instruction_costs(
     """
     prices: list[InstructionCosts] = []
     counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
-    uses: dict[Hashable, KernelUse] = {}  # by structure: structurally equal programs call the same kernels
+    uses: dict[
+        Hashable, KernelLaunchesAndFallbacks
+    ] = {}  # by structure: structurally equal programs call the same kernels
     for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
         if first < number:
             prices.append(prices[first])
             continue
         device_plan = device_plans[number]
-        key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
+        key = (type(device_plan.backend), device_plan.device.kind, make_program_key_without_names(device_plan.program))
         if key not in uses:
-            uses[key] = device_plan.find_kernel_use()
+            uses[key] = device_plan.find_kernel_launches_and_fallbacks()
         prices.append(
             InstructionCosts(device_plan, speeds[number], unsharded_bytes, counts, number, groups[number], uses[key])
         )

@@ -47,7 +47,7 @@ class Shard:
         """Return the number of entries that `device` has along the sharded axis."""
         return sum(n for _, n in self.index_ranges[device])
 
-    def count_entries_before(self, device: int, n: int) -> int:
+    def count_entries_below_index(self, device: int, n: int) -> int:
         """Return how many of the entries of `device` have an index below `n` on the sharded axis."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 

@@ -70,7 +70,9 @@ def assign_arena_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
     return Arena(tuple(offsets), top)
 
 
-def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
+def assign_arena_offsets_for_any_repetition_order(
+    lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]
+) -> Arena:
     """Assign arena offsets that stay valid if the repeated layers (repetitions) of a program run in any order.
 
     This holds for the inner repetitions. The first and the last repetition are executed once.

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from ...backends.base import Backend, Device, Program
 from ...backends.capabilities import STAND_IN, KernelCall, ListsKernels, can_group_overlap
-from ...backends.fusion.overlap import find_overlapped_instructions
+from ...backends.fusion.overlap import find_instructions_beside_collectives
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
-from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
+from ...graph.repeated_runs import DeviceNodeRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
 from .lower import FusedGroups, lower_with_state_saves
@@ -34,7 +34,7 @@ DEVICES_KIND = list_of(
 """The devices of a plan, each with its backend."""
 
 
-class KernelUse(NamedTuple):
+class KernelLaunchesAndFallbacks(NamedTuple):
     """The use of kernels by a program.
 
     - `launches`: the kernel launches of each instruction; a fraction if one kernel computes several instructions.
@@ -99,7 +99,7 @@ class DevicePlan:
             for number in call.instruction_numbers
         }
         order = range(len(self.program.instructions))
-        return find_overlapped_instructions(
+        return find_instructions_beside_collectives(
             self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
         )
 
@@ -123,12 +123,12 @@ class DevicePlan:
             n for call in self.predicted_kernel_calls or () if call.kernel == STAND_IN for n in call.instruction_numbers
         )
 
-    def find_kernel_use(self) -> KernelUse:
+    def find_kernel_launches_and_fallbacks(self) -> KernelLaunchesAndFallbacks:
         """Return the kernel launches of each instruction, and the instructions that NumPy computes.
 
         Programs with equal structure have equal results.
         """
-        return KernelUse(self.count_launches_by_instruction(), self.find_numpy_fallback_positions())
+        return KernelLaunchesAndFallbacks(self.count_launches_by_instruction(), self.find_numpy_fallback_positions())
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
@@ -265,7 +265,7 @@ def build_device_plans(
 
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
-) -> DeviceRepetitions | None:
+) -> DeviceNodeRepetitions | None:
     """Return the repetitions of repeated layers in a device's graph; None without a shortened graph.
 
     Args:
@@ -275,10 +275,10 @@ def _find_device_repetitions(
         shortened: The shortened graph, or None.
     """
     if shortened is None or is_alone:
-        return None if shortened is None else DeviceRepetitions(shortened)
+        return None if shortened is None else DeviceNodeRepetitions(shortened)
 
     def find_node_name(node: Node) -> str:
         number, ending = split_numbered_name(node.name)
         return graph.nodes[number].name + ending
 
-    return DeviceRepetitions(shortened, find_node_name)
+    return DeviceNodeRepetitions(shortened, find_node_name)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import pairwise
 
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, order_updates_after_operands
+from ...graph.graph import Graph, order_updates_directly_after_operands
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
@@ -41,7 +41,7 @@ class ExecutionOrder:
     overwritten_values: Mapping[Value, Value]
     copied_states: Mapping[Value, Value]
 
-    def can_run_in_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
+    def can_run_in_other_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
         """Return whether the nodes may run in another given order, with the same results and the same in-place updates.
 
         The other order must meet three conditions:
@@ -68,7 +68,7 @@ class ExecutionOrder:
         return True
 
 
-def choose_execution_order(
+def order_nodes_for_inplace_state_updates(
     graph: Graph,
     views: Mapping[Value, StridedView],
     stored_spec_of: Callable[[Value], Spec],
@@ -154,7 +154,7 @@ def _list_inplace_update_chains(
     yield state, last
 
 
-def add_required_copies(graph: Graph) -> Graph:
+def insert_copies_against_update_conflicts(graph: Graph) -> Graph:
     """Add copies to a graph, so that state updates cannot change outputs or other new states at the end of a run.
 
     Three kinds of values are copied:
@@ -209,8 +209,8 @@ def _is_elementwise(node: Node) -> bool:
 class _ExtraDependences:
     """The dependences between nodes that operands do not show: for each node, other nodes that must run before it.
 
-    At first, each collective depends on the collective with the next lower sequence number. `choose_execution_order`
-    adds the dependences of in-place updates.
+    At first, each collective depends on the collective with the next lower sequence number.
+    `order_nodes_for_inplace_state_updates` adds the dependences of in-place updates.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -299,7 +299,7 @@ def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
 
     Nodes that depend on no message come first.
     """
-    nodes = order_updates_after_operands(graph, {node for node in graph.nodes if node.op == "send"})
+    nodes = order_updates_directly_after_operands(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
         number = find_collective_sequence_number(node.op, node.attrs) if node.op == "receive" else None

@@ -25,17 +25,22 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.repeated_runs import PREAMBLE, DeviceRepetitions
+from ...graph.repeated_runs import PREAMBLE, DeviceNodeRepetitions
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
 from ...ops.registry import find_inplace_operand, find_storage_kind
-from .arena import Arena, Lifetime, assign_arena_offsets, assign_repeatable_arena_offsets
-from .execution_order import ExecutionOrder, add_required_copies, can_overwrite, choose_execution_order
+from .arena import Arena, Lifetime, assign_arena_offsets, assign_arena_offsets_for_any_repetition_order
+from .execution_order import (
+    ExecutionOrder,
+    can_overwrite,
+    insert_copies_against_update_conflicts,
+    order_nodes_for_inplace_state_updates,
+)
 from .state_saves import StateSave, build_state_saves
 from .strides import StridedView, insert_dense_copies
-from .structural_equality import make_size_class_key
+from .structural_equality import make_key_without_exact_sizes
 
 ARENA_BUFFER = 0
 _OPS_WITH_OWN_BUFFER = ("weight", "state", "constant")
@@ -61,7 +66,7 @@ def lower_with_state_saves(
     graph: Graph,
     backend: Backend,
     device: Device,
-    repetitions: DeviceRepetitions | None = None,
+    repetitions: DeviceNodeRepetitions | None = None,
     fused_groups: FusedGroups | None = None,
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
     """Lower a graph to a program for one device, with saves of the states that the program overwrites.
@@ -78,8 +83,8 @@ def lower_with_state_saves(
         The graph with the copies that kernels need, its program, and the nodes that save and restore states. These
         nodes are not in the graph.
     """
-    graph, views = insert_dense_copies(add_required_copies(graph), backend.reads_strided)
-    order = choose_execution_order(
+    graph, views = insert_dense_copies(insert_copies_against_update_conflicts(graph), backend.reads_strided)
+    order = order_nodes_for_inplace_state_updates(
         graph,
         views,
         lambda value: backend.storage_spec(value.spec, find_storage_kind(value)),
@@ -87,8 +92,8 @@ def lower_with_state_saves(
     )
     groups: Sequence[Sequence[Node]] = ()
     if isinstance(backend, ReportsFusion):
-        known, key = {} if fused_groups is None else fused_groups, make_size_class_key(graph)
-        if (groups := _select_node_groups(graph, known.get(key, ()))) and not order.can_run_in_order(
+        known, key = {} if fused_groups is None else fused_groups, make_key_without_exact_sizes(graph)
+        if (groups := _select_node_groups(graph, known.get(key, ()))) and not order.can_run_in_other_order(
             chain(*groups), views
         ):
             groups = ()
@@ -144,7 +149,7 @@ def _split_groups_by_repetition(
 
 
 @dataclass(frozen=True, slots=True)
-class _SharedMemorySlots:
+class _MemoryReuse:
     """The values that share memory with another value, and the steps until which each memory is needed.
 
     - `slot_of`: for each value that shares memory, the value that owns it. Other values own their memory.
@@ -181,7 +186,7 @@ class _ProgramBuilder:
         device: Device,
         views: Mapping[Value, StridedView],
         order: ExecutionOrder,
-        repetitions: DeviceRepetitions | None = None,
+        repetitions: DeviceNodeRepetitions | None = None,
         groups: Sequence[Sequence[Node]] = (),
         is_roomy: bool = False,
     ) -> None:
@@ -206,10 +211,10 @@ class _ProgramBuilder:
         self.repetition_of_step = (
             list(accumulate((run_of[node] for node in self.ordered_nodes), max)) if repetitions else []
         )
-        self.memory_slots = self._assign_shared_memory_slots()
+        self.memory_slots = self._find_memory_reuse()
         step = self.memory_slots.step_by_node
         self.group_spans = {step[n]: (step[group[0]], step[group[-1]]) for n, group in self.group_of.items()}
-        self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers_and_locations()
+        self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers_locations_and_scratch()
 
     def build_program(self) -> Program:
         """Build the program: an instruction for each node, saves before state overwrites, final copies of states."""
@@ -262,7 +267,7 @@ class _ProgramBuilder:
 
     # ------------------------------------------------------------------------------------------------- sharing
 
-    def _assign_shared_memory_slots(self) -> _SharedMemorySlots:
+    def _find_memory_reuse(self) -> _MemoryReuse:
         """Find the results that reuse the memory of another value, and the step at which each memory is read last.
 
         A result is written over an updated state, or over an in-place operand that no later node reads. Values that the
@@ -308,7 +313,7 @@ class _ProgramBuilder:
             base = self.views[node.inputs[0]].base
             slot = slot_of.get(base, base)
             last_read[slot] = max(last_read.get(slot, last), last)
-        return _SharedMemorySlots(slot_of, last_read, step, until)
+        return _MemoryReuse(slot_of, last_read, step, until)
 
     def _find_overlap_end_steps(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
         """Return for each overlapped collective the last step that runs at the same time.
@@ -369,7 +374,7 @@ class _ProgramBuilder:
         """Return the number of bytes of a value in the dtype and shape in which the backend stores it."""
         return self._infer_stored_spec(value).nbytes
 
-    def _assign_buffers_and_locations(
+    def _assign_buffers_locations_and_scratch(
         self,
     ) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
         """Choose the buffers, the location of each value that owns its memory, and the scratch memory of each node.
@@ -381,21 +386,21 @@ class _ProgramBuilder:
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
-            owners[value] = self._make_lifetime_of_whole_groups(self._count_stored_bytes(value), -1, last)
+            owners[value] = self._make_lifetime_of_fused_groups(self._count_stored_bytes(value), -1, last)
         for node in (*self.ordered_nodes, *(save.save_node for save in self._iterate_state_saves())):
             now = self.memory_slots.step_by_node[node]
             for value in node.results:
                 if value not in self.memory_slots.slot_of:
-                    owners[value] = self._make_lifetime_of_whole_groups(
+                    owners[value] = self._make_lifetime_of_fused_groups(
                         self._count_stored_bytes(value), now, self.memory_slots.last_reading_step.get(value, now)
                     )
         others = [node for save in self._iterate_state_saves() for node in (save.save_node, save.restore_node)]
         needs = {n: nbytes for n in (*self.ordered_nodes, *others) if (nbytes := self.backend.scratch(n))}
         step, until = self.memory_slots.step_by_node, self.memory_slots.overlap_end_by_node
         temporary = [
-            self._make_lifetime_of_whole_groups(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()
+            self._make_lifetime_of_fused_groups(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()
         ]
-        arena = self._build_arena([*owners.values(), *temporary])
+        arena = self._build_unrollable_arena([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA_BUFFER, offset) for v, offset in zip(owners, arena.offsets, strict=False)}
         scratch = {
@@ -409,15 +414,15 @@ class _ProgramBuilder:
                 buffers.append(BufferSpec(node.op, node.name, stored.nbytes, spec, stored))
         return buffers, places, scratch
 
-    def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
+    def _build_unrollable_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
         """Assign arena offsets to lifetimes, so that repetitions can be unrolled if the graph has repeated layers."""
         return (
-            assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
+            assign_arena_offsets_for_any_repetition_order(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
             else assign_arena_offsets(lifetimes)
         )
 
-    def _make_lifetime_of_whole_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
+    def _make_lifetime_of_fused_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
         """Make a lifetime, extended to whole groups of nodes that may run in one kernel.
 
         It begins at the first step of the group of `first_step`, and ends at the last step of the group of `last_step`.

@@ -17,7 +17,7 @@ from ...graph.node import Node, Value
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
 from ...ops.registry import find_inplace_operand, find_storage_kind
 from .execution_order import ExecutionOrder
-from .strides import StridedView, apply_view, make_dense_view
+from .strides import StridedView, compute_strides_of_view_node, make_dense_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _make_changed_rows_save(
     seen = {}
     for view in (table, index):
         if view not in views:
-            strided = apply_view(view.node, views[view.node.inputs[0]])
+            strided = compute_strides_of_view_node(view.node, views[view.node.inputs[0]])
             if strided is None:
                 return None
             seen[view] = strided

@@ -53,7 +53,7 @@ def make_dense_view(value: Value) -> StridedView:
     return StridedView(value, 0, value.shape, contiguous_strides(value.shape))
 
 
-def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
+def compute_strides_of_view_node(node: Node, source_view: StridedView) -> StridedView | None:
     """Compute the offset, shape and strides of a view node, such as a transpose, from the view of its operand.
 
     Returns:
@@ -120,10 +120,10 @@ def insert_dense_copies(
 
     def rule(node: Node) -> tuple[Value, ...] | None:
         if not node.is_leaf and op_of(node).is_view:
-            view, became = apply_view(node, views[node.inputs[0]]), node
+            view, became = compute_strides_of_view_node(node, views[node.inputs[0]]), node
             if view is None:
                 became = dense_in(node, [0])
-                view = apply_view(became, views[became.inputs[0]])
+                view = compute_strides_of_view_node(became, views[became.inputs[0]])
                 assert view is not None
             views[became.results[0]] = view
         else:

@@ -42,7 +42,7 @@ def make_structural_key(graph: Graph) -> Hashable:
     return tuple(nodes), tuple(ranks[number] for number in numbers), ends
 
 
-def make_size_class_key(graph: Graph) -> Hashable:
+def make_key_without_exact_sizes(graph: Graph) -> Hashable:
     """Return a dictionary key of a graph that has the ops, operands, dtypes and size classes, but no exact sizes.
 
     The size class of an axis is 0, 1 or larger. Backends choose kernels by size class, and an empty result has no
@@ -68,7 +68,7 @@ def make_names_and_collectives_key(graph: Graph) -> Hashable:
     return tuple(n.name for n in graph.nodes if n.is_leaf), collective_attributes, tuple(graph.outputs)
 
 
-def make_program_key(program: Program) -> Hashable:
+def make_program_key_without_names(program: Program) -> Hashable:
     """Return a dictionary key that is equal for programs with equal kernels on equal bytes; names do not count."""
     steps = [
         (i.op, i.src, i.dst, _list_attrs_for_structural_key(i.op, i.attrs), i.scratch, i.index)

@@ -145,7 +145,7 @@ class _Unroller:
     def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
         """Return the key (position, name ending) of a value that one repetition passes to the next; else None."""
         number, ending = split_numbered_name(node.name)
-        place = self.shortened_graph.short_repetitions.find_carried_position(number, reader_repetition)
+        place = self.shortened_graph.short_repetitions.find_position_of_carried_value(number, reader_repetition)
         return None if place is None else (place, ending)
 
     # ----------------------------------------------------------------------------------------------- the program
@@ -158,7 +158,7 @@ class _Unroller:
             program: The program of the short graph.
         """
         called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}
-        start, sizes = count_state_save_bytes_by_kind(program, self.shortened_graph)
+        start, sizes = find_state_save_offset_and_bytes(program, self.shortened_graph)
         backs = dict(program.undo)
         steps, undo, buffers, top = list[Instruction](), list[tuple[int, Instruction]](), list[BufferSpec](), start
         positions: dict[int, list[int]] = defaultdict(list)
@@ -259,7 +259,7 @@ class _RepetitionRelocator:
         )
 
 
-def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
+def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
     """Count the bytes of state saves in each repetition of the short graph, and find the arena offset where they begin.
 
     Returns:

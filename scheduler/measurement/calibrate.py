@@ -31,14 +31,14 @@ from .probe_graphs import (
     PROMPT_ROWS,
     SHARDED_HIDDEN_WIDTH,
     SHORT_CHAIN_WIDTH,
+    build_collective_matmul_graph,
     build_decode_attention_graph,
     build_delta_rule_graph,
-    build_launch_chain_graph,
+    build_launch_and_message_chain_graph,
     build_matmul_graph,
     build_matvec_graph,
     build_prefill_activation_graph,
     build_prefill_attention_graph,
-    build_sharded_matmul_graph,
 )
 
 PROBED_DTYPES = (
@@ -143,7 +143,7 @@ class ProbeRuns:
         """
         self.dtypes, self.clock, self.device_count = kinds, clock or ConcurrentTimer(len(group)), len(group)
         graphs = {
-            "launches": build_launch_chain_graph(SHORT_CHAIN_WIDTH),
+            "launches": build_launch_and_message_chain_graph(SHORT_CHAIN_WIDTH),
             "values": build_prefill_activation_graph(),
             "recurrence": build_delta_rule_graph(),
             "attention": build_prefill_attention_graph(),
@@ -155,9 +155,12 @@ class ProbeRuns:
             graphs[f"cached {kind}"] = build_matvec_graph(kind, CACHE_PROBE_BYTES)
             graphs[f"read {kind}"] = build_matvec_graph(kind, MEMORY_PROBE_BYTES)
         self.executors = {
-            name: [bind_probe_plan(plan_for_group(graph, [one])) for one in group] for name, graph in graphs.items()
+            name: [load_probe_plan_with_fill_data(plan_for_group(graph, [one])) for one in group]
+            for name, graph in graphs.items()
         }
-        sizes = {name: sum(v.spec.nbytes for v in graphs[name].weights) for name in _list_matvec_probe_names(kinds)}
+        sizes = {
+            name: sum(v.spec.nbytes for v in graphs[name].weights) for name in _list_matvec_probe_names_by_size(kinds)
+        }
         self.reread_probes = {
             f"again {size}": names
             for size in REREAD_SIZES_MIB
@@ -171,18 +174,24 @@ class ProbeRuns:
             place = tuple((rf"{prefix}\..*", str(device)) for prefix, (_, device) in zip("ab", group, strict=False))
             for length in (SHORT_CHAIN_WIDTH, LONG_CHAIN_WIDTH):
                 self.executors[f"there {length}"] = [
-                    bind_probe_plan(plan_for_group(build_launch_chain_graph(length), group[:2], place=place))
+                    load_probe_plan_with_fill_data(
+                        plan_for_group(build_launch_and_message_chain_graph(length), group[:2], place=place)
+                    )
                 ]
                 self.executors[f"here {length}"] = [
-                    bind_probe_plan(plan_for_group(build_launch_chain_graph(length), group[:1]))
+                    load_probe_plan_with_fill_data(
+                        plan_for_group(build_launch_and_message_chain_graph(length), group[:1])
+                    )
                 ]
             self.executors["sums"] = [
-                bind_probe_plan(
-                    plan_for_group(build_sharded_matmul_graph(SHARDED_HIDDEN_WIDTH), group[:2], split_mode="tensor")
+                load_probe_plan_with_fill_data(
+                    plan_for_group(build_collective_matmul_graph(SHARDED_HIDDEN_WIDTH), group[:2], split_mode="tensor")
                 )
             ]
             self.executors["summands"] = [
-                bind_probe_plan(plan_for_group(build_sharded_matmul_graph(SHARDED_HIDDEN_WIDTH // 2), [one]))
+                load_probe_plan_with_fill_data(
+                    plan_for_group(build_collective_matmul_graph(SHARDED_HIDDEN_WIDTH // 2), [one])
+                )
                 for one in group[:2]
             ]
 
@@ -219,7 +228,7 @@ class ProbeRuns:
         ).compute_speeds()
 
 
-def bind_probe_plan(plan: Plan) -> Executor:
+def load_probe_plan_with_fill_data(plan: Plan) -> Executor:
     """Load the plan of a probe with made-up data, so that it can be timed.
 
     Quantised weights have `WEIGHT_FILL_BYTE` in each byte. Other weights are ones, and inputs are zeros.
@@ -239,7 +248,7 @@ def bind_probe_plan(plan: Plan) -> Executor:
     return executor
 
 
-def _list_matvec_probe_names(kinds: Sequence[DType]) -> list[str]:
+def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
     """List the names of the matrix-vector probes, sorted by size, largest first.
 
     Probes of one size are in the reverse order of `kinds`: the dtypes with the longest read time come first.

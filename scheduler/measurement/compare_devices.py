@@ -167,10 +167,10 @@ class NodeComparer:
             if own is not None:
                 unseen = replace(self._compute_difference(own, plain.copies(name), outputs[name][0]), limit=loosest)
                 if unseen.is_wrong and agree and len(self._portions) == 1:
-                    unseen = self._find_first_fused_difference(inputs, before, seen, loosest) or unseen
+                    unseen = self._find_first_value_wrong_when_fused(inputs, before, seen, loosest) or unseen
                 yield unseen
 
-    def _find_first_fused_difference(
+    def _find_first_value_wrong_when_fused(
         self, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array], seen: DeviceCopies, limit: float
     ) -> ValueDifference | None:
         """Find the first value that is wrong only if its node is fused with others in one kernel, or return None.

@@ -166,7 +166,8 @@ class SpeedFit:
         for name, probes in self.reread_probes.items():
             weights = [(self.work_by_probe[probe].stored_bytes, probe.split()[1]) for probe in probes]
             others = sum(
-                self.estimate_compute_seconds(probe, kind) for probe, (_, kind) in zip(probes, weights, strict=True)
+                self.estimate_arithmetic_or_activation_seconds(probe, kind)
+                for probe, (_, kind) in zip(probes, weights, strict=True)
             )
             reading = (
                 self.probe_seconds[name]
@@ -248,10 +249,10 @@ class SpeedFit:
             kind: The dtype of its weights.
         """
         return self.compute_dominant_seconds_per_item(
-            name, self.work_by_probe[name].stored_bytes, self.estimate_compute_seconds(name, kind)
+            name, self.work_by_probe[name].stored_bytes, self.estimate_arithmetic_or_activation_seconds(name, kind)
         )
 
-    def estimate_compute_seconds(self, name: str, kind: str) -> float:
+    def estimate_arithmetic_or_activation_seconds(self, name: str, kind: str) -> float:
         """Estimate the seconds of a matrix-vector probe that are neither kernel launches nor reads of weights.
 
         The result is the longer of the arithmetic time and the activation time, because a product loads activations

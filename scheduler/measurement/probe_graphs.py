@@ -28,7 +28,7 @@ def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
     return build_matmul_graph(kind, max(1, nbytes // weight("w", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind).spec.nbytes), 1)
 
 
-def build_launch_chain_graph(length: int) -> Graph:
+def build_launch_and_message_chain_graph(length: int) -> Graph:
     """Build the probe of kernel launches and of messages: a chain of small nodes over `length` elements.
 
     Half of the nodes reduce a row, and half are element-wise. Names begin alternately with ``a.`` and ``b.``. So
@@ -63,7 +63,7 @@ def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
     return Graph({"y": x})
 
 
-def build_sharded_matmul_graph(hidden: int) -> Graph:
+def build_collective_matmul_graph(hidden: int) -> Graph:
     """Build the probe of collectives: pairs of matrix products that two devices shard over `hidden` elements.
 
     The devices sum the results of each pair with a collective, as in the layers of a model. Sums are measured instead

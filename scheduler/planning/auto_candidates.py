@@ -16,7 +16,7 @@ from ..ir.execution_plan import Plan
 from ..sharding.axes import Factor
 from ..sharding.cost import AssignmentCost
 from ..sharding.hybrid_split import split_devices_into_groups
-from ..sharding.pins import pin_discrete_choices
+from ..sharding.pins import pin_discrete_choices_to_first_device
 from .branches import MIN_BRANCH_SAVING, BranchScheduler
 from .candidate import Candidate, choose_best_plan, score_by_run_time
 from .plan_builder import PlanBuilder
@@ -31,7 +31,7 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     More devices and copies of weights and states are penalised. If no plan fits, choose the plan with the fewest
     missing bytes of memory.
     """
-    alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
+    alone, use, graph = plan_builder.build_mainly_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
     hardware = _fit_launch_cost_to_plan(costs, among)
@@ -100,7 +100,7 @@ def _list_candidates(
                 first, single_device_plan, single_device_bytes, hardware
             )
         )
-        if _can_form_groups(hardware.machine, count) and not plan_builder.user_pins:
+        if _can_form_several_device_groups(hardware.machine, count) and not plan_builder.user_pins:
             candidates += (
                 _with_stage_overlap_lower_bound(candidate, branches)
                 for candidate in _make_hybrid_candidates(first, hardware)
@@ -108,7 +108,7 @@ def _list_candidates(
         if not is_fixed and branches.total_seconds:
             lacking, refine = (
                 max(0.0, single_device_bytes / count - branches.device_memory_bytes),
-                partial(_make_bounded_branch_candidates, first, branches, single_device_bytes),
+                partial(_make_branch_candidate_with_lower_bound, first, branches, single_device_bytes),
             )
             candidates.append(
                 Candidate(
@@ -117,14 +117,14 @@ def _list_candidates(
                     branches.compute_time_lower_bound(count),
                     single_device_bytes,
                     lacking,
-                    first.build_on_first_device,
+                    first.build_mainly_on_first_device,
                     refine=refine,
                 )
             )
     return candidates
 
 
-def _make_bounded_branch_candidates(
+def _make_branch_candidate_with_lower_bound(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
     """Make the candidate for independent branches on different devices; yield nothing if it cannot save enough time.
@@ -139,13 +139,19 @@ def _make_bounded_branch_candidates(
             partial(_make_branch_candidates, plan_builder, branches),
         )
         yield Candidate(
-            BRANCHES_KIND, count, bound, single_device_bytes, lacking, plan_builder.build_on_first_device, refine=refine
+            BRANCHES_KIND,
+            count,
+            bound,
+            single_device_bytes,
+            lacking,
+            plan_builder.build_mainly_on_first_device,
+            refine=refine,
         )
 
 
 def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler) -> Iterator[Candidate]:
     """Make a candidate for each schedule of independent branches on different devices."""
-    for schedule in branches.find_schedules(len(plan_builder.group)):
+    for schedule in branches.find_time_saving_schedules(len(plan_builder.group)):
         leaf_bytes, make = schedule.leaf_bytes, partial(plan_builder.build_branch_plan, schedule)
         lacking = sum(max(0.0, each - branches.device_memory_bytes) for each in leaf_bytes)
         yield Candidate(BRANCHES_KIND, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
@@ -159,7 +165,7 @@ def _with_stage_overlap_lower_bound(candidate: Candidate, branches: BranchSchedu
     """
     if (
         candidate.stage_count == 1
-        or not branches.can_overlap_stages
+        or not branches.can_save_time_by_stage_overlap
         or branches.estimate_time_share_with_overlap(candidate.stage_count) > 1 - MIN_BRANCH_SAVING
     ):
         return candidate
@@ -185,7 +191,7 @@ def _make_sharded_and_layer_candidates(
     count, room = len(plan_builder.group), _find_smallest_device_memory(plan_builder)
     seen = {frozenset[Factor]()}
     for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
-        choice = plan_builder.factor_search.choose_factors(count, hardware, eager=eager)
+        choice = plan_builder.factor_search.choose_fastest_factors(count, hardware, eager=eager)
         if choice.factors not in seen:
             seen.add(choice.factors)
             lacking, make = max(0.0, choice.stored_bytes - room), partial(plan_builder.build_sharded, choice)
@@ -213,7 +219,7 @@ def _make_sharded_and_layer_candidates(
     )
 
 
-def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
+def _can_form_several_device_groups(devices_per_machine: int, device_count: int) -> bool:
     """Return whether the devices can form at least two groups: whole machines, or the two halves of one machine."""
     return (
         device_count % devices_per_machine == 0
@@ -228,10 +234,10 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     A group is one machine, or one half of the only machine. Nothing is yielded if a node must stay on device 0 because
     the backends differ.
     """
-    if pin_discrete_choices(plan_builder.graph, plan_builder.group):
+    if pin_discrete_choices_to_first_device(plan_builder.graph, plan_builder.group):
         return
     groups = split_devices_into_groups(hardware.machine, len(plan_builder.group))
-    choice = plan_builder.factor_search.choose_factors(len(groups[0]), hardware, eager=True)
+    choice = plan_builder.factor_search.choose_fastest_factors(len(groups[0]), hardware, eager=True)
     stored_bytes = choice.stored_bytes / len(groups)
     lacking = max(0.0, stored_bytes - _find_smallest_device_memory(plan_builder))
     seconds = choice.seconds + _estimate_stage_latency_seconds(hardware, len(groups), len(groups[0]))

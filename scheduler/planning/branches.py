@@ -18,7 +18,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops.registry import find_view_base
 from ..costs.hardware import STORED_LEAF_OPS, Hardware
-from ..sharding.layer_split import Placement, order_nodes_by_message_count
+from ..sharding.layer_split import Placement, order_nodes_by_preceding_message_count
 from .clusters import Cluster, find_clusters, link_clusters_by_operands, split_cluster
 
 MIN_BRANCH_SAVING = 0.03
@@ -104,7 +104,7 @@ class BranchScheduler:
         return bound if bound <= self.total_seconds * (1 - MIN_BRANCH_SAVING) else None
 
     @cached_property
-    def can_overlap_stages(self) -> bool:
+    def can_save_time_by_stage_overlap(self) -> bool:
         """Whether pipeline stages on different branches save at least the share `MIN_BRANCH_SAVING` by overlap in time.
 
         One stage on each device is assumed. With fewer stages the saving is smaller.
@@ -128,12 +128,12 @@ class BranchScheduler:
             spent += self.node_seconds.get(node, 0.0)
         ends: dict[Node, float] = {}
         free = [0.0] * stage_count
-        for node in order_nodes_by_message_count(self.graph, stage):
+        for node in order_nodes_by_preceding_message_count(self.graph, stage):
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
             free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.node_seconds.get(node, 0.0)
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
-    def find_schedules(self, device_count: int) -> list[BranchSchedule]:
+    def find_time_saving_schedules(self, device_count: int) -> list[BranchSchedule]:
         """Find schedules on `device_count` devices that save at least the share `MIN_BRANCH_SAVING` of the time.
 
         Whole clusters are scheduled, and also clusters that are split into parts.
@@ -177,15 +177,15 @@ class BranchScheduler:
                 )
         scheduler = _ListScheduler(self, device_count)
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
-            scheduler.place_cluster(cluster)
+            scheduler.place_cluster_on_earliest_device(cluster)
         order = [
             node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
         ]
-        yield from self._build_schedules_of_placement(scheduler.placement, order)
+        yield from self._build_schedules_in_two_orders(scheduler.placement, order)
         if (better := self._improve_placement(clusters, scheduler.placement, order, device_count)) is not None:
-            yield from self._build_schedules_of_placement(better, order)
+            yield from self._build_schedules_in_two_orders(better, order)
 
-    def _build_schedules_of_placement(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
+    def _build_schedules_in_two_orders(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
         """Build two schedules of a placement, which differ in the order of the nodes.
 
         1. Order the nodes by their predicted end times.
@@ -195,7 +195,10 @@ class BranchScheduler:
         """
         ends = self._predict_end_times(placement, order)
         leaf_bytes = [*self._count_leaf_bytes_by_device(placement).values()]
-        for each in (sorted(order, key=ends.__getitem__), order_nodes_by_message_count(self.graph, placement)):
+        for each in (
+            sorted(order, key=ends.__getitem__),
+            order_nodes_by_preceding_message_count(self.graph, placement),
+        ):
             yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
     def _improve_placement(
@@ -242,7 +245,7 @@ class BranchScheduler:
         for node in order:
             device = placement[node]
             start = free[device]
-            for value, at in self._operands_by_node[node]:
+            for value, at in self._non_weight_operands_by_node[node]:
                 if (sender := placement[at]) != device:
                     if (value, device) not in arrivals:
                         sent = self.estimate_message_seconds(value.spec.nbytes, sender, device)
@@ -263,7 +266,7 @@ class BranchScheduler:
         return states
 
     @cached_property
-    def _operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
+    def _non_weight_operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
         """For each node its operands that are on one device only: computed values and states, but no weights.
 
         Each operand is a pair (value, node), in which the node runs on the device that has the value. For a computed
@@ -285,7 +288,7 @@ class BranchScheduler:
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
         if key not in self._message_seconds:
-            self._message_seconds[key] = self.hardware.estimate_collective_cost(
+            self._message_seconds[key] = self.hardware.estimate_fastest_collective_cost(
                 "send", nbytes, (sender, receiver)
             ).seconds
         return self._message_seconds[key]
@@ -307,7 +310,7 @@ class _ListScheduler:
         self.leaf_bytes_by_device = [0] * device_count
         self.device_by_state: dict[Value, int] = {}
 
-    def place_cluster(self, cluster: Cluster) -> None:
+    def place_cluster_on_earliest_device(self, cluster: Cluster) -> None:
         """Place a cluster on the device that can start it first, among devices with enough memory if there are any.
 
         If an earlier cluster uses the same state, the cluster goes to the device of this state.

@@ -39,7 +39,7 @@ class MemoryPool:
         """The bytes that do not fit into the memory; 0 if all fit."""
         return max(0, self.needed_bytes - self.memory_bytes)
 
-    def count_leaf_bytes(self, names: frozenset[str]) -> int:
+    def count_bytes_of_named_leaves(self, names: frozenset[str]) -> int:
         """Count the bytes of the weights and states with these names in this memory."""
         buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
@@ -93,9 +93,9 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     remedies = [
         r
         for r in (
-            _suggest_context(short, plan, context),
-            _suggest_device_count(worst, plan),
-            _suggest_split_mode(worst, plan),
+            _suggest_largest_fitting_context(short, plan, context),
+            _suggest_larger_device_count(worst, plan),
+            _suggest_other_split_mode(worst, plan),
         )
         if r
     ]
@@ -107,14 +107,14 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     )
 
 
-def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
+def _suggest_largest_fitting_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
     """Suggest the largest context length with which all KV caches fit; None if smaller caches are not enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
     sizes = []
     for pool in short_pools:
-        cache_bytes = pool.count_leaf_bytes(caches)
+        cache_bytes = pool.count_bytes_of_named_leaves(caches)
         if cache_bytes <= pool.missing_bytes:
             return None
         sizes.append(context * (cache_bytes - pool.missing_bytes) / cache_bytes)
@@ -122,7 +122,7 @@ def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int
     return f"use context={fitting} or less" if fitting else None
 
 
-def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
+def _suggest_larger_device_count(pool: MemoryPool, plan: Plan) -> str | None:
     """Suggest a larger number of equal devices on which the plan fits, or return None.
 
     More devices shrink the share of each device in the leaves (weights and states) that are sharded or placed. Copied
@@ -135,18 +135,18 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
         n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _has_partitioned_leaves(plan)
     )
     shared = (
-        sum(MemoryPool((device_plan,), 0).count_leaf_bytes(spread) for device_plan in plan.device_plans)
+        sum(MemoryPool((device_plan,), 0).count_bytes_of_named_leaves(spread) for device_plan in plan.device_plans)
         if _has_partitioned_leaves(plan)
-        else pool.count_leaf_bytes(spread)
+        else pool.count_bytes_of_named_leaves(spread)
     )
-    room = pool.memory_bytes - (pool.needed_bytes - pool.count_leaf_bytes(spread))
+    room = pool.memory_bytes - (pool.needed_bytes - pool.count_bytes_of_named_leaves(spread))
     if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.device_plans):
         return None
     mode = "" if _has_partitioned_leaves(plan) else " with split_mode='tensor'"
     return f"use {count} such devices{mode}"
 
 
-def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
+def _suggest_other_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     """Suggest the other one of modes ``tensor`` and ``layer`` if it may fit; both if all leaves are copied.
 
     The result is None for one device, or if the memory of all devices together is too small.
@@ -169,7 +169,9 @@ def _has_partitioned_leaves(plan: Plan) -> bool:
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 
 
-def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[float], Plan]) -> Plan | None:
+def choose_smallest_fitting_host_offload(
+    missing_share: float, build_plan_for_share: Callable[[float], Plan]
+) -> Plan | None:
     """Choose the plan that fits with the smallest share of weights and states in host memory, by bisection.
 
     At most `MAX_OFFLOAD_PLANS` plans are built. The result is None if even the whole share in host memory does not fit.

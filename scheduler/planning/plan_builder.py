@@ -35,21 +35,21 @@ from ..sharding.layer_split import (
     split_layers,
 )
 from ..sharding.layer_split import emit_placed_graphs as place_nodes
-from ..sharding.overlap_chunks import SINGLE_CHUNK, OverlapChunks
+from ..sharding.overlap_chunks import SINGLE_CHUNK, OverlapChunkOptions
 from ..sharding.partitioner import PartitionedGraphs
 from ..sharding.pins import (
     Pin,
     find_unsupported_nodes,
-    pin_changed_leaf_layouts,
-    pin_discrete_choices,
+    pin_discrete_choices_to_first_device,
+    pin_earlier_layouts_of_changed_leaves,
     pins_from_layouts,
 )
 from ..sharding.search.greedy_search import FactorChoice, factors_from_positions, list_all_factor_positions
 from .branches import BranchSchedule
 from .decompose import decompose_unsupported_ops
-from .memory_fit import choose_host_offload, compute_memory_proportions, compute_missing_bytes
+from .memory_fit import choose_smallest_fitting_host_offload, compute_memory_proportions, compute_missing_bytes
 from .repeated_layers import plan_repeated_layers
-from .sharded_plan import ShardedPlanBuilder, choose_plan_with_overlap_chunks
+from .sharded_plan import ShardedPlanBuilder, choose_plan_with_or_without_overlap_chunks
 
 FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 """Return the factors to shard, chosen by the caller."""
@@ -61,7 +61,7 @@ class PlanBuilder(ShardedPlanBuilder):
     Each `build_...` method without arguments builds the plan of one split mode.
     """
 
-    def build_unverified(
+    def build_unverified_with_host_fallback(
         self,
         mode: SplitModeBuilder,
         earlier_plan: Plan | None,
@@ -76,7 +76,7 @@ class PlanBuilder(ShardedPlanBuilder):
             choose_factors: Chooses the factors to shard instead of the search.
             host: The host device for weights and states that do not fit.
         """
-        plan = self.build_for_mode(mode, earlier_plan, choose_factors)
+        plan = self.build_by_mode_layout_or_factors(mode, earlier_plan, choose_factors)
         if (
             host is not None
             and earlier_plan is None
@@ -84,12 +84,13 @@ class PlanBuilder(ShardedPlanBuilder):
             and compute_missing_bytes(plan)
         ):
             plan = (
-                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_on_first_device) or plan
+                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_mainly_on_first_device)
+                or plan
             )
         taken = {str(device_plan.device) for device_plan in plan.device_plans}
         return replace(plan, unused_devices=tuple(name for name in self.device_names if name not in taken))
 
-    def build_for_mode(
+    def build_by_mode_layout_or_factors(
         self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
     ) -> Plan:
         """Build the plan for a split mode, unless one of three conditions selects another method.
@@ -150,12 +151,12 @@ class PlanBuilder(ShardedPlanBuilder):
                 ) from None
             before, fixed_pins = (
                 fixed_pins,
-                pin_changed_leaf_layouts(fixed_pins, self.graph, plan.leaves, earlier_plan.leaves),
+                pin_earlier_layouts_of_changed_leaves(fixed_pins, self.graph, plan.leaves, earlier_plan.leaves),
             )
             if fixed_pins == before:
                 return plan
 
-    def build_on_first_device(self) -> Plan:
+    def build_mainly_on_first_device(self) -> Plan:
         """Build the plan on the first device; only nodes that must run elsewhere use other devices.
 
         A node must run elsewhere if a placement rule says so, or if the first device does not support it. Devices
@@ -212,7 +213,7 @@ class PlanBuilder(ShardedPlanBuilder):
         memory = [device.memory for _, device in self.group]
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
             return self._build_layer_split_by_proportions(
-                compute_balanced_proportions(self.workload.balanced_graph, len(memory))
+                compute_balanced_proportions(self.workload.graph_for_stage_balance, len(memory))
             )
         return self._build_layer_split_by_proportions(
             self.tensor_split or compute_memory_proportions([device for _, device in self.group])
@@ -271,7 +272,7 @@ class PlanBuilder(ShardedPlanBuilder):
         first = self._build_layer_split_by_proportions(shares, omits_idle_devices=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
         return (
-            choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
+            choose_smallest_fitting_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
             if compute_missing_bytes(first)
             else first
         )
@@ -327,13 +328,13 @@ class PlanBuilder(ShardedPlanBuilder):
 
     def build_tensor_parallel(self) -> Plan:
         """Build the plan with tensor parallelism over all devices, wherever sharding makes kernels shorter."""
-        return self.build_sharded(self.factor_search.choose_factors(len(self.group), self.hardware, eager=True))
+        return self.build_sharded(self.factor_search.choose_fastest_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
         """Build the hybrid split: consecutive layers on each device group, with tensor parallelism inside the group."""
         groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_hybrid_over_groups(
-            groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
+            groups, self.factor_search.choose_fastest_factors(len(groups[0]), self.hardware, eager=True)
         )
 
     @property
@@ -353,7 +354,7 @@ class PlanBuilder(ShardedPlanBuilder):
         Raises:
             PlanError: Nodes are pinned, backends are mixed, or no factor can be sharded within a stage.
         """
-        if self.user_pins or pin_discrete_choices(self.graph, self.group):
+        if self.user_pins or pin_discrete_choices_to_first_device(self.graph, self.group):
             raise PlanError(
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave place='REGEX=DEVICE' out and name devices of one kind, or use layer or tensor"
@@ -386,7 +387,7 @@ class PlanBuilder(ShardedPlanBuilder):
             earlier_layouts: Layouts of weights and states from an earlier plan.
         """
 
-        def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
+        def partition_groups(chunks: OverlapChunkOptions = SINGLE_CHUNK) -> HybridGraphs:
             return partition_hybrid(
                 self.graph,
                 stage_by_node,
@@ -398,7 +399,7 @@ class PlanBuilder(ShardedPlanBuilder):
                 chunks,
             )
 
-        def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
+        def build_with_chunks(chunks: OverlapChunkOptions, note: str) -> Plan | None:
             hybrid_graphs = partition_groups(chunks)
             if not hybrid_graphs.has_chunks or find_unsupported_nodes(
                 hybrid_graphs.partitioned_graphs.graphs, hybrid_graphs.partitioned_graphs.source_nodes, self.group
@@ -413,7 +414,7 @@ class PlanBuilder(ShardedPlanBuilder):
             self._require_supported_nodes(first.partitioned_graphs), first.sharded_factors, reasons, {}
         )
         return (
-            choose_plan_with_overlap_chunks(plan, build_with_chunks)
+            choose_plan_with_or_without_overlap_chunks(plan, build_with_chunks)
             if first.has_chunks and can_group_overlap(self.group)
             else plan
         )

@@ -153,20 +153,20 @@ def plan_for_group(
         group = _select_devices_of_earlier_plan(like, graph, group)
     shares = _expand_tensor_split(tensor_split, len(group))
     planning = PlanBuilder(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
-    new_plan = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
+    new_plan = planning.build_unverified_with_host_fallback(SPLIT_MODES[split_mode], like, choose, host)
     try:
         verify_plan(new_plan)
     except PlanError as why:
         if all(device_plan.short is None for device_plan in new_plan.device_plans):
             raise
         planning.unrepeated_reasons = (f"every run of layers is planned by itself, since of {why}",)
-        new_plan = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
+        new_plan = planning.build_unverified_with_host_fallback(SPLIT_MODES[split_mode], like, choose, host)
         verify_plan(new_plan)
     return new_plan
 
 
 SPLIT_MODES: Mapping[str, SplitModeBuilder] = {
-    "none": PlanBuilder.build_on_first_device,
+    "none": PlanBuilder.build_mainly_on_first_device,
     "layer": PlanBuilder.build_layer_split,
     "tensor": PlanBuilder.build_tensor_parallel,
     "layer,tensor": PlanBuilder.build_hybrid,

@@ -70,7 +70,7 @@ class ChunkTimeModel:
             _compute_bilinear_coefficients(*(stage_time.compute_seconds for stage_time in corners)) for corners in stops
         ]
 
-    def _compute_relative_position(self, token_count: int, end_token: int) -> tuple[float, float]:
+    def _compute_interpolation_coordinates(self, token_count: int, end_token: int) -> tuple[float, float]:
         """Compute the coordinates of a run in the model, as the pair (tokens, cells).
 
         0 stands for the smaller count of the four plans, 1 for the larger count. A token reads all cells before the
@@ -90,7 +90,7 @@ class ChunkTimeModel:
             token_count: The tokens of the chunk.
             end_token: The sequence length at the end of the chunk.
         """
-        m, n = self._compute_relative_position(token_count, end_token)
+        m, n = self._compute_interpolation_coordinates(token_count, end_token)
         message_seconds, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
             for of in (self._message_coefficients, self._work_coefficients)
@@ -106,7 +106,7 @@ class ChunkTimeModel:
             token_count: The tokens of the chunk.
             end_token: The sequence length at the end of the chunk.
         """
-        m, n = self._compute_relative_position(token_count, end_token)
+        m, n = self._compute_interpolation_coordinates(token_count, end_token)
         return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
 

@@ -28,7 +28,7 @@ from ..lowering.device_plan import DevicePlan, Devices, build_device_plans, unro
 from ..lowering.unroll import find_repetition_kinds_of_instructions
 from ..sharding.axes import Factor
 from ..sharding.factors import Factors
-from ..sharding.overlap_chunks import OverlapChunks, find_chunkable_token_factor, partition_graph_in_token_chunks
+from ..sharding.overlap_chunks import OverlapChunkOptions, find_chunkable_token_factor, partition_graph_in_token_chunks
 from ..sharding.partitioner import PartitionedGraphs, partition_graph
 from ..sharding.pins import NO_PINS, find_unsupported_nodes
 from ..sharding.propagation import ShardingAssignment
@@ -46,7 +46,7 @@ The smallest number within the deviation is taken, else the largest number.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RepeatedPlan:
+class RepeatedLayersPlanParts:
     """The parts of a plan for a graph with repeated layers: device plans, and the layouts of leaves and outputs.
 
     `build_with_chunks(chunks)` builds the same parts with overlap chunks (parts of the tokens), or returns None if that
@@ -57,7 +57,7 @@ class RepeatedPlan:
     device_plans: tuple[DevicePlan, ...]
     leaf_layouts: Mapping[str, Layout]
     output_layouts: Mapping[str, Layout]
-    build_with_chunks: Callable[[OverlapChunks], RepeatedPlan | None] | None = None
+    build_with_chunks: Callable[[OverlapChunkOptions], RepeatedLayersPlanParts | None] | None = None
 
 
 def plan_repeated_layers(
@@ -68,7 +68,7 @@ def plan_repeated_layers(
     proportions: Sequence[float],
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
-) -> RepeatedPlan | None:
+) -> RepeatedLayersPlanParts | None:
     """Plan the repeated layers of a graph once, in a short graph that keeps only a few of them.
 
     The result is None if that saves too few nodes, or is impossible. It is impossible if the layers are sharded
@@ -98,7 +98,7 @@ def plan_repeated_layers(
         if once is None or (own := _map_factors_to_short_graph(once, sharded_factors)) is None:
             continue
         first = _ShortenedGraphSharding(once, group, hardware, sharded_factors, proportions, own)
-        sharding = first.with_repetition_kind_count(min(_choose_repetition_kind_count(first), runs.count - 1))
+        sharding = first.with_layer_count_of_short_graph(min(_choose_layer_count_of_short_graph(first), runs.count - 1))
         repeated_plan = None if sharding is None else _plan_by_shortened_graph(sharding)
         if repeated_plan is not None and all(
             repeated_plan.leaf_layouts[name] == layout for name, layout in required_layouts.items()
@@ -140,7 +140,7 @@ class _ShortenedGraphSharding:
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
-    def with_repetition_kind_count(self, kind_count: int) -> _ShortenedGraphSharding | None:
+    def with_layer_count_of_short_graph(self, kind_count: int) -> _ShortenedGraphSharding | None:
         """Return this sharding for a short graph that keeps `kind_count` of the repeated layers; None if impossible.
 
         It is impossible without such a short graph, or if its layers would be sharded differently.
@@ -166,7 +166,7 @@ class _ShortenedGraphSharding:
         )
 
     @property
-    def distinct_device_count(self) -> int:
+    def distinct_program_count(self) -> int:
         """The number of devices with different programs: devices with shard ranges of equal sizes count once."""
         shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
@@ -182,18 +182,18 @@ class _ShortenedGraphSharding:
         )
 
     @property
-    def replicated_assignment(self) -> ShardingAssignment:
+    def replicated_rows_assignment(self) -> ShardingAssignment:
         """The layouts of all values of the short graph if each device computes all token rows after a sum over devices.
 
         The alternative is sequence parallelism, in which each device computes only its rows.
         """
-        return self.sequence_parallel_chooser.replicated_assignment
+        return self.sequence_parallel_chooser.replicated_rows_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
         """Partition the short graph over all devices, with the layouts of `assignment`."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
-    def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
+    def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedLayersPlanParts | None:
         """Build the plan of the graph with all layers from the short graph of each device, which has few layers.
 
         The result is None if a device does not support a node, or if its repeated layers cannot be unrolled.
@@ -213,9 +213,9 @@ class _ShortenedGraphSharding:
             for name, layout in partitioned_graphs.leaves.items()
             if of.short_repetition_of_name(name) == kind
         }
-        return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
+        return RepeatedLayersPlanParts(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
-    def build_with_overlap_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
+    def build_with_overlap_chunks(self, chunks: OverlapChunkOptions) -> RepeatedLayersPlanParts | None:
         """Build the plan of the repeated layers with overlap chunks (parts of the tokens); None if that is impossible.
 
         1. First, the last of the repeated layers is planned separately, because its sums over devices may have few
@@ -234,10 +234,11 @@ class _ShortenedGraphSharding:
             )
             if (
                 sharding is None
-                or (tokens := find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors)) is None
+                or (tokens := find_chunkable_token_factor(sharding.replicated_rows_assignment, sharding.factors))
+                is None
             ):
                 return None
-            assignment: ShardingAssignment | None = sharding.replicated_assignment
+            assignment: ShardingAssignment | None = sharding.replicated_rows_assignment
             if chunks.required_saving_seconds is not None:
                 part = len(sharding.shortened_graph.short_graph.nodes) / len(sharding.shortened_graph.deep_graph.nodes)
                 assignment = sharding.sequence_parallel_chooser.shard_rows_if_saving(
@@ -258,12 +259,12 @@ class _ShortenedGraphSharding:
         return None
 
 
-def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan | None:
+def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedLayersPlanParts | None:
     """Plan a graph with repeated layers by a short graph with few of them; None if impossible or if it saves little."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
-    ) * of.deep_repetitions.length * sharding.distinct_device_count < MIN_SAVED_NODES:
+    ) * of.deep_repetitions.length * sharding.distinct_program_count < MIN_SAVED_NODES:
         return None
     assignment = sharding.sequence_parallel_chooser.choose_fastest_assignment()
     repeated_plan = (
@@ -274,7 +275,7 @@ def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan 
     if (
         repeated_plan is None
         or not can_group_overlap(group)
-        or find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors) is None
+        or find_chunkable_token_factor(sharding.replicated_rows_assignment, sharding.factors) is None
     ):
         return repeated_plan
     return replace(repeated_plan, build_with_chunks=sharding.build_with_overlap_chunks)
@@ -303,7 +304,7 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
     return frozenset([*by_run[PREAMBLE], *by_run[shortened.deep_repetitions.count], *again])
 
 
-def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> int:
+def _choose_layer_count_of_short_graph(short_sharding: _ShortenedGraphSharding) -> int:
     """Choose how many repeated layers the short graph keeps, so that each device gets its proportion over all of them.
 
     The shard ranges of a single layer are rounded. Over several layers the rounding errors cancel.

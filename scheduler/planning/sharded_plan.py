@@ -23,7 +23,7 @@ from ..lowering.device_plan import Devices, build_device_plans
 from ..sharding.factors import Factors
 from ..sharding.overlap_chunks import (
     CHUNK_COUNTS,
-    OverlapChunks,
+    OverlapChunkOptions,
     find_chunkable_token_factor,
     partition_graph_in_token_chunks,
 )
@@ -36,7 +36,7 @@ from ..sharding.pins import (
     find_unsupported_nodes,
     find_user_pins,
     list_pinned_nodes,
-    pin_discrete_choices,
+    pin_discrete_choices_to_first_device,
     pin_leaves_of_pinned_nodes,
     pin_neighbours_of_pinned_nodes,
     pin_unsupported_nodes,
@@ -50,7 +50,7 @@ from ..sharding.search.greedy_search import (
     list_one_position_per_factor,
 )
 from ..sharding.sequence_parallel import MIN_GAIN, SequenceParallelChooser
-from .repeated_layers import RepeatedPlan, plan_repeated_layers
+from .repeated_layers import RepeatedLayersPlanParts, plan_repeated_layers
 from .workload import Workload
 
 
@@ -117,7 +117,7 @@ class ShardedPlanBuilder:
             fixed_pins: Nodes and leaves with a layout from an earlier plan.
         """
         first = {
-            **pin_discrete_choices(self.graph, self.group),
+            **pin_discrete_choices_to_first_device(self.graph, self.group),
             **({} if fixed_pins is None else fixed_pins.nodes),
             **self.user_pins,
         }
@@ -153,12 +153,12 @@ class ShardedPlanBuilder:
         if not can_group_overlap(self.group):
             return unchunked_plan
         of = make_sequence_options(where)
-        if (tokens := find_chunkable_token_factor(of.replicated_assignment, self.factors)) is None:
+        if (tokens := find_chunkable_token_factor(of.replicated_rows_assignment, self.factors)) is None:
             return unchunked_plan
 
-        def build_with_chunks(chunks: OverlapChunks, note: str) -> Plan | None:
+        def build_with_chunks(chunks: OverlapChunkOptions, note: str) -> Plan | None:
             assignment = (
-                of.replicated_assignment
+                of.replicated_rows_assignment
                 if chunks.required_saving_seconds is None
                 else of.shard_rows_if_saving(tokens, chunks.required_saving_seconds)
             )
@@ -173,7 +173,7 @@ class ShardedPlanBuilder:
                 else plan(graphs, note)
             )
 
-        return choose_plan_with_overlap_chunks(unchunked_plan, build_with_chunks)
+        return choose_plan_with_or_without_overlap_chunks(unchunked_plan, build_with_chunks)
 
     def _build_from_shortened_graph(
         self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
@@ -186,7 +186,7 @@ class ShardedPlanBuilder:
             choice: The factors to shard, and the alternatives as reasons.
             fixed_layouts: The layouts of an earlier plan; a plan with other layouts is rejected.
         """
-        if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
+        if self.user_pins or self.unrepeated_reasons or pin_discrete_choices_to_first_device(self.graph, self.group):
             return None
         every = list_all_factor_positions(self.graph, self.factors, choice.factors)
         repeated_plan = plan_repeated_layers(
@@ -199,7 +199,7 @@ class ShardedPlanBuilder:
             tuple(self.tensor_split),
         )
 
-        def plan(of: RepeatedPlan, *notes: str) -> Plan:
+        def plan(of: RepeatedLayersPlanParts, *notes: str) -> Plan:
             why = *choice.alternatives, *notes
             return Plan(
                 self.graph, of.device_plans, of.leaf_layouts, of.output_layouts, cuts, why, self.hardware, shares=shares
@@ -208,7 +208,7 @@ class ShardedPlanBuilder:
         first, in_chunks = plan(repeated_plan), repeated_plan.build_with_chunks
         if in_chunks is None:
             return first
-        return choose_plan_with_overlap_chunks(
+        return choose_plan_with_or_without_overlap_chunks(
             first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note)
         )
 
@@ -266,8 +266,8 @@ class ShardedPlanBuilder:
         )
 
 
-def choose_plan_with_overlap_chunks(
-    unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]
+def choose_plan_with_or_without_overlap_chunks(
+    unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunkOptions, str], Plan | None]
 ) -> Plan:
     """Choose the fastest plan: `unchunked_plan`, or a plan in which the tokens are split into overlap chunks.
 
@@ -289,7 +289,11 @@ def choose_plan_with_overlap_chunks(
     for count in CHUNK_COUNTS:
         if (
             waiting < enough
-            or (one := build_with_chunks(OverlapChunks(count), note := f"tokens go in {count} chunks from sum to sum"))
+            or (
+                one := build_with_chunks(
+                    OverlapChunkOptions(count), note := f"tokens go in {count} chunks from sum to sum"
+                )
+            )
             is None
         ):
             break
@@ -298,7 +302,7 @@ def choose_plan_with_overlap_chunks(
             best, best_seconds = one, one.cost.total
         saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - best_seconds)
         if (
-            sharded_plan := build_with_chunks(OverlapChunks(count, saving), f"{note}, each dealt to the devices")
+            sharded_plan := build_with_chunks(OverlapChunkOptions(count, saving), f"{note}, each dealt to the devices")
         ) is None:
             continue
         if sharded_plan.cost.total < best_seconds:

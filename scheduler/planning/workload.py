@@ -50,7 +50,7 @@ class Workload:
         return f"{self.sequence_count} sequences, each of {each}" if self.sequence_count > 1 else each
 
     @property
-    def balanced_graph(self) -> Graph:
+    def graph_for_stage_balance(self) -> Graph:
         """The graph for which a layer split balances its stages: the run of a whole prompt, or a step of all sequences.
 
         The step is used if the workload has no prompts.

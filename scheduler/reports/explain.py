@@ -33,7 +33,7 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
         plan: The plan.
         steps: Whether the report also lists the instructions of each device.
     """
-    lines = [format_summary(plan), *(f"  {reason}" for reason in format_search_lines(plan))]
+    lines = [format_summary(plan), *(f"  {reason}" for reason in format_decision_lines(plan))]
     lines += ["", *format_memory_table(plan), ""]
     if uneven := find_weight_imbalance(plan):
         lines += [*uneven.format_lines(), ""]
@@ -71,21 +71,21 @@ def _has_sharded_leaves_or_outputs(plan: Plan) -> bool:
     return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
 
-def format_search_lines(plan: Plan) -> list[str]:
+def format_decision_lines(plan: Plan) -> list[str]:
     """Return the lines that explain how the plan was found, with its placement, overlap, speedups and more."""
     return [
         *plan.reasons,
-        *format_plan_time_line(plan),
-        *format_placement_lines(plan),
+        *format_predicted_time_line(plan),
+        *format_pinned_node_lines(plan),
         *format_transport_lines(plan),
-        *format_critical_path_lines(plan),
-        *format_overlap_lines(plan),
+        *format_critical_path_shares(plan),
+        *format_overlap_saving_lines(plan),
         *format_pipeline_speedup_lines(plan),
         *format_numpy_fallback_lines(plan),
     ]
 
 
-def format_plan_time_line(plan: Plan) -> list[str]:
+def format_predicted_time_line(plan: Plan) -> list[str]:
     """Return a line with the predicted time of the plan, if factors are sharded.
 
     It is longer than the times in the lines of the factor search, because the search does not see the copies in the
@@ -98,7 +98,7 @@ def format_plan_time_line(plan: Plan) -> list[str]:
     ]
 
 
-def format_placement_lines(plan: Plan) -> list[str]:
+def format_pinned_node_lines(plan: Plan) -> list[str]:
     """Return one line for each group of pinned nodes: the device that alone runs them, the nodes and the reason."""
     lines = []
     for placed in plan.pinned_nodes:
@@ -129,7 +129,7 @@ def format_transport_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def format_critical_path_lines(plan: Plan) -> list[str]:
+def format_critical_path_shares(plan: Plan) -> list[str]:
     """Return a line with the shares of devices and collectives in the critical path; for one device, return no line."""
     if len(plan.device_plans) == 1 or not plan.cost.total:
         return []
@@ -142,7 +142,7 @@ def format_critical_path_lines(plan: Plan) -> list[str]:
     return [f"the time of a run is {', '.join(shares)}"]
 
 
-def format_overlap_lines(plan: Plan) -> list[str]:
+def format_overlap_saving_lines(plan: Plan) -> list[str]:
     """Return a line with the time that is saved because devices compute during collectives; no line without overlap."""
     if not (hidden := plan.cost.overlapped_seconds):
         return []
@@ -312,12 +312,12 @@ class TimelineReasons:
         local = [n for n in special if n not in sharded_leaves]
         phrases = []
         if local:
-            largest_leaf, others = _find_largest_leaf(local)
+            largest_leaf, others = _find_largest_leaf_and_describe_others(local)
             phrases.append(
                 f"%{largest_leaf.label}{others} placed here: {because.get(largest_leaf.name, 'nothing else reads it')}"
             )
         if sharded_leaves:
-            largest_leaf, others = _find_largest_leaf(sharded_leaves)
+            largest_leaf, others = _find_largest_leaf_and_describe_others(sharded_leaves)
             phrases.append(f"%{largest_leaf.label}{others} cut on axis {self._find_shard_axis(largest_leaf)}")
         return "; ".join(phrases)
 
@@ -354,7 +354,7 @@ class TimelineReasons:
 
     def _describe_multi_machine_sum(self, device_plan: DevicePlan, entry: TimelineEntry) -> str:
         """Return a text about the seconds of a sum within machines and across machines, if it has steps of both."""
-        cost = self.plan.hardware.estimate_collective_cost(
+        cost = self.plan.hardware.estimate_fastest_collective_cost(
             entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
         )
         if not (cost.inside_machine_seconds and cost.across_machines_seconds):
@@ -388,7 +388,7 @@ class TimelineReasons:
         return None
 
 
-def _find_largest_leaf(leaves: Sequence[Node]) -> tuple[Node, str]:
+def _find_largest_leaf_and_describe_others(leaves: Sequence[Node]) -> tuple[Node, str]:
     """Return the leaf with the most bytes, and a text such as " and 3 more" about the other leaves."""
     return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
 

@@ -60,7 +60,7 @@ class MeasuredPlan:
     steps_by_device: tuple[tuple[MeasuredStep | None, ...], ...]
 
 
-def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
+def read_measured_times_from_trace(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
     """Return the measured time of each instruction of a plan, from a trace or a trace file.
 
     Raises:

@@ -183,7 +183,7 @@ def format_memory_map(program: Program) -> str:
         bar = "." * first + "#" * (last - first + 1)
         rows.append((str(life.offset), str(life.nbytes), bar.ljust(-(-steps // scale), "."), life.name + life.note))
     arena = program.buffers[ARENA_BUFFER].nbytes
-    return "\n".join([f"arena of {arena} bytes", *format_table(rows, "rrll"), "", *_format_buffers(program)])
+    return "\n".join([f"arena of {arena} bytes", *format_table(rows, "rrll"), "", *_format_non_arena_buffers(program)])
 
 
 def _offset_of(life: ArenaLifetime) -> int:
@@ -229,7 +229,7 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
     return lives
 
 
-def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
+def compute_memory_and_last_use_by_step(program: Program) -> tuple[list[int], list[int]]:
     """Return the arena bytes in use at each step, and the last step that needs the first result of each step.
 
     The last step is -1 if the result is in a weight, state or constant.
@@ -245,7 +245,7 @@ def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
     return list(itertools.accumulate(change[:-1])), last
 
 
-def _format_buffers(program: Program) -> list[str]:
+def _format_non_arena_buffers(program: Program) -> list[str]:
     """Return a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
     reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))
     for step, i in enumerate(program.instructions):

@@ -19,7 +19,7 @@ from ...graph.storage.files import replacing
 from ...ops.collectives import find_collective_sequence_number
 from ..ir.execution_plan import Plan
 from ..runtime.trace import Trace, TracedRun
-from .pass_dumps import compute_memory_by_step
+from .pass_dumps import compute_memory_and_last_use_by_step
 
 TRACE_FORMAT = "hocket-trace-1"
 """The name and the version of the format of the metadata."""
@@ -108,7 +108,9 @@ class _PlanTraceEvents:
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
-        self.live_bytes = [compute_memory_by_step(device_plan.program)[0] for device_plan in plan.device_plans]
+        self.live_bytes = [
+            compute_memory_and_last_use_by_step(device_plan.program)[0] for device_plan in plan.device_plans
+        ]
         self._constant_texts: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
     def format_run_events(self, run: TracedRun, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
@@ -143,7 +145,7 @@ class _PlanTraceEvents:
                 if (live := self.live_bytes[device][step.instruction_numbers[-1]]) != before:
                     before = live
                     yield _to_json(_make_counter_event(device, "compute memory", start, live))
-                if (collective := _find_collective(program, step)) is not None:
+                if (collective := _find_collective_of_step(program, step)) is not None:
                     came = calls_by_collective.setdefault(collective[0], [])
                     if came and came[-1][0] == device:  # several kernels run one collective
                         came[-1] = (device, came[-1][1], end, collective[1])
@@ -185,7 +187,7 @@ def _make_counter_event(device: int, name: str, at: float, nbytes: int) -> dict[
     return {"ph": "C", "pid": _compute_process_id(device), "name": name, "ts": round(at, 3), "args": {"bytes": nbytes}}
 
 
-def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
+def _find_collective_of_step(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
     """Return the sequence number of the collective that a step runs, and whether the step only sends; else None."""
     for number in step.instruction_numbers:
         i = program.instructions[number]

@@ -96,7 +96,7 @@ class _PlacementHintFinder:
     def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
         """Yield a placement hint for each device on which one weight alone would save enough memory for its cost."""
         if (
-            self._compute_largest_weight_share([leaf]) < MIN_SAVED_SHARE
+            self._compute_largest_device_share_of_weights([leaf]) < MIN_SAVED_SHARE
             or (pattern := self._make_name_pattern(leaf.name)) is None
         ):
             return
@@ -107,8 +107,8 @@ class _PlacementHintFinder:
         elsewhere = self._find_nodes_unneeded_elsewhere(moved)
         left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
         for to, device in enumerate(self.devices):
-            seconds = self._estimate_extra_seconds(moved, elsewhere, to)
-            if seconds is not None and self._compute_largest_weight_share(left) >= seconds / max(
+            seconds = self._estimate_extra_seconds_of_move(moved, elsewhere, to)
+            if seconds is not None and self._compute_largest_device_share_of_weights(left) >= seconds / max(
                 self.plan.cost.total, 1e-12
             ):
                 others = (d for d in range(len(self.devices)) if d != to)
@@ -121,7 +121,7 @@ class _PlacementHintFinder:
         pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
         return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
 
-    def _compute_largest_weight_share(self, leaves: Sequence[Node]) -> float:
+    def _compute_largest_device_share_of_weights(self, leaves: Sequence[Node]) -> float:
         """Return the fraction of a device's bytes that the given weights occupy, on the device where it is largest."""
         return max(
             sum(own.get(n.name, 0) for n in leaves) / stored_bytes
@@ -141,7 +141,9 @@ class _PlacementHintFinder:
                 elsewhere.add(node)
         return elsewhere
 
-    def _estimate_extra_seconds(self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int) -> float | None:
+    def _estimate_extra_seconds_of_move(
+        self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int
+    ) -> float | None:
         """Estimate an upper bound of a run's extra seconds if one device alone computes some nodes; None if unknown.
 
         The target device sends the values that other devices read. The result is None in two cases. Other devices read

@@ -75,7 +75,8 @@ class WeightBalance:
         ]
         first, rest = self.causes[:MAX_LISTED_CAUSES], self.causes[MAX_LISTED_CAUSES:]
         rows = [
-            (cause.excess_bytes, f"{_format_weights(cause.weights, cause.nbytes)} {cause.reason}") for cause in first
+            (cause.excess_bytes, f"{_abbreviate_weight_list(cause.weights, cause.nbytes)} {cause.reason}")
+            for cause in first
         ]
         if rest:
             count, nbytes = sum(len(cause.weights) for cause in rest), sum(cause.nbytes for cause in rest)
@@ -221,14 +222,14 @@ class _ImbalanceReasons:
         options = dict.fromkeys(
             self.class_of[f] for axis in self._list_factors_by_axis(weight) for f in axis if f in self.class_of
         )
-        estimates = [self._estimate_sharding_seconds(weight, name) for name in options]
+        estimates = [self._estimate_extra_seconds_of_sharding(weight, name) for name in options]
         return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
 
     def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
         """Return for each axis of a weight its factors (shared index ranges), without their division into segments."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes_of(weight)]
 
-    def _estimate_sharding_seconds(self, weight: Value, name: str) -> tuple[float, str]:
+    def _estimate_extra_seconds_of_sharding(self, weight: Value, name: str) -> tuple[float, str]:
         """Estimate how many seconds longer a run would be if a weight were sharded by a class of factors.
 
         The seconds are infinite if the weight cannot be sharded in this way.
@@ -243,7 +244,7 @@ class _ImbalanceReasons:
         chosen = self.sharded_factors.union(self.factors_by_class[name])
         axis = next(a for a, factors in enumerate(self._list_factors_by_axis(weight)) if not chosen.isdisjoint(factors))
         if (twice := find_conflicting_leaf(self.plan.graph, self.factors, chosen)) is not None:
-            return math.inf, f"a cut along axis {axis} would cut {_format_weights([twice.node.name])} twice"
+            return math.inf, f"a cut along axis {axis} would cut {_abbreviate_weight_list([twice.node.name])} twice"
         then = self._propagate_sharding(chosen)
         if not isinstance(then.produced_layouts[weight], FactorShard):
             return math.inf, self._describe_reader_of_whole_weight(weight, then)
@@ -295,7 +296,7 @@ def _format_weight_share_line(devices: Sequence[str], stored_bytes: int, share: 
     return f"{amount}, {off} {kind}, {format_bytes(share)}"
 
 
-def _format_weights(weights: Sequence[str], nbytes: int = 0) -> str:
+def _abbreviate_weight_list(weights: Sequence[str], nbytes: int = 0) -> str:
     """Format weights by the name of the first one, their number and their bytes on the device, if it has any."""
     others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
     return f"%{quote_node_name(weights[0])}{others}" + (f" ({format_bytes(nbytes)})" if nbytes else "")

@@ -248,9 +248,9 @@ class BoundPlan:
         program = self.plan.device_plans[number].program
         if program.undo and finished is None:
             raise BackendError("it does not say how far it came")
-        self.run_program(number, program.build_undo_program(finished or 0))
+        self.compile_and_run_program_once(number, program.build_undo_program(finished or 0))
 
-    def run_program(self, number: int, program: Program) -> None:
+    def compile_and_run_program_once(self, number: int, program: Program) -> None:
         """Compile and run a program without collectives once on device `number`, for example to undo a run."""
         self.compile_program(number, program, SingleDeviceComm())()
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Array, Comm, Device, SharedBuffers
+from ...backends.base import Array, Comm, Device, SharedCollectiveBuffers
 from ...distributed.thread_group import ThreadGroup, ThreadGroupMember
 from ...graph.dtypes import DType
 
@@ -117,7 +117,7 @@ class SingleDeviceComm:
     spans_processes: bool = False
     timeout: float = 0.0
     signal_pad: npt.NDArray[np.int64] | None = None
-    shared_buffers: SharedBuffers | None = None
+    shared_buffers: SharedCollectiveBuffers | None = None
     devices: Sequence[Device] = ()
     transfer_dtype: DType = DType.F32
 

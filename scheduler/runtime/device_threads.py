@@ -66,23 +66,23 @@ class DeviceThreads:
         self._results = {}  # only the caller holds the results
         return results
 
-    def roll_back_and_raise(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
+    def roll_back_and_raise(self, roll_back_device: Callable[[int, BaseException | None], None]) -> NoReturn:
         """Restore the states of all local devices after a failed run, and raise the first failure.
 
         Args:
-            back: Rolls back one device, given its number and its own error or None.
+            roll_back_device: Rolls back one device, given its number and its own error or None.
         """
         why = self.failures[0][1]
-        self.roll_back(back, why)
+        self.roll_back(roll_back_device, why)
         if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
             raise why.__cause__  # an interrupt
         raise why
 
-    def roll_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
+    def roll_back(self, roll_back_device: Callable[[int, BaseException | None], None], why: BaseException) -> None:
         """Restore the states of all local devices after a failed run.
 
         Args:
-            back: Rolls back one device, given its number and its own error or None.
+            roll_back_device: Rolls back one device, given its number and its own error or None.
             why: The first failure, for messages.
 
         Raises:
@@ -91,7 +91,7 @@ class DeviceThreads:
         failed = dict(self.failures)
         for number in self.local_devices:
             try:
-                back(number, failed.get(number))
+                roll_back_device(number, failed.get(number))
             except Exception as fault:  # after any error here, the states are lost
                 raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
 

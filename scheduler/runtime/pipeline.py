@@ -67,7 +67,7 @@ class PipelinedPlan:
             self._communicator_group = bound.make_communicator_group(timeout, wire, follow=True)
             replays = bound.compile_programs(self._communicator_group)
             self._device_stages = {
-                number: _DevicePart(bound, number, replays[number], staying) for number in bound.local_devices
+                number: _DevicePartOfPlan(bound, number, replays[number], staying) for number in bound.local_devices
             }
         self._device_threads = DeviceThreads(
             [device_plan.device for device_plan in plan.device_plans],
@@ -182,7 +182,7 @@ class PipelinedRuns:
         with self._exit_stack:
             if isinstance(why, KeyboardInterrupt) and not self._device_threads.failures:  # a second interrupt
                 self._device_threads.record_failure_and_abort(None, why)
-            self._wait_for_workers()
+            self._end_workers_after_queued_runs()
             if self._device_threads.failures:
                 self._device_threads.roll_back_and_raise(self._roll_back)
             if self._pending_runs or (why is not None and self._is_all_or_nothing):
@@ -190,7 +190,7 @@ class PipelinedRuns:
                     self._roll_back, why or PlanError("runs that nobody waited for are taken back")
                 )
 
-    def _wait_for_workers(self) -> None:
+    def _end_workers_after_queued_runs(self) -> None:
         """Tell the workers to end after their queued runs, and wait for them.
 
         Raises `BackendError` if a device does not stop.
@@ -252,7 +252,7 @@ class _PipelinedRun:
         return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
 
 
-class _SavedRun(NamedTuple):
+class _UndoableRun(NamedTuple):
     """The saved data with which one device can undo a finished run.
 
     - `run`: the run.
@@ -265,7 +265,7 @@ class _SavedRun(NamedTuple):
     undo_data: UndoData
 
 
-class _DevicePart:
+class _DevicePartOfPlan:
     """The part of a plan that one device runs in a pipeline: its inputs, program, outputs and undo log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
@@ -281,12 +281,14 @@ class _DeviceWorker:
     def __init__(self, number: int) -> None:
         self.number, self.is_stopped = number, False
         self.queued_runs: SimpleQueue[_PipelinedRun | None] = SimpleQueue()
-        self._saved_runs: list[_SavedRun] = []
+        self._saved_runs: list[_UndoableRun] = []
         self._current_run: _PipelinedRun | None = None
         self._has_finished_program = False
 
     def run_queued_runs(
-        self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
+        self,
+        interrupts: DeferredInterrupts,
+        report_finished_run: Callable[[_PipelinedRun, int, Mapping[str, Array]], None],
     ) -> None:
         """Run this device's part of each queued run, in order, until an entry None comes or a device fails.
 
@@ -294,7 +296,7 @@ class _DeviceWorker:
 
         Args:
             interrupts: Says whether an interrupt is pending.
-            tell: Called after each run with the run, the device number and the outputs on the device.
+            report_finished_run: Called after each run with the run, the device number and the outputs on the device.
         """
         while (run := self.queued_runs.get()) is not None and not self.is_stopped:
             if interrupts.is_interrupt_pending:
@@ -307,7 +309,7 @@ class _DeviceWorker:
             outputs = {name: part.copy_to_host() for name, part in stage.output_shards.items()}
             self._save_undo_data(run)
             self._current_run, self._has_finished_program = None, False
-            tell(run, self.number, outputs)
+            report_finished_run(run, self.number, outputs)
 
     def roll_back(self, error: BaseException | None) -> None:
         """Restore the device's states to their values before the first run that is not final.
@@ -339,4 +341,4 @@ class _DeviceWorker:
         ]
         journal = run.pipeline._device_stages[self.number].undo_log
         behind = journal.list_states_restored_by(pipeline._device_stages[self.number].undo_log for pipeline in same)
-        self._saved_runs.append(_SavedRun(run, behind, journal.save_undo_data(behind)))
+        self._saved_runs.append(_UndoableRun(run, behind, journal.save_undo_data(behind)))

@@ -22,7 +22,7 @@ class WeightCopies:
         self.source: object = None
         self.copies_by_key: dict[object, tuple[object, Any]] = {}
 
-    def load_copy(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
+    def load_or_refresh_copy(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
         """Return a copy of the weight with its present contents; the copy is made or filled again if needed.
 
         Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...backends.base import Array
 from ...distributed.rank_group import DevicePlacement
-from ...graph.array_checks import as_array_for_spec, as_number_array
+from ...graph.array_checks import as_array_for_spec, as_real_number_array
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
@@ -100,7 +100,7 @@ class StateView:
     def _as_assignable_numbers(self, index: Any, value: Any) -> Array:
         """Check that values fit the entries at an index, and return them as numbers; a scalar stays a scalar."""
         there = np.shape(self._index_array(np.broadcast_to(np.int8(0), self.shape), index))
-        numbers = as_number_array(f"state %{self.name}", value)
+        numbers = as_real_number_array(f"state %{self.name}", value)
         try:
             np.broadcast_to(numbers, there)
         except ValueError:

@@ -119,7 +119,7 @@ class Store:
                     runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
                     digest = device.bind_shared_weight(declared_buffer, share, data, runs, copies)
                 else:
-                    digest = device.load_weight(declared_buffer, share, release, place)
+                    digest = device.load_or_map_weight(declared_buffer, share, release, place)
                 if self.loaded_bytes.is_own_rank_checked:
                     self.loaded_bytes.add_digest(name, layout, number, digest)
             for number in self.loaded_bytes.list_checked_remote_devices(layout):
@@ -272,7 +272,7 @@ class _DeviceBuffers:
         self.buffer_by_leaf: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
         self.arena = Arena()
 
-    def load_weight(
+    def load_or_map_weight(
         self,
         declared_buffer: BufferSpec,
         data: Callable[[], Array],
@@ -341,7 +341,7 @@ class _DeviceBuffers:
             if isinstance(source, np.ndarray) and np.may_share_memory(part, source):
                 buffer = self.backend.as_buffer(part, declared)
         if buffer is None:
-            buffer = copies.load_copy(
+            buffer = copies.load_or_refresh_copy(
                 (type(self.backend), self.device, declared, stored, part_key),
                 lambda: self.backend.alloc(spec.nbytes, self.device),
                 lambda copy: self._load_in_slices(copy, declared, data(), lambda: None),

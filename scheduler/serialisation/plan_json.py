@@ -69,7 +69,7 @@ def plan_from_json(text: str) -> Plan:
             raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_FORMAT}")
         machines = document.get("machines", {})
         plan = plan_from_data(document, lambda entry: _device_from_data(entry, machines))
-        _verify_plan_form(plan)
+        _verify_plan_is_well_formed(plan)
         verify_plan(plan)
         return plan
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError) as why:
@@ -121,7 +121,7 @@ def _machine_from_data(entry: Mapping[str, Any]) -> DataSheet:
 # ----------------------------------------------------------------------------------------------------------- checking
 
 
-def _verify_plan_form(plan: Plan) -> None:
+def _verify_plan_is_well_formed(plan: Plan) -> None:
     """Check that a plan from a file is well-formed, so that the plan verifier can read it.
 
     Raises:

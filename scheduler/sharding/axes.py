@@ -10,7 +10,7 @@ axis, such as q|k|v. `unify_axes` makes two axes the same index in three steps:
 Factors that cannot be unified are blocked: no plan shards them. In the example, an axis of 3 heads of 2 entries is
 unified with a flat axis of 6. The flat axis becomes the product of the same two factors:
 
->>> heads, flat = ((Factor(3), Factor(2)),), make_axis(6)
+>>> heads, flat = ((Factor(3), Factor(2)),), make_axis_of_new_factor(6)
 >>> unify_axes(heads, flat)
 >>> list_segments(flat)
 [[3, 2]]
@@ -243,7 +243,7 @@ def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Fac
     return twice
 
 
-def make_axis(size: int, blocked: bool = False) -> Axis:
+def make_axis_of_new_factor(size: int, blocked: bool = False) -> Axis:
     """Make an axis with a single new factor (shardable index) of `size` entries.
 
     Args:
@@ -261,7 +261,7 @@ def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
     """
     wide = [a for a in axes if sum(map(compute_product_size, list_segments(a))) != 1]
     if not wide:
-        return make_axis(1)
+        return make_axis_of_new_factor(1)
     if len(wide) == 1:
         return wide[0]
     if any(len(list_segments(a)) > 1 for a in wide[1:]):

@@ -124,7 +124,7 @@ class AssignmentCost:
             return 0.0
         collective = choose_conversion_collective(conversion)
         if collective not in self._collective_seconds:
-            self._collective_seconds[collective] = self.hardware.estimate_collective_cost(
+            self._collective_seconds[collective] = self.hardware.estimate_fastest_collective_cost(
                 *collective, range(self.device_count)
             ).seconds
         return self._collective_seconds[collective]

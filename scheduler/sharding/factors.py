@@ -51,7 +51,7 @@ from .axes import (
     forbid_axis_sharding,
     forbid_sharding,
     list_segments,
-    make_axis,
+    make_axis_of_new_factor,
     multiply_axes_into_one,
     split_axis_at,
     unify_axes,
@@ -136,7 +136,7 @@ class Factors:
         second is never sharded.
         """
         spec = node.specs[0]
-        axes = [make_axis(n) for n in spec.shape]
+        axes = [make_axis_of_new_factor(n) for n in spec.shape]
         if spec.dtype.is_quantised:
             axes[-1] = ((Factor(spec.shape[-1] // spec.dtype.block), Factor(spec.dtype.block, blocked=True)),)
         self._axes[node.results[0]] = tuple(axes)
@@ -167,14 +167,16 @@ class Factors:
                         role = DimensionRole.COUPLED  # the operand is a part of a table already
                     roles.append((role, axis))
                     if dim.index:
-                        self._unify_indexed_axes(node, declared, dim, axis, size)
-        summed = self._unify_contracted_axes(node, signature.operands)
+                        self._unify_row_axes_of_indexed_tables(node, declared, dim, axis, size)
+        summed = self._unify_contracted_leading_axes(node, signature.operands)
         roles += summed
         self._roles[node] = roles
         self._index_axes[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
         self._named_axes += [(axis, name) for name, axis in named.items() if len(name) > 1]
         for name, size in sizes.by_name.items():
-            named.setdefault(name, make_axis(size, blocked=True))  # of no operand, so a device could not know its range
+            named.setdefault(
+                name, make_axis_of_new_factor(size, blocked=True)
+            )  # of no operand, so a device could not know its range
         for result, value in zip(signature.results, node.results, strict=True):
             own = tuple(self._build_axis_of_dimension(d, named, sizes.by_name) for d in result.dims)
             self._axes[value] = (*leading, *own) if result.leading is LeadingAxes.EQUAL else own
@@ -183,7 +185,9 @@ class Factors:
                     f"{node!r}: factors do not fit {value!r}"
                 )
 
-    def _unify_indexed_axes(self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int) -> None:
+    def _unify_row_axes_of_indexed_tables(
+        self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int
+    ) -> None:
         """Unify the axes of all tables that the same row numbers index, so that a device has the same rows of each.
 
         Args:
@@ -218,14 +222,18 @@ class Factors:
     ) -> Axis:
         """Build the axis of a signature dimension such as ``(h d)``: the product of the axes named ``h`` and ``d``."""
         parts = [
-            make_axis(int(f), blocked=True) if f.isdecimal() else axis_by_name.setdefault(f, make_axis(size_by_name[f]))
+            make_axis_of_new_factor(int(f), blocked=True)
+            if f.isdecimal()
+            else axis_by_name.setdefault(f, make_axis_of_new_factor(size_by_name[f]))
             for f in dimension.factors
         ]
         if (axis := multiply_axes_into_one(parts)) is not None:
             return axis
         for part in parts:
             forbid_axis_sharding(part)
-        return make_axis(math.prod(sum(map(compute_product_size, list_segments(p))) for p in parts), blocked=True)
+        return make_axis_of_new_factor(
+            math.prod(sum(map(compute_product_size, list_segments(p))) for p in parts), blocked=True
+        )
 
     def _unify_leading_axes(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
         """Unify the leading axes of all operands, such as batch axes, and return the leading axes of the results."""
@@ -244,7 +252,9 @@ class Factors:
                     self._unify_broadcast_axis(a, b, operand.leading)
         return shared
 
-    def _unify_contracted_axes(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
+    def _unify_contracted_leading_axes(
+        self, node: Node, operands: Sequence[Operand]
+    ) -> list[tuple[DimensionRole, Axis]]:
         """Unify the leading axes over which the node sums, and return each with the role contracted."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
@@ -270,7 +280,7 @@ class Factors:
         if n == size:
             unify_axes(full_axis, repeated_axis)
         elif n > 1:
-            ratio = make_axis(size // n)
+            ratio = make_axis_of_new_factor(size // n)
             axis = multiply_axes_into_one(
                 [ratio, repeated_axis] if leading_axes is LeadingAxes.TILED else [repeated_axis, ratio]
             )
@@ -299,7 +309,7 @@ class Factors:
                 axis = self._slice_axis(axis, link.start, result.shape[link.result[0]])
                 axis_parts.setdefault(link.result[0], []).append((link.start, axis))
             else:
-                axes_after = [make_axis(result.shape[a]) for a in link.result]
+                axes_after = [make_axis_of_new_factor(result.shape[a]) for a in link.result]
                 product = multiply_axes_into_one(axes_after)
                 assert product is not None
                 unify_axes(product, axis)
@@ -318,7 +328,7 @@ class Factors:
                     unify_axes(parts[0], p)
                 axes.append(parts[0])
             else:  # a new factor; only views may shard it, as other ops do not know their range
-                axes.append(make_axis(size, blocked=not declared.is_view))
+                axes.append(make_axis_of_new_factor(size, blocked=not declared.is_view))
         self._axes[result] = tuple(axes)
         self._roles[node] = [
             (DimensionRole.COUPLED, self._axes[s][a])
@@ -339,7 +349,7 @@ class Factors:
         if product is None:
             for axis in axes:
                 forbid_axis_sharding(axis)
-            return make_axis(math.prod(operand.shape[a] for a in axis_numbers), blocked=True)
+            return make_axis_of_new_factor(math.prod(operand.shape[a] for a in axis_numbers), blocked=True)
         return product
 
     @staticmethod
@@ -352,7 +362,7 @@ class Factors:
         if find_segment_bounds(axis)[-1] <= length:
             return axis
         if not split_axis_at(axis, (start, start + length)):
-            return make_axis(length, blocked=True)
+            return make_axis_of_new_factor(length, blocked=True)
         segments = zip(find_segment_bounds(axis), list_segments(axis), strict=False)
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 

@@ -1,6 +1,6 @@
 """The hybrid split: a layer split over groups of devices, with tensor parallelism inside each group.
 
-1. Each pipeline stage is a graph of its own; its inputs are values of earlier stages (`split_into_stages`).
+1. Each pipeline stage is a graph of its own; its inputs are values of earlier stages (`split_into_stage_graphs`).
 2. Each stage is partitioned over its group, as a whole graph over all devices.
 3. A value for another stage ends whole on every device of the group. Each device of the other group receives it from
    one of them.
@@ -24,9 +24,14 @@ from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.device_plan import find_collective_groups
 from .factors import Factors
 from .layer_split import Placement, find_devices_of_values_and_states
-from .overlap_chunks import SINGLE_CHUNK, OverlapChunks, find_chunkable_token_factor, partition_graph_in_token_chunks
+from .overlap_chunks import (
+    SINGLE_CHUNK,
+    OverlapChunkOptions,
+    find_chunkable_token_factor,
+    partition_graph_in_token_chunks,
+)
 from .partitioner import PartitionedGraphs, keep_unused_collectives, make_unused_name, partition_graph
-from .pins import Pins, pin_changed_leaf_layouts
+from .pins import Pins, pin_earlier_layouts_of_changed_leaves
 from .propagation import ShardingAssignment
 from .search.greedy_search import assign_shard_ranges, factors_from_positions, list_one_position_per_factor
 from .sequence_parallel import SequenceParallelChooser
@@ -109,7 +114,7 @@ def partition_hybrid(
     proportions: Sequence[float],
     hardware: Hardware,
     earlier_layouts: Mapping[str, Layout] | None = None,
-    chunks: OverlapChunks = SINGLE_CHUNK,
+    chunks: OverlapChunkOptions = SINGLE_CHUNK,
 ) -> HybridGraphs:
     """Partition a graph into pipeline stages, and each stage over its own group of devices.
 
@@ -128,7 +133,7 @@ def partition_hybrid(
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    stages = split_into_stages(graph, stage_by_node, groups, earlier_layouts or {})
+    stages = split_into_stage_graphs(graph, stage_by_node, groups, earlier_layouts or {})
     whole = frozenset[str]()  # leaves that stages would shard along different axes
     while True:
         partitioner = _HybridPartitioner(
@@ -141,7 +146,7 @@ def partition_hybrid(
         whole |= partitioner.conflicting_leaves
 
 
-def split_into_stages(
+def split_into_stage_graphs(
     graph: Graph, stage_by_node: Placement, groups: StageGroups, earlier_layouts: Mapping[str, Layout]
 ) -> list[PipelineStage]:
     """Split a graph into one graph for each pipeline stage; values of earlier stages become inputs.
@@ -217,7 +222,7 @@ class _HybridPartitioner:
         hardware: Hardware,
         replicated_leaves: frozenset[str],
         earlier_layouts: Mapping[str, Layout] | None,
-        chunks: OverlapChunks,
+        chunks: OverlapChunkOptions,
     ) -> None:
         self.graph, self.stages, self.stage_groups, self.proportions = graph, stages, groups, proportions
         self.requested_factors, self.hardware, self.replicated_leaves, self.earlier_layouts = (
@@ -274,17 +279,17 @@ class _HybridPartitioner:
                 first_sequence_number=self.next_sequence_number,
                 replicated_outputs=replicated_values,
             )
-            known, pins = pins, pin_changed_leaf_layouts(pins, graph, part.leaves, before)
+            known, pins = pins, pin_earlier_layouts_of_changed_leaves(pins, graph, part.leaves, before)
             if pins == known:
                 self.sharded_factors |= list_one_position_per_factor(graph, factors, chosen, part.leaves)
                 break
-        if (tokens := find_chunkable_token_factor(sequence_options.replicated_assignment, factors)) is not None:
-            of: ShardingAssignment | None = sequence_options.replicated_assignment
+        if (tokens := find_chunkable_token_factor(sequence_options.replicated_rows_assignment, factors)) is not None:
+            of: ShardingAssignment | None = sequence_options.replicated_rows_assignment
             if (saving := self.chunks.required_saving_seconds) is not None:
                 of = sequence_options.shard_rows_if_saving(tokens, saving / len(self.stages))
             self.has_chunks |= of is not None
             if (count := self.chunks.chunk_count) > 1:
-                of, first = of or sequence_options.replicated_assignment, self.next_sequence_number
+                of, first = of or sequence_options.replicated_rows_assignment, self.next_sequence_number
                 part = (
                     partition_graph_in_token_chunks(
                         graph,

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from ...graph.graph import Graph, assign_names, order_updates_after_operands
+from ...graph.graph import Graph, assign_names, order_updates_directly_after_operands
 from ...graph.node import Node, Value
 from ...ops.collectives import receive, send
 from ..costs.hardware import DEFAULT_HARDWARE, Hardware, WorkCounter
@@ -35,7 +35,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
         proportions: The proportion of each device; they need not add up to 1.
         excluded_nodes: Nodes with weights and states that do not count, because pins place them.
     """
-    nodes = [n for n in order_updates_after_operands(graph) if not n.is_leaf]
+    nodes = [n for n in order_updates_directly_after_operands(graph) if not n.is_leaf]
     return _split_nodes_by_load(graph, nodes, _compute_first_read_leaf_bytes(nodes, excluded_nodes), proportions)
 
 
@@ -52,7 +52,7 @@ def compute_balanced_proportions(
     Returns:
         The proportion of stored bytes for each device.
     """
-    nodes, counts = [n for n in order_updates_after_operands(graph) if not n.is_leaf], WorkCounter()
+    nodes, counts = [n for n in order_updates_directly_after_operands(graph) if not n.is_leaf], WorkCounter()
     stored_bytes, seconds = (
         _compute_first_read_leaf_bytes(nodes),
         [hardware.compute_seconds(*counts.count_work(node)) for node in nodes],
@@ -168,7 +168,7 @@ def find_devices_of_values_and_states(graph: Graph, placement: Placement) -> dic
     return home
 
 
-def order_nodes_by_message_count(graph: Graph, placement: Placement) -> Sequence[Node]:
+def order_nodes_by_preceding_message_count(graph: Graph, placement: Placement) -> Sequence[Node]:
     """Order the nodes by the largest number of messages on a path that leads to each node, fewest first.
 
     So a device first computes and sends the results that need no values from other devices. Leaves are left out.
@@ -241,7 +241,7 @@ class _PlacedEmitter:
         self.sent_values: list[dict[str, Value]] = [{} for _ in range(device_count)]
         self.next_sequence_number = 0
         self.node_names = assign_names(graph)
-        for node in order or order_nodes_by_message_count(graph, placement):
+        for node in order or order_nodes_by_preceding_message_count(graph, placement):
             if not node.is_leaf:
                 device = placement[node]
                 src = tuple(None if s is None else self._find_or_receive_value(device, s) for s in node.src)

@@ -55,7 +55,7 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapChunks:
+class OverlapChunkOptions:
     """A number of overlap chunks, and an optional condition for sequence parallelism within each chunk.
 
     An overlap chunk is a part of the tokens: the sum of one chunk is sent while the next chunk is computed. With
@@ -67,7 +67,7 @@ class OverlapChunks:
     required_saving_seconds: float | None = None
 
 
-SINGLE_CHUNK = OverlapChunks(1)
+SINGLE_CHUNK = OverlapChunkOptions(1)
 """All tokens in one chunk."""
 
 
@@ -225,10 +225,10 @@ class _ChunkedGraph:
         self.chunk_values: dict[Value, list[Value]] = {}
 
     def can_be_chunked(self) -> bool:
-        """Return whether each value with sharded tokens is computed and read in the same way: in chunks or whole.
+        """Return whether the graph can be split into token chunks.
 
-        Otherwise the graph cannot be split: the shards of the chunks on a device are other tokens than its shard of all
-        tokens.
+        It can if each value with sharded tokens is computed and read in the same way: in chunks or whole. Otherwise
+        the shards of the chunks on a device are other tokens than its shard of all tokens.
         """
         pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
@@ -332,7 +332,7 @@ class _ChunkedGraph:
 
         A reader must treat each token separately. Slices of sharded tokens that chunked nodes read are included.
         """
-        first, parted = self._find_first_chunked_nodes(), set[Node]()
+        first, parted = self._find_nodes_where_chunks_begin(), set[Node]()
         for node in self.graph.nodes:
             if node in self.per_token_nodes and (node in first or any(s.node in parted for s in node.inputs)):
                 parted.add(node)
@@ -343,7 +343,7 @@ class _ChunkedGraph:
             if node.op == "slice" and node.results[0] in self.sharded_values
         }
 
-    def _find_first_chunked_nodes(self) -> set[Node]:
+    def _find_nodes_where_chunks_begin(self) -> set[Node]:
         """Find the nodes at which chunks begin: from each sum over devices back to the weight matmuls before it."""
         found: set[Node] = set()
         sums = ("all_reduce", "reduce_scatter")

@@ -58,7 +58,7 @@ def partition_graph(
         first_sequence_number: The sequence number of the first collective.
         replicated_outputs: Outputs that end whole on every device.
     """
-    layouts = _LayoutTable(graph, factors, assignment, shard_ranges, first_sequence_number)
+    layouts = _LayoutsAndSequenceNumbers(graph, factors, assignment, shard_ranges, first_sequence_number)
     ends = {
         name: REPLICATE if v in replicated_outputs else _choose_output_layout(assignment.produced_layouts[v])
         for name, v in graph.outputs.items()
@@ -163,7 +163,7 @@ class _DeviceIndependentNode:
     operand_forms: tuple[_ValueInLayout | None, ...]
 
 
-class _LayoutTable:
+class _LayoutsAndSequenceNumbers:
     """The layouts of all values and the sequence numbers of collectives and messages, which all devices share."""
 
     def __init__(
@@ -251,7 +251,7 @@ class _LayoutTable:
 class _DeviceEmitter:
     """Emits the graph of one device: its nodes with local shapes, and its collectives and messages."""
 
-    def __init__(self, device: int, layouts: _LayoutTable) -> None:
+    def __init__(self, device: int, layouts: _LayoutsAndSequenceNumbers) -> None:
         self.device_number, self.layouts = device, layouts
         self.local_values: dict[_ValueInLayout, Value] = {}
         self.source_nodes: dict[Node, Node] = {}
@@ -354,7 +354,7 @@ class _DeviceEmitter:
     def _count_local_entries(self, layout: Layout, axis: int, end_entry: int) -> int:
         """Count how many of the first `end_entry` entries of an axis the device has."""
         return (
-            layout.count_entries_before(self.device_number, end_entry)
+            layout.count_entries_below_index(self.device_number, end_entry)
             if isinstance(layout, Shard) and layout.axis == axis
             else end_entry
         )

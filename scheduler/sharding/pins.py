@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...backends.base import Backend, Device
-from ...backends.capabilities import find_device_class
+from ...backends.capabilities import find_class_of_equal_devices
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
@@ -51,7 +51,7 @@ class Pins:
 NO_PINS = Pins()
 
 
-def find_stored_leaf(value: Value) -> Node | None:
+def find_weight_or_state_under_views(value: Value) -> Node | None:
     """Find the weight or state that `value` is or views; None if it is neither."""
     node = find_view_base(value).node
     return node if node.op in ("weight", "state") else None
@@ -93,7 +93,7 @@ def find_user_pins(
             raise PlanError(f"{rule_text}: no node, weight or state has such a name; `hocket dump` lists them")
         pin = Pin(device_names.index(device), f"--place {pattern}={device}")
         for node in graph.nodes:
-            read = {node, *filter(None, map(find_stored_leaf, node.inputs))}
+            read = {node, *filter(None, map(find_weight_or_state_under_views, node.inputs))}
             if not node.is_leaf and not matching.isdisjoint(read):
                 pins.setdefault(node, pin)
     return pins
@@ -107,7 +107,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
         raise PlanError(f"place={pattern!r:.80}: not a regular expression: {why}") from None
 
 
-def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
+def pin_discrete_choices_to_first_device(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
     """Assign all nodes with a discrete choice, such as an argmax, to device 0 if the backends of the group differ.
 
     Such a node has float operands and integer results. Backends round differently, so near a tie they would choose
@@ -124,7 +124,7 @@ def _is_discrete_choice(node: Node) -> bool:
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 
-def pin_changed_leaf_layouts(
+def pin_earlier_layouts_of_changed_leaves(
     pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
 ) -> Pins:
     """Fix the earlier layout of each weight and state that would get another layout in the new plan; return all pins.
@@ -158,7 +158,7 @@ def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pi
     fixed_layouts = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
     pins: dict[Node, Pin] = {}
     for node in graph.nodes:
-        for leaf in filter(None, map(find_stored_leaf, node.inputs)):
+        for leaf in filter(None, map(find_weight_or_state_under_views, node.inputs)):
             if (home := fixed_layouts.get(leaf.results[0])) is not None:
                 pins.setdefault(node, Pin(home.devices[0], "its weights or states are on this device"))
     return Pins(pins, fixed_layouts)
@@ -191,7 +191,7 @@ def find_unsupported_nodes(
     refused = []
     asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade of device: reasons by unsupported node
     for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, source_nodes, group, strict=True)):
-        key = (graph, find_device_class(backend, device))
+        key = (graph, find_class_of_equal_devices(backend, device))
         if key not in asked:
             work = (n for n in graph.nodes if not n.is_leaf and not op_of(n).is_view)
             answers = ((n, backend.supports(n, device)) for n in work)
@@ -255,7 +255,7 @@ def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, P
             if readers and readers[0] and {r and r.device for r in readers} == {readers[0].device}:
                 found[node] = Pin(readers[0].device, readers[0].reason)
     for node in graph.nodes:
-        if node.is_leaf or node in found or any(map(find_stored_leaf, node.inputs)):
+        if node.is_leaf or node in found or any(map(find_weight_or_state_under_views, node.inputs)):
             continue
         computed_operands = [s for s in node.inputs if not s.node.is_leaf]
         homes = {found[s.node].device if s.node in found else None for s in computed_operands}

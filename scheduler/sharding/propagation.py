@@ -374,7 +374,7 @@ class LayoutPropagation:
         partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted_to_layout(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
-            self._can_read_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
+            self._can_pass_on_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
         ):
             return whole, REPLICATE
         if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
@@ -404,7 +404,7 @@ class LayoutPropagation:
             else None
         )
 
-    def _can_read_partial_sum(self, reader_node: Node, value: Value) -> bool:
+    def _can_pass_on_partial_sum(self, reader_node: Node, value: Value) -> bool:
         """Return whether a node can read `value` as a partial sum over devices, and give a partial sum as result."""
         if reader_node in self.pins.nodes or value in self.early_sums:
             return False

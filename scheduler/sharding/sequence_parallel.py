@@ -44,18 +44,20 @@ class SequenceParallelChooser:
     replicated_values: Collection[Value] = ()
 
     @cached_property
-    def replicated_assignment(self) -> ShardingAssignment:
+    def replicated_rows_assignment(self) -> ShardingAssignment:
         """The layouts in which every device computes all rows after a sum over devices."""
         return self._propagate_and_reduce_sums_early()
 
     def choose_fastest_assignment(self) -> ShardingAssignment:
         """Choose sharded rows if they save the share `MIN_GAIN` of the predicted time, otherwise replicated rows."""
-        if not (candidates := list_shardable_row_factors(self.replicated_assignment, self.factors, self.device_count)):
-            return self.replicated_assignment
+        if not (
+            candidates := list_shardable_row_factors(self.replicated_rows_assignment, self.factors, self.device_count)
+        ):
+            return self.replicated_rows_assignment
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
         best, best_seconds = (
-            self.replicated_assignment,
-            costs.estimate_run_time(self.replicated_assignment).total * (1 - MIN_GAIN),
+            self.replicated_rows_assignment,
+            costs.estimate_run_time(self.replicated_rows_assignment).total * (1 - MIN_GAIN),
         )
         for rows in candidates:
             assignment = self._propagate_and_reduce_sums_early(rows)
@@ -76,7 +78,7 @@ class SequenceParallelChooser:
             self._propagate_and_reduce_sums_early(row_factor),
             AssignmentCost(self.graph, self.device_count, self.hardware),
         )
-        before, after = costs.estimate_run_time(self.replicated_assignment), costs.estimate_run_time(assignment)
+        before, after = costs.estimate_run_time(self.replicated_rows_assignment), costs.estimate_run_time(assignment)
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
     def _propagate_and_reduce_sums_early(self, row_factor: Factor | None = None) -> ShardingAssignment:
@@ -100,7 +102,7 @@ class SequenceParallelChooser:
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
         """Estimate the seconds of the collective of a layout conversion."""
-        return self.hardware.estimate_collective_cost(
+        return self.hardware.estimate_fastest_collective_cost(
             *choose_conversion_collective(conversion), range(self.device_count)
         ).seconds
 

@@ -143,7 +143,7 @@ class ShardRanges:
             self._assigned_ranges[factor] = tuple((end - grain * n, end) for end, n in zip(ends, counts, strict=True))
         return self._assigned_ranges[factor]
 
-    def assign_ranges(self, factor: Factor, ranges_by_device: tuple[tuple[int, int], ...] | None) -> None:
+    def assign_ranges_if_missing(self, factor: Factor, ranges_by_device: tuple[tuple[int, int], ...] | None) -> None:
         """Assign each device its indices of a factor, unless the factor has ranges already.
 
         Args:

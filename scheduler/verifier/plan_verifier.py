@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ...backends.capabilities import find_device_class
+from ...backends.capabilities import find_class_of_equal_devices
 from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
@@ -29,20 +29,26 @@ from ..ir.execution_plan import DevicePlan, Plan
 from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
 from .memory.program_verifier import find_program_faults
-from .memory.rollback_verifier import list_save_and_restore_nodes
-from .program_equality import is_equal_to_proven_program, make_program_comparison_key
+from .memory.rollback_verifier import list_standalone_save_and_restore_nodes
+from .program_equality import is_equal_to_proven_program_except_names, make_program_comparison_key
 from .record_checks import find_device_leaf_faults, find_plan_field_faults
 from .repeats.carried_values import CarriedValueTrace
 from .repeats.induction import (
+    find_common_shortened_graph,
     find_device_node_name_faults,
-    find_repetition_order_faults,
-    find_shortened_graph,
+    find_repetition_reordering_faults,
     find_shortened_graph_faults,
     make_short_plan,
 )
 from .values.device_values import ValueTrace
-from .values.facts import Fact
-from .values.index_sets import IndexRanges, concatenate_indices, format_index, list_entries, make_full_index
+from .values.facts import DeviceValueFact
+from .values.index_sets import (
+    IndexRanges,
+    concatenate_indices,
+    format_index,
+    list_entry_numbers,
+    make_index_of_all_entries,
+)
 from .values.value_numbering import ValueNumbering
 
 
@@ -58,21 +64,21 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
     All device plans may be unrolled from a short plan with few repeated layers. Then only the short plan is checked,
     and the conditions under which the proof holds for all layers.
     """
-    of = find_shortened_graph(plan)
+    of = find_common_shortened_graph(plan)
     if of is None:
-        yield from _find_plan_faults_by_instruction(plan, ValueTrace)
+        yield from _find_plan_faults_in_every_instruction(plan, ValueTrace)
         return
     if complaints := [*find_plan_field_faults(plan)] or [*find_shortened_graph_faults(plan, of)]:
         yield from complaints
         return  # the proof of the short plan holds for the long plan only without these faults
     short = make_short_plan(plan, of)
     complaints = [*find_device_node_name_faults(short, of)] or [
-        *_find_plan_faults_by_instruction(short, partial(CarriedValueTrace, shortened=of))
+        *_find_plan_faults_in_every_instruction(short, partial(CarriedValueTrace, shortened=of))
     ]
-    yield from complaints or find_repetition_order_faults(short, of)
+    yield from complaints or find_repetition_reordering_faults(short, of)
 
 
-def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
+def _find_plan_faults_in_every_instruction(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
     """Yield all faults of a plan by a check of every instruction of every device.
 
     The proof by induction over repeated layers is not used here.
@@ -93,15 +99,19 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
         key = (type(device_plan.backend), id(device_plan.graph), id(device_plan.program))
         if key not in seen:
             complaints = list(_find_unproven_device_program_faults(device_plan, proven))
-            added = [] if complaints else list(list_save_and_restore_nodes(device_plan.graph, device_plan.program))
-            seen[key] = complaints, [*filter(_is_computation, device_plan.graph.nodes), *added]
+            added = (
+                []
+                if complaints
+                else list(list_standalone_save_and_restore_nodes(device_plan.graph, device_plan.program))
+            )
+            seen[key] = complaints, [*filter(_needs_kernel, device_plan.graph.nodes), *added]
         complaints, nodes = seen[key]
         for why in complaints:
             sound = False
             yield f"device {number}: {why}"
         grade = (
             key,
-            find_device_class(device_plan.backend, device_plan.device),
+            find_class_of_equal_devices(device_plan.backend, device_plan.device),
         )  # devices that share a program may support different ops
         if grade not in unable:
             answers = [(node, device_plan.backend.supports(node, device_plan.device)) for node in nodes]
@@ -117,7 +127,7 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
         yield from complaints or _PlanChecker(plan, make_trace).find_faults()
 
 
-def _is_computation(node: Node) -> bool:
+def _needs_kernel(node: Node) -> bool:
     """Return whether a node runs a kernel; leaves, views and unknown ops do not."""
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
@@ -145,7 +155,7 @@ def _find_unproven_device_program_faults(
     )
     others = proven_device_plans.setdefault(key, [])
     if not any(
-        is_equal_to_proven_program(device_plan.graph, device_plan.program, other.graph, other.program)
+        is_equal_to_proven_program_except_names(device_plan.graph, device_plan.program, other.graph, other.program)
         for other in others
     ):
         complaints = list(find_program_faults(device_plan.graph, device_plan.program, device_plan.backend))
@@ -154,7 +164,7 @@ def _find_unproven_device_program_faults(
             others.append(device_plan)
 
 
-def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
+def _is_read_from_device_after_run(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
     """Return whether a state or an output with this layout is read from `device` after the run.
 
     A `Local` value is read from its first device, and a replicated value from device 0. A shard is read from each
@@ -170,7 +180,7 @@ def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[Inde
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
-def _has_all_entries_elsewhere(layout: Layout, device: int) -> bool:
+def _has_entries_only_on_other_devices(layout: Layout, device: int) -> bool:
     """Return whether a value is sharded such that `device` has no entries of it, but others have."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
@@ -193,7 +203,7 @@ class _PlanChecker:
         Leaf layouts and device values are checked first. Outputs, updates and pins are checked only if device values
         are right.
         """
-        leaves: dict[tuple[int, str], Fact] = {}
+        leaves: dict[tuple[int, str], DeviceValueFact] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
                 yield from self._record_leaf_facts(node, leaves)
@@ -241,12 +251,14 @@ class _PlanChecker:
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
-    def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
+    def _list_entries_by_device(
+        self, value: Value, layout: Layout | None
+    ) -> list[tuple[IndexRanges, ...] | None] | str:
         """Return the entries of `value` on each device according to a layout; None for a device without the value.
 
         If the layout is malformed, the fault is returned as text.
         """
-        full = tuple(map(make_full_index, value.shape))
+        full = tuple(map(make_index_of_all_entries, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
                 return f"is on devices {list(layout.devices)} of {self.device_count}"
@@ -276,11 +288,11 @@ class _PlanChecker:
             return f"is split inside quantisation blocks of {dtype.block}"
         have = np.zeros(n, bool)
         for runs in layout.index_ranges:
-            have[list_entries(concatenate_indices([runs]))] = True
+            have[list_entry_numbers(concatenate_indices([runs]))] = True
         missing = int(n - have.sum())
         return f"has {missing} of {n} entries on no device" if missing else None
 
-    def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
+    def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], DeviceValueFact]) -> Iterator[str]:
         """Record the entries of a leaf that each device has by its layout; yield a fault if the layout is wrong.
 
         Args:
@@ -288,7 +300,7 @@ class _PlanChecker:
             leaf_facts: Receives the facts, by device number and leaf name.
         """
         value, layout = node.results[0], self.plan.leaves.get(node.name)
-        axes = self._list_device_entries(value, layout)
+        axes = self._list_entries_by_device(value, layout)
         if isinstance(axes, str):
             yield f"{node.op} %{node.label} {axes}"
             return
@@ -297,7 +309,7 @@ class _PlanChecker:
             return
         number = self.numbering.number_by_value[value]
         # Devices with the same entries share one fact.
-        fact_by_entries = {a: Fact(number, a) for a in {*axes} if a is not None}
+        fact_by_entries = {a: DeviceValueFact(number, a) for a in {*axes} if a is not None}
         leaf_facts.update({(d, node.name): fact_by_entries[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends
@@ -305,7 +317,7 @@ class _PlanChecker:
     def _find_output_faults(self, trace: ValueTrace) -> Iterator[str]:
         """Yield faults of outputs: missing or wrong outputs of a device, and outputs unknown to the user's graph."""
         for name, value in self.plan.graph.outputs.items():
-            axes = self._list_device_entries(value, self.plan.outputs.get(name))
+            axes = self._list_entries_by_device(value, self.plan.outputs.get(name))
             if isinstance(axes, str):
                 yield f"output {name!r} {axes}"
                 continue
@@ -314,7 +326,7 @@ class _PlanChecker:
                 if (
                     expected_entries is not None
                     and local is None
-                    and not _has_all_entries_elsewhere(self.plan.outputs[name], device)
+                    and not _has_entries_only_on_other_devices(self.plan.outputs[name], device)
                 ):
                     yield f"output {name!r} is missing on device {device}"
                 elif expected_entries is not None and local is not None:
@@ -334,7 +346,7 @@ class _PlanChecker:
         """Yield faults of state updates: wrong or missing updates, and states that a device should have but lacks."""
         updates_by_name = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         entries_by_state = {
-            s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
+            s: self._list_entries_by_device(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
         }
         for device, device_plan in enumerate(self.plan.device_plans):
             updates: Mapping[str, Value] = {s.node.name: v for s, v in device_plan.graph.updates.items()}
@@ -356,7 +368,7 @@ class _PlanChecker:
                 if (
                     mine is not None
                     and name not in state_names
-                    and _is_read_from_device(self.plan.leaves[name], device, mine)
+                    and _is_read_from_device_after_run(self.plan.leaves[name], device, mine)
                 ):
                     label = f"%{quote_node_name(name)}"
                     yield f"device {device} does not have state {label}, which is read from this device between runs"

@@ -24,12 +24,14 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 def make_program_comparison_key(graph: Graph, program: Program) -> Hashable:
     """Return a dictionary key that equal programs share, so that only few programs need a full comparison.
 
-    Programs with equal keys may still differ; `is_equal_to_proven_program` compares them.
+    Programs with equal keys may still differ; `is_equal_to_proven_program_except_names` compares them.
     """
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
-def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
+def is_equal_to_proven_program_except_names(
+    graph: Graph, program: Program, proven_graph: Graph, proven_program: Program
+) -> bool:
     """Return whether a program differs from a proven program only in names, so that the proof holds for both.
 
     Collective partners and sequence numbers may also differ, because another proof checks them.
@@ -52,8 +54,8 @@ def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Gra
     leaves = {b.name: a.name for a, b in zip(graph.nodes, proven_graph.nodes, strict=True) if b.is_leaf}
     outputs = dict(zip(proven_graph.outputs, graph.outputs, strict=True))
     if not (
-        _has_equal_tensors(program.inputs, proven_program.inputs, leaves)
-        and _has_equal_tensors(program.outputs, proven_program.outputs, outputs)
+        _has_equal_tensors_after_renaming(program.inputs, proven_program.inputs, leaves)
+        and _has_equal_tensors_after_renaming(program.outputs, proven_program.outputs, outputs)
     ):
         return False
     if (
@@ -73,7 +75,8 @@ def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Gra
     steps = [*program.instructions, *(back for _, back in program.undo)]
     known = [*proven_program.instructions, *(back for _, back in proven_program.undo)]
     return all(
-        _is_equal_instruction(a, b) and _has_expected_name_and_attrs(a, b, graph, called, leaves, proven_program)
+        _is_equal_instruction_except_names(a, b)
+        and _has_expected_name_and_attrs(a, b, graph, called, leaves, proven_program)
         for a, b in zip(steps, known, strict=True)
     )
 
@@ -107,7 +110,7 @@ def _list_value_positions(
     return [None if v is None else (position_by_node[v.node], v.index) for v in values]
 
 
-def _has_equal_tensors(
+def _has_equal_tensors_after_renaming(
     tensors: Mapping[str, Any], proven_tensors: Mapping[str, Any], name_by_proven_name: Mapping[str, str]
 ) -> bool:
     """Return whether two tables of tensors by name are equal after the names of the proven table are translated.
@@ -122,7 +125,7 @@ def _has_equal_tensors(
     } and len(tensors) == len(proven_tensors)
 
 
-def _is_equal_instruction(instruction: Instruction, proven_instruction: Instruction) -> bool:
+def _is_equal_instruction_except_names(instruction: Instruction, proven_instruction: Instruction) -> bool:
     """Return whether two instructions have the same op, node number, operands, results and scratch; ignore names."""
     return (
         instruction.op == proven_instruction.op

@@ -37,7 +37,7 @@ def find_plan_field_faults(plan: Plan) -> Iterator[str]:
     if plan.shares and (len(plan.shares) != len(plan.device_plans) or not shares):
         yield f"its shares are {list(plan.shares)}, need one per device, none negative, one above zero"
     named = [*plan.unused_devices, *(str(device_plan.device) for device_plan in plan.device_plans)]
-    if len({*named}) < len(named) or not all(map(_is_device_name, plan.unused_devices)):
+    if len({*named}) < len(named) or not all(map(_is_valid_device_name, plan.unused_devices)):
         yield (
             f"spare devices are {list(plan.unused_devices)}: a name is invalid, belongs to a device of the plan, "
             "or occurs twice"
@@ -47,7 +47,7 @@ def find_plan_field_faults(plan: Plan) -> Iterator[str]:
             yield f"{hardware} has an invalid speed"
 
 
-def _is_device_name(name: str) -> bool:
+def _is_valid_device_name(name: str) -> bool:
     """Return whether `name` is a valid device name in normal form, such as the name that `DeviceName` formats."""
     try:
         return str(DeviceName.parse(name)) == name

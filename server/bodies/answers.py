@@ -31,7 +31,7 @@ XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.D
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class AnswerDelta:
     """A new piece of a parsed answer, as the streaming APIs send it.
 
     `kind` is ``content``, ``reasoning``, ``call`` (`text` is the name of tool call number `index`) or ``arguments``
@@ -112,29 +112,29 @@ class AnswerParser:
         self._stripped = SPACE if options.opens_thought else ""
         """Characters that are removed before the next text."""
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[AnswerDelta]:
         """Add a piece of text, and return the deltas that no later text can change."""
         self._pending += text
         return merge_deltas(self._parse())
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[AnswerDelta]:
         """Return the deltas of the text that is still pending when the answer ends."""
         deltas = list(self._parse())
         rest, self._pending = self._pending, ""
         if self._mode == "call" and self._span is None:
             deltas += self._parse_complete_call(rest)
         elif self._mode in ("begin", "content", "thought") and rest:
-            deltas.append(Delta("reasoning" if self._mode == "thought" else "content", rest))
+            deltas.append(AnswerDelta("reasoning" if self._mode == "thought" else "content", rest))
         return merge_deltas(deltas)
 
-    def _parse(self) -> Iterator[Delta]:
+    def _parse(self) -> Iterator[AnswerDelta]:
         while True:
             mode, length = self._mode, len(self._pending)
             yield from getattr(self, f"_parse_{mode}")()
             if self._mode == mode and (not self._pending or len(self._pending) == length):
                 return
 
-    def _parse_begin(self) -> Iterator[Delta]:
+    def _parse_begin(self) -> Iterator[AnswerDelta]:
         """Parse the beginning of the answer: decide whether it is a thought, a bare tool call or content."""
         text = self._pending.lstrip()
         if self._may_think and text.startswith(OPEN_THOUGHT):
@@ -145,9 +145,9 @@ class AnswerParser:
             self._mode = "content"
         yield from ()
 
-    def _parse_thought(self) -> Iterator[Delta]:
+    def _parse_thought(self) -> Iterator[AnswerDelta]:
         self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
-        thought, marker = self._take_text_before(CLOSE_THOUGHT)
+        thought, marker = self._take_text_before_marker(CLOSE_THOUGHT)
         if marker:
             thought = thought.rstrip()
         else:  # white space at the end may be the end of the thought
@@ -156,27 +156,27 @@ class AnswerParser:
             thought = stripped
         if thought:
             self._stripped = ""
-            yield Delta("reasoning", thought)
+            yield AnswerDelta("reasoning", thought)
         if marker:
             self._mode, self._may_think = "begin" if self._options.has_bare_calls else "content", False
             self._stripped = LINE_BREAKS
 
-    def _parse_content(self) -> Iterator[Delta]:
+    def _parse_content(self) -> Iterator[AnswerDelta]:
         self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
         if not self._options.has_calls or self._begun_calls >= self._options.max_calls:
             text, marker = self._pending, ""
             self._pending = ""
         else:  # white space before a call has no meaning
-            whole, marker = self._take_text_before(OPEN_CALL)
+            whole, marker = self._take_text_before_marker(OPEN_CALL)
             text = whole.rstrip()
             self._pending = self._pending if marker else whole[len(text) :] + self._pending
         if text:
             self._stripped = ""
-            yield Delta("content", text)
+            yield AnswerDelta("content", text)
         if marker:
             self._mode, self._span = "call", None
 
-    def _parse_call(self) -> Iterator[Delta]:
+    def _parse_call(self) -> Iterator[AnswerDelta]:
         """Parse a tool call: yield its name, then its arguments as they arrive."""
         if self._span is None:
             if head := CALL_HEAD.match(self._pending):
@@ -185,7 +185,7 @@ class AnswerParser:
                     self._pending = head[0] + self._pending
                 else:
                     self._span = JsonValueScanner()
-                    yield Delta("call", json.loads(head[1], strict=False), self._begun_calls)
+                    yield AnswerDelta("call", json.loads(head[1], strict=False), self._begun_calls)
                     self._begun_calls += 1
             if self._span is None:
                 if not self._is_call and CLOSE_CALL in self._pending:
@@ -198,7 +198,7 @@ class AnswerParser:
             new, self._pending = self._pending[:count], self._pending[count:]
             self.call_count += self._span.is_complete
             if new:
-                yield Delta("arguments", new, self._begun_calls - 1)
+                yield AnswerDelta("arguments", new, self._begun_calls - 1)
         if self._span.is_complete:
             if self._is_call:
                 self._pending = ""
@@ -206,7 +206,7 @@ class AnswerParser:
                 self._pending = self._pending.partition(CLOSE_CALL)[2]
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
-    def _parse_complete_call(self, text: str) -> list[Delta]:
+    def _parse_complete_call(self, text: str) -> list[AnswerDelta]:
         """Parse a tool call that has arrived completely, in JSON or XML form; any other text gives content.
 
         An incomplete call gives nothing if the whole answer must be a call.
@@ -215,19 +215,19 @@ class AnswerParser:
             call = json.loads(text, strict=False)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            name, arguments = self._parse_xml_call(text)
+            name, arguments = self._parse_qwen3_coder_call(text)
         if not isinstance(name, str):
             if self._options.is_call:  # the limit has cut the call before its arguments
                 return []
             if self._is_call:
-                return [Delta("content", text)] if text else []
-            return [Delta("content", f"{OPEN_CALL}{text}{CLOSE_CALL if self._mode == 'content' else ''}")]
+                return [AnswerDelta("content", text)] if text else []
+            return [AnswerDelta("content", f"{OPEN_CALL}{text}{CLOSE_CALL if self._mode == 'content' else ''}")]
         index, self._begun_calls = self._begun_calls, self._begun_calls + 1
         self.call_count += 1
         whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return [Delta("call", name, index), Delta("arguments", whole, index)]
+        return [AnswerDelta("call", name, index), AnswerDelta("arguments", whole, index)]
 
-    def _parse_xml_call(self, text: str) -> tuple[str | None, dict[str, object]]:
+    def _parse_qwen3_coder_call(self, text: str) -> tuple[str | None, dict[str, object]]:
         """Return the name and the arguments of a tool call of Qwen3-Coder, or None if the text has another form.
 
         Values are parsed as JSON unless the parameter is a string.
@@ -242,7 +242,7 @@ class AnswerParser:
                     arguments[name] = json.loads(value)
         return call[1], arguments
 
-    def _take_text_before(self, marker: str) -> tuple[str, str]:
+    def _take_text_before_marker(self, marker: str) -> tuple[str, str]:
         """Remove the pending text before `marker`, and return it with the marker.
 
         If the marker is not complete, it is returned as an empty text. A beginning of it at the end of the text stays
@@ -257,12 +257,12 @@ class AnswerParser:
         return before[:length], ""
 
 
-def merge_deltas(deltas: Iterator[Delta] | list[Delta]) -> list[Delta]:
+def merge_deltas(deltas: Iterator[AnswerDelta] | list[AnswerDelta]) -> list[AnswerDelta]:
     """Merge adjacent deltas of the same kind and call number into one."""
-    merged: list[Delta] = []
+    merged: list[AnswerDelta] = []
     for delta in deltas:
         if merged and delta.kind != "call" and (merged[-1].kind, merged[-1].index) == (delta.kind, delta.index):
-            merged[-1] = Delta(delta.kind, merged[-1].text + delta.text, delta.index)
+            merged[-1] = AnswerDelta(delta.kind, merged[-1].text + delta.text, delta.index)
         else:
             merged.append(delta)
     return merged

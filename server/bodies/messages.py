@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...frontends.errors import ModelError
-from ...frontends.gguf.chat import choose_chat_format
+from ...frontends.gguf.chat import choose_chat_template_and_variables
 from ...frontends.gguf.tokenization.tokenizer import Tokenizer
 from ...graph.lazy_dataclass import dataclass
 from ..errors import make_bad_request_error
@@ -78,7 +78,7 @@ def render_messages(
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     all_variables = {**make_date_variables(), **(variables or {}), **effort, **body.chat_template_kwargs}
     tools = body.tools if uses_tools and body.tools else None
-    format = choose_chat_format(metadata, template=template, tools=tools, variables=all_variables)
+    format = choose_chat_template_and_variables(metadata, template=template, tools=tools, variables=all_variables)
     messages = [normalise_message(message, i, format.template) for i, message in enumerate(body.messages)]
     prefix = _take_answer_prefix(body, messages)
     begins_answer = {"add_generation_prompt": body.add_generation_prompt is not False or prefix is not None}

@@ -100,7 +100,7 @@ def convert_to_chat(body: ResponsesBody) -> ChatBody:
             raise make_bad_request_error(f"{name} {STATE_ERROR}", name)
     if body.top_logprobs is not None and not body.has_logprobs:
         raise make_bad_request_error(f"top_logprobs needs {LOGPROBS_INCLUDE} in include", "top_logprobs")
-    text = _convert(body.text, TextOptions, "text")
+    text = _convert_to_struct(body.text, TextOptions, "text")
     if text.verbosity != "medium":
         raise make_bad_request_error("text.verbosity is not supported; leave it out", "text")
     messages = convert_items(body.input)
@@ -115,7 +115,7 @@ def convert_to_chat(body: ResponsesBody) -> ChatBody:
         tools=[_convert_tool(tool, i) for i, tool in enumerate(body.tools)],
         tool_choice=_convert_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=_convert(body.reasoning, ReasoningOptions, "reasoning").effort,
+        reasoning_effort=_convert_to_struct(body.reasoning, ReasoningOptions, "reasoning").effort,
         chat_template_kwargs=body.chat_template_kwargs,
         continue_final_message=False,
         logprobs=body.has_logprobs,
@@ -138,7 +138,7 @@ def convert_items(items: str | Sequence[Objects]) -> list[Objects]:
         match item:
             case {"type": "reasoning"}:
                 parts = item.get("content") or item.get("summary") or []
-                thoughts.append(_join_thoughts(parts, where))
+                thoughts.append(_join_reasoning_texts(parts, where))
                 continue
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -178,7 +178,7 @@ def _list_calls(message: Mapping[str, object]) -> list[object]:
     return calls if isinstance(calls, list) else []
 
 
-def _join_thoughts(parts: object, where: str) -> str:
+def _join_reasoning_texts(parts: object, where: str) -> str:
     """Join the texts of the parts of a reasoning item."""
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
     if not all(isinstance(text, str) for text in texts):
@@ -194,7 +194,7 @@ def _add_instructions(messages: list[Objects], instructions: str) -> None:
         messages.insert(0, {"role": "system", "content": instructions})
 
 
-def _convert(fields: Objects, struct: type[Struct], name: str) -> Struct:
+def _convert_to_struct(fields: Objects, struct: type[Struct], name: str) -> Struct:
     """Convert an object of the body to a struct.
 
     Args:
@@ -220,7 +220,7 @@ def _convert_format(format: TextFormat) -> ResponseFormat | None:
 
 
 def _convert_tool(tool: Objects, index: int) -> Objects:
-    function = _convert(tool, FunctionTool, f"tools[{index}]")
+    function = _convert_to_struct(tool, FunctionTool, f"tools[{index}]")
     if function.type != "function":
         raise make_bad_request_error(
             f"tools[{index}].type is {function.type!a:.40}; this server runs no tools", "tools"

@@ -34,7 +34,7 @@ def read_tools(tools: Sequence[Objects]) -> list[FunctionBody]:
     return functions
 
 
-def choose_tools(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> tuple[str, list[FunctionBody]]:
+def resolve_tool_choice(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> tuple[str, list[FunctionBody]]:
     """Return the mode of the field ``tool_choice``, and the functions that the answer may call.
 
     Returns:

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...frontends.serving.requests import TokenEvent
-from ..bodies.answers import Delta
+from ..bodies.answers import AnswerDelta
 from ..bodies.messages import join_content
 from ..bodies.schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
 from ..errors import ApiError, make_bad_request_error
-from ..requests import make_id
-from ..responses import JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..requests import create_random_id
+from ..responses import JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
 from ..streams import ChoiceFinish, PromptProgress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
@@ -71,12 +71,12 @@ async def create_message(request: Request) -> Response:
     body, headers = await read_body(request, MessagesBody)
     if body.max_tokens is None:
         raise make_bad_request_error("max_tokens is missing", "max_tokens")
-    chat = await prepare_chat(state, convert_to_chat(body), "msg_")
+    chat = await prepare_chat(state, convert_to_openai_chat(body), "msg_")
     add_ignored_fields(headers, chat.ignored)
     add_ignored_fields(headers, ["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])
     answer = MessageAnswerFormatter(state, chat)
     stream = state.submit(chat.requests, tuple(filter(None, body.stop_sequences)), shows_markers=True)
-    return await respond(
+    return await respond_as_stream_or_json(
         state,
         request,
         stream,
@@ -92,7 +92,7 @@ async def count_message_tokens(request: Request) -> Response:
     """Handle ``POST /v1/messages/count_tokens``: return the token count of a chat."""
     state = get_serving_state(request)
     body, headers = await read_body(request, MessagesBody)
-    chat = convert_to_chat(body)
+    chat = convert_to_openai_chat(body)
     prompt = await state.builder.render_chat(chat, uses_tools=chat.tool_choice != "none")
     ids = await state.builder.encode_chat(prompt.text)
     return JsonResponse({"input_tokens": len(ids)}, headers=headers)
@@ -101,7 +101,7 @@ async def count_message_tokens(request: Request) -> Response:
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def convert_to_chat(body: MessagesBody) -> ChatBody:
+def convert_to_openai_chat(body: MessagesBody) -> ChatBody:
     """Convert a body of Anthropic to a chat body of OpenAI.
 
     Raises:
@@ -111,7 +111,7 @@ def convert_to_chat(body: MessagesBody) -> ChatBody:
     if body.system:
         messages.append({"role": "system", "content": join_content(body.system, "system")})
     for i, message in enumerate(body.messages):
-        messages += convert_message(message, f"messages[{i}]")
+        messages += convert_to_openai_messages(message, f"messages[{i}]")
     variables = dict(body.chat_template_kwargs)
     if (thinking := body.thinking.get("type")) is not None:
         if thinking not in THINKING_TYPES:
@@ -121,7 +121,7 @@ def convert_to_chat(body: MessagesBody) -> ChatBody:
         variables.setdefault("enable_thinking", thinking != "disabled")
     return msgspec.convert(
         {
-            **_convert_output_config(body.output_config),
+            **_convert_effort_and_schema(body.output_config),
             "model": body.model,
             "messages": messages,
             "max_tokens": body.max_tokens,
@@ -138,7 +138,7 @@ def convert_to_chat(body: MessagesBody) -> ChatBody:
     )
 
 
-def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
+def convert_to_openai_messages(message: Mapping[str, object], where: str) -> list[Objects]:
     """Convert a message of Anthropic to messages of OpenAI: each tool result becomes a separate message.
 
     Raises:
@@ -182,7 +182,7 @@ def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
     return [*results, {**whole, "tool_calls": calls} if calls else whole]
 
 
-def _convert_output_config(output: Mapping[str, object]) -> Objects:
+def _convert_effort_and_schema(output: Mapping[str, object]) -> Objects:
     """Convert ``output_config`` to the fields for the reasoning effort and for the JSON schema of the answer."""
     fields: Objects = {}
     for name, value in output.items():
@@ -239,7 +239,7 @@ class MessageAnswerFormatter:
         for delta in [*self._parser.feed(text), *self._parser.finish()]:
             if delta.kind == "arguments":
                 inputs[-1] += delta.text
-                blocks[-1]["input"] = parse_tool_input(inputs[-1])
+                blocks[-1]["input"] = parse_tool_input_or_empty(inputs[-1])
             else:
                 blocks.append(_make_content_block(delta, delta.text))
                 inputs.append("")
@@ -247,7 +247,7 @@ class MessageAnswerFormatter:
             **self._describe_message(blocks),
             "stop_reason": self._choose_stop_reason(finish),
             "stop_sequence": finish.stop_string or None,
-            "usage": describe_usage(finish),
+            "usage": describe_anthropic_usage(finish),
         }
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
@@ -273,14 +273,14 @@ class MessageAnswerFormatter:
         assert self._finish is not None
         finish = self._finish
         reason = {"stop_reason": self._choose_stop_reason(finish), "stop_sequence": finish.stop_string or None}
-        events = [*self._end_block(), _format("message_delta", delta=reason, usage=describe_usage(finish))]
+        events = [*self._end_block(), _format("message_delta", delta=reason, usage=describe_anthropic_usage(finish))]
         return b"".join([*events, _format("message_stop")])
 
     def format_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
-        return format_event(error.as_anthropic(), "error")
+        return format_event(error.as_anthropic_body(), "error")
 
-    def _format_delta(self, delta: Delta) -> list[bytes]:
+    def _format_delta(self, delta: AnswerDelta) -> list[bytes]:
         events = []
         block = "call" if delta.kind == "arguments" else delta.kind
         if delta.kind == "call" or block != self._block:
@@ -323,15 +323,15 @@ def _format(kind: str, **fields: object) -> bytes:
     return format_event({"type": kind, **fields}, kind)
 
 
-def _make_content_block(delta: Delta, text: str = "") -> Objects:
+def _make_content_block(delta: AnswerDelta, text: str = "") -> Objects:
     """Make a content block that begins with `text`, or a tool-use block without input."""
     if delta.kind == "call":
-        return {"type": "tool_use", "id": make_id("toolu_"), "name": delta.text, "input": {}}
+        return {"type": "tool_use", "id": create_random_id("toolu_"), "name": delta.text, "input": {}}
     start = BLOCK_STARTS[delta.kind]
     return {**start, DELTA_TYPES[delta.kind][1]: text}
 
 
-def parse_tool_input(arguments: str) -> object:
+def parse_tool_input_or_empty(arguments: str) -> object:
     """Parse the arguments of a tool call, or return an empty object if they are incomplete."""
     try:
         return json.loads(arguments)
@@ -339,7 +339,7 @@ def parse_tool_input(arguments: str) -> object:
         return {}
 
 
-def describe_usage(finish: ChoiceFinish) -> dict[str, int]:
+def describe_anthropic_usage(finish: ChoiceFinish) -> dict[str, int]:
     """Return the token counts of Anthropic's ``usage``; `input_tokens` excludes cached tokens."""
     timing = finish.timing
     return {

@@ -12,10 +12,10 @@ from ..bodies.answers import AnswerParser, AnswerParserOptions
 from ..bodies.generic_tools import OPEN_CALL
 from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt
 from ..bodies.schemas import ChatBody, FunctionBody
-from ..bodies.tools import build_tool_call_schema, choose_tools, list_string_parameters, read_tools
+from ..bodies.tools import build_tool_call_schema, list_string_parameters, read_tools, resolve_tool_choice
 from ..errors import ApiError, make_bad_request_error
 from ..grammars import list_ignored_schema_keywords
-from ..requests import make_id
+from ..requests import create_random_id
 from ..state import ServingState
 
 REASONING_FORMATS = ("auto", "none", "deepseek")
@@ -49,10 +49,10 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         ModelError: The template refuses the messages, or an option does not fit the model.
     """
     builder = state.builder
-    builder.require_served_model(body.model)
+    builder.require_served_model_if_strict(body.model)
     _check_fields(state, body)
     functions = read_tools(body.tools)
-    choice, callable_functions = choose_tools(body.tool_choice, functions)
+    choice, callable_functions = resolve_tool_choice(body.tool_choice, functions)
     prompt = await builder.render_chat(body, uses_tools=choice != "none")
     if body.reasoning_format not in REASONING_FORMATS:
         raise make_bad_request_error(
@@ -60,7 +60,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         )
     grammar: Grammar | None
     if choice == "none":
-        grammar = await builder.choose_grammar(body, body.response_format)
+        grammar = await builder.compile_requested_grammar(body, body.response_format)
     else:
         _check_no_grammar(body)
         grammar = None
@@ -73,7 +73,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
     text = prompt.text + _choose_prompt_suffix(prompt, grammar, choice == "required")
     ids = await builder.encode_chat(text)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    chat_id = make_id(id_prefix)
+    chat_id = create_random_id(id_prefix)
     top = (body.top_logprobs or 0) if body.logprobs else None
     requests = tuple(
         builder.build_engine_request(

@@ -11,7 +11,7 @@ MIN_LOGPROB = -9999.0
 """Logprob of a token without probability, because JSON has no infinity; OpenAI uses the same number."""
 
 
-def decode_token_bytes(data: bytes) -> str:
+def decode_or_escape_token_bytes(data: bytes) -> str:
     """Decode the bytes of a token as text; invalid UTF-8 becomes ``bytes:`` with escapes, as in OpenAI's API."""
     try:
         return data.decode()
@@ -19,7 +19,7 @@ def decode_token_bytes(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def describe_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> list[dict[str, object]]:
+def describe_chat_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> list[dict[str, object]]:
     """Return the logprobs of tokens in the format of chat completions and of llama-server's ``/completion``."""
     return [
         {
@@ -32,10 +32,15 @@ def describe_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> lis
 
 def _describe_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, object]:
     data = tokenizer.token_bytes(token) if token < tokenizer.n_tokens else b""
-    return {"id": token, "token": decode_token_bytes(data), "bytes": list(data), "logprob": clip_logprob(logprob)}
+    return {
+        "id": token,
+        "token": decode_or_escape_token_bytes(data),
+        "bytes": list(data),
+        "logprob": clip_logprob_to_minimum(logprob),
+    }
 
 
-def clip_logprob(logprob: float | None) -> float:
+def clip_logprob_to_minimum(logprob: float | None) -> float:
     """Return a logprob, but at least `MIN_LOGPROB`, because JSON has no infinity; None also gives `MIN_LOGPROB`."""
     return MIN_LOGPROB if logprob is None else max(float(logprob), MIN_LOGPROB)
 
@@ -48,16 +53,19 @@ def describe_legacy_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent],
         events: The tokens.
         offset: Characters of the text before the first token.
     """
-    texts = [decode_token_bytes(tokenizer.token_bytes(event.token)) for event in events]
+    texts = [decode_or_escape_token_bytes(tokenizer.token_bytes(event.token)) for event in events]
     offsets = []
     for text in texts:
         offsets.append(offset)
         offset += 0 if text.startswith("bytes:") else len(text)
     return {
         "tokens": texts,
-        "token_logprobs": [clip_logprob(event.logprob) for event in events],
+        "token_logprobs": [clip_logprob_to_minimum(event.logprob) for event in events],
         "top_logprobs": [
-            {decode_token_bytes(tokenizer.token_bytes(token)): clip_logprob(logprob) for token, logprob in event.top}
+            {
+                decode_or_escape_token_bytes(tokenizer.token_bytes(token)): clip_logprob_to_minimum(logprob)
+                for token, logprob in event.top
+            }
             for event in events
         ],
         "text_offset": offsets,

@@ -15,13 +15,13 @@ from ...frontends.serving.requests import GenerationRequest, TokenEvent
 from ..bodies.schemas import DetokenizeBody, NativeCompletionBody, TemplateBody, TokenizeBody
 from ..errors import ApiError
 from ..grammars import list_ignored_schema_keywords
-from ..metrics import CONTENT_TYPE, ChoiceStopwatch, describe_timing
-from ..requests import make_id
-from ..responses import PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..metrics import CONTENT_TYPE, StreamedChoiceStopwatch, describe_timing
+from ..requests import create_random_id
+from ..responses import PING, JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
 from ..streams import ChoiceFinish, CompleteText, PromptProgress, TextUpdate, Update
 from .chat import require_slots_for_choices
-from .logprobs import describe_logprobs
+from .logprobs import describe_chat_logprobs
 
 NO_SLOT = -1
 """Value of ``id_slot`` in a stream before its end, because the engine may still choose another slot."""
@@ -49,7 +49,7 @@ async def create_native_completion(request: Request) -> Response:
     state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, NativeCompletionBody)
-    state.builder.require_served_model(body.model)
+    state.builder.require_served_model_if_strict(body.model)
     limits = (body.n_predict, body.max_tokens, body.max_completion_tokens, UNLIMITED)
     limit = next(limit for limit in limits if limit is not None)
     choices = body.n if body.n_cmpl is None else body.n_cmpl
@@ -57,13 +57,13 @@ async def create_native_completion(request: Request) -> Response:
     prompts = await state.builder.encode_prompts(body.prompt)
     top = body.n_probs if body.n_probs is not None else body.logprobs
     requests = await state.builder.build_text_requests(
-        body, prompts, limit=limit, choices=choices, top_logprobs=top or None, id=make_id("native-")
+        body, prompts, limit=limit, choices=choices, top_logprobs=top or None, id=create_random_id("native-")
     )
     add_ignored_fields(headers, list_ignored_schema_keywords(requests[0].params.grammar))
     answer = NativeAnswerFormatter(state, body, requests)
     stream = state.submit(requests, body.stop_strings)
     build = answer.build_results
-    return await respond(
+    return await respond_as_stream_or_json(
         state, request, stream, answer, build, count=len(requests), is_streamed=body.stream, headers=headers
     )
 
@@ -78,7 +78,7 @@ class NativeAnswerFormatter:
         self._token_counts = [0] * len(requests)
         self._has_new_line = [False] * len(requests)
         self._cached_tokens: list[int | None] = [None] * len(requests)
-        self._clocks = [ChoiceStopwatch() for _ in requests]
+        self._clocks = [StreamedChoiceStopwatch() for _ in requests]
 
     def build_results(self, results: Sequence[CompleteText]) -> object:
         """Return the JSON object of one complete text, or the list of several."""
@@ -104,14 +104,14 @@ class NativeAnswerFormatter:
             "prompt": tokenizer.decode(request.prompt, special=True),
             "has_new_line": self._has_new_line[i] or "\n" in text,
             "truncated": finish.reason == "length" and (limit < 0 or finish.token_count < limit),
-            "stop_type": finish.stop_type,
+            "stop_type": finish.llama_server_stop_type,
             "stopping_word": finish.stop_string,
             "tokens_cached": finish.timing.prompt_tokens + max(0, finish.token_count - 1),
             "timings": describe_timing(finish.timing, finish.token_count),
         }
         if request.top_logprobs is not None and not is_streamed:
-            result["completion_probabilities"] = describe_logprobs(tokenizer, tokens)
-        return select_fields(result, self._body.response_fields) if self._body.response_fields else result
+            result["completion_probabilities"] = describe_chat_logprobs(tokenizer, tokens)
+        return select_result_fields(result, self._body.response_fields) if self._body.response_fields else result
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
         """Format updates as server-sent events of llama-server."""
@@ -123,7 +123,7 @@ class NativeAnswerFormatter:
 
     def format_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
-        return format_event(error.as_openai())
+        return format_event(error.as_openai_body())
 
     def _format_update(self, update: Update) -> bytes:
         i = update.choice
@@ -150,7 +150,7 @@ class NativeAnswerFormatter:
         else:
             self._has_new_line[i] |= "\n" in update.text
             if self._requests[i].top_logprobs is not None:
-                event["completion_probabilities"] = describe_logprobs(self._state.service.tokenizer, tokens)
+                event["completion_probabilities"] = describe_chat_logprobs(self._state.service.tokenizer, tokens)
         if self._body.timings_per_token:
             event["timings"] = self._clocks[i].describe_update(update)
         return format_event(event)
@@ -188,7 +188,7 @@ def describe_generation_settings(request: GenerationRequest, body: NativeComplet
     }
 
 
-def select_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, object]:
+def select_result_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, object]:
     """Return a copy of a result that has only the named fields; the name ``a/b`` is field b of object a."""
     selected = {}
     for name in names:
@@ -246,7 +246,7 @@ async def apply_template(request: Request) -> Response:
 
 async def show_health(request: Request) -> Response:
     """Handle ``GET /health``: return status 200 if the server can generate, otherwise 503."""
-    if problem := get_serving_state(request).find_problem():
+    if problem := get_serving_state(request).find_reason_not_ready():
         raise ApiError(503, problem, retry_seconds=1)
     return JsonResponse({"status": "ok"})
 

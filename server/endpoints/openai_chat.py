@@ -10,16 +10,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...frontends.serving.requests import TokenEvent
-from ..bodies.answers import AnswerParser, Delta
+from ..bodies.answers import AnswerDelta, AnswerParser
 from ..bodies.schemas import ChatBody, TemplateBody
 from ..errors import ApiError
-from ..metrics import ChoiceStopwatch, describe_timing
-from ..requests import make_id
-from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..metrics import StreamedChoiceStopwatch, describe_timing
+from ..requests import create_random_id
+from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
 from ..streams import ChoiceFinish, PromptProgress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
-from .logprobs import describe_logprobs
+from .logprobs import describe_chat_logprobs
 
 ID_PREFIX = "chatcmpl-"
 
@@ -34,7 +34,9 @@ async def create_chat_completion(request: Request) -> Response:
     answer = ChatAnswerFormatter(state, body, chat)
     stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
     build = answer.build_completion
-    return await respond(state, request, stream, answer, build, count=body.n, is_streamed=body.stream, headers=headers)
+    return await respond_as_stream_or_json(
+        state, request, stream, answer, build, count=body.n, is_streamed=body.stream, headers=headers
+    )
 
 
 async def count_chat_tokens(request: Request) -> Response:
@@ -59,7 +61,7 @@ class ChatAnswerFormatter:
         """Tokens of text that the parser holds."""
         self._cached_tokens: list[int | None] = [None] * body.n
         self._finishes: dict[int, ChoiceFinish] = {}
-        self._clocks = [ChoiceStopwatch() for _ in range(body.n)]
+        self._clocks = [StreamedChoiceStopwatch() for _ in range(body.n)]
         self._frame = {
             "id": chat.id,
             "created": int(time.time()),
@@ -108,7 +110,7 @@ class ChatAnswerFormatter:
 
     def format_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
-        return format_event(error.as_openai())
+        return format_event(error.as_openai_body())
 
     def _format_update(self, update: Update) -> list[bytes]:
         chunks: list[bytes] = []
@@ -168,17 +170,17 @@ class ChatAnswerFormatter:
     def _describe_logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, object] | None:
         if not self._body.logprobs:
             return None
-        return {"content": describe_logprobs(self._state.service.tokenizer, tokens), "refusal": None}
+        return {"content": describe_chat_logprobs(self._state.service.tokenizer, tokens), "refusal": None}
 
     def _describe_usage(self) -> dict[str, object]:
-        return describe_usage(self._finishes.values())
+        return describe_openai_usage(self._finishes.values())
 
     def _add_prompt(self, body: dict[str, object]) -> dict[str, object]:
         is_verbose = self._body.verbose or self._state.options.shows_prompts
         return {**body, "__verbose": {"prompt": self._chat.prompt_text}} if is_verbose else body
 
 
-def describe_usage(finishes: Iterable[ChoiceFinish]) -> dict[str, object]:
+def describe_openai_usage(finishes: Iterable[ChoiceFinish]) -> dict[str, object]:
     """Return the token counts of OpenAI's ``usage``; several choices share one prompt, which counts once."""
     ends = list(finishes)
     prompt, new = ends[0].timing.prompt_tokens, sum(finish.token_count for finish in ends)
@@ -195,7 +197,7 @@ def choose_finish_reason(finish: ChoiceFinish, parser: AnswerParser) -> str:
     return finish.reason if finish.reason == "length" or not parser.call_count else "tool_calls"
 
 
-def build_message(deltas: Sequence[Delta], *, is_call: bool = False) -> dict[str, object]:
+def build_message(deltas: Sequence[AnswerDelta], *, is_call: bool = False) -> dict[str, object]:
     """Build the assistant's message from all deltas of an answer; the content of a tool call is ``null``."""
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     thoughts = "".join(delta.text for delta in deltas if delta.kind == "reasoning")
@@ -211,12 +213,12 @@ def build_message(deltas: Sequence[Delta], *, is_call: bool = False) -> dict[str
         message["reasoning_content"] = thoughts
     if calls:
         message["tool_calls"] = [
-            {"id": make_id("call_"), "type": "function", "function": call} for call in calls.values()
+            {"id": create_random_id("call_"), "type": "function", "function": call} for call in calls.values()
         ]
     return message
 
 
-def describe_delta(delta: Delta) -> dict[str, object]:
+def describe_delta(delta: AnswerDelta) -> dict[str, object]:
     """Convert a parsed delta to the object ``delta`` of a stream chunk."""
     match delta.kind:
         case "content":
@@ -225,7 +227,7 @@ def describe_delta(delta: Delta) -> dict[str, object]:
             return {"reasoning_content": delta.text}
         case "call":
             function = {"name": delta.text, "arguments": ""}
-            call = {"index": delta.index, "id": make_id("call_"), "type": "function", "function": function}
+            call = {"index": delta.index, "id": create_random_id("call_"), "type": "function", "function": function}
             return {"tool_calls": [call]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 

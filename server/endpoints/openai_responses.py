@@ -10,17 +10,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...frontends.serving.requests import TokenEvent
-from ..bodies.answers import Delta
+from ..bodies.answers import AnswerDelta
 from ..bodies.response_items import ResponsesBody, convert_to_chat
 from ..bodies.schemas import Objects
 from ..errors import ApiError
 from ..metrics import describe_timing
-from ..requests import make_id
-from ..responses import PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..requests import create_random_id
+from ..responses import PING, JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
 from ..streams import ChoiceFinish, CompleteText, PromptProgress, TextUpdate, TokenDecoder, Update
 from .chat import PreparedChat, prepare_chat
-from .logprobs import describe_logprobs
+from .logprobs import describe_chat_logprobs
 
 UNUSED_FIELDS = ("return_progress", "timings_per_token")
 """Fields of other streams that have no effect here."""
@@ -41,7 +41,9 @@ async def create_response(request: Request) -> Response:
     answer = ResponseFormatter(state, body, chat)
     stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
     build = answer.build_response
-    return await respond(state, request, stream, answer, build, count=1, is_streamed=body.stream, headers=headers)
+    return await respond_as_stream_or_json(
+        state, request, stream, answer, build, count=1, is_streamed=body.stream, headers=headers
+    )
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -80,10 +82,10 @@ class ResponseFormatter:
         ((text, tokens, self._finish),) = results
         if self._body.has_logprobs:
             for new_text, part in split_text_by_tokens(self._state, tokens, text):
-                self._apply_all(self._parser.feed(new_text), part)
+                self._apply_deltas_with_tokens(self._parser.feed(new_text), part)
         else:
-            self._apply_all(self._parser.feed(text))
-        self._apply_all(self._parser.finish())
+            self._apply_deltas_with_tokens(self._parser.feed(text))
+        self._apply_deltas_with_tokens(self._parser.finish())
         self._end_item()
         return self._describe_response()
 
@@ -100,7 +102,7 @@ class ResponseFormatter:
             if isinstance(update, PromptProgress):
                 continue
             deltas = self._parser.feed(update.text) if isinstance(update, TextUpdate) else self._parser.finish()
-            events += self._apply_all(deltas, update.tokens if isinstance(update, TextUpdate) else ())
+            events += self._apply_deltas_with_tokens(deltas, update.tokens if isinstance(update, TextUpdate) else ())
             if isinstance(update, ChoiceFinish):
                 self._finish = update
         return b"".join(events)
@@ -123,7 +125,9 @@ class ResponseFormatter:
 
     # ------------------------------------------------------------------------------------------------------------ items
 
-    def _apply_all(self, deltas: Iterable[Delta], tokens: Sequence[TokenEvent] = ()) -> list[bytes]:
+    def _apply_deltas_with_tokens(
+        self, deltas: Iterable[AnswerDelta], tokens: Sequence[TokenEvent] = ()
+    ) -> list[bytes]:
         """Add the deltas of new tokens to the output items, and return the events for the client.
 
         A delta of a message gets its tokens, also the tokens that the parser has held. Tokens before them, such as
@@ -135,11 +139,13 @@ class ResponseFormatter:
         for delta in deltas:
             logprobs: list[Objects] = []
             if delta.kind == "content" and self._body.has_logprobs:
-                logprobs = describe_logprobs(self._state.service.tokenizer, self._take_tokens_of(delta.text))
-            events += self._apply(delta, logprobs)
+                logprobs = describe_chat_logprobs(
+                    self._state.service.tokenizer, self._take_tokens_at_end_of(delta.text)
+                )
+            events += self._apply_delta_to_item(delta, logprobs)
         return events
 
-    def _take_tokens_of(self, text: str) -> list[TokenEvent]:
+    def _take_tokens_at_end_of(self, text: str) -> list[TokenEvent]:
         """Take the waiting tokens at the end of `text`, and drop all earlier ones."""
         count, size, left = 0, len(text.encode()), self._waiting_tokens
         while size > 0 and count < len(left):
@@ -148,7 +154,7 @@ class ResponseFormatter:
         self._waiting_tokens = []
         return left[len(left) - count :]
 
-    def _apply(self, delta: Delta, logprobs: list[Objects]) -> list[bytes]:
+    def _apply_delta_to_item(self, delta: AnswerDelta, logprobs: list[Objects]) -> list[bytes]:
         """Add a delta to the output item that grows, or begin a new item, and return the events for the client."""
         kind = ITEM_KINDS["call" if delta.kind == "arguments" else delta.kind]
         events: list[bytes] = []
@@ -165,10 +171,10 @@ class ResponseFormatter:
         name = f"{TEXT_EVENTS[kind]}.delta"
         return [*events, self._format_item_event(name, content_index=0, delta=delta.text, **extra)]
 
-    def _begin_item(self, kind: str, delta: Delta) -> list[bytes]:
-        item: Objects = {"id": make_id(ID_PREFIXES[kind]), "type": kind, "status": "in_progress"}
+    def _begin_item(self, kind: str, delta: AnswerDelta) -> list[bytes]:
+        item: Objects = {"id": create_random_id(ID_PREFIXES[kind]), "type": kind, "status": "in_progress"}
         if kind == "function_call":
-            item |= {"call_id": make_id("call_"), "name": delta.text, "arguments": ""}
+            item |= {"call_id": create_random_id("call_"), "name": delta.text, "arguments": ""}
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:
@@ -177,7 +183,7 @@ class ResponseFormatter:
         self._text = []
         events = [self._format("response.output_item.added", output_index=len(self._items) - 1, item=item)]
         if kind != "function_call":
-            part = _make_part(kind, "", [])
+            part = _create_content_part(kind, "", [])
             events.append(self._format_item_event("response.content_part.added", content_index=0, part=part))
         return events
 
@@ -195,7 +201,7 @@ class ResponseFormatter:
             name = "response.function_call_arguments.done"
             events = [self._format_item_event(name, name=item["name"], arguments=text)]
         else:
-            part = _make_part(kind, text, logprobs)
+            part = _create_content_part(kind, text, logprobs)
             item["content"] = [part]
             extra: Objects = {"logprobs": logprobs} if kind == "message" else {}
             events = [
@@ -268,7 +274,7 @@ def split_text_by_tokens(
 
     The last part may have no token, after a part of a character. A stop string may have cut the last token.
     """
-    decoder = TokenDecoder(state.service.tokenizer, state.visible_tokens)
+    decoder = TokenDecoder(state.service.tokenizer, state.visible_control_tokens)
     waiting: list[TokenEvent] = []
     position = 0
     for token in tokens:
@@ -282,7 +288,7 @@ def split_text_by_tokens(
         yield text[position:], tuple(waiting)
 
 
-def _make_part(kind: str, text: str, logprobs: list[Objects]) -> Objects:
+def _create_content_part(kind: str, text: str, logprobs: list[Objects]) -> Objects:
     """Make the content part of a message or a thought."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}

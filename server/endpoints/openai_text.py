@@ -17,9 +17,9 @@ from ...frontends.serving.requests import GenerationRequest, TokenEvent
 from ..bodies.schemas import EmbeddingBody, TextCompletionBody
 from ..errors import ApiError, make_bad_request_error
 from ..grammars import list_ignored_schema_keywords
-from ..metrics import ChoiceStopwatch, describe_timing
-from ..requests import make_id
-from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..metrics import StreamedChoiceStopwatch, describe_timing
+from ..requests import create_random_id
+from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
 from ..streams import ChoiceFinish, PromptProgress, TextUpdate, Update
 from .chat import require_slots_for_choices
@@ -34,13 +34,13 @@ async def create_completion(request: Request) -> Response:
     state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, TextCompletionBody)
-    state.builder.require_served_model(body.model)
+    state.builder.require_served_model_if_strict(body.model)
     require_slots_for_choices(state, body.n)
     limit = body.n_predict if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None:
         raise make_bad_request_error("logprobs of prompts are not supported; leave out echo or logprobs", "echo")
     prompts = await state.builder.encode_prompts(body.prompt)
-    id = make_id("cmpl-")
+    id = create_random_id("cmpl-")
     requests = await state.builder.build_text_requests(
         body, prompts, limit=limit, choices=body.n, top_logprobs=body.logprobs, id=id
     )
@@ -48,7 +48,7 @@ async def create_completion(request: Request) -> Response:
     answer = TextAnswerFormatter(state, body, requests, id)
     stream = state.submit(requests, body.stop_strings)
     build = answer.build_completion
-    return await respond(
+    return await respond_as_stream_or_json(
         state, request, stream, answer, build, count=len(requests), is_streamed=body.stream, headers=headers
     )
 
@@ -69,7 +69,7 @@ class TextAnswerFormatter:
         self._offsets = [0] * len(requests)
         """Characters that each choice has sent."""
         self._finishes: dict[int, ChoiceFinish] = {}
-        self._clocks = [ChoiceStopwatch() for _ in requests]
+        self._clocks = [StreamedChoiceStopwatch() for _ in requests]
         self._frame: dict[str, object] = {
             "id": completion_id,
             "object": "text_completion",
@@ -102,7 +102,7 @@ class TextAnswerFormatter:
 
     def format_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
-        return format_event(error.as_openai())
+        return format_event(error.as_openai_body())
 
     def _format_update(self, update: Update) -> bytes:
         i = update.choice
@@ -184,13 +184,13 @@ async def create_native_embeddings(request: Request) -> Response:
 
 async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
     """Return the embedding of each text in the body, and the total token count."""
-    state.builder.require_served_model(body.model)
+    state.builder.require_served_model_if_strict(body.model)
     content = body.content if body.input is None else body.input
     if content is None:
         raise make_bad_request_error("input is missing", "input")
     if body.embd_normalize not in (NORMALISED, -1):
         raise make_bad_request_error(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
-    width = state.service.model_info["n_embd"]
+    width = state.service.llama_server_model_fields["n_embd"]
     if body.dimensions not in (None, width):
         reason = f"dimensions is {body.dimensions}; the vectors of this model have {width} numbers"
         raise make_bad_request_error(reason, "dimensions")
@@ -232,7 +232,7 @@ def _describe_model(state: ServingState) -> dict[str, object]:
         "type": "model",
         "display_name": state.service.model_name,
         "created_at": datetime.fromtimestamp(start, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "meta": dict(state.service.model_info),
+        "meta": dict(state.service.llama_server_model_fields),
     }
 
 

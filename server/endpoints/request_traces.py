@@ -30,7 +30,7 @@ async def trace_request(request: Request) -> Response:
     name, format = request.path_params["id"], request.query_params.get("format", "json")
     if format not in FORMATS:
         raise make_bad_request_error(f"format is {format!a:.40}; need one of {', '.join(FORMATS)}", "format")
-    traces = get_serving_state(request).service.trace_requests(name)
+    traces = get_serving_state(request).service.trace_request_or_choices(name)
     if not traces:
         raise ApiError(404, f"there is no request {name!a:.80} among the last ones; GET /requests lists them")
     choices = [describe_trace(trace) for trace in traces]
@@ -80,12 +80,12 @@ def describe_trace(trace: RequestTrace) -> dict[str, object]:
     ]
     return {
         **describe_record(record, trace.unix_offset),
-        "mean_requests": _compute_mean_requests(steps),
+        "mean_requests": _compute_mean_decode_requests(steps),
         "steps": steps,
     }
 
 
-def _compute_mean_requests(steps: Sequence[Mapping[str, object]]) -> float:
+def _compute_mean_decode_requests(steps: Sequence[Mapping[str, object]]) -> float:
     """Compute the mean number of requests in the decode steps; 0 without decode steps."""
     counts = [step["requests"] for step in steps if step["kind"] == "decode"]
     return round(sum(count for count in counts if isinstance(count, int)) / len(counts), 3) if counts else 0.0

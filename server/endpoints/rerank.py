@@ -17,7 +17,7 @@ async def rerank(request: Request) -> Response:
     state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, RerankBody)
-    state.builder.require_served_model(body.model)
+    state.builder.require_served_model_if_strict(body.model)
     documents = body.texts if body.documents is None else body.documents
     if documents is None:
         raise make_bad_request_error("documents is missing", "documents")

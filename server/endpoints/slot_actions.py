@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...frontends.errors import ModelError
-from ...frontends.inference.saved_state import read_state, write_state
+from ...frontends.inference.saved_state import read_state, write_state_atomically
 from ...graph.errors import HocketError
 from ..bodies.schemas import SlotFileBody
 from ..errors import ApiError, make_bad_request_error
@@ -46,7 +46,7 @@ async def run_slot_action(request: Request) -> Response:
         count = await run_until_disconnect(request, _wait_for_slot(state, state.service.erase_slot(slot)))
         return JsonResponse({"id_slot": slot, "n_erased": count})
     body, headers = await read_body(request, SlotFileBody)
-    path = _find_file(state.options.slot_save_path, body.filename)
+    path = _find_slot_file(state.options.slot_save_path, body.filename)
     start = time.perf_counter()
     function = _save_slot if action == "save" else _restore_slot
     result = await run_until_disconnect(request, function(state, slot, path))
@@ -55,7 +55,7 @@ async def run_slot_action(request: Request) -> Response:
     return JsonResponse({"id_slot": slot, "filename": body.filename, **result, "timings": timings}, headers=headers)
 
 
-def _find_file(folder: str, name: str) -> Path:
+def _find_slot_file(folder: str, name: str) -> Path:
     """Return the path of a slot file; a name cannot leave the folder.
 
     Raises:
@@ -70,7 +70,7 @@ def _find_file(folder: str, name: str) -> Path:
 
 
 @asynccontextmanager
-async def _reserved_slot(state: ServingState, slot: int) -> AsyncIterator[None]:
+async def _one_file_action_per_slot(state: ServingState, slot: int) -> AsyncIterator[None]:
     """Wait for the earlier saves and restores of a slot, so that memory holds one file of each slot at most.
 
     Raises:
@@ -88,9 +88,9 @@ async def _reserved_slot(state: ServingState, slot: int) -> AsyncIterator[None]:
 
 async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
     try:
-        async with _reserved_slot(state, slot):
+        async with _one_file_action_per_slot(state, slot):
             captured = await _wait_for_slot(state, state.service.capture_slot(slot))
-            await state.builder.run_in_thread(partial(write_state, captured, path))
+            await state.builder.run_in_thread(partial(write_state_atomically, captured, path))
             size = path.stat().st_size
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -102,7 +102,7 @@ async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, in
 
 async def _restore_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
     try:
-        async with _reserved_slot(state, slot):
+        async with _one_file_action_per_slot(state, slot):
             read = partial(read_state, path, state.service.max_slot_file_bytes)
             saved, size = await state.builder.run_in_thread(read), path.stat().st_size
             count = await _wait_for_slot(state, state.service.restore_slot(slot, saved, path))

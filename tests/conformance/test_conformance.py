@@ -19,7 +19,7 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance import Outcome, Suite, parse_case, run_case, run_suite, select_cases, suite, support_matrix
 from hocket.conformance.cases.case import INPUTS, LAYOUTS, make_case
 from hocket.conformance.cases.grow_shapes import grow_cases_from_samples
-from hocket.conformance.cases.inputs import as_reference_array, generate_operands
+from hocket.conformance.cases.inputs import as_reference_array, generate_random_operands
 from hocket.conformance.cases.model_cases import collect_model_cases
 from hocket.conformance.checks import zero_propagation
 from hocket.conformance.checks.case_graph import build_case_graph, build_verified_device_plan
@@ -79,9 +79,9 @@ def test_a_case_says_what_is_wrong_with_its_text():
 def test_the_same_text_draws_the_same_numbers_and_another_seed_others():
     case = parse_case("mul_mat(w=q4_K[5,256], x=f32[7,256], layout=permuted, inputs=large)")
     one, two, moved = (
-        generate_operands(case),
-        generate_operands(parse_case(str(case))),
-        generate_operands(case.with_settings(seed=1)),
+        generate_random_operands(case),
+        generate_random_operands(parse_case(str(case))),
+        generate_random_operands(case.with_settings(seed=1)),
     )
     assert one["x"].tobytes() == two["x"].tobytes() != moved["x"].tobytes()
     assert one["w"].tobytes() == two["w"].tobytes() != moved["w"].tobytes()
@@ -209,7 +209,7 @@ def test_a_number_too_large_for_its_dtype_may_be_infinite():
 def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
     def limit(text, arithmetic=None):
         case = parse_case(text)
-        operands = {n: as_reference_array(a, case.specs[n]) for n, a in generate_operands(case).items()}
+        operands = {n: as_reference_array(a, case.specs[n]) for n, a in generate_random_operands(case).items()}
         expected = ExpectedResult(case, operands, *([arithmetic] if arithmetic else []))
         scale = np.abs(operands["x"]) @ np.abs(operands["w"]).T
         return float(np.median(expected.compute_error_budgets([Spec((7, 5))])[0].max_element_error / scale))
@@ -410,7 +410,9 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
     (saved,) = (tmp_path / "saved").glob("neg-*.npz")
     with np.load(saved) as arrays:
         assert str(arrays["case"]) == case
-        np.testing.assert_array_equal(arrays["operand_x"], generate_operands(parse_case(case))["x"].astype(np.float32))
+        np.testing.assert_array_equal(
+            arrays["operand_x"], generate_random_operands(parse_case(case))["x"].astype(np.float32)
+        )
         np.testing.assert_array_equal(arrays["expected_0"], -arrays["operand_x"])
         np.testing.assert_array_equal(arrays["got_0"], arrays["expected_0"])
         assert "take its line out" in str(arrays["why"])

@@ -11,9 +11,9 @@ from hocket.backends import find_device
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.cases.case import Case
-from hocket.conformance.cases.inputs import generate_operands, has_unquantised_floats, make_special_values
+from hocket.conformance.cases.inputs import generate_random_operands, has_unquantised_floats, make_special_values
 from hocket.conformance.checks.compare_arrays import compare_with_reference
-from hocket.conformance.checks.run_case import replace_permitted_nonfinites
+from hocket.conformance.checks.run_case import replace_permitted_nonfinites_by_reference
 from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
 from hocket.conformance.generate_cases import generate_full_cases, select_quick_cases
 from hocket.frontends.tensors.tensor import merge_equal_nodes
@@ -71,7 +71,7 @@ def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) ->
         for key in _floats(case):
             missing.discard((key, case.inputs))
         if case.inputs == "special" and any(map(values.get, dict(_floats(case)))):
-            operands = generate_operands(case)
+            operands = generate_random_operands(case)
             for operand, _ in _floats(case):
                 values[operand] -= {kind for kind in values[operand] if CLASSES[kind](operands[operand]).any()}
     assert not missing
@@ -149,7 +149,7 @@ def test_any_infinity_will_do_in_quantised_products_and_recurrences_only(text: s
 def test_only_elements_that_an_infinite_weight_reaches_may_be_nan() -> None:
     operands = {"w": np.array([[np.inf, 1.0], [1.0, 2.0]]), "x": np.array([[1.0, 2.0], [np.inf, 1.0]])}
     expected = ExpectedResult(parse_case("mul_mat(w=f16[2,2], x=f32[2,2], inputs=special)"), operands)
-    assert expected.find_nan_from_infinities(0).tolist() == [[True, False], [True, False]]
+    assert expected.mask_nan_from_infinities(0).tolist() == [[True, False], [True, False]]
 
 
 def test_an_infinity_has_either_sign_or_is_nan_where_rounding_decides() -> None:
@@ -161,7 +161,8 @@ def test_an_infinity_has_either_sign_or_is_nan_where_rounding_decides() -> None:
         assert np.isinf(want).any()
         for got in (np.where(np.isinf(want), -want, want), np.where(np.isinf(want), np.nan, want)):
             assert (
-                np.array_equal(replace_permitted_nonfinites(parse_case(text), got, expected, 0), want) == is_undecided
+                np.array_equal(replace_permitted_nonfinites_by_reference(parse_case(text), got, expected, 0), want)
+                == is_undecided
             )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -82,7 +82,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
         session = Session(open_model(path_of(name)), on=group)
         parts = [session.evaluate([p], every_position=True)[0] for p in (tokens[:8], *([t] for t in tokens[8:]))]
         replay = session.executor(session.make_step(1, len(tokens)))._program_runners[0]
-    return np.concatenate(parts), sum(isinstance(part, Launch) for part in replay._parts)
+    return np.concatenate(parts), sum(isinstance(part, KernelLaunch) for part in replay._parts)
 
 
 @pytest.mark.long(cases=1)

@@ -12,7 +12,12 @@ from hocket import ops
 from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device import dependent_launch, disassembly, nvrtc
-from hocket.backends.cupy.device.driver import Launch, LibraryExchange, find_kernel_files, read_kernel_text
+from hocket.backends.cupy.device.driver import (
+    CollectiveLibraryExchange,
+    KernelLaunch,
+    find_kernel_files,
+    read_kernel_text,
+)
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import dense, packed, tiled
 from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
@@ -100,8 +105,8 @@ def test_a_launch_that_the_driver_refuses_is_named(cupy, monkeypatch):
 
 
 def test_a_launch_behind_an_exchange_begins_late():
-    launch = Launch(SOURCES[0][SOURCES[0].names[0]], (1, 1, 1), (32, 1, 1), 0, (), (), 0)
-    exchange = LibraryExchange(None, (), 0)
+    launch = KernelLaunch(SOURCES[0][SOURCES[0].names[0]], (1, 1, 1), (32, 1, 1), 0, (), (), 0)
+    exchange = CollectiveLibraryExchange(None, (), 0)
     steps = [launch, launch, exchange, launch, launch, exchange, exchange]
     assert dependent_launch.compute_early_launch_flags(steps) == [False, True, False, False, True, False, False]
     assert dependent_launch.compute_early_launch_flags([]) == []
@@ -163,7 +168,7 @@ def test_every_kernel_waits_for_earlier_launches_before_all_else():
     ],
 )
 def test_machine_code_asks_for_weights_before_it_waits(source, name, asks):
-    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
     code = disassembly.run_disassembler(nvrtc.compile(source[name].single_kernel_source, "sm_90a").image)
     order = [word for line in code.splitlines() for word in (asks, "ACQBULK", "PREEXIT") if f" {word} " in line]
     asked = order.index(asks)

@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.cuda_driver import CudaDriver, SimulatedGpuDriver
-from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, HIP_LIMITS, Limits, find_limits
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, HIP_LIMITS, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.kernel_resources import ARCHITECTURES, ResourceRow, read_resource_table
 from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
 from hocket.backends.cupy.program_binding import bind_program_at_placeholders
@@ -34,20 +34,20 @@ class Kind:
     """A kind of device: the architecture of its code, block limits, multiprocessors and registers per block."""
 
     arch: str
-    limits: Limits
+    limits: KernelLimits
     processors: int
     registers: int | None = 1 << 16
 
 
 PROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 KINDS = {
-    **{arch: Kind(arch, find_limits(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
+    **{arch: Kind(arch, find_kernel_limits(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
     # Declared shared memory is the same there; the compiler distributes registers by the threads of a block.
     "gfx942": Kind("sm_90a", HIP_LIMITS, 304, None),
 }
 
 
-def lacking(launch: Launch, row: ResourceRow, kind: Kind) -> Iterator[str]:
+def lacking(launch: KernelLaunch, row: ResourceRow, kind: Kind) -> Iterator[str]:
     """Yield the resources that a launch exceeds."""
     threads = prod(launch.block)
     if threads > row.threads:
@@ -85,7 +85,7 @@ class Fitting:
             program = build_verified_device_plan(graph, backend, on).program
             for kind in (kind for kind in KINDS.values() if kind.limits == limits):
                 for step in bind_program_at_placeholders(program, limits, kind.processors)[1]:
-                    assert isinstance(step, Launch)
+                    assert isinstance(step, KernelLaunch)
                     self.launches += 1
                     row = self.table[str(step.kernel)][kind.arch]
                     self.found |= {f"{what} on {kind}: {step.kernel} has {why}" for why in lacking(step, row, kind)}
@@ -136,5 +136,5 @@ ROW = ResourceRow(registers=100, shared_bytes=1024, instructions=0, loop=0, prod
 )
 def test_what_does_not_fit_is_found(grid, threads, shared, registers, why):
     kernel = SOURCES[0][SOURCES[0].names[0]]
-    launch = Launch(kernel, grid, (threads, 1, 1), shared, (), (), 0)
+    launch = KernelLaunch(kernel, grid, (threads, 1, 1), shared, (), (), 0)
     assert list(lacking(launch, ROW._replace(registers=registers), KINDS["sm_89"])) == why

@@ -295,7 +295,7 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch, capsys):
 
 def test_without_the_device_the_script_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "device"])
-    monkeypatch.setattr(cuda_driver.CudaDriver, "_count_devices", lambda self: 0)
+    monkeypatch.setattr(cuda_driver.CudaDriver, "_count_usable_devices", lambda self: 0)
     with pytest.raises(SystemExit, match=r"gpu.py: there is no device cuda:0"):
         gpu.main()
 

@@ -13,7 +13,7 @@ from hocket.backends.cupy import cuda_driver, hip_driver
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import hiprtc
 from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, HIP_LIMITS
-from hocket.backends.cupy.device.driver import HIP_HEADER, KernelSource, Launch
+from hocket.backends.cupy.device.driver import HIP_HEADER, KernelLaunch, KernelSource
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipBackend
 from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
 from hocket.cli import main
@@ -137,7 +137,7 @@ def test_a_block_has_64_kib_of_memory_without_asking(cupy):
     driver, on = hip_driver.HipDriver(), Device("hip", 0)
     assert driver.limits(on) == HIP_LIMITS
     kernel = SOURCES[0][SOURCES[0].names[0]]
-    driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), DEFAULT_SHARED_BYTES + 1024, (), (), 0)], on)
+    driver.record([KernelLaunch(kernel, (1, 1, 1), (32, 1, 1), DEFAULT_SHARED_BYTES + 1024, (), (), 0)], on)
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

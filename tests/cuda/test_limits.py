@@ -23,10 +23,10 @@ from hocket.backends.cupy.device.device_limits import (
     MAX_SHARED_BYTES,
     MULTIPROCESSORS,
     RESERVED_SHARED_BYTES,
-    Limits,
-    find_limits,
+    KernelLimits,
+    find_kernel_limits,
 )
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernel_resources import read_resource_table
 from hocket.backends.cupy.kernel_table import SOURCES
@@ -42,7 +42,7 @@ from ..given.devices.emulation import needs_compiler
 from ..given.fakes.fake_cupy import StreamError, fake_cupy
 from ..given.fakes.fake_nccl import FakeNccl
 
-CONSUMER = find_limits("89")
+CONSUMER = find_kernel_limits("89")
 TOKENS = 70
 
 
@@ -102,10 +102,10 @@ def test_a_launch_that_no_block_has_the_memory_for_is_no_kernel():
 
 
 def test_an_unknown_device_has_the_limits_of_all():
-    assert [find_limits(n) for n in ("90", "120", "999")] == [
+    assert [find_kernel_limits(n) for n in ("90", "120", "999")] == [
         LARGEST_LIMITS,
-        Limits(99 * KIB),
-        Limits(DEFAULT_SHARED_BYTES),
+        KernelLimits(99 * KIB),
+        KernelLimits(DEFAULT_SHARED_BYTES),
     ]
     assert min(MAX_SHARED_BYTES.values()) > DEFAULT_SHARED_BYTES
 
@@ -113,7 +113,7 @@ def test_an_unknown_device_has_the_limits_of_all():
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(arch):
     assert (
-        find_limits(arch.strip("sm_a")).shared_bytes_per_block + RESERVED_SHARED_BYTES
+        find_kernel_limits(arch.strip("sm_a")).shared_bytes_per_block + RESERVED_SHARED_BYTES
         <= MULTIPROCESSORS[arch].shared_bytes
     )
 
@@ -181,7 +181,7 @@ CUDA_ERROR = "CUDA_ERROR_INVALID_VALUE: invalid argument; if that goes on, start
 def test_memory_that_a_driver_refuses_is_one_line(cupy):
     cupy.cuda.driver.funcSetAttribute = fails
     source = next(s for s in SOURCES if s.file == "rows.cu")
-    launch = Launch(source[source.names[0]], (1, 1, 1), (32, 1, 1), 50 << 10, (), (), 0)
+    launch = KernelLaunch(source[source.names[0]], (1, 1, 1), (32, 1, 1), 50 << 10, (), (), 0)
     with pytest.raises(BackendError) as caught:
         cuda_driver.CudaDriver().record([launch], Device("cuda", 0))
     assert str(caught.value) == f"cuda:0 cannot record launches: {CUDA_ERROR}"
@@ -194,7 +194,7 @@ def test_memory_that_a_driver_refuses_is_one_line(cupy):
         ("memcpyAsync", lambda driver: load_tensors(driver), "cuda:0 cannot copy from the host"),
         (
             "hostRegister",
-            lambda driver: driver.map_host_memory(np.ones(1), True),
+            lambda driver: driver.map_signal_pad(np.ones(1), True),
             "cuda devices cannot share memory of the host",
         ),
     ],
@@ -215,8 +215,8 @@ def load_tensors(driver: cuda_driver.CudaDriver) -> None:
 def test_devices_that_reach_each_other_already_still_do(cupy):
     """Another library may have opened their memory: the error 704 is none, and CuPy has cleared it when it raises."""
     two = [Device("cuda", 0), Device("cuda", 1)]
-    assert cuda_driver.CudaDriver().can_access_peers(two)
-    assert cuda_driver.CudaDriver().can_access_peers(two)
+    assert cuda_driver.CudaDriver().enable_peer_access(two)
+    assert cuda_driver.CudaDriver().enable_peer_access(two)
 
 
 @needs_compiler

@@ -42,7 +42,7 @@ class Sent:
 @needs_compiler
 def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     """Check that the script writes the committed file."""
-    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
     of_all = predict_times.make_shapes
     monkeypatch.setattr(predict_times, "ProcessPoolExecutor", Sent)
     monkeypatch.setattr(predict_times, "make_shapes", lambda n: tuple(s for s in of_all(n) if s.name == ADDED))
@@ -77,7 +77,7 @@ OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 40
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_an_h200_should_take_is_what_is_predicted_of_the_kernels_of_now(name):
     """Where kernels changed on purpose: ``python benchmarks/gpu/predict_times.py``."""
-    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
     shape, known = SHAPES[name], json.loads(predict_times.TIMES.read_text("utf-8"))
     took = predict_times.sum_seconds(shape.predict_launches(shape.count_launches(GPUS["h200"].limits), "h200"))
     assert 1e6 * took == pytest.approx(known[name]["h200"], rel=0.1)

@@ -12,7 +12,7 @@ from hocket.backends.capabilities import OTHER_OPS
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import KernelSource, read_kernel_text
-from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_with_counters
+from hocket.backends.cupy.emulation.access_counters import AccessCountingDriver, run_with_counters
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
 from hocket.backends.cupy.time_model.block_counts import estimate_block_executions
@@ -76,12 +76,12 @@ def test_the_extra_work_of_a_longer_launch_is_repeated_as_predicted():
 @pytest.fixture(scope="module")
 def _tools():
     pytest.importorskip("scipy")
-    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
 
 
 def count_launch(kernel, times, step=0):
     """Return the block counts of a block of 128 threads that runs its loop `times` times."""
-    driver = CountingDriver()
+    driver = AccessCountingDriver()
     memory = [driver.alloc(4096, driver.device(0)) for _ in range(2)]
     operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
     launches = LaunchBuilder(upload_array=lambda array: 0)
@@ -205,8 +205,10 @@ def test_blocks_that_follow_others_end_alone():
 
 def test_twice_the_blocks_do_twice_the_work():
     work = LaunchWork(10, 128, 32, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
-    assert work.multiply(2) == LaunchWork(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 8.0)
-    assert work.multiply(1, 2) == LaunchWork(10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
+    assert work.scale_blocks_and_block_work(2) == LaunchWork(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 8.0)
+    assert work.scale_blocks_and_block_work(1, 2) == LaunchWork(
+        10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0
+    )
 
 
 def test_a_block_that_does_not_fit_is_refused():

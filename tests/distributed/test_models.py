@@ -54,7 +54,7 @@ def test_ranks_compute_what_one_device_does(on):
 
 def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", 2)
-    monkeypatch.setattr(prefill_chunks, "compute_chunk_sizes", lambda max_tokens: (2,))
+    monkeypatch.setattr(prefill_chunks, "list_allowed_chunk_sizes", lambda max_tokens: (2,))
     model = open_model(MODEL)
     alone = logits(Session(model, on=DeviceGroup(devices=("numpy:0",)), context=16))
 

@@ -19,10 +19,10 @@ from hocket.scheduler.costs.calibration_file import (
     choose_calibrated_or_built_in_hardware,
     describe_calibration_date,
     format_saved_speeds_key,
-    scale_built_in_hardware,
+    scale_built_in_hardware_by_threads,
     write_speeds,
 )
-from hocket.scheduler.costs.rank_speeds import agree_on_speeds
+from hocket.scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from hocket.scheduler.costs.speeds import Speeds
 from hocket.scheduler.measurement.probe_graphs import build_matmul_graph
 
@@ -105,7 +105,7 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
     """
     saved = [make_saved_speeds(QUICK), make_saved_speeds(replace(SLOW_SPEEDS, launch=9e-6), 1), None]
     hardware = ranks_with(
-        saved, lambda world: agree_on_speeds(pair((0, 1, 2)), world).hardware_for_graph(GRAPH), hosts=2
+        saved, lambda world: agree_on_slowest_rank_speeds(pair((0, 1, 2)), world).hardware_for_graph(GRAPH), hosts=2
     )
     known = calibrated_hardware(saved[1][format_saved_speeds_key(pair((1,)))])
     apart = {"link_bandwidth": DEFAULT_HARDWARE.across_bandwidth, "link_latency": DEFAULT_HARDWARE.across_latency}
@@ -120,7 +120,9 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
 
     saved = [{format_saved_speeds_key(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW_SPEEDS))]
     assert saved[0].keys() != saved[1].keys()
-    shared = ranks_with(saved, lambda world: agree_on_speeds(group(world.rank), world).slowest_speeds, hosts=2)
+    shared = ranks_with(
+        saved, lambda world: agree_on_slowest_rank_speeds(group(world.rank), world).slowest_speeds, hosts=2
+    )
     assert shared == [SLOW_SPEEDS, SLOW_SPEEDS]
 
 
@@ -129,7 +131,8 @@ def test_other_devices_than_were_measured_are_estimated(ranks_with):
         map(
             str,
             ranks_with(
-                [make_saved_speeds(QUICK, 3)] * 2, lambda w: agree_on_speeds(pair(), w).hardware_for_graph(GRAPH)
+                [make_saved_speeds(QUICK, 3)] * 2,
+                lambda w: agree_on_slowest_rank_speeds(pair(), w).hardware_for_graph(GRAPH),
             ),
         )
     )
@@ -139,11 +142,13 @@ def test_other_devices_than_were_measured_are_estimated(ranks_with):
 def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
     monkeypatch.setattr(calibration_file, "make_saved_speeds_path", lambda: tmp_path / "speeds")
     group = [find_device("numpy:0"), find_device("numpy:1")]
-    assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == scale_built_in_hardware(group)
+    assert agree_on_slowest_rank_speeds(group, SINGLE_PROCESS).hardware_for_graph(
+        GRAPH
+    ) == scale_built_in_hardware_by_threads(group)
     write_speeds({format_saved_speeds_key(group): QUICK})
     calibrated_here = calibrated_hardware(QUICK, source=describe_calibration_date(group))
     assert (
-        agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH)
+        agree_on_slowest_rank_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH)
         == choose_calibrated_or_built_in_hardware(GRAPH, group)
         == calibrated_here
     )

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hocket.cli import build_parser
+from hocket.cli import build_parser_for_command
 
 from ..given.models.goldens import ROOT
 
@@ -36,7 +36,7 @@ def test_every_command_of_the_readme_has_the_flags_that_it_shows():
     lines = re.findall(r"^(?:mpiexec -n \d+ )?hocket (.*?)(?:  +#.*)?$", README, re.MULTILINE)
     assert len(lines) >= 5
     for words in map(shlex.split, lines):
-        assert build_parser(words).parse_args(words).run
+        assert build_parser_for_command(words).parse_args(words).run
 
 
 def test_ci_runs_the_two_commands_of_the_readme():

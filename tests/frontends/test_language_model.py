@@ -13,7 +13,7 @@ import pytest
 import hocket
 from hocket.cli import main
 from hocket.frontends import language_model
-from hocket.frontends.inference.pooling import RANK_POOLING, choose_pooling
+from hocket.frontends.inference.pooling import RANK_POOLING, choose_pooling_function
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 
@@ -172,7 +172,7 @@ def test_an_encoder_makes_a_vector_of_a_whole_text_and_has_no_logits(tmp_path):
 
 def test_a_file_that_ranks_pairs_of_texts_embeds_none():
     with pytest.raises(hocket.ModelError, match=r"4 \(rank\): it scores pairs of texts"):
-        choose_pooling(RANK_POOLING)
+        choose_pooling_function(RANK_POOLING)
 
 
 def test_a_saved_state_goes_on_elsewhere(model, tmp_path):

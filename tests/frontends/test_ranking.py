@@ -27,7 +27,7 @@ def test_a_cross_encoder_scores_as_transformers_does(tmp_path: Path) -> None:
     texts = [[1, 5, 9, 2, 33, 2], [1, 5, 9, 2, 70, 71, 72, 2], [1, 60, 2]]
     with hocket.Model(tmp_path / "model.gguf", exact=True) as model:
         source = model.session.model
-        scores = model.pool_texts(texts, read_rank_head(source.gguf, source.architecture).score)
+        scores = model.pool_texts(texts, read_rank_head(source.gguf, source.architecture).score_token_rows)
         with pytest.raises(hocket.ModelError, match=r"4 \(rank\): it scores pairs of texts"):
             model.embed([[1, 2]])
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_a_modern_bert_scores_as_transformers_does(tmp_path: Path, pooling: str)
     with hocket.Model(tmp_path / "model.gguf", exact=True) as model:
         source = model.session.model
         head = read_rank_head(source.gguf, source.architecture)
-        scores = model.pool_texts(texts, head.score)
+        scores = model.pool_texts(texts, head.score_token_rows)
     assert (head.pools_mean, head.norm is None) == (pooling == "mean", False)
     with torch.no_grad():
         want = [oracle(input_ids=torch.tensor([text])).logits[0].numpy() for text in texts]
@@ -63,7 +63,7 @@ def test_a_reranker_of_qwen_scores_by_the_probability_of_yes(tmp_path: Path) -> 
     source = write_fixture(model_file, "qwen3", tensors, pooling_type=RANK_POOLING)
     head = read_rank_head(source.gguf, source.architecture)
     with hocket.Model(model_file, exact=True) as model:
-        (score,) = model.pool_texts([list(tokens)], head.score)[0]
+        (score,) = model.pool_texts([list(tokens)], head.score_token_rows)[0]
     logits = want[-1][[yes, no]].astype(np.float64)
     assert score == pytest.approx(1 / (1 + np.exp(logits[1] - logits[0])), rel=1e-3)
 
@@ -76,7 +76,7 @@ def test_a_model_without_a_head_is_refused() -> None:
 def test_a_head_without_last_layer_gives_the_first_number() -> None:
     dense = np.eye(2, dtype=np.float32), np.array([0.5, 0], np.float32)
     rows = np.array([[1, 2], [3, 4]], np.float32)
-    assert RankHead(dense, None, False).score(rows) == pytest.approx([np.tanh(1.5)])
+    assert RankHead(dense, None, False).score_token_rows(rows) == pytest.approx([np.tanh(1.5)])
 
 
 @pytest.mark.parametrize(

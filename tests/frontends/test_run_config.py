@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hocket
-from hocket.cli import build_parser
+from hocket.cli import build_parser_for_command
 from hocket.distributed import SINGLE_PROCESS
 from hocket.frontends.commands.run import sampling_from_flags
 from hocket.frontends.commands.serve import served_options_from_flags
@@ -46,7 +46,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
 
 def parse_flags(command: str, *words: str) -> argparse.Namespace:
     """Parse the flags of a command with the embedded model."""
-    args: argparse.Namespace = build_parser([command]).parse_args([command, TINY, *words])
+    args: argparse.Namespace = build_parser_for_command([command]).parse_args([command, TINY, *words])
     args.world = SINGLE_PROCESS
     return args
 

@@ -20,7 +20,7 @@ import hocket
 from hocket import ops
 from hocket.backends.base import find_device
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf import MetadataArray, open_gguf
+from hocket.frontends.gguf import LazyMetadataArray, open_gguf
 from hocket.frontends.gguf.chat import render_chat, select_chat_template
 from hocket.frontends.gguf.reader import Gguf
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -150,14 +150,16 @@ def _compare(model: Gguf, data: bytes) -> None:
         assert (tensor.shape, tensor.dtype.ggml) == (shape[::-1] or (1,), number)
         assert tensor.offset == start + offset
         if tensor.offset + tensor.nbytes <= len(data):
-            assert tensor.raw.tobytes() == data[tensor.offset : tensor.offset + tensor.nbytes], "other bytes"
+            assert tensor.stored_elements.tobytes() == data[tensor.offset : tensor.offset + tensor.nbytes], (
+                "other bytes"
+            )
 
 
 def _compare_value(value: object, kind: int, reported: Any) -> None:
     if isinstance(reported, bytes):
         reported = reported.decode("utf-8", "replace")
     elif isinstance(reported, tuple):
-        assert isinstance(value, MetadataArray)
+        assert isinstance(value, LazyMetadataArray)
         assert (value.item_type.number, len(value)) == (reported[0], len(reported[1]))
         for mine, theirs in zip(value, reported[1], strict=True):
             _compare_value(mine, reported[0], theirs)

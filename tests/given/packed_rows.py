@@ -25,7 +25,8 @@ def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> 
     for thread in range(threads):
         words = (raw, raw.shape[1], target, len(raw), columns)
         assert (
-            call(weight_packing.make_pack_weights_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+            call(weight_packing.make_pack_weight_rows_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads)
+            == 0
         )
     return target
 

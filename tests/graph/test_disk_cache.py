@@ -13,7 +13,7 @@ import pytest
 from hocket.graph.storage.disk_cache import (
     REUSE_MARK_SECONDS,
     UNWRITABLE_FOLDER_MESSAGE,
-    evict_oldest_files,
+    evict_longest_unused_files,
     make_cache_path,
     map_cached_file,
     read_cached,
@@ -28,9 +28,9 @@ HOUR_SECONDS = 3600
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    evict_oldest_files.cache_clear()
+    evict_longest_unused_files.cache_clear()
     yield tmp_path
-    evict_oldest_files.cache_clear()
+    evict_longest_unused_files.cache_clear()
 
 
 def write_with_age(file: Path, hours: float, nbytes: int = 1000) -> Path:
@@ -99,18 +99,18 @@ def test_the_oldest_entry_makes_room(folder: Path):
     folders = ("kernels", "plans", "bindings", "merges", "cubins")
     files = [write_with_age(folder / folders[i % 5] / f"{i}.o", 10 - i) for i in range(10)]
     others = [write_with_age(folder / name, 99) for name in ("emulated/one.so", "history", "models/mine.gguf")]
-    evict_oldest_files(folder, 4500)
+    evict_longest_unused_files(folder, 4500)
     assert [file.exists() for file in files] == [False] * 6 + [True] * 4
     assert all(file.exists() for file in others)
-    evict_oldest_files.cache_clear()
-    evict_oldest_files(folder, 0)
+    evict_longest_unused_files.cache_clear()
+    evict_longest_unused_files(folder, 0)
     assert not any(file.exists() for file in files)
 
 
 def test_the_first_write_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
     old, new = (write_with_age(folder / "plans" / name, hours) for name, hours in (("old", 9), ("new", 2)))
     monkeypatch.setattr("hocket.graph.storage.disk_cache.MAX_CACHE_BYTES", 2500)
-    evict_oldest_files.cache_clear()
+    evict_longest_unused_files.cache_clear()
     write_cached(folder / "plans" / "newest", bytes(968))
     assert [file.exists() for file in (old, new, folder / "plans" / "newest")] == [False, True, True]
 
@@ -120,7 +120,7 @@ def test_what_is_read_counts_as_used(folder: Path):
         write_with_age(folder / "kernels" / name, 3 * REUSE_MARK_SECONDS / HOUR_SECONDS) for name in ("often", "never")
     )
     assert read_cached(often) == bytes(968)
-    evict_oldest_files(folder, 1000)
+    evict_longest_unused_files(folder, 1000)
     assert (often.exists(), never.exists()) == (True, False)
 
 
@@ -132,8 +132,8 @@ def test_others_may_keep_read_and_make_room_at_once(folder: Path):
             for i in range(60):
                 name = f"{(i + shift) % 20}.o"
                 write_cached(folder / "kernels" / name, data[name])
-                evict_oldest_files.cache_clear()
-                evict_oldest_files(folder, 4000)
+                evict_longest_unused_files.cache_clear()
+                evict_longest_unused_files(folder, 4000)
                 assert read_cached(folder / "kernels" / name) in (None, data[name])
         except BaseException as why:
             failed.append(why)
@@ -144,6 +144,6 @@ def test_others_may_keep_read_and_make_room_at_once(folder: Path):
     for thread in threads:
         thread.join()
     assert not failed
-    evict_oldest_files.cache_clear()
-    evict_oldest_files(folder, 4000)
+    evict_longest_unused_files.cache_clear()
+    evict_longest_unused_files(folder, 4000)
     assert sum(file.stat().st_size for file in (folder / "kernels").iterdir()) <= 4000

@@ -232,19 +232,21 @@ def changed_into_a_cycle() -> Graph:
 
 
 BROKEN = {
-    "sources_come_first": [(changed_into_a_cycle(), "%silu reads %silu, which no earlier node computes")],
+    "operands_come_before_users": [(changed_into_a_cycle(), "%silu reads %silu, which no earlier node computes")],
     "references_exist": [
         (Graph({"y": Value(X.node, 1)}), "%x#1: input has 1 results"),
         (Graph({"y": X}, {S: Value(X.node, 3)}), "%x#3: input has 1 results"),
         (Graph({"y": node("silu", Value(X.node, -1))}), "%x#-1: input has 1 results"),
     ],
-    "something_is_computed": [(Graph({}), "the graph has neither outputs nor updates, so there is nothing to compute")],
+    "graph_has_output_or_update": [
+        (Graph({}), "the graph has neither outputs nor updates, so there is nothing to compute")
+    ],
     "leaves_have_distinct_names": [
         (Graph({"y": ops.add(X, input("x", (2,)))}), "%x names 2 different leaves; rename all but one"),
         (Graph({"y": ops.add(X, weight("x", (2,)))}), "%x names 2 different leaves; rename all but one"),
         (Graph({"y": node("input")}), "1 leaves have no name; give each its own"),
     ],
-    "leaves_read_nothing": [
+    "leaves_have_no_operands": [
         (Graph({"y": node("input", X, name="z")}), "%z = input(%x) : f32[2]: a leaf has no operands and one result"),
         (
             Graph({"y": Value(Node("state", (), X.node.attrs, (Spec((2,)),) * 2, "z"), 1)}),

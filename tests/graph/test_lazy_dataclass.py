@@ -152,8 +152,8 @@ def test_records_and_dataclasses_extend_each_other(frozen, slots):
 def test_methods_are_compiled_when_they_are_asked_for():
     kind = declare_class(lazy_dataclass.dataclass, frozen=True, slots=True)
     assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {
-        lazy_dataclass._LazyMethod
+        lazy_dataclass._LazilyCompiledMethod
     }
     kind(1)
     assert inspect.isfunction(vars(kind)["__init__"])
-    assert type(vars(kind)["__repr__"]) is lazy_dataclass._LazyMethod
+    assert type(vars(kind)["__repr__"]) is lazy_dataclass._LazilyCompiledMethod

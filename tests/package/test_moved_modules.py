@@ -8,13 +8,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from hocket.moved_modules import read_moved_modules
+from hocket.moved_modules import read_new_module_paths
 
 MOVED = "from hocket.scheduler.machines.hardware import Hardware"
 
 
 def test_every_new_path_is_a_module_and_no_old_path_is():
-    for old, new in read_moved_modules().items():
+    for old, new in read_new_module_paths().items():
         assert find_spec(f"hocket.{new}") is not None, new
         spec = find_spec(f"hocket.{old}")
         assert spec is not None, old

@@ -16,7 +16,12 @@ from hocket.backends import find_device
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for_group
-from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_arena_offsets, assign_repeatable_arena_offsets
+from hocket.scheduler.lowering.arena import (
+    ALIGNMENT,
+    Lifetime,
+    assign_arena_offsets,
+    assign_arena_offsets_for_any_repetition_order,
+)
 from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.verifier.memory.program_verifier import find_program_faults, verify_program
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
@@ -101,7 +106,7 @@ def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
         Lifetime(384, 3, 7),  # saved by run 1
         Lifetime(128, 0, 0),  # earlier values
     ]
-    arena = assign_repeatable_arena_offsets(expected, [-1, 0, 0, 1, 1, 2, 2])
+    arena = assign_arena_offsets_for_any_repetition_order(expected, [-1, 0, 0, 1, 1, 2, 2])
     assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)
     assert arena.nbytes == 256 + 640 + 128 + 384
 

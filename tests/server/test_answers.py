@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from hocket.server.bodies.answers import AnswerParser, AnswerParserOptions, Delta, merge_deltas
+from hocket.server.bodies.answers import AnswerDelta, AnswerParser, AnswerParserOptions, merge_deltas
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "} \\" {"}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "text": "} \\" {"}'
 
 
-def parse(parts: list[str], **options: Any) -> tuple[list[Delta], AnswerParser]:
+def parse(parts: list[str], **options: Any) -> tuple[list[AnswerDelta], AnswerParser]:
     parser = AnswerParser(AnswerParserOptions(**options))
     deltas = [delta for part in parts for delta in parser.feed(part)]
     return merge_deltas([*deltas, *parser.finish()]), parser
 
 
-def parse_in_parts(text: str, **options: Any) -> tuple[list[Delta], AnswerParser]:
+def parse_in_parts(text: str, **options: Any) -> tuple[list[AnswerDelta], AnswerParser]:
     """Return the deltas of a text; check that they are equal for each way to divide it in two."""
     whole = parse([text], **options)
     for size in range(len(text) + 1):
@@ -49,7 +49,7 @@ def test_thoughts_and_text_are_separated(text: str, options: dict[str, bool], wa
 
 def test_the_arguments_of_a_call_are_passed_on_verbatim() -> None:
     deltas, parser = parse_in_parts(CALL, has_calls=True)
-    assert deltas == [Delta("call", "add", 0), Delta("arguments", ARGUMENTS, 0)]
+    assert deltas == [AnswerDelta("call", "add", 0), AnswerDelta("arguments", ARGUMENTS, 0)]
     assert parser.call_count == 1
 
 
@@ -113,6 +113,9 @@ def test_a_whole_answer_may_be_a_call() -> None:
     text = f'{{"name": "add", "arguments": {ARGUMENTS}}}'
     for option in ("is_call", "has_bare_calls"):
         deltas, parser = parse_in_parts(text, **{option: True})
-        assert (deltas, parser.call_count) == ([Delta("call", "add", 0), Delta("arguments", ARGUMENTS, 0)], 1)
+        assert (deltas, parser.call_count) == (
+            [AnswerDelta("call", "add", 0), AnswerDelta("arguments", ARGUMENTS, 0)],
+            1,
+        )
     deltas, parser = parse_in_parts('{"other": 1}', has_bare_calls=True)
-    assert (deltas, parser.call_count) == ([Delta("content", '{"other": 1}')], 0)
+    assert (deltas, parser.call_count) == ([AnswerDelta("content", '{"other": 1}')], 0)

@@ -84,8 +84,8 @@ def test_a_history_keeps_the_last_requests_and_steps(monkeypatch: pytest.MonkeyP
         history.record_step("prompt", i + 0.5, 0.25, [(f"r-{i}", 6)])
         history.record_end(f"r-{i}", i + 0.75, "length", 1)
     assert [record.id for record in history.list_requests()] == ["r-2", "r-3", "r-4"]
-    assert [trace.record.id for trace in history.trace_requests("r")] == ["r-2", "r-3", "r-4"]
-    (trace,) = history.trace_requests("r-3")
+    assert [trace.record.id for trace in history.trace_request_or_choices("r")] == ["r-2", "r-3", "r-4"]
+    (trace,) = history.trace_request_or_choices("r-3")
     assert [step.number for step in trace.steps] == [3]
-    assert not history.trace_requests("r-0")
+    assert not history.trace_request_or_choices("r-0")
     assert json.dumps(trace.steps[0].tokens) == '[["r-3", 6]]'

@@ -91,7 +91,7 @@ def test_an_open_address_needs_a_key() -> None:
     with pytest.raises(ModelError, match="empty"):
         ServerOptions(api_keys=("",))
     for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"):
-        assert ServerOptions(host=host).is_loopback
+        assert ServerOptions(host=host).is_loopback_only
     assert ServerOptions(host="0.0.0.0", insecure=True).host
     assert ServerOptions(host="::", api_keys=(KEY,)).api_keys
 
@@ -298,7 +298,7 @@ def test_known_errors_keep_their_messages() -> None:
     assert as_api_error(ModelError("wrong")).status == 400
     assert as_api_error(RecursionError()).status == 400
     assert ApiError(503, "x", retry_seconds=0.2).headers == {"Retry-After": "1"}
-    assert ApiError(429, "x").as_anthropic()["error"] == {"type": "rate_limit_error", "message": "x"}
+    assert ApiError(429, "x").as_anthropic_body()["error"] == {"type": "rate_limit_error", "message": "x"}
 
 
 def test_names_of_headers_have_capitals(server: RunningServer) -> None:

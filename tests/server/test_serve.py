@@ -22,7 +22,7 @@ from ..given.fakes.fake_service import FakeService
 def read_options(*words: str):
     parser = argparse.ArgumentParser()
     command.add_flags(parser)
-    return command.read_server_options(parser.parse_args(["folder/tiny.gguf", *words]))
+    return command.read_server_options_and_files(parser.parse_args(["folder/tiny.gguf", *words]))
 
 
 def test_flags_become_options_of_the_server(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from hocket.frontends.inference.saved_state import SavedState, read_state
+from hocket.frontends.inference.saved_state import SavedSessionState, read_state
 from hocket.server.endpoints import slot_actions
 
 from ..given.serving.real_service import BODY, TEXT_TOKENS, complete, open_client
@@ -131,7 +131,7 @@ def test_restores_of_a_busy_slot_hold_one_file_in_memory(
         assert may_go_on.wait(20)
         return []
 
-    def read_and_record(path: Path, max_bytes: int) -> SavedState:
+    def read_and_record(path: Path, max_bytes: int) -> SavedSessionState:
         reads.append(path)
         return read_state(path, max_bytes)
 

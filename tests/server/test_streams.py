@@ -8,8 +8,8 @@ import pytest
 
 from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.serving.requests import TokenEvent
-from hocket.server.endpoints.logprobs import decode_token_bytes, describe_logprobs
-from hocket.server.streams import ChoiceTextBuffer, TokenDecoder
+from hocket.server.endpoints.logprobs import decode_or_escape_token_bytes, describe_chat_logprobs
+from hocket.server.streams import StopStringTextBuffer, TokenDecoder
 
 from ..given.fakes.fake_service import build_metadata
 
@@ -28,9 +28,9 @@ def _byte_token(byte: int) -> int:
     return next(i for i in range(TOKENIZER.n_tokens) if TOKENIZER.token_bytes(i) == bytes([byte]))
 
 
-def read(tokens: list[int], stops: tuple[str, ...] = ()) -> tuple[str, list[int], ChoiceTextBuffer]:
+def read(tokens: list[int], stops: tuple[str, ...] = ()) -> tuple[str, list[int], StopStringTextBuffer]:
     """Return the text, the tokens that came with it, and the state."""
-    text = ChoiceTextBuffer(0, TokenDecoder(TOKENIZER), stops)
+    text = StopStringTextBuffer(0, TokenDecoder(TOKENIZER), stops)
     parts = [text.feed(TokenEvent("r", token)) for token in tokens] + [text.finish()]
     found = [part for part in parts if part]
     return "".join(p.text for p in found), [e.token for p in found for e in p.tokens], text
@@ -51,14 +51,14 @@ def test_the_stop_string_that_is_complete_first_ends_the_text(seed: int) -> None
 
 
 def test_every_character_is_whole() -> None:
-    text = ChoiceTextBuffer(0, TokenDecoder(TOKENIZER), ())
+    text = StopStringTextBuffer(0, TokenDecoder(TOKENIZER), ())
     parts = [text.feed(TokenEvent("r", token)) for token in byte_tokens("a😀b")]
     assert [part.text if part else None for part in parts] == ["a", None, None, None, "😀", "b"]
     assert [len(part.tokens) if part else 0 for part in parts] == [1, 0, 0, 0, 4, 1]
 
 
 def test_tokens_wait_with_the_text_that_may_begin_a_stop_string() -> None:
-    text = ChoiceTextBuffer(0, TokenDecoder(TOKENIZER), ("stop",))
+    text = StopStringTextBuffer(0, TokenDecoder(TOKENIZER), ("stop",))
     sizes = [
         (p.text, len(p.tokens)) if p else ("", 0)
         for p in [text.feed(TokenEvent("r", t)) for t in byte_tokens("a sto b")]
@@ -89,6 +89,6 @@ def test_control_tokens_are_visible_if_they_are_named() -> None:
 
 
 def test_bytes_that_are_no_text_are_written_as_openai_does() -> None:
-    assert decode_token_bytes(b"\xf0\x9f") == "bytes:\\xf0\\x9f"
-    (entry,) = describe_logprobs(TOKENIZER, [TokenEvent("r", _byte_token(0xF0), float("-inf"), ((0, -1.0),))])
+    assert decode_or_escape_token_bytes(b"\xf0\x9f") == "bytes:\\xf0\\x9f"
+    (entry,) = describe_chat_logprobs(TOKENIZER, [TokenEvent("r", _byte_token(0xF0), float("-inf"), ((0, -1.0),))])
     assert (entry["bytes"], entry["logprob"], entry["token"]) == ([0xF0], -9999.0, "bytes:\\xf0")

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from hocket import to_dot
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.frontends.models import Step, load_model
 
 from ..given.graphs.pictured import PICTURED, vision_transformer
@@ -51,7 +51,7 @@ def test_states_of_layers_are_updated_in_the_one_of_the_picture():
 
 
 def test_sixty_layers_have_a_few_hundred_boxes(tmp_path):
-    graph, _ = read_step_graph(qwen_80b(tmp_path / "q.gguf", 60), context=4096, tokens=1)
+    graph, _ = read_step_graph_and_context(qwen_80b(tmp_path / "q.gguf", 60), context=4096, tokens=1)
     dot = to_dot(graph)
     assert len(graph.nodes) > 5000
     assert dot.count("shape=") < 500

@@ -24,7 +24,7 @@ from ....graph.errors import BackendError
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ....graph.storage.disk_cache import cache_folder, hash_key, read_cached, write_cached
-from ...call_once import call_once
+from ...call_once import thread_safe_cache
 from ...compile_log import log_compilation, log_missing_kernels
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
@@ -77,12 +77,12 @@ def kernel(body: KernelBody) -> Kernel:
 _compile_lock = threading.RLock()
 
 
-@call_once
+@thread_safe_cache
 def _load_kernel(definition: Kernel) -> tuple[int, object]:
     """Load a kernel and return its address and an object that keeps its code alive; compile it if it is not cached."""
     with _compile_lock:
-        code = _read_cached_code(definition)
-        if code is None and definition.body is _placeholder_body:
+        code = _read_shipped_or_cached_code(definition)
+        if code is None and definition.body is _raise_for_unknown_kernel_body:
             raise LookupError(definition.name)
         return _load_object_code(definition, code or _compile_and_cache(definition))
 
@@ -119,12 +119,12 @@ def compile_missing_kernels(kernels: Iterable[Kernel]) -> None:
 def find_cached_kernel_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
     """Return the addresses of kernels of this package by name; None if the code of any kernel is not cached."""
     try:
-        return {name: Kernel(name, _placeholder_body).address for name in names}
+        return {name: Kernel(name, _raise_for_unknown_kernel_body).address for name in names}
     except LookupError:
         return None
 
 
-def _placeholder_body(a: int, thread: int, threads: int) -> int:
+def _raise_for_unknown_kernel_body(a: int, thread: int, threads: int) -> int:
     """Raise an error: it stands for the body of a cached kernel, which is unknown and never compiled."""
     raise LookupError("it is never compiled")
 
@@ -133,7 +133,7 @@ def _symbol_name(definition: Kernel) -> str:
     return "hocket." + definition.name
 
 
-def _make_target_machine() -> llvm.TargetMachine:
+def _create_target_machine() -> llvm.TargetMachine:
     """Make an LLVM target machine for the compile target.
 
     Each engine needs a new target machine, because the engine disposes of it.
@@ -143,7 +143,7 @@ def _make_target_machine() -> llvm.TargetMachine:
     target = target_cpu.find_compile_target()
     _initialise(target.triple)
     return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.format_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
+        cpu=target.cpu, features=target.format_llvm_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 
@@ -178,7 +178,7 @@ def _digest_kernel_sources() -> bytes:
     return digest.digest()
 
 
-def _find_numba_version() -> str:
+def _read_numba_version_from_folder_name() -> str:
     """Return the version of Numba from the name of its metadata folder.
 
     An import of Numba or of package metadata takes longer.
@@ -201,7 +201,7 @@ def compute_kernel_code_digest() -> bytes:
 def _make_compiler_fingerprint() -> bytes:
     """Return the target, platform and compiler versions as bytes: all inputs of kernel code except the sources."""
     where = (target_cpu.find_compile_target(), target_cpu.find_amx_support(), sys.platform)
-    return repr((*where, _find_numba_version(), llvmlite.__version__)).encode()
+    return repr((*where, _read_numba_version_from_folder_name(), llvmlite.__version__)).encode()
 
 
 def _find_kernel_cache_file(definition: Kernel) -> Path | None:
@@ -246,7 +246,7 @@ def _list_compiled_kernel_files(definition: Kernel) -> Iterator[Path]:
     yield from shipped[1:]
 
 
-def _read_cached_code(definition: Kernel) -> bytes | None:
+def _read_shipped_or_cached_code(definition: Kernel) -> bytes | None:
     """Read the code of a kernel that came with the package or that an earlier process cached, or return None."""
     return next(
         (code for file in _list_compiled_kernel_files(definition) if (code := read_cached(file)) is not None), None
@@ -257,7 +257,7 @@ def _is_cached(definition: Kernel) -> bool:
     return any(file.exists() for file in _list_compiled_kernel_files(definition))
 
 
-def precompile_kernels(kernels: Iterable[Kernel]) -> int:
+def compile_kernels_into_package(kernels: Iterable[Kernel]) -> int:
     """Compile kernels for the compile target into the package folder, and return the number of distinct kernels."""
     folder, unique_kernels = PRECOMPILED_FOLDER / target_cpu.find_compile_target().name, [*dict.fromkeys(kernels)]
     for one in unique_kernels:
@@ -307,7 +307,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
             f"kernel {definition.name} may raise, and nothing would catch it; give range() a step that is a "
             "constant, and leave out raise and assert"
         )
-    module, machine = llvm.parse_assembly(assembly), _make_target_machine()
+    module, machine = llvm.parse_assembly(assembly), _create_target_machine()
     module.triple, module.data_layout = target_cpu.find_compile_target().triple, str(machine.target_data)
     module.verify()
     return module, machine

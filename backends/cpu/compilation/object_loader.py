@@ -117,8 +117,8 @@ def load_function(code: bytes, function_name: str) -> int:
         BackendError: The object has writable data, other kinds of relocations, or functions that the system lacks.
     """
     there = _ObjectFile(code)
-    entries = {number: there.end + 8 * n for n, number in enumerate(there.list_table_symbols())}
-    content = _map_pages(there.end + 8 * len(entries))
+    entries = {number: there.end + 8 * n for n, number in enumerate(there.list_symbols_in_address_table())}
+    content = _map_permanent_writable_pages(there.end + 8 * len(entries))
     base = content.ctypes.data
     table = base + there.end
     for start, data in there.list_loaded_sections():
@@ -185,7 +185,7 @@ class _ObjectFile:
         """Yield the start offset and the contents of each loaded section."""
         return ((start, self._read_section(at)) for at, start in self._section_starts.items())
 
-    def list_table_symbols(self) -> list[int]:
+    def list_symbols_in_address_table(self) -> list[int]:
         """Return the indices of the symbols that need an entry in the address table."""
         return [*dict.fromkeys(r.symbol for r in self.relocations if r.kind == ENTRY)]
 
@@ -225,7 +225,7 @@ def _find_system_symbol(name: str) -> int:
         raise BackendError(f"object code calls {name!r:.60}, which this system has not") from None
 
 
-def _map_pages(nbytes: int) -> npt.NDArray[np.uint8]:
+def _map_permanent_writable_pages(nbytes: int) -> npt.NDArray[np.uint8]:
     """Map zeroed writable memory pages that are never freed."""
     flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     at = _open_process_library().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))

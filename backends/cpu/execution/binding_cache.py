@@ -24,7 +24,7 @@ from ..compilation.compiler import (
 from ..steps.step_loop import run_step_table
 from ..tuning.prefetch_tuning import tune_program_prefetch
 from .relocatable_tables import parse_relocatable_table
-from .replay import Replay, Segment
+from .replay import CompiledSegment, Replay
 from .thread_pool import ThreadPool
 
 
@@ -39,7 +39,7 @@ def load_or_bind_cached_replay(
     if file is None or any(address % ALIGNMENT for address in addresses):
         return None
     tables = None if (data := read_cached(file)) is None else parse_relocatable_table(data)
-    loops = [run_step_table, *thread_pool.kernels]
+    loops = [run_step_table, *thread_pool.start_and_end_kernels]
     kernels = None if tables is None else find_cached_kernel_addresses([*(loop.name for loop in loops), *tables.names])
     if tables is None or kernels is None:
         from .program_binding import bind_relocatable_program  # and with it all kernels
@@ -52,7 +52,7 @@ def load_or_bind_cached_replay(
         kernels = {kernel.name: kernel.address for kernel in needed}
         write_cached(file, tables.to_bytes())
     names = [tables.names[kernel] for kernel in tables.kernels]
-    segment = Segment(names, *tables.relocate(addresses, kernels))
+    segment = CompiledSegment(names, *tables.relocate(addresses, kernels))
     return Replay(
         program,
         on,

@@ -20,7 +20,7 @@ from ..compilation.compiler import Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
-from .replay import Replay, ReplayItems, Segment
+from .replay import CompiledSegment, Replay, ReplayItems
 from .thread_pool import ThreadPool
 
 
@@ -43,14 +43,16 @@ def bind_program(
         in_python: Makes the Python calls of an instruction that has no kernel.
     """
     addresses = [b.ctypes.data for b in buffers]
-    flow, steps = _build_dataflow(program, addresses), StepTableBuilder(thread_pool.threads, comm)
+    flow, steps = _build_dataflow_at_addresses(program, addresses), StepTableBuilder(thread_pool.threads, comm)
     work: ReplayItems = []
-    for part in _build_segments(flow, steps):
+    for part in _split_into_compiled_segments(flow, steps):
         if isinstance(part, int):
             quietly = np.errstate(all="ignore")
             work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
         else:
-            work.append((part[0].instruction_number, Segment.from_steps(part, thread_pool.threads, steps.table_memory)))
+            work.append(
+                (part[0].instruction_number, CompiledSegment.from_steps(part, thread_pool.threads, steps.table_memory))
+            )
     return Replay(program, on, work, lambda: flow, thread_pool, comm, buffers)
 
 
@@ -62,7 +64,11 @@ def bind_relocatable_program(program: Program, threads: int) -> tuple[Relocatabl
     ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
     memory = PlaceholderMemory(make_placeholder_addresses(len(program.buffers) + 1)[-1])
     parts = (
-        [*_build_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory))]
+        [
+            *_split_into_compiled_segments(
+                _build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory)
+            )
+        ]
         if ours
         else []
     )
@@ -75,7 +81,7 @@ def bind_relocatable_program(program: Program, threads: int) -> tuple[Relocatabl
 def build_fused_dataflow(program: Program) -> Dataflow:
     """Build the dataflow of a program with the same fusions as `bind_program` chooses."""
     flow = _build_placeholder_dataflow(program)
-    _choose_fusions(flow)
+    _choose_longest_fusions(flow)
     return flow
 
 
@@ -92,7 +98,7 @@ def list_kernel_calls(
         in_python: Returns the source location of an instruction without a kernel.
     """
     flow = _build_placeholder_dataflow(program)
-    parts = list(_build_segments(flow, StepTableBuilder(threads)))
+    parts = list(_split_into_compiled_segments(flow, StepTableBuilder(threads)))
     together = flow.groups_by_instruction()
     for part in parts:
         if not isinstance(part, int):
@@ -110,7 +116,7 @@ def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
     """
     return (
         step.kernel
-        for part in _build_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads))
+        for part in _split_into_compiled_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads))
         if not isinstance(part, int)
         for step in part
     )
@@ -118,10 +124,10 @@ def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
 
 def _build_placeholder_dataflow(program: Program) -> Dataflow:
     """Build the dataflow of a program with buffers at placeholder addresses."""
-    return _build_dataflow(program, make_placeholder_addresses(len(program.buffers)))
+    return _build_dataflow_at_addresses(program, make_placeholder_addresses(len(program.buffers)))
 
 
-def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
+def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> Dataflow:
     """Build the dataflow of a program with buffers at the given addresses."""
 
     def operand(tensor: Tensor) -> Operand:
@@ -133,9 +139,9 @@ def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
     return Dataflow(program, build_reader_table(program, operand))
 
 
-def _build_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
+def _split_into_compiled_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
-    chains = _choose_fusions(flow)
+    chains = _choose_longest_fusions(flow)
     for group in flow.list_groups():
         steps.instruction_number = group[0]
         if group in chains:
@@ -144,7 +150,7 @@ def _build_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[Ta
             if taken := steps.take_steps():
                 yield taken
             yield group[0]
-            steps.invalidate_regions([out.region for out in flow.bound_instruction(group[0]).dst])
+            steps.invalidate_values_in_regions([out.region for out in flow.bound_instruction(group[0]).dst])
     if taken := steps.take_steps():
         yield taken
 
@@ -157,7 +163,7 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return bind is not None and bind(steps, call)
 
 
-def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
+def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
     """Choose the longest fusion that begins at each instruction; return a dict from its instruction numbers to it.
 
     The instructions of each chosen fusion become a group of `flow`.

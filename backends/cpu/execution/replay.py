@@ -45,7 +45,7 @@ STATUS_MESSAGES = {
 }
 
 
-class BoundLoop(NamedTuple):
+class BoundStepLoop(NamedTuple):
     """A compiled loop over the steps of a segment, with argument words for the loop and for the thread pool.
 
     Addresses are stored, because reading the address of an array takes a microsecond. That is noticeable in a token of
@@ -87,7 +87,7 @@ def build_step_table(
     return table
 
 
-class Segment:
+class CompiledSegment:
     """Consecutive steps of compiled code, as one table that a compiled loop replays; with the names of the kernels."""
 
     def __init__(self, kernels: Sequence[str], table: I64, memory: object) -> None:
@@ -97,10 +97,10 @@ class Segment:
         self.table = np.ascontiguousarray(table[: self.threads])
         self.shared_words = np.zeros(SHARED_BYTES // 8, np.int64)
         self.times = np.zeros(len(kernels) + 3, np.int64)
-        self._loop = self._make_bound_loop(run_step_table.address, 0)
+        self._loop = self._bind_loop_to_step_table(run_step_table.address, 0)
 
     @classmethod
-    def from_steps(cls, steps: Sequence[TableStep], threads: int, memory: object) -> Segment:
+    def from_steps(cls, steps: Sequence[TableStep], threads: int, memory: object) -> CompiledSegment:
         """Build a segment from steps, after compiling missing kernels.
 
         `memory` is the object that keeps alive the memory to which the argument words point, except buffers.
@@ -110,10 +110,10 @@ class Segment:
         return cls([step.kernel.name for step in steps], table, (steps, memory))
 
     @cached_property
-    def timed_segment(self) -> Segment:
+    def timed_segment(self) -> CompiledSegment:
         """A copy of the segment that also writes the start time of each step into `times`, for `parse_step_times`."""
         segment = copy(self)
-        segment._loop = self._make_bound_loop(run_step_table_timed.address, self.times.ctypes.data)
+        segment._loop = self._bind_loop_to_step_table(run_step_table_timed.address, self.times.ctypes.data)
         return segment
 
     @staticmethod
@@ -139,12 +139,12 @@ class Segment:
             self.shared_words[:] = 0
             raise KernelStoppedError(number, status)
 
-    def _make_bound_loop(self, loop_address: int, times_address: int) -> BoundLoop:
+    def _bind_loop_to_step_table(self, loop_address: int, times_address: int) -> BoundStepLoop:
         """Bind the compiled loop at `loop_address` to the table; `times_address` receives start times, 0 means none."""
         table, shared = self.table.ctypes.data, self.shared_words.ctypes.data
         words = np.array(ARGS(table=table, steps=len(self.kernel_names), shared=shared, times=times_address), np.int64)
         order = np.array(RUN_ARGS(loop=loop_address, words=words.ctypes.data), np.int64)
-        return BoundLoop(KERNEL_FUNCTION(loop_address), words.ctypes.data, order.ctypes.data, (words, order))
+        return BoundStepLoop(KERNEL_FUNCTION(loop_address), words.ctypes.data, order.ctypes.data, (words, order))
 
 
 class KernelStoppedError(BackendError):
@@ -171,7 +171,7 @@ def describe_missing_devices(comm: Comm, sequence: object) -> str:
 
 
 Calls = list[tuple[int, Callable[[], object]]]
-ReplayItems = list[tuple[int, Segment | Callable[[], object]]]
+ReplayItems = list[tuple[int, CompiledSegment | Callable[[], object]]]
 """The items of a run in order: segments and Python calls, each with the number of its first instruction."""
 
 
@@ -192,7 +192,9 @@ class Replay:
         self.program, self.on, self.work, self.thread_pool, self.comm = program, on, work, thread_pool, comm
         self._build_dataflow = flow
         self._memory = memory  # compiled steps have addresses only
-        self._calls = [(n, partial(one.run, thread_pool) if isinstance(one, Segment) else one) for n, one in work]
+        self._calls = [
+            (n, partial(one.run, thread_pool) if isinstance(one, CompiledSegment) else one) for n, one in work
+        ]
 
     @cached_property
     def _dataflow(self) -> Dataflow:
@@ -221,7 +223,7 @@ class Replay:
 
     def kernels(self) -> list[str]:
         """Return the names of the kernels that a run calls, in order."""
-        names = (one.kernel_names if isinstance(one, Segment) else [STAND_IN] for _, one in self.work)
+        names = (one.kernel_names if isinstance(one, CompiledSegment) else [STAND_IN] for _, one in self.work)
         return [*chain.from_iterable(names)]
 
     def run_timed(self) -> Iterable[TimedKernel]:
@@ -236,7 +238,7 @@ class Replay:
     @cached_property
     def _clock_buffers(self) -> list[memoryview]:
         """One buffer per segment or Python call, for the times of a timed run: starts of the steps, then the end."""
-        return [(one.times if isinstance(one, Segment) else np.zeros(2, np.int64)).data for _, one in self.work]
+        return [(one.times if isinstance(one, CompiledSegment) else np.zeros(2, np.int64)).data for _, one in self.work]
 
     @cached_property
     def _timed_calls(self) -> Calls:
@@ -244,7 +246,7 @@ class Replay:
             (
                 number,
                 partial(one.timed_segment.run, self.thread_pool)
-                if isinstance(one, Segment)
+                if isinstance(one, CompiledSegment)
                 else partial(_record_call_times, clock, one),
             )
             for (number, one), clock in zip(self.work, self._clock_buffers, strict=True)
@@ -253,10 +255,10 @@ class Replay:
     def _make_timed_kernels(self, clocks: Sequence[bytes]) -> Iterator[TimedKernel]:
         together = self._dataflow.groups_by_instruction()
         for (number, one), clock in zip(self.work, clocks, strict=True):
-            if isinstance(one, Segment):
+            if isinstance(one, CompiledSegment):
                 steps, times = (
                     [*zip(one.kernel_names, one.instruction_numbers, strict=True)],
-                    Segment.parse_step_times(clock),
+                    CompiledSegment.parse_step_times(clock),
                 )
             else:
                 steps, times = [(STAND_IN, number)], 1e-9 * np.frombuffer(clock, np.int64)

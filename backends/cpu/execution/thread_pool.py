@@ -17,9 +17,9 @@ from ..steps.thread_sync import (
     STATES_OFFSET,
     THREADS_SLEEPING,
     compute_shared_block_bytes,
-    continue_run,
-    run_worker_thread,
-    start_run,
+    run_after_waking_threads,
+    run_unless_threads_sleep,
+    run_worker_thread_until_sleep,
 )
 
 I64 = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ I64 = npt.NDArray[np.int64]
 
 def _run_worker_loop(queue: SimpleQueue[bool], block: I64, thread: int, threads: int) -> None:
     """Run a worker thread: after each wake-up, do work of the calling thread until no more work comes."""
-    at, run_worker = block.ctypes.data, KERNEL_FUNCTION(run_worker_thread.address)
+    at, run_worker = block.ctypes.data, KERNEL_FUNCTION(run_worker_thread_until_sleep.address)
     while queue.get():
         run_worker(at, thread, threads)
 
@@ -49,16 +49,23 @@ class ThreadPool:
         self._call_lock = threading.Lock()
 
     @property
-    def kernels(self) -> Sequence[Kernel]:
+    def start_and_end_kernels(self) -> Sequence[Kernel]:
         """The kernels that start and end runs of the pool; empty with one thread."""
-        return (start_run, continue_run, run_worker_thread) if self.threads > 1 else ()
+        return (
+            (run_unless_threads_sleep, run_after_waking_threads, run_worker_thread_until_sleep)
+            if self.threads > 1
+            else ()
+        )
 
     def _start_workers(self) -> None:
         raw = np.zeros(compute_shared_block_bytes(self.threads) // 8 + ALIGNMENT // 8, np.int64)
         block = raw[-raw.ctypes.data % ALIGNMENT // 8 :]
         self._states, self._block_address = block[STATES_OFFSET // 8 :: CACHE_LINE_BYTES // 8], block.ctypes.data
         self._states[: self.threads] = ASLEEP_FLAG
-        self._start_run, self._continue_run = KERNEL_FUNCTION(start_run.address), KERNEL_FUNCTION(continue_run.address)
+        self._start_run, self._continue_run = (
+            KERNEL_FUNCTION(run_unless_threads_sleep.address),
+            KERNEL_FUNCTION(run_after_waking_threads.address),
+        )
         self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
         for i, queue in enumerate(self._queues, 1):
             worker_args = (queue, block, i, self.threads)

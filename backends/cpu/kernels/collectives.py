@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ....ops.collectives import as_index_ranges, as_integer
+from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
 from ...base import Comm
 from ...fusion.operands import BoundInstruction
 from ..compilation.compiler import kernel, subroutine
@@ -282,14 +282,14 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-def _bind_scatter_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_reduce_scatter_or_all_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of a reduce-scatter or an all-gather; return False if the kernels cannot compute it.
 
     The kernels need a single index range of the axis on each device.
     """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
-    axis, runs = as_integer(call.attrs["axis"]), as_index_ranges(call.attrs["runs"])
+    axis, runs = narrow_to_integer(call.attrs["axis"]), narrow_to_index_ranges(call.attrs["runs"])
     if comm is None or comm.signal_pad is None or comm.spans_processes or comm.shared_buffers is not None:
         return False
     if not (x.is_float and x.is_dense and y.is_dense) or any(len(own) > 1 for own in runs):
@@ -307,11 +307,15 @@ def _bind_scatter_gather(steps: StepTableBuilder, call: BoundInstruction) -> boo
         own=own * inner,
         whole=whole[axis] * inner,
         first=first * inner,
-        number=as_integer(call.attrs["sequence"]),
+        number=narrow_to_integer(call.attrs["sequence"]),
         patience=int(comm.timeout * 1e9),
     )
     steps.add(all_gather if gathers else reduce_scatter, words, reads=[x], writes=[y], nbytes=0, stops=True)
     return True
 
 
-BINDINGS = {"all_reduce": _bind_all_reduce, "all_gather": _bind_scatter_gather, "reduce_scatter": _bind_scatter_gather}
+BINDINGS = {
+    "all_reduce": _bind_all_reduce,
+    "all_gather": _bind_reduce_scatter_or_all_gather,
+    "reduce_scatter": _bind_reduce_scatter_or_all_gather,
+}

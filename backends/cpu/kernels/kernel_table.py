@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...kernel_tables import merge_disjoint_tables, merge_list_tables
+from ...kernel_tables import concatenate_list_tables, merge_disjoint_tables
 from ..steps.step_table import FusionMatcher, InstructionBinder
 from . import collectives
 from .attention import bind_attention
@@ -34,7 +34,7 @@ BINDINGS: Mapping[str, InstructionBinder] = merge_disjoint_tables(
     hyper_connections.BINDINGS,
     parametric_units.BINDINGS,
 )
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = merge_list_tables(
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = concatenate_list_tables(
     rope.FUSED,
     norms.FUSED,
     gated_matmul_few.FUSED,

@@ -24,7 +24,7 @@ READ_ARGS = declare_args("memory turns streams together l1_ahead l2_ahead sums")
 
 
 @kernel
-def read_memory(a, thread, threads):
+def read_and_sum_memory(a, thread, threads):
     """Read memory and add up its contents, 512 bytes in each turn of the loop, to measure memory bandwidth.
 
     Each thread reads `streams` streams at a time. Threads read separate parts of the memory, or interleaved chunks if

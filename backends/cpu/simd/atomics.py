@@ -45,7 +45,7 @@ def read_monotonic_clock(b):
 
 
 @intrinsic(ADDRESS)
-def read_cycle_counter(b):
+def read_constant_rate_counter(b):
     """Return a counter that advances at a constant rate, in an unspecified unit.
 
     On x86 the counter is the cycle counter, and reading takes a fifth of the time of the clock. Other processors use

@@ -21,7 +21,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import vectors as simd
-from .dot_tiles import CODES_TYPE, pack_vectors
+from .dot_tiles import CODES_TYPE, pack_vectors_into_array
 from .vectors import ADDRESS, BYTES, INTS, LANES, bytes_of, intrinsic, llvm_type
 
 _B, _I = llvm_type(BYTES), llvm_type(INTS)
@@ -31,7 +31,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 """The smallest byte with first digit 1, and the smallest byte with first digit 2."""
 
 
-def _shift_to_each_digit(b: Any, coded: Any) -> list[Any]:
+def _move_each_digit_first(b: Any, coded: Any) -> list[Any]:
     """Return five vectors: the bytes of `coded`, with base-3 digits 0 to 4 in turn moved to the first place."""
     remainders = [coded]
     for _ in range(DIGITS - 1):
@@ -62,8 +62,8 @@ def load_ternary_codes(b, long_address, short_address):
     `long_address` has 64 bytes and `short_address` has 40 bytes.
     A load of `short_address` reads 64 bytes, so that 24 bytes behind the 40 bytes must be readable.
     """
-    vectors = _shift_to_each_digit(b, simd.load_bytes.body(b, long_address))
-    short = [b.bitcast(x, _I) for x in _shift_to_each_digit(b, simd.load_bytes.body(b, short_address))]
+    vectors = _move_each_digit_first(b, simd.load_bytes.body(b, long_address))
+    short = [b.bitcast(x, _I) for x in _move_each_digit_first(b, simd.load_bytes.body(b, short_address))]
     for first in range(0, 3 * LANES, LANES):
         vectors.append(b.bitcast(_select_concatenated_lanes(b, short, range(first, first + LANES)), _B))
-    return pack_vectors(b, [_first_digit(b, x) for x in vectors])
+    return pack_vectors_into_array(b, [_first_digit(b, x) for x in vectors])

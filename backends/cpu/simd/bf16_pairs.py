@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from ..target_cpu import find_target_features
 from . import vectors as simd
-from .dot_tiles import CODES_TYPE, unpack_vectors
+from .dot_tiles import CODES_TYPE, unpack_vectors_from_array
 from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, ints_of, llvm_type
 
 _i16, _i32 = map(ir.IntType, (16, 32))
@@ -107,7 +107,7 @@ def store_dequantised_bf16_tile(b, address, codes, low_scale, high_scale, low_bi
 
     The low half of the columns and the high half have a scale and a bias for each row.
     """
-    for j, vector in enumerate(unpack_vectors(b, codes)):
+    for j, vector in enumerate(unpack_vectors_from_array(b, codes)):
         scale, bias = (low_scale, low_bias) if j < 4 else (high_scale, high_bias)
         numbers = b.bitcast(vector, _I)
         values = []

@@ -35,7 +35,7 @@ _PAIRS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @cache
-def make_store_of_bf16_pair_terms(term_count: int) -> Intrinsic:
+def make_split_and_store_bf16_pair_terms(term_count: int) -> Intrinsic:
     """Make an intrinsic that splits two float32 vectors into bfloat16 terms and stores the terms as interleaved pairs.
 
     The intrinsic is ``(to, step, first, second)``. The 16 pairs of a term are consecutive, and terms are `step` bytes
@@ -56,7 +56,7 @@ def make_store_of_bf16_pair_terms(term_count: int) -> Intrinsic:
 
 
 @cache
-def make_store_of_ordered_bf16_terms(term_count: int) -> Intrinsic:
+def make_split_and_store_ordered_bf16_terms(term_count: int) -> Intrinsic:
     """Make an intrinsic that splits 32 float32 into bfloat16 terms and stores the numbers of each term in order.
 
     The intrinsic is ``(to, step, low, high)``. The 32 numbers of a term are consecutive, and terms are `step` bytes

@@ -59,7 +59,9 @@ def has_dot4_instruction() -> bool:
     return find_supported_instruction(DOT4_INSTRUCTIONS) is not None
 
 
-def apply_per_register(b: Any, instruction: str, result_element: ir.Type, register_bytes: int, *values: Any) -> Any:
+def apply_instruction_per_register(
+    b: Any, instruction: str, result_element: ir.Type, register_bytes: int, *values: Any
+) -> Any:
     """Apply an LLVM instruction of `register_bytes` to each such slice of longer vectors, and concatenate the results.
 
     Args:
@@ -89,7 +91,7 @@ def move_bit_field(b: Any, x: Any, from_bit: int, width: int, to_bit: int) -> An
         name, size = known
         rows = [1 << bit - to_bit + from_bit if to_bit <= bit < to_bit + width else 0 for bit in reversed(range(8))]
         matrix = ir.Constant(ir.VectorType(_B.element, size), rows * (size // 8))
-        return apply_per_register(b, name, _B.element, size, x, matrix, ir.Constant(_B.element, 0))
+        return apply_instruction_per_register(b, name, _B.element, size, x, matrix, ir.Constant(_B.element, 0))
     return b.shl(b.and_(b.lshr(x, bytes_of(from_bit)), bytes_of((1 << width) - 1)), bytes_of(to_bit))
 
 
@@ -123,8 +125,8 @@ def splat_4_bytes(b, address):
     return b.bitcast(b.shuffle_vector(one, one, ir.Constant(_I, [0] * _I.count)), _B)
 
 
-def make_byte_lookup_table(values: list[int]) -> Intrinsic:
-    """Make an intrinsic that returns a lookup table of 16 bytes, repeated four times for `look_up_in_table`."""
+def make_16_byte_lookup_table(values: list[int]) -> Intrinsic:
+    """Make an intrinsic that returns a lookup table of 16 bytes, repeated four times for `look_up_in_16_byte_table`."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
 
 
@@ -135,14 +137,14 @@ def absolute_bytes(b, x):
 
 
 @intrinsic(BYTES, BYTES, BYTES)
-def look_up_in_table(b, table, indices):
+def look_up_in_16_byte_table(b, table, indices):
     """Look up bytes in a table of 16 bytes: byte i of the result is ``table[indices[i]]``, for indices from 0 to 15.
 
     `table` holds the same 16 bytes four times.
     """
     if (known := find_supported_instruction(SHUFFLE_INSTRUCTIONS)) is not None:
         name, size = known
-        return apply_per_register(b, name, _B.element, size, table, indices)
+        return apply_instruction_per_register(b, name, _B.element, size, table, indices)
     found = bytes_of(0)
     for i in range(16):
         entry = b.shuffle_vector(table, table, ir.Constant(ir.VectorType(_i32, 64), [i] * 64))
@@ -155,7 +157,7 @@ def dot4(b, sums, unsigned_bytes, signed_bytes):
     """Add the dot product of four adjacent unsigned and signed bytes to each int32 lane of `sums`."""
     if (known := find_supported_instruction(DOT4_INSTRUCTIONS)) is not None:
         name, size = known
-        return apply_per_register(b, name, _i32, size, sums, unsigned_bytes, signed_bytes)
+        return apply_instruction_per_register(b, name, _i32, size, sums, unsigned_bytes, signed_bytes)
     # Even and odd bytes as 16-bit lanes, multiplied and added in pairs: vpmaddwd on x86, smull and smlal on Arm.
     half, wide = ir.VectorType(_i16, 32), ir.VectorType(_i32, 32)
     eight = ir.Constant(half, [8] * 32)

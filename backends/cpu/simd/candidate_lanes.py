@@ -46,7 +46,7 @@ to_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, n: b.sitofp(n, _f32))
 
 
 @intrinsic(ADDRESS, FLOATS, FLOAT)
-def find_lane(b, x, value):
+def find_first_lane_equal_to(b, x, value):
     """Return the first lane that equals `value`; 16 if there is none."""
     same = b.fcmp_ordered("==", x, splat_scalar(b, value))
     bits = b.or_(b.zext(b.bitcast(same, _MASK_BITS), _i64), ir.Constant(_i64, 1 << LANES))
@@ -64,7 +64,7 @@ def _lanes(order: range | list[int]) -> ir.Constant:
 
 
 @intrinsic(FLOATS, FLOATS, INTS)
-def look_up_lanes(b, table, indices):
+def look_up_lanes_in_16_numbers(b, table, indices):
     """Look up each lane in a table of 16 numbers: lane i of the result is ``table[indices[i] & 15]``."""
     features = find_target_features()
     if features.get("avx512f"):
@@ -99,6 +99,6 @@ def load_u16_lanes(b, address):
 
 
 @intrinsic(ADDRESS, ADDRESS)
-def load_short(b, address):
+def load_u16(b, address):
     """Load an unsigned 16-bit integer."""
     return b.zext(b.load(b.inttoptr(address, _i16.as_pointer()), align=2), _i64)

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .dot_tiles import pack_vectors, unpack_vectors
+from .dot_tiles import pack_vectors_into_array, unpack_vectors_from_array
 from .permute_lanes import fold_1, fold_2, fold_4, fold_8
 from .vectors import ADDRESS, FLOATS, Intrinsic, fma, format_tuple_type, intrinsic, load, zeros
 
@@ -16,7 +16,7 @@ PRODUCTS_TYPE = format_tuple_type(FLOATS, CROSS_ROWS * CROSS_ROWS)
 
 @intrinsic(PRODUCTS_TYPE)
 def zero_products(b):
-    return pack_vectors(b, [zeros.body(b)] * CROSS_ROWS * CROSS_ROWS)
+    return pack_vectors_into_array(b, [zeros.body(b)] * CROSS_ROWS * CROSS_ROWS)
 
 
 @intrinsic(PRODUCTS_TYPE, PRODUCTS_TYPE, *[ADDRESS] * 4)
@@ -27,7 +27,9 @@ def add_4x4_row_products(b, sums, rows, step, other_rows, other_step):
     """
     left, right = _load_column(b, rows, step), _load_column(b, other_rows, other_step)
     pairs = [(x, y) for x in left for y in right]
-    return pack_vectors(b, [fma.body(b, x, y, s) for (x, y), s in zip(pairs, unpack_vectors(b, sums), strict=True)])
+    return pack_vectors_into_array(
+        b, [fma.body(b, x, y, s) for (x, y), s in zip(pairs, unpack_vectors_from_array(b, sums), strict=True)]
+    )
 
 
 def _load_column(b: Any, first: Any, step: Any) -> list[Any]:
@@ -42,7 +44,7 @@ def reduce_4x4_products(b, sums):
     Lanes 0 to 3 are the first row with each of the four other rows, lanes 4 to 7 the second row, and so on.
     """
     folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
-    vectors = unpack_vectors(b, sums)
+    vectors = unpack_vectors_from_array(b, sums)
     for fold in folds:
         vectors = [fold.body(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]

@@ -30,8 +30,8 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from . import vectors as simd
-from .byte_vectors import look_up_in_table, move_bit_field, splat_4_bytes
-from .int8_dots import DotProductEmitter, WeightCodeProperties
+from .byte_vectors import look_up_in_16_byte_table, move_bit_field, splat_4_bytes
+from .int8_dots import Int8DotProductEmitter, WeightCodeProperties
 from .permute_lanes import fold_4, fold_8
 from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, format_tuple_type, intrinsic
 
@@ -55,7 +55,7 @@ The bits of a sum are a valid float32. A conversion, which would wait for the mu
 """
 
 
-def pack_vectors(b: Any, vectors: Sequence[Any]) -> Any:
+def pack_vectors_into_array(b: Any, vectors: Sequence[Any]) -> Any:
     """Pack several vectors of one type into one LLVM array value."""
     whole = ir.Constant(ir.ArrayType(vectors[0].type, len(vectors)), ir.Undefined)
     for i, value in enumerate(vectors):
@@ -63,12 +63,12 @@ def pack_vectors(b: Any, vectors: Sequence[Any]) -> Any:
     return whole
 
 
-def unpack_vectors(b: Any, packed: Any) -> list[Any]:
-    """Return the vectors of an LLVM array value that `pack_vectors` made."""
+def unpack_vectors_from_array(b: Any, packed: Any) -> list[Any]:
+    """Return the vectors of an LLVM array value that `pack_vectors_into_array` made."""
     return [b.extract_value(packed, i) for i in range(packed.type.count)]
 
 
-def _offset_address(b: Any, address: Any, offset: int) -> Any:
+def _offset_address_as_pointer(b: Any, address: Any, offset: int) -> Any:
     """Return `address` plus `offset` bytes, computed as a pointer instead of an integer.
 
     LLVM would reorder sums of integers so that each sum occupies a register.
@@ -85,7 +85,7 @@ def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 # -------------------------------------------------------------------------------------------------------- codes
 
 
-def make_weight_code_loader(
+def make_bit_plane_code_loader(
     plane_widths: tuple[int, ...], table: Intrinsic | None = None, to_bit: int = 0
 ) -> Intrinsic:
     """Make an intrinsic ``(p, h) -> codes`` that loads the weight codes of 32 columns of 16 rows from bit planes.
@@ -98,43 +98,49 @@ def make_weight_code_loader(
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def load_codes_of_planes(b, p, h):
-        vectors = _unpack_plane_fields(b, p, plane_widths[0], to_bit)
+        vectors = _unpack_plane_fields_to_bytes(b, p, plane_widths[0], to_bit)
         for high in plane_widths[1:]:
             vectors = [
                 b.or_(x, y)
-                for x, y in zip(vectors, _unpack_plane_fields(b, h, high, plane_widths[0] + to_bit), strict=True)
+                for x, y in zip(
+                    vectors, _unpack_plane_fields_to_bytes(b, h, high, plane_widths[0] + to_bit), strict=True
+                )
             ]
         if table is not None:
-            vectors = [look_up_in_table.body(b, table.body(b), x) for x in vectors]
-        return pack_vectors(b, vectors)
+            vectors = [look_up_in_16_byte_table.body(b, table.body(b), x) for x in vectors]
+        return pack_vectors_into_array(b, vectors)
 
     return load_codes_of_planes
 
 
-def _unpack_plane_fields(b: Any, plane: Any, width: int, to_bit: int = 0) -> list[Any]:
+def _unpack_plane_fields_to_bytes(b: Any, plane: Any, width: int, to_bit: int = 0) -> list[Any]:
     """Return eight vectors with one bit field of a plane in each byte, at bit `to_bit`.
 
     Vector j has field ``j % fields`` of each byte of plane vector ``j // fields``, with ``fields = 8 // width``.
     """
     fields = 8 // width
-    vectors = [simd.load_bytes.body(b, _offset_address(b, plane, 64 * i)) for i in range(width)]
+    vectors = [simd.load_bytes.body(b, _offset_address_as_pointer(b, plane, 64 * i)) for i in range(width)]
     return [move_bit_field(b, vectors[j // fields], j % fields * width, width, to_bit) for j in range(CODE_VECTORS)]
 
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE)
 def store_codes(b, to, codes):
-    for i, vector in enumerate(unpack_vectors(b, codes)):
-        simd.store_bytes.body(b, _offset_address(b, to, 64 * i), vector)
+    for i, vector in enumerate(unpack_vectors_from_array(b, codes)):
+        simd.store_bytes.body(b, _offset_address_as_pointer(b, to, 64 * i), vector)
 
 
 @intrinsic(CODES_TYPE, ADDRESS)
 def load_codes(b, p):
-    return pack_vectors(b, [simd.load_bytes.body(b, _offset_address(b, p, 64 * i)) for i in range(CODE_VECTORS)])
+    return pack_vectors_into_array(
+        b, [simd.load_bytes.body(b, _offset_address_as_pointer(b, p, 64 * i)) for i in range(CODE_VECTORS)]
+    )
 
 
 first_codes, second_codes = (
     intrinsic(CODES_TYPE, TWO_CODES_TYPE)(
-        lambda b, two, start=start: pack_vectors(b, unpack_vectors(b, two)[start : start + CODE_VECTORS])
+        lambda b, two, start=start: pack_vectors_into_array(
+            b, unpack_vectors_from_array(b, two)[start : start + CODE_VECTORS]
+        )
     )
     for start in (0, CODE_VECTORS)
 )
@@ -148,7 +154,7 @@ UNKNOWN_CODES = WeightCodeProperties()
 
 
 @dataclass(frozen=True, slots=True)
-class DotTile:
+class DotTileIntrinsics:
     """Intrinsics for a register tile: sums of several rows of activations by one or two groups of 16 weight rows.
 
     The addresses of the activation rows are one value. The codes, scales and biases of each group are separate
@@ -188,7 +194,9 @@ class DotTile:
 
 
 @cache
-def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties = UNKNOWN_CODES) -> DotTile:
+def make_dot_tile_intrinsics(
+    row_count: int, group_count: int, codes: WeightCodeProperties = UNKNOWN_CODES
+) -> DotTileIntrinsics:
     """Make the intrinsics of a register tile of activation rows by groups of 16 weight rows.
 
     The tile has one vector of float32 sums for each row and group, ordered by row.
@@ -211,7 +219,7 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
 
     @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
     def row_addresses(b, p, step, n):
-        return pack_vectors(b, [b.add(p, b.mul(step, clamp_row_number(b, i, n))) for i in range(row_count)])
+        return pack_vectors_into_array(b, [b.add(p, b.mul(step, clamp_row_number(b, i, n))) for i in range(row_count)])
 
     @intrinsic(rows_of, *[ADDRESS] * 6)
     def row_addresses_by_slot(b, slots, n, used, shared, p, step):
@@ -231,14 +239,16 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
             row.add_incoming(one, before)
             row.add_incoming(other, behind)
             addresses.append(row)
-        return pack_vectors(b, [b.add(p, b.mul(step, row)) for row in addresses])
+        return pack_vectors_into_array(b, [b.add(p, b.mul(step, row)) for row in addresses])
 
     @intrinsic(sums_of)
     def zero_sums(b):
-        return pack_vectors(b, [simd.zeros.body(b)] * len(places))
+        return pack_vectors_into_array(b, [simd.zeros.body(b)] * len(places))
 
     def splat_rows(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
-        return [simd.splat_from.body(b, _record_address(b, row, at, offset)) for row in unpack_vectors(b, rows)]
+        return [
+            simd.splat_from.body(b, _record_address(b, row, at, offset)) for row in unpack_vectors_from_array(b, rows)
+        ]
 
     def dot_products(
         b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], loads_initial_sums: bool
@@ -251,16 +261,16 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
             ]
             for half in halves
         }
-        products = DotProductEmitter(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
+        products = Int8DotProductEmitter(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
         for j in range(CODE_VECTORS // COLUMN_HALVES):
             for half in halves:
                 column = half * CODE_VECTORS // COLUMN_HALVES + j
                 weights = [products.prepare_weight_codes(vector[column]) for vector in vectors]
                 for i, record in enumerate(records):
-                    four = splat_4_bytes.body(b, _offset_address(b, record, 4 * column))
+                    four = splat_4_bytes.body(b, _offset_address_as_pointer(b, record, 4 * column))
                     for g in range(group_count):
                         products.emit_dot4((half, i, g), weights[g], four)
-        return products.finish_sums()
+        return products.flush_pending_sums()
 
     def make_add_products(loads_initial_sums: bool) -> Intrinsic:
         @intrinsic(
@@ -269,10 +279,10 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
         def add_products(b, acc, *operands):
             codes, scales, (rows, at) = operands[:group_count], operands[group_count:-2], operands[-2:]
             vectors, records = (
-                [unpack_vectors(b, c) for c in codes],
-                [_record_address(b, row, at) for row in unpack_vectors(b, rows)],
+                [unpack_vectors_from_array(b, c) for c in codes],
+                [_record_address(b, row, at) for row in unpack_vectors_from_array(b, rows)],
             )
-            sums = unpack_vectors(b, acc)
+            sums = unpack_vectors_from_array(b, acc)
             for halves in together:
                 ints, products = dot_products(b, vectors, records, halves, loads_initial_sums), list[list[Any]]()
                 for half in halves:
@@ -290,7 +300,7 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
                 for half, terms in zip(halves, products, strict=False):
                     own = scales[half * group_count :]
                     sums = [simd.fma.body(b, own[g], *pair) for (_, g), *pair in zip(places, terms, sums, strict=True)]
-            return pack_vectors(b, sums)
+            return pack_vectors_into_array(b, sums)
 
         return add_products
 
@@ -298,48 +308,61 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
     def add_biases(b, acc, *operands):
         *biases, rows, at = operands
         sums = splat_rows(b, rows, at)
-        pairs = zip(places, unpack_vectors(b, acc), strict=True)
-        return pack_vectors(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
+        pairs = zip(places, unpack_vectors_from_array(b, acc), strict=True)
+        return pack_vectors_into_array(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, *[FLOATS] * group_count, rows_of, ADDRESS)
     def add_outer_product(b, acc, *operands):
         *weights, rows, at = operands
         values = splat_rows(b, rows, at)
-        pairs = zip(places, unpack_vectors(b, acc), strict=True)
-        return pack_vectors(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
+        pairs = zip(places, unpack_vectors_from_array(b, acc), strict=True)
+        return pack_vectors_into_array(b, [simd.fma.body(b, weights[g], values[i], total) for (i, g), total in pairs])
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS)
     def add_inner_product(b, acc, weights, rows, at):
-        values = [simd.load.body(b, _record_address(b, row, at)) for row in unpack_vectors(b, rows)]
-        return pack_vectors(
-            b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
+        values = [simd.load.body(b, _record_address(b, row, at)) for row in unpack_vectors_from_array(b, rows)]
+        return pack_vectors_into_array(
+            b,
+            [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors_from_array(b, acc), strict=True)],
         )
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS, ADDRESS)
     def add_partial_inner_product(b, acc, weights, rows, at, left):
-        values = [simd.load_first_lanes.body(b, _record_address(b, row, at), left) for row in unpack_vectors(b, rows)]
-        return pack_vectors(
-            b, [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors(b, acc), strict=True)]
+        values = [
+            simd.load_first_lanes.body(b, _record_address(b, row, at), left)
+            for row in unpack_vectors_from_array(b, rows)
+        ]
+        return pack_vectors_into_array(
+            b,
+            [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors_from_array(b, acc), strict=True)],
         )
 
     @intrinsic(sums_of, sums_of, sums_of)
     def add_tiles(b, x, y):
-        return pack_vectors(b, [b.fadd(*pair) for pair in zip(unpack_vectors(b, x), unpack_vectors(b, y), strict=True)])
+        return pack_vectors_into_array(
+            b,
+            [
+                b.fadd(*pair)
+                for pair in zip(unpack_vectors_from_array(b, x), unpack_vectors_from_array(b, y), strict=True)
+            ],
+        )
 
     @intrinsic(NOTHING, rows_of, ADDRESS, sums_of)
     def store_lane_sums(b, rows, at, acc):
-        for row, sums in zip(unpack_vectors(b, rows), unpack_vectors(b, acc), strict=True):
+        for row, sums in zip(unpack_vectors_from_array(b, rows), unpack_vectors_from_array(b, acc), strict=True):
             simd.store_scalar.body(b, _record_address(b, row, at), simd.lane_sum.body(b, sums))
 
     @intrinsic(sums_of, *[sums_of] * 4)
     def fold_four_tiles(b, *four):
-        lanes = zip(*(unpack_vectors(b, acc) for acc in four), strict=True)
-        return pack_vectors(b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes])
+        lanes = zip(*(unpack_vectors_from_array(b, acc) for acc in four), strict=True)
+        return pack_vectors_into_array(
+            b, [fold_4.body(b, fold_8.body(b, w, x), fold_8.body(b, y, z)) for w, x, y, z in lanes]
+        )
 
     def store_vectors(b: Any, rows: Any, acc: Any, store: Callable[[Any, int, Any], None]) -> None:
-        starts = unpack_vectors(b, rows)
-        for (i, g), total in zip(places, unpack_vectors(b, acc), strict=True):
-            store(_offset_address(b, starts[i], 4 * LANES * g), g, total)
+        starts = unpack_vectors_from_array(b, rows)
+        for (i, g), total in zip(places, unpack_vectors_from_array(b, acc), strict=True):
+            store(_offset_address_as_pointer(b, starts[i], 4 * LANES * g), g, total)
 
     @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
     def store_rows(b, rows, acc, left):
@@ -353,19 +376,23 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
 
     @intrinsic(sums_of, rows_of)
     def load_rows(b, rows):
-        starts = unpack_vectors(b, rows)
-        return pack_vectors(b, [simd.load.body(b, _offset_address(b, starts[i], 4 * LANES * g)) for i, g in places])
+        starts = unpack_vectors_from_array(b, rows)
+        return pack_vectors_into_array(
+            b, [simd.load.body(b, _offset_address_as_pointer(b, starts[i], 4 * LANES * g)) for i, g in places]
+        )
 
     @intrinsic(NOTHING, ADDRESS, sums_of)
     def spill(b, p, acc):
-        for i, total in enumerate(unpack_vectors(b, acc)):
-            simd.store.body(b, _offset_address(b, p, 4 * LANES * i), total)
+        for i, total in enumerate(unpack_vectors_from_array(b, acc)):
+            simd.store.body(b, _offset_address_as_pointer(b, p, 4 * LANES * i), total)
 
     @intrinsic(sums_of, ADDRESS)
     def reload(b, p):
-        return pack_vectors(b, [simd.load.body(b, _offset_address(b, p, 4 * LANES * i)) for i in range(len(places))])
+        return pack_vectors_into_array(
+            b, [simd.load.body(b, _offset_address_as_pointer(b, p, 4 * LANES * i)) for i in range(len(places))]
+        )
 
-    return DotTile(
+    return DotTileIntrinsics(
         row_addresses=row_addresses,
         row_addresses_by_slot=row_addresses_by_slot,
         zero_sums=zero_sums,
@@ -392,4 +419,4 @@ def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
     """
     if offset is None:
         return simd.ints_of(ONE_AND_A_HALF_BITS)
-    return simd.splat_int.body(b, simd.load_int.body(b, _offset_address(b, record, offset)))
+    return simd.splat_int.body(b, simd.load_int.body(b, _offset_address_as_pointer(b, record, offset)))

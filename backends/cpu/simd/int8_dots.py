@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from ..target_cpu import find_target_features
-from .byte_vectors import absolute_bytes, apply_per_register, dot4, has_dot4_instruction
+from .byte_vectors import absolute_bytes, apply_instruction_per_register, dot4, has_dot4_instruction
 from .vectors import bytes_of
 
 _i8, _i16, _i32 = (ir.IntType(n) for n in (8, 16, 32))
@@ -75,7 +75,7 @@ class WeightCodeProperties:
         )
 
 
-class DotProductEmitter:
+class Int8DotProductEmitter:
     """Emitter of LLVM code for several int8 dot products, each with a sum of 16 int32 lanes under a key.
 
     `sums` has the initial values by key.
@@ -120,18 +120,20 @@ class DotProductEmitter:
             if has_dot4_instruction() or not self._uses_dot4:
                 self.sums[key] = dot4.body(b, self.sums[key], factors, activations)
             else:
-                self.sums[key] = apply_per_register(b, SDOT_INSTRUCTION, _i32, 16, self.sums[key], factors, activations)
+                self.sums[key] = apply_instruction_per_register(
+                    b, SDOT_INSTRUCTION, _i32, 16, self.sums[key], factors, activations
+                )
             return
         size, two, _ = self._pair_instructions
         if signs is not None:
-            activations = apply_per_register(b, SIGN_INSTRUCTION, _i8, size, activations, signs)
-        x = apply_per_register(b, two, _i16, size, factors, activations)
+            activations = apply_instruction_per_register(b, SIGN_INSTRUCTION, _i8, size, activations, signs)
+        x = apply_instruction_per_register(b, two, _i16, size, factors, activations)
         count, before = self._short_sums.get(key, (0, None))
         self._short_sums[key] = count + 1, x if before is None else b.add(before, x)
         if count + 1 == max(1, self.codes.max_pair_sums_in_int16):
             self._widen_short_sum(key)
 
-    def finish_sums(self) -> dict[Any, Any]:
+    def flush_pending_sums(self) -> dict[Any, Any]:
         """Emit code that adds the pending 16-bit sums, and return the sums by key."""
         for place in list(self._short_sums):
             self._widen_short_sum(place)
@@ -141,4 +143,6 @@ class DotProductEmitter:
         assert self._pair_instructions is not None
         (_, x), (size, _, four) = self._short_sums.pop(place), self._pair_instructions
         ones = ir.Constant(x.type, [1] * x.type.count)
-        self.sums[place] = self.b.add(self.sums[place], apply_per_register(self.b, four, _i32, size, x, ones))
+        self.sums[place] = self.b.add(
+            self.sums[place], apply_instruction_per_register(self.b, four, _i32, size, x, ones)
+        )

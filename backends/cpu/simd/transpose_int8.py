@@ -42,7 +42,7 @@ def _load_two_int4_blocks_as_unsigned(b: Any, first: Any, second: Any) -> Any:
     return _concat_vectors(b, *(_concat_vectors(b, b.and_(q, low), b.lshr(q, high)) for q in runs))
 
 
-def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+def _make_transpose_of_quantised_blocks(load_two_blocks: Callable[[Any, Any, Any], Any]) -> Intrinsic:
     """Make an intrinsic that transposes two quantised blocks of each of 16 rows, in units of four bytes.
 
     The intrinsic is ``(source, step, last, second, to)``. Rows are `step` bytes apart, and the second block of a row is
@@ -62,13 +62,13 @@ def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> In
 
 
 transpose_8_bit_blocks, transpose_4_bit_blocks = (
-    _make_block_transpose(_load_two_int8_blocks_as_unsigned),
-    _make_block_transpose(_load_two_int4_blocks_as_unsigned),
+    _make_transpose_of_quantised_blocks(_load_two_int8_blocks_as_unsigned),
+    _make_transpose_of_quantised_blocks(_load_two_int4_blocks_as_unsigned),
 )
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def copy_strided_f16(b, source, step, last, destination):
+def copy_16_strided_f16(b, source, step, last, destination):
     """Copy 16 float16, `step` bytes apart, to consecutive memory; number `last` is repeated for the missing ones."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):

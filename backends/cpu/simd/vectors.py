@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
-from ..target_cpu import find_target_features, is_native_target
+from ..target_cpu import find_target_features, is_target_of_host_architecture
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
@@ -107,7 +107,7 @@ FOREIGN_PREFIX = "hocket.of."
 
 def emit_llvm_call(b: Any, name: str, result_type: ir.Type, *values: Any) -> Any:
     """Emit a call of the LLVM intrinsic `name`, which may be specific to the target processor."""
-    if is_native_target():
+    if is_target_of_host_architecture():
         return _call(b, name, result_type, *values)
     import llvmlite.binding as llvm
 
@@ -209,7 +209,7 @@ def gather_lanes(b, address, byte_offsets):
 
 
 @intrinsic(INTS, ADDRESS, ADDRESS)
-def clamped_lane_indices(b, first, end):
+def make_clamped_lane_indices(b, first, end):
     """Return the int32 indices `first`, ``first + 1``, ... in 16 lanes, clamped to at most ``end - 1``."""
     numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
     last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)

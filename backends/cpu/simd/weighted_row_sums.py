@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .dot_tiles import pack_vectors, unpack_vectors
+from .dot_tiles import pack_vectors_into_array, unpack_vectors_from_array
 from .vectors import (
     ADDRESS,
     FLOATS,
@@ -32,7 +32,7 @@ SUMS_TYPE = format_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
 """Type of 16 vectors of sums, the largest number; processors with few registers leave some vectors unused."""
 
 
-def _choose_step_size() -> tuple[int, int]:
+def _choose_rows_and_vectors_per_step() -> tuple[int, int]:
     """Choose the size of one step: the number of rows that it adds, and the number of vectors of each row.
 
     With two rows an instruction does not wait for the previous sum.
@@ -46,29 +46,31 @@ def _address_constant(value: int) -> Any:
 
 @intrinsic(ADDRESS)
 def rows_per_step(b):
-    return _address_constant(_choose_step_size()[0])
+    return _address_constant(_choose_rows_and_vectors_per_step()[0])
 
 
 @intrinsic(ADDRESS)
 def row_bytes_per_step(b):
     """Return the number of bytes of each row that one step adds."""
-    return _address_constant(64 * _choose_step_size()[1])
+    return _address_constant(64 * _choose_rows_and_vectors_per_step()[1])
 
 
 @intrinsic(SUMS_TYPE)
 def zero_sums(b):
-    return pack_vectors(b, [zeros.body(b)] * (4 * SCALARS_PER_ROW))
+    return pack_vectors_into_array(b, [zeros.body(b)] * (4 * SCALARS_PER_ROW))
 
 
 @intrinsic(SUMS_TYPE, SUMS_TYPE, *[ADDRESS] * 6)
-def add_weighted_rows(b, sums, rows_address, row_stride, first_weights, second_weights, third_weights, fourth_weights):
+def add_weighted_rows_to_four_sums(
+    b, sums, rows_address, row_stride, first_weights, second_weights, third_weights, fourth_weights
+):
     """Add the next rows, each times its weight, to four weighted sums.
 
     Rows begin at `rows_address` and are `row_stride` bytes apart. Each weights argument is the address of consecutive
     float32 weights, one per row.
     """
-    rows, vectors = _choose_step_size()
-    known = unpack_vectors(b, sums)
+    rows, vectors = _choose_rows_and_vectors_per_step()
+    known = unpack_vectors_from_array(b, sums)
     for row in range(rows):
         start = b.add(rows_address, b.mul(row_stride, _address_constant(row)))
         vectors_of_row = [load.body(b, b.add(start, _address_constant(64 * i))) for i in range(vectors)]
@@ -77,14 +79,14 @@ def add_weighted_rows(b, sums, rows_address, row_stride, first_weights, second_w
             for i, vector in enumerate(vectors_of_row):
                 place = (row * SCALARS_PER_ROW + kind) * vectors + i
                 known[place] = fma.body(b, vector, by, known[place])
-    return pack_vectors(b, known)
+    return pack_vectors_into_array(b, known)
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, SUMS_TYPE)
-def store_weighted_sums(b, address, row_stride, sums):
+def store_four_weighted_sums(b, address, row_stride, sums):
     """Store the four weighted sums as rows that are `row_stride` bytes apart."""
-    rows, vectors = _choose_step_size()
-    known = unpack_vectors(b, sums)
+    rows, vectors = _choose_rows_and_vectors_per_step()
+    known = unpack_vectors_from_array(b, sums)
     for kind in range(SCALARS_PER_ROW):
         for i in range(vectors):
             parts = [known[(row * SCALARS_PER_ROW + kind) * vectors + i] for row in range(rows)]

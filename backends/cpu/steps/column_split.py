@@ -37,7 +37,7 @@ class ColumnSplit:
         ]
 
 
-def find_column_split(
+def find_continued_column_split(
     steps: StepTableBuilder, sources: Sequence[Operand], out: Operand, *, whole_rows: bool = False
 ) -> ColumnSplit | None:
     """Return the column split of `out` that continues the split of a source; None if the next step needs a barrier.

@@ -8,7 +8,7 @@ from ..simd.atomics import (
     call_kernel,
     fetch_add,
     load_shared,
-    read_cycle_counter,
+    read_constant_rate_counter,
     read_monotonic_clock,
     sleep_50_microseconds,
     store_shared,
@@ -78,7 +78,7 @@ def run_steps_of_thread(a, thread, threads, times):
         step = steps + i * 8 * STEP_WORDS
         how = load_long(step + 16)
         if times != 0 and thread == 0:
-            store_long(times + 8 * i, read_cycle_counter())
+            store_long(times + 8 * i, read_constant_rate_counter())
         if threads > 1 and how & BARRIER_FLAG:
             status = wait_at_barrier(shared, threads)
             if status != 0:
@@ -93,7 +93,7 @@ def run_steps_of_thread(a, thread, threads, times):
             return status
     status = wait_at_barrier(shared, threads) if threads > 1 else 0
     if times != 0 and thread == 0:
-        store_long(times + 8 * count, read_cycle_counter())
+        store_long(times + 8 * count, read_constant_rate_counter())
         store_long(times + 8 * (count + 2), read_monotonic_clock())
     return status
 

@@ -16,11 +16,11 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ...base import Comm, Tensor
 from ...fusion.dataflow import Dataflow
-from ...fusion.operands import BoundInstruction, Operand, Region
+from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
 
-RUN_STATUS_REGION = Region(0, -1, 0)
+RUN_STATUS_REGION = MemoryRegion(0, -1, 0)
 """Region that stands for "the run continues".
 
 A step that may stop the run writes the region, and a step that writes a state reads it. So no thread writes a state
@@ -79,7 +79,7 @@ class TableMemory:
 
 ALL_THREADS = -1
 """A thread number that stands for all threads."""
-ThreadRegions = list[tuple[Region, int]]
+ThreadRegions = list[tuple[MemoryRegion, int]]
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ class StepTableBuilder:
     table_memory: TableMemory = field(default_factory=TableMemory)
     _written_regions: ThreadRegions = field(default_factory=list)
     _read_regions: ThreadRegions = field(default_factory=list)
-    _column_bounds: dict[Region, Sequence[int]] = field(default_factory=dict)
-    _derived_operands: dict[Hashable, tuple[Sequence[Operand], list[Region]]] = field(default_factory=dict)
+    _column_bounds: dict[MemoryRegion, Sequence[int]] = field(default_factory=dict)
+    _derived_operands: dict[Hashable, tuple[Sequence[Operand], list[MemoryRegion]]] = field(default_factory=dict)
     _scratch: dict[tuple[str, int], Operand] = field(default_factory=dict)
     _constants: dict[bytes, Operand] = field(default_factory=dict)
     _last_private_buffer: int = -1
@@ -130,12 +130,15 @@ class StepTableBuilder:
             nbytes: Bytes that the step moves; by default all bytes of `reads` and `writes`.
             stops: Whether the step may stop the run.
         """
-        part, moved = ThreadWork(words, reads, writes), _count_moved_bytes(reads, writes) if nbytes is None else nbytes
+        part, moved = (
+            ThreadWork(words, reads, writes),
+            _count_accessed_bytes(reads, writes) if nbytes is None else nbytes,
+        )
         self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
 
-    def is_shared_by_threads(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
+    def is_step_shared_by_threads(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
         """Return whether `add` would split a step with these operands and results over all threads."""
-        return self.threads > 1 and _count_moved_bytes(reads, writes) >= MIN_SHARED_BYTES
+        return self.threads > 1 and _count_accessed_bytes(reads, writes) >= MIN_SHARED_BYTES
 
     def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None]) -> None:
         """Append a step in which each thread does its own part of the work; None for a thread without work."""
@@ -173,7 +176,7 @@ class StepTableBuilder:
         bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
-    def can_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
+    def is_cheap_to_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
         """Return whether operands are so small that every thread may do the same computation on them."""
         return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 
@@ -204,7 +207,7 @@ class StepTableBuilder:
             work_by_thread = [parts.get(thread) for thread in range(self.threads)]
         words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
         self.steps.append(TableStep(kernel, words, ALL_THREADS not in parts, needs_barrier, self.instruction_number))
-        self.invalidate_regions([region for region, _ in written])
+        self.invalidate_values_in_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:
         """Return the steps that were appended so far, and begin another table."""
@@ -261,15 +264,15 @@ class StepTableBuilder:
 
     def register_per_thread_values(self, operands: Sequence[Operand], value: Operand) -> None:
         """Register one operand for each thread that holds the contents of `value`; `value` itself is not written."""
-        self.invalidate_regions([value.region])
+        self.invalidate_values_in_regions([value.region])
         self.register_derived_operands(("own", value.region), operands, [value])
 
     def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
         """Return the operand of each thread that holds the contents of `value`, or None."""
         own = self.find_derived_operands(("own", value.region))
-        return None if own is None else [with_layout_of(o, value) for o in own]
+        return None if own is None else [view_with_layout_of(o, value) for o in own]
 
-    def invalidate_regions(self, written: Sequence[Region]) -> None:
+    def invalidate_values_in_regions(self, written: Sequence[MemoryRegion]) -> None:
         """Forget the derived operands and column bounds that overlap the written regions."""
         for region in [r for r in self._column_bounds if any(w.overlaps(r) for w in written)]:
             del self._column_bounds[region]
@@ -282,13 +285,13 @@ class StepTableBuilder:
             del self._derived_operands[key]
 
 
-def with_layout_of(memory: Operand, value: Operand) -> Operand:
+def view_with_layout_of(memory: Operand, value: Operand) -> Operand:
     """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
     return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
 
 
-def _count_moved_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
+def _count_accessed_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
     """Return the number of bytes of all operands and results, except scratch."""
     return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
 

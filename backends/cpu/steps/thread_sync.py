@@ -24,7 +24,7 @@ WORK_FLAG, ASLEEP_FLAG = 1, 2
 IDLE_SPINS = SPINS_BEFORE_YIELD + 4000
 """Spins of a thread before it sleeps, about 2 ms. For most of them it yields its core."""
 THREADS_SLEEPING = -1
-"""Status of `start_run` if threads must be woken. Kernels do not use it."""
+"""Status of `run_unless_threads_sleep` if threads must be woken. Kernels do not use it."""
 RUN_ARGS = declare_args("loop words")
 """Words of a run: the addresses of a loop and of its words."""
 
@@ -35,7 +35,7 @@ def compute_shared_block_bytes(threads: int) -> int:
 
 
 @subroutine
-def publish_run(run_args, shared_block, threads):
+def publish_run_and_count_sleepers(run_args, shared_block, threads):
     """Make a run visible to all other threads of the pool, and return how many of them sleep and must be woken.
 
     `run_args` is the address of `RUN_ARGS`.
@@ -50,7 +50,7 @@ def publish_run(run_args, shared_block, threads):
 
 
 @subroutine
-def run_main_thread(run_args, shared_block, threads):
+def run_main_thread_and_wait(run_args, shared_block, threads):
     """Run the work of thread 0, wait for all other threads, and return the status of thread 0."""
     status = call_kernel(RUN_ARGS.loop(run_args), RUN_ARGS.words(run_args), 0, threads)
     looks = 0
@@ -62,25 +62,27 @@ def run_main_thread(run_args, shared_block, threads):
 
 
 @kernel
-def start_run(run_args, shared_block, threads):
+def run_unless_threads_sleep(run_args, shared_block, threads):
     """Start a run of all threads, wait for its end, and return the status of thread 0.
 
     If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes the threads and calls
-    `continue_run`.
+    `run_after_waking_threads`.
     """
-    if publish_run(run_args, shared_block, threads) > 0:
+    if publish_run_and_count_sleepers(run_args, shared_block, threads) > 0:
         return THREADS_SLEEPING
-    return run_main_thread(run_args, shared_block, threads)
+    return run_main_thread_and_wait(run_args, shared_block, threads)
 
 
 @kernel
-def continue_run(run_args, shared_block, threads):
-    """Run the work of thread 0 after the caller of `start_run` has woken all threads; return the status of thread 0."""
-    return run_main_thread(run_args, shared_block, threads)
+def run_after_waking_threads(run_args, shared_block, threads):
+    """Run the work of thread 0 after the caller of `run_unless_threads_sleep` has woken all threads; return the status
+    of thread 0.
+    """
+    return run_main_thread_and_wait(run_args, shared_block, threads)
 
 
 @kernel
-def run_worker_thread(shared_block, thread, threads):
+def run_worker_thread_until_sleep(shared_block, thread, threads):
     """Run the work of a thread other than 0 for every run, and return when the thread goes to sleep."""
     state, looks = shared_block + STATES_OFFSET + CACHE_LINE_BYTES * thread, 0
     while True:

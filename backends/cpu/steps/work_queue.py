@@ -9,10 +9,10 @@ ticket. The last ticket of each thread is behind all items:
             ...
             mine = take_work_item(tickets, item + 1)
         item += 1
-    reset_queue(tickets, mine, item, threads)
+    reset_queue_after_last_ticket(tickets, mine, item, threads)
 
-A step of many rows may be split into spans of rows with a queue each (`count_spans`). Each thread begins with the span
-of its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the
+A step of many rows may be split into spans of rows with a queue each (`count_row_spans`). Each thread begins with the
+span of its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the
 thread helps with the other spans.
 """
 
@@ -37,14 +37,14 @@ def take_work_item(tickets, following):
 
 
 @subroutine
-def reset_queue(tickets, mine, item_count, threads):
+def reset_queue_after_last_ticket(tickets, mine, item_count, threads):
     """Set the work queue back to 0 if `mine`, the ticket of this thread, is the last one that any thread takes."""
     if tickets != 0 and mine == item_count + threads - 1:
         store_shared(tickets, 0)
 
 
 @subroutine
-def count_spans(rows, min_rows, threads):
+def count_row_spans(rows, min_rows, threads):
     """Return the number of row spans for `rows` rows: from 1 to one per thread, with at least `min_rows` rows each.
 
     There is one span if there are fewer than `min_rows` rows. There are at most `MAX_SPANS` spans.
@@ -53,7 +53,7 @@ def count_spans(rows, min_rows, threads):
 
 
 @subroutine
-def choose_span(turn, spans, thread, threads):
+def choose_row_span(turn, spans, thread, threads):
     """Return the number of the row span that a thread processes in its turn number `turn`.
 
     Threads begin at different spans, and each thread visits all spans in a circle.
@@ -62,12 +62,12 @@ def choose_span(turn, spans, thread, threads):
 
 
 @subroutine
-def compute_span_start(rows, row_multiple, span, spans):
+def compute_first_row_of_span(rows, row_multiple, span, spans):
     """Return the first row of row span number `span`, a multiple of `row_multiple`; it ends the span before it."""
     return min(rows, (rows + row_multiple - 1) // row_multiple * span // spans * row_multiple)
 
 
 @subroutine
-def select_span_queue(tickets, span):
+def compute_span_queue_address(tickets, span):
     """Return the address of the work queue of row span number `span`; 0 if `tickets` is 0 (no queues)."""
     return tickets + 8 * span if tickets != 0 else 0

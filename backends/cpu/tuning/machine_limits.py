@@ -78,7 +78,7 @@ class MemoryBandwidthTest:
         known = {"memory": memory.ctypes.data, "turns": turns, "sums": sums.ctypes.data}
         self._memory = memory, sums
         self._runs = [
-            _TimedKernel(peak_probes.read_memory, peak_probes.READ_ARGS(**known, **pattern), threads)
+            _TimedKernel(peak_probes.read_and_sum_memory, peak_probes.READ_ARGS(**known, **pattern), threads)
             for pattern in READ_PATTERNS
         ]
         weight = np.full((nbytes // 4 // ROW_BYTES // MAX_GROUP_ROWS * MAX_GROUP_ROWS, ROW_BYTES), 0x21, np.uint8)
@@ -92,7 +92,7 @@ class MemoryBandwidthTest:
         )
 
 
-def read_last_cache_bytes() -> int:
+def read_largest_cache_bytes() -> int:
     """Return the bytes of the largest cache of the first processor; 0 if the system does not report caches."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
@@ -105,7 +105,7 @@ def read_last_cache_bytes() -> int:
 def measure_float32_peak(threads: int) -> float:
     """Measure the peak float32 operations/s of fused multiply-adds, two operations each."""
     values = np.full(32, 0.5, np.float32)
-    return 2 * _measure_multiplications_per_second(peak_probes.repeat_float_multiply_adds, values, threads)
+    return 2 * _measure_lane_multiplications_per_second(peak_probes.repeat_float_multiply_adds, values, threads)
 
 
 def measure_int8_peak(threads: int) -> float | None:
@@ -113,7 +113,9 @@ def measure_int8_peak(threads: int) -> float | None:
     return (
         2
         * 4
-        * _measure_multiplications_per_second(peak_probes.repeat_int8_dot_products, np.ones(128, np.uint8), threads)
+        * _measure_lane_multiplications_per_second(
+            peak_probes.repeat_int8_dot_products, np.ones(128, np.uint8), threads
+        )
         if has_dot4_instruction()
         else None
     )
@@ -133,7 +135,7 @@ def measure_bf16_tile_peak(threads: int) -> float | None:
     return products * peak_probes.INDEPENDENT_TILES * turns * threads / run.measure_fastest_seconds()
 
 
-def _measure_multiplications_per_second(kernel: Kernel, values: np.ndarray, threads: int) -> float:
+def _measure_lane_multiplications_per_second(kernel: Kernel, values: np.ndarray, threads: int) -> float:
     """Measure how many 32-bit lanes per second a kernel multiplies on all threads."""
     sums = np.zeros(16 * threads, np.float32)
     run = _TimedKernel(

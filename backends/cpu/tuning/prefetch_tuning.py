@@ -57,17 +57,17 @@ def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None
     """Measure all prefetch distances of a dtype on one thread, and cache the best distance for later processes."""
     before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
     some = [
-        matrix[: _count_whole_group_rows(matrix, MAX_TUNING_BYTES - read)]
+        matrix[: _count_rows_in_whole_groups(matrix, MAX_TUNING_BYTES - read)]
         for matrix, read in zip(matrices, before, strict=False)
         if read < MAX_TUNING_BYTES
     ]
     write_cached(
         make_distance_cache_path(dtype),
-        bytes(_choose_fastest_distances(dtype, some, rows) for rows in TUNED_ROW_COUNTS),
+        bytes(_find_index_of_fastest_distances(dtype, some, rows) for rows in TUNED_ROW_COUNTS),
     )
 
 
-def _choose_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
+def _find_index_of_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
     """Return the index of the fastest pair of `PREFETCH_DISTANCES` for `rows` activation rows; 0 if the gain is small.
 
     Each pair is timed several times. The fastest time counts, because disturbances only make a run slower.
@@ -81,7 +81,7 @@ def _choose_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray], rows
     return best if seconds[best] * MIN_PREFETCH_GAIN < seconds[0] else 0
 
 
-def _count_whole_group_rows(matrix: np.ndarray, max_bytes: int) -> int:
+def _count_rows_in_whole_groups(matrix: np.ndarray, max_bytes: int) -> int:
     """Return the number of matrix rows in at most `max_bytes` bytes, in whole row groups and at least one group."""
     return max(1, max_bytes // matrix.shape[1] // MAX_GROUP_ROWS) * MAX_GROUP_ROWS
 

@@ -35,11 +35,11 @@ class IterationAxes:
         return size
 
     @property
-    def axes_fields(self) -> list[LaunchWord]:
+    def axes_struct_fields(self) -> list[LaunchWord]:
         """The fields of the C struct `Axes`: the axis count and the size of each axis, padded with 1."""
         return [len(self.sizes), *_pad_fields(self.sizes, 1)]
 
-    def make_operand_stride_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
+    def make_address_and_stride_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
         """Return the fields of the C struct `Walk` for operand `k`: its address, then its strides, padded with 0."""
         return [operand, *_pad_fields(self.operand_strides[k], 0)]
 
@@ -48,7 +48,7 @@ def _pad_fields(values: Sequence[int], rest: int) -> list[LaunchWord]:
     return [*values, *([rest] * (MAX_ITERATION_AXES - len(values)))]
 
 
-def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
+def build_merged_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
     """Build the merged iteration axes of `shape` for operands that are broadcast or tiled to `shape`.
 
     Along a tiled axis, the operand is repeated as a whole: index i of `shape` reads index i modulo the operand's size.
@@ -98,12 +98,12 @@ def as_row_starts(x: Operand) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
-def as_repeated_row_starts(x: Operand) -> Operand:
+def as_row_starts_with_repeat_axis(x: Operand) -> Operand:
     """Return a view of the row starts of `x` with a last axis of size 1 and stride 0, which repeats each start."""
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 
-def split_tiled_axes(
+def split_tiled_axes_for_broadcast(
     shape: Sequence[int], operands: Sequence[Operand], tiled_index: int
 ) -> tuple[tuple[int, ...], list[Operand]]:
     """Split each axis along which one operand is tiled into two axes, so that tiling becomes broadcasting with strides.

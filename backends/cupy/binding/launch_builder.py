@@ -18,8 +18,8 @@ from ....graph.dtypes import DType
 from ....graph.old_names import make_module_getattr
 from ...base import Tensor, contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..device.device_limits import DEFAULT_SHARED_BYTES, LARGEST_LIMITS, Limits
-from ..device.driver import SINGLE_BLOCK_CLUSTER, AddressSpan, Dim3, KernelInstance, Launch, SingleStep
+from ..device.device_limits import DEFAULT_SHARED_BYTES, LARGEST_LIMITS, KernelLimits
+from ..device.driver import SINGLE_BLOCK_CLUSTER, AddressSpan, Dim3, KernelInstance, KernelLaunch, SingleStep
 
 LaunchWord = Operand | int | float
 """One 64-bit field of a kernel's argument struct: an `Operand` is its address, an `int` an i64, a `float` a double."""
@@ -53,7 +53,7 @@ class LaunchBuilder:
     items: list[SingleStep] = field(default_factory=list)
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_address: int = 0
-    limits: Limits = LARGEST_LIMITS
+    limits: KernelLimits = LARGEST_LIMITS
     multiprocessor_count: int = 1
 
     def take_launches(self) -> tuple[SingleStep, ...]:
@@ -98,7 +98,9 @@ class LaunchBuilder:
         if 0 in (shape := _as_dim3(grid)):
             return
         packed, spans = self._pack_words(words)
-        self.items.append(Launch(kernel, shape, _as_dim3(block), shared_bytes, packed, spans, self.number, cluster))
+        self.items.append(
+            KernelLaunch(kernel, shape, _as_dim3(block), shared_bytes, packed, spans, self.number, cluster)
+        )
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
         """Pack launch words into 64-bit integers; also return the byte range behind each word that is an address."""

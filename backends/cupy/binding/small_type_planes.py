@@ -21,8 +21,8 @@ TRITS_PER_BYTE, TRIT_MULTIPLE = 5, 243
 """Ternary digits of a byte of TQ1_0, and the number of their combinations."""
 
 
-def _make_column_bit_tables() -> npt.NDArray[np.uint32]:
-    """Make the tables of `place_column_bits`, one for each byte."""
+def _make_tables_of_placed_column_bits() -> npt.NDArray[np.uint32]:
+    """Make the tables of `place_column_bits_in_plane`, one for each byte."""
     tables = np.zeros((4, 256), np.uint32)
     for i in range(32):
         half, t, c = i // 16, i // 4 % 4, i % 4
@@ -30,10 +30,10 @@ def _make_column_bit_tables() -> npt.NDArray[np.uint32]:
     return tables
 
 
-COLUMN_BIT_TABLES = _make_column_bit_tables()
+COLUMN_BIT_TABLES = _make_tables_of_placed_column_bits()
 
 
-def place_column_bits(bits: U8) -> npt.NDArray[np.uint32]:
+def place_column_bits_in_plane(bits: U8) -> npt.NDArray[np.uint32]:
     """Move one bit for each of 32 columns to its place in a plane: bytes [..., 4] to numbers [...].
 
     In the bytes, bit i belongs to column i. In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of
@@ -43,7 +43,7 @@ def place_column_bits(bits: U8) -> npt.NDArray[np.uint32]:
     return t[0][bits[..., 0]] | t[1][bits[..., 1]] | t[2][bits[..., 2]] | t[3][bits[..., 3]]
 
 
-def _as_planes_of_words(words: npt.NDArray[np.uint32]) -> U8:
+def _split_words_into_plane_bytes(words: npt.NDArray[np.uint32]) -> U8:
     """Return words [n, blocks of 32 columns] as a plane of 4 bytes for each block."""
     return np.ascontiguousarray(words)[..., None].view(np.uint8)
 
@@ -51,10 +51,12 @@ def _as_planes_of_words(words: npt.NDArray[np.uint32]) -> U8:
 def make_sign_plane(blocks: BlockArray) -> U8:
     """Make a plane of the column bits in field `signs`, or in `qs` of Q1_0."""
     field = "signs" if "signs" in (blocks.dtype.names or ()) else "qs"
-    return _as_planes_of_words(place_column_bits(np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 4)))
+    return _split_words_into_plane_bytes(
+        place_column_bits_in_plane(np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 4))
+    )
 
 
-def _unpack_seven_signs(words: npt.NDArray[np.uint32]) -> U8:
+def _unpack_signs_and_scale_bits(words: npt.NDArray[np.uint32]) -> U8:
     """Unpack four groups of 7 signs, and place the bits of the scale above them: uint32 [...] to uint8 [..., 4]."""
     signs = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
     tops = (words >> np.uint32(28))[..., None] >> np.argsort(SCALE_BIT_GROUPS).astype(np.uint32) & np.uint32(1)
@@ -66,39 +68,41 @@ def make_iq2_xxs_index_plane(blocks: BlockArray) -> U8:
     return np.ascontiguousarray(blocks["qs"][:, 0::2])[..., None].view(np.uint8)
 
 
-def make_iq2_xxs_sign_plane(blocks: BlockArray) -> U8:
+def make_iq2_xxs_sign_and_scale_plane(blocks: BlockArray) -> U8:
     """Make the plane of IQ2_XXS signs, with the bits of scales."""
-    return _as_planes_of_words(place_column_bits(_unpack_seven_signs(blocks["qs"][:, 1::2])))
+    return _split_words_into_plane_bytes(
+        place_column_bits_in_plane(_unpack_signs_and_scale_bits(blocks["qs"][:, 1::2]))
+    )
 
 
-def make_iq3_xxs_sign_plane(blocks: BlockArray) -> U8:
+def make_iq3_xxs_sign_and_scale_plane(blocks: BlockArray) -> U8:
     """Make the plane of IQ3_XXS signs, with the bits of scales."""
-    return _as_planes_of_words(place_column_bits(_unpack_seven_signs(blocks["signs"])))
+    return _split_words_into_plane_bytes(place_column_bits_in_plane(_unpack_signs_and_scale_bits(blocks["signs"])))
 
 
-def make_iq2_xs_index_plane(blocks: BlockArray) -> U8:
+def make_iq2_xs_index_low_byte_plane(blocks: BlockArray) -> U8:
     """Make the plane of the low bytes of IQ2_XS indices."""
     return blocks["qs"].astype(np.uint8).reshape(len(blocks), -1, 4)
 
 
-def make_iq2_xs_sign_plane(blocks: BlockArray) -> U8:
+def make_iq2_xs_sign_and_index_bit_plane(blocks: BlockArray) -> U8:
     """Make the plane of IQ2_XS signs, with the ninth bit of each index in place of the eighth sign."""
     high = blocks["qs"] >> np.uint16(8)
     signs = (high >> np.uint16(1) | (high & np.uint16(1)) << np.uint16(7)).astype(np.uint8)
-    return _as_planes_of_words(place_column_bits(signs.reshape(len(blocks), -1, 4)))
+    return _split_words_into_plane_bytes(place_column_bits_in_plane(signs.reshape(len(blocks), -1, 4)))
 
 
-def make_octet_index_plane(blocks: BlockArray) -> U8:
+def make_octet_index_low_byte_plane(blocks: BlockArray) -> U8:
     """Make a plane of the low bytes of indices of 8 columns: 4 bytes for each block of 32 columns."""
     return np.ascontiguousarray(blocks["qs"]).reshape(len(blocks), -1, 4)
 
 
-def make_quad_index_plane(blocks: BlockArray) -> U8:
+def make_quad_index_low_byte_plane(blocks: BlockArray) -> U8:
     """Make a plane of the low bytes of indices of 4 columns: 8 bytes for each block of 32 columns."""
     return np.ascontiguousarray(blocks["qs"].reshape(len(blocks), -1, 8)[..., QUAD_ORDER])
 
 
-def make_iq1_s_extra_plane(blocks: BlockArray) -> U8:
+def make_iq1_s_index_and_scale_bit_plane(blocks: BlockArray) -> U8:
     """Make the plane of the fields of IQ1_S: 4 bits for each index, which are 3 of the index and one other.
 
     The fourth bits are the scale and, last, the sign of the shift.
@@ -110,7 +114,7 @@ def make_iq1_s_extra_plane(blocks: BlockArray) -> U8:
     return out.view(np.uint8).reshape(len(blocks), 1, -1)
 
 
-def make_q2_0_plane(blocks: BlockArray) -> U8:
+def make_q2_0_code_plane(blocks: BlockArray) -> U8:
     """Make the plane of Q2_0 codes, each as one minus the code: 8 bytes for each block of 32 columns.
 
     In the field, four neighbours share a byte. 4 x 4 transposes of 2-bit codes reorder them.
@@ -126,7 +130,7 @@ def make_q2_0_plane(blocks: BlockArray) -> U8:
 # ---------------------------------------------------------------------------------------------------- base 3
 
 
-def _decode_trits(blocks: BlockArray) -> U8:
+def _decode_tq1_0_trits(blocks: BlockArray) -> U8:
     """Decode the ternary digits of TQ1_0 blocks, 0 to 2: [n, block of 32 columns, register, byte of a register].
 
     Register ``2 * t + half`` has the columns from ``16 * half + 4 * t`` on.
@@ -141,20 +145,20 @@ def _decode_trits(blocks: BlockArray) -> U8:
     return np.ascontiguousarray(trits.reshape(n, 8, 2, 4, 4).swapaxes(2, 3)).reshape(n, 8, 8, 4)
 
 
-def _encode_trits(trits: U8) -> U8:
+def _encode_five_trits_per_byte(trits: U8) -> U8:
     """Encode five ternary digits [..., 5] in a byte [...]: their number times 256 / 243, rounded up."""
     number = trits.astype(np.uint16) @ np.array([81, 27, 9, 3, 1], np.uint16)
     return ((number * np.uint32(256) + np.uint32(TRIT_MULTIPLE - 1)) // np.uint32(TRIT_MULTIPLE)).astype(np.uint8)
 
 
-def make_tq1_0_low_plane(blocks: BlockArray) -> U8:
+def make_tq1_0_registers_0_to_4_plane(blocks: BlockArray) -> U8:
     """Make the plane of registers 0 to 4: 4 bytes of five digits for each block of 32 columns."""
-    return _encode_trits(_decode_trits(blocks)[:, :, :TRITS_PER_BYTE].swapaxes(2, 3))
+    return _encode_five_trits_per_byte(_decode_tq1_0_trits(blocks)[:, :, :TRITS_PER_BYTE].swapaxes(2, 3))
 
 
-def make_tq1_0_extra_plane(blocks: BlockArray) -> U8:
+def make_tq1_0_registers_5_to_7_plane(blocks: BlockArray) -> U8:
     """Make the plane of registers 5 to 7: two bytes for each block, then 2 bits for each of its last two columns."""
-    rest = _decode_trits(blocks)[:, :, TRITS_PER_BYTE:].reshape(len(blocks), 8, 6, 2)  # in pairs of columns
-    pairs = _encode_trits(rest[:, :, :5].swapaxes(2, 3)).reshape(len(blocks), 16)
+    rest = _decode_tq1_0_trits(blocks)[:, :, TRITS_PER_BYTE:].reshape(len(blocks), 8, 6, 2)  # in pairs of columns
+    pairs = _encode_five_trits_per_byte(rest[:, :, :5].swapaxes(2, 3)).reshape(len(blocks), 16)
     last = rest[:, :, 5, 0] | rest[:, :, 5, 1] << np.uint8(2)
     return np.concatenate([pairs, last[:, 0::2] | last[:, 1::2] << np.uint8(4)], axis=1)[:, None]

@@ -23,19 +23,19 @@ from ....graph.dtypes import DType
 from ....graph.spec import Spec
 from ....ops.quantisation import BLOCK_LAYOUTS
 from .small_type_planes import (
-    make_iq1_s_extra_plane,
-    make_iq2_xs_index_plane,
-    make_iq2_xs_sign_plane,
+    make_iq1_s_index_and_scale_bit_plane,
+    make_iq2_xs_index_low_byte_plane,
+    make_iq2_xs_sign_and_index_bit_plane,
     make_iq2_xxs_index_plane,
-    make_iq2_xxs_sign_plane,
-    make_iq3_xxs_sign_plane,
-    make_octet_index_plane,
-    make_q2_0_plane,
-    make_quad_index_plane,
+    make_iq2_xxs_sign_and_scale_plane,
+    make_iq3_xxs_sign_and_scale_plane,
+    make_octet_index_low_byte_plane,
+    make_q2_0_code_plane,
+    make_quad_index_low_byte_plane,
     make_sign_plane,
-    make_tq1_0_extra_plane,
-    make_tq1_0_low_plane,
-    place_column_bits,
+    make_tq1_0_registers_0_to_4_plane,
+    make_tq1_0_registers_5_to_7_plane,
+    place_column_bits_in_plane,
 )
 
 U8 = npt.NDArray[np.uint8]
@@ -49,7 +49,7 @@ NIBBLE_MASK = np.uint8(15)
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneLayout:
+class PackedPlaneLayout:
     """The packed layout of a quantised dtype: for each plane a function that builds the plane from quantised blocks.
 
     A plane has one kind of data of all blocks, such as the codes or their high bits. A function takes an array of `n`
@@ -88,7 +88,7 @@ def _regroup_nibbles_into_32_columns(blocks: BlockArray) -> U8:
     return out.reshape(len(blocks), -1, 16)
 
 
-def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: BlockArray) -> U8:
+def _reorder_nibbles_for_codebook_lookup(nibbles: Callable[[BlockArray], U8], blocks: BlockArray) -> U8:
     """Reorder the nibbles of each 32-bit word: the low nibbles of its four bytes first, then the four high nibbles.
 
     A kernel can then look up the code book values of four adjacent nibbles at once.
@@ -107,7 +107,7 @@ def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: Blo
     return grouped.view(np.uint8)
 
 
-def _make_nibble_plane(field: str, width: int) -> Callable[[BlockArray], U8]:
+def _make_nibble_plane_builder(field: str, width: int) -> Callable[[BlockArray], U8]:
     """Return a function that makes a plane of nibbles, 16 bytes for each 32 columns as in `_copy_code_bytes`.
 
     Args:
@@ -126,7 +126,7 @@ def _make_nibble_plane(field: str, width: int) -> Callable[[BlockArray], U8]:
     return plane
 
 
-def _make_two_bit_plane(field: str, flip: int) -> Callable[[BlockArray], U8]:
+def _make_two_bit_plane_builder(field: str, flip: int) -> Callable[[BlockArray], U8]:
     """Return a function that makes a plane of 2-bit codes, with 8 bytes for each 32 columns.
 
     Args:
@@ -156,23 +156,23 @@ def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
 # ------------------------------------------------------------------------------------------------ high bits
 
 
-def _make_high_bit_plane_of_32(flip: bool) -> Callable[[BlockArray], U8]:
+def _make_fifth_bit_plane_builder(flip: bool) -> Callable[[BlockArray], U8]:
     """Return a function that makes a plane of the fifth bits of 5-bit codes, for blocks of 32 columns.
 
-    `place_column_bits` describes the places.
+    `place_column_bits_in_plane` describes the places.
 
     Args:
         flip: Whether all bits are inverted.
     """
 
     def plane(blocks: BlockArray) -> U8:
-        bits = place_column_bits(blocks["qh"])
+        bits = place_column_bits_in_plane(blocks["qh"])
         return (~bits if flip else bits).view(np.uint8).reshape(len(blocks), 1, 4)
 
     return plane
 
 
-def _make_high_bit_plane_of_256(flip: bool) -> Callable[[BlockArray], U8]:
+def _make_super_block_high_bit_plane_builder(flip: bool) -> Callable[[BlockArray], U8]:
     """Return a function that makes a plane of the high bits of codes, for super-blocks of 256 columns.
 
     The plane has 4 bytes for each block of 32 columns. In field `qh`, bit j of each of the 32 bytes belongs to block j.
@@ -197,7 +197,7 @@ def _make_high_bit_plane_of_256(flip: bool) -> Callable[[BlockArray], U8]:
 # -------------------------------------------------------------------------------------------------- records
 
 
-def _make_field_plane(*names: str) -> Callable[[BlockArray], U8]:
+def _make_field_copying_plane_builder(*names: str) -> Callable[[BlockArray], U8]:
     """Return a function that copies adjacent fields of a block into a plane, without changes."""
 
     def plane(blocks: BlockArray) -> U8:
@@ -210,100 +210,146 @@ def _make_field_plane(*names: str) -> Callable[[BlockArray], U8]:
     return plane
 
 
-def _make_byte_pair_plane(field: str) -> Callable[[BlockArray], U8]:
+def _make_byte_pair_plane_builder(field: str) -> Callable[[BlockArray], U8]:
     """Return a function that copies a field with two bytes for each 32 columns into a plane, without changes."""
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
 
-def _make_byte_range_plane(field: str, start: int, end: int) -> Callable[[BlockArray], U8]:
+def _make_byte_range_plane_builder(field: str, start: int, end: int) -> Callable[[BlockArray], U8]:
     """Return a function that copies the bytes `start` to `end` (exclusive) of a field into a plane, without changes."""
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
-_CODEBOOK_NIBBLES = partial(_group_nibbles_for_codebook, _copy_code_bytes)
-PLANE_LAYOUTS: Mapping[DType, PlaneLayout] = MappingProxyType(
+_CODEBOOK_NIBBLES = partial(_reorder_nibbles_for_codebook_lookup, _copy_code_bytes)
+PLANE_LAYOUTS: Mapping[DType, PackedPlaneLayout] = MappingProxyType(
     {
-        DType.Q4_0: PlaneLayout((_flip_nibble_signs, _make_field_plane("d"))),
-        DType.Q4_1: PlaneLayout((_copy_code_bytes, _make_field_plane("d", "dmin"))),
-        DType.Q5_0: PlaneLayout((_copy_code_bytes, _make_high_bit_plane_of_32(flip=True), _make_field_plane("d"))),
-        DType.Q5_1: PlaneLayout(
-            (_copy_code_bytes, _make_high_bit_plane_of_32(flip=False), _make_field_plane("d", "dmin"))
+        DType.Q4_0: PackedPlaneLayout((_flip_nibble_signs, _make_field_copying_plane_builder("d"))),
+        DType.Q4_1: PackedPlaneLayout((_copy_code_bytes, _make_field_copying_plane_builder("d", "dmin"))),
+        DType.Q5_0: PackedPlaneLayout(
+            (_copy_code_bytes, _make_fifth_bit_plane_builder(flip=True), _make_field_copying_plane_builder("d"))
         ),
-        DType.Q8_0: PlaneLayout((_copy_code_bytes, _make_field_plane("d"))),
-        DType.Q2_K: PlaneLayout(
-            (_make_two_bit_plane("qs", 0), _make_field_plane("scales"), _make_field_plane("d", "dmin"))
-        ),
-        DType.Q3_K: PlaneLayout(
+        DType.Q5_1: PackedPlaneLayout(
             (
-                _make_two_bit_plane("qs", 0),
-                _make_high_bit_plane_of_256(flip=True),
-                _make_byte_range_plane("scales", 0, 8),
-                _make_byte_range_plane("scales", 8, 12),
-                _make_field_plane("d"),
+                _copy_code_bytes,
+                _make_fifth_bit_plane_builder(flip=False),
+                _make_field_copying_plane_builder("d", "dmin"),
             )
         ),
-        DType.Q4_K: PlaneLayout((_make_nibble_plane("qs", 32), _make_field_plane("d", "dmin", "scales"))),
-        DType.Q5_K: PlaneLayout(
+        DType.Q8_0: PackedPlaneLayout((_copy_code_bytes, _make_field_copying_plane_builder("d"))),
+        DType.Q2_K: PackedPlaneLayout(
             (
-                _make_nibble_plane("qs", 32),
-                _make_high_bit_plane_of_256(flip=False),
-                _make_field_plane("d", "dmin", "scales"),
+                _make_two_bit_plane_builder("qs", 0),
+                _make_field_copying_plane_builder("scales"),
+                _make_field_copying_plane_builder("d", "dmin"),
             )
         ),
-        DType.Q6_K: PlaneLayout(
+        DType.Q3_K: PackedPlaneLayout(
             (
-                _make_nibble_plane("qs", 64),
-                _make_two_bit_plane("qh", 0xAA),
-                _make_field_plane("scales"),
-                _make_field_plane("d"),
+                _make_two_bit_plane_builder("qs", 0),
+                _make_super_block_high_bit_plane_builder(flip=True),
+                _make_byte_range_plane_builder("scales", 0, 8),
+                _make_byte_range_plane_builder("scales", 8, 12),
+                _make_field_copying_plane_builder("d"),
             )
         ),
-        DType.IQ4_NL: PlaneLayout((_CODEBOOK_NIBBLES, _make_field_plane("d"))),
-        DType.IQ4_XS: PlaneLayout((_CODEBOOK_NIBBLES, _make_field_plane("d", "scales_h", "scales_l"))),
-        DType.MXFP4: PlaneLayout((_CODEBOOK_NIBBLES, _make_field_plane("e"))),
-        DType.NVFP4: PlaneLayout(
-            (partial(_group_nibbles_for_codebook, _regroup_nibbles_into_32_columns), _make_byte_pair_plane("scales"))
+        DType.Q4_K: PackedPlaneLayout(
+            (_make_nibble_plane_builder("qs", 32), _make_field_copying_plane_builder("d", "dmin", "scales"))
         ),
-        DType.TQ1_0: PlaneLayout((make_tq1_0_low_plane, make_tq1_0_extra_plane, _make_field_plane("d"))),
-        DType.TQ2_0: PlaneLayout((_make_two_bit_plane("qs", 0x55), _make_field_plane("d"))),
-        DType.Q1_0: PlaneLayout((make_sign_plane, _make_field_plane("d"))),
-        DType.Q2_0: PlaneLayout((make_q2_0_plane, _make_field_plane("d"))),
-        DType.IQ1_S: PlaneLayout((make_octet_index_plane, make_iq1_s_extra_plane, _make_field_plane("d"))),
-        DType.IQ1_M: PlaneLayout((make_octet_index_plane, _make_field_plane("qh"), _make_field_plane("scales"))),
-        DType.IQ2_XXS: PlaneLayout((make_iq2_xxs_index_plane, make_iq2_xxs_sign_plane, _make_field_plane("d"))),
-        DType.IQ2_XS: PlaneLayout(
-            (make_iq2_xs_index_plane, make_iq2_xs_sign_plane, _make_field_plane("scales"), _make_field_plane("d"))
-        ),
-        DType.IQ2_S: PlaneLayout(
+        DType.Q5_K: PackedPlaneLayout(
             (
-                make_octet_index_plane,
+                _make_nibble_plane_builder("qs", 32),
+                _make_super_block_high_bit_plane_builder(flip=False),
+                _make_field_copying_plane_builder("d", "dmin", "scales"),
+            )
+        ),
+        DType.Q6_K: PackedPlaneLayout(
+            (
+                _make_nibble_plane_builder("qs", 64),
+                _make_two_bit_plane_builder("qh", 0xAA),
+                _make_field_copying_plane_builder("scales"),
+                _make_field_copying_plane_builder("d"),
+            )
+        ),
+        DType.IQ4_NL: PackedPlaneLayout((_CODEBOOK_NIBBLES, _make_field_copying_plane_builder("d"))),
+        DType.IQ4_XS: PackedPlaneLayout(
+            (_CODEBOOK_NIBBLES, _make_field_copying_plane_builder("d", "scales_h", "scales_l"))
+        ),
+        DType.MXFP4: PackedPlaneLayout((_CODEBOOK_NIBBLES, _make_field_copying_plane_builder("e"))),
+        DType.NVFP4: PackedPlaneLayout(
+            (
+                partial(_reorder_nibbles_for_codebook_lookup, _regroup_nibbles_into_32_columns),
+                _make_byte_pair_plane_builder("scales"),
+            )
+        ),
+        DType.TQ1_0: PackedPlaneLayout(
+            (
+                make_tq1_0_registers_0_to_4_plane,
+                make_tq1_0_registers_5_to_7_plane,
+                _make_field_copying_plane_builder("d"),
+            )
+        ),
+        DType.TQ2_0: PackedPlaneLayout(
+            (_make_two_bit_plane_builder("qs", 0x55), _make_field_copying_plane_builder("d"))
+        ),
+        DType.Q1_0: PackedPlaneLayout((make_sign_plane, _make_field_copying_plane_builder("d"))),
+        DType.Q2_0: PackedPlaneLayout((make_q2_0_code_plane, _make_field_copying_plane_builder("d"))),
+        DType.IQ1_S: PackedPlaneLayout(
+            (
+                make_octet_index_low_byte_plane,
+                make_iq1_s_index_and_scale_bit_plane,
+                _make_field_copying_plane_builder("d"),
+            )
+        ),
+        DType.IQ1_M: PackedPlaneLayout(
+            (
+                make_octet_index_low_byte_plane,
+                _make_field_copying_plane_builder("qh"),
+                _make_field_copying_plane_builder("scales"),
+            )
+        ),
+        DType.IQ2_XXS: PackedPlaneLayout(
+            (make_iq2_xxs_index_plane, make_iq2_xxs_sign_and_scale_plane, _make_field_copying_plane_builder("d"))
+        ),
+        DType.IQ2_XS: PackedPlaneLayout(
+            (
+                make_iq2_xs_index_low_byte_plane,
+                make_iq2_xs_sign_and_index_bit_plane,
+                _make_field_copying_plane_builder("scales"),
+                _make_field_copying_plane_builder("d"),
+            )
+        ),
+        DType.IQ2_S: PackedPlaneLayout(
+            (
+                make_octet_index_low_byte_plane,
                 make_sign_plane,
-                _make_field_plane("qh"),
-                _make_field_plane("scales"),
-                _make_field_plane("d"),
+                _make_field_copying_plane_builder("qh"),
+                _make_field_copying_plane_builder("scales"),
+                _make_field_copying_plane_builder("d"),
             )
         ),
-        DType.IQ3_XXS: PlaneLayout((make_quad_index_plane, make_iq3_xxs_sign_plane, _make_field_plane("d"))),
-        DType.IQ3_S: PlaneLayout(
+        DType.IQ3_XXS: PackedPlaneLayout(
+            (make_quad_index_low_byte_plane, make_iq3_xxs_sign_and_scale_plane, _make_field_copying_plane_builder("d"))
+        ),
+        DType.IQ3_S: PackedPlaneLayout(
             (
-                make_quad_index_plane,
+                make_quad_index_low_byte_plane,
                 make_sign_plane,
-                _make_field_plane("qh"),
-                _make_field_plane("scales"),
-                _make_field_plane("d"),
+                _make_field_copying_plane_builder("qh"),
+                _make_field_copying_plane_builder("scales"),
+                _make_field_copying_plane_builder("d"),
             )
         ),
     }
 )
 
 
-def pad_packed_spec_rows(spec: Spec) -> Spec:
+def pad_packed_spec_rows_to_units(spec: Spec) -> Spec:
     """Return the spec of a packed weight with its row count rounded up to a multiple of 32, the rows of a unit."""
     *leading, rows, columns = spec.shape
     return Spec((*leading, -(-rows // UNIT_ROWS) * UNIT_ROWS, columns), spec.dtype)
 
 
-def pack_weight(data: U8, spec: Spec) -> U8:
+def pack_quantised_weight_for_kernels(data: U8, spec: Spec) -> U8:
     """Pack a quantised weight for the CUDA kernels: reorder the bytes of the file into units of 32 rows and planes.
 
     Args:
@@ -326,11 +372,11 @@ def pack_weight(data: U8, spec: Spec) -> U8:
         for first in range(0, units, step)
     ]
     with ThreadPoolExecutor(min(PACKING_THREADS, len(parts)) or 1, "hocket.pack") as pool:
-        list(pool.map(lambda part: _pack_rows_into_units(part[0], spec.dtype, part[1]), parts))
+        list(pool.map(lambda part: _pack_rows_into_32_row_units(part[0], spec.dtype, part[1]), parts))
     return out.reshape(-1)
 
 
-def _pack_rows_into_units(rows: U8, dtype: DType, out: U8) -> None:
+def _pack_rows_into_32_row_units(rows: U8, dtype: DType, out: U8) -> None:
     """Pack rows of a quantised weight into units of 32 rows: uint8 [rows, row bytes] to [units, unit bytes].
 
     The last unit may have fewer rows. Its remaining bytes stay zero.

@@ -29,7 +29,7 @@ MIN_JOIN_SECONDS = 60.0
 T = TypeVar("T")
 
 
-class DeviceLostError(BackendError):
+class DeviceMissedCollectiveError(BackendError):
     """The error that another device did not arrive at a collective; `sequence` is the number of the collective."""
 
     def __init__(self, sequence: int, why: str) -> None:
@@ -37,7 +37,7 @@ class DeviceLostError(BackendError):
         self.sequence = sequence
 
 
-class LibraryMembership:
+class CollectiveLibraryMembership:
     """The membership of one device in a collective library's group: the group's identifier and a communicator.
 
     All programs of the device share the membership. If its communicator is lost, it stays lost.
@@ -47,13 +47,13 @@ class LibraryMembership:
         self.identity, self.ring, self.is_lost = identity, ring, False
 
 
-class LibraryMemberships:
+class CollectiveLibraryMemberships:
     """The library memberships of all devices of a backend, by device and group."""
 
     def __init__(self) -> None:
-        self._by_group: dict[tuple[str, ...], LibraryMembership] = {}
+        self._by_group: dict[tuple[str, ...], CollectiveLibraryMembership] = {}
 
-    def find_or_join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> LibraryMembership:
+    def find_or_join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> CollectiveLibraryMembership:
         """Return the membership of a device in a collective library's group; join a new group if necessary.
 
         A new group is joined if any device has no membership or has lost it. All devices of the group call this method.
@@ -71,17 +71,17 @@ class LibraryMemberships:
             ring = call_with_timeout(
                 timeout, lambda: library.join_group(identity, comm.rank, comm.size, device), f"{library.name} join"
             )
-            known = self._by_group[key] = LibraryMembership(identity, ring)
+            known = self._by_group[key] = CollectiveLibraryMembership(identity, ring)
         return known
 
 
 class HangWatchdog:
     """A watchdog that waits for a device's stream; it raises an error if another device does not arrive in time."""
 
-    def __init__(self, comm: Comm, driver: Driver, device: Device, membership: LibraryMembership) -> None:
+    def __init__(self, comm: Comm, driver: Driver, device: Device, membership: CollectiveLibraryMembership) -> None:
         self.comm, self.driver, self.device, self.membership = comm, driver, device, membership
 
-    def require_live_group(self) -> None:
+    def require_live_communicator(self) -> None:
         """Raise `BackendError` if the communicator of the device group was lost in an earlier run."""
         if self.membership.is_lost:
             raise BackendError(f"{self.device}: devices were lost in an earlier run; load the model anew to go on")
@@ -90,7 +90,7 @@ class HangWatchdog:
         """Wait until the device's stream has ended all launches; raise an error if a collective hangs.
 
         Raises:
-            DeviceLostError: Another device did not arrive at a collective.
+            DeviceMissedCollectiveError: Another device did not arrive at a collective.
             BackendError: This device does not stop although another device has failed.
         """
         start, mark_time, last_mark, failure_time = time.monotonic(), 0.0, None, None
@@ -98,9 +98,13 @@ class HangWatchdog:
             now, mark = time.monotonic(), self._read_progress_mark(self.comm.rank)
             if mark != last_mark:
                 last_mark, mark_time = mark, now
-            if mark is not None and not mark.has_results and (why := self._explain_hang(mark, now - mark_time)):
+            if (
+                mark is not None
+                and not mark.has_results
+                and (why := self._explain_permanent_hang(mark, now - mark_time))
+            ):
                 self._abort_collectives()
-                raise DeviceLostError(
+                raise DeviceMissedCollectiveError(
                     mark.sequence, f"{self._describe_mark(mark)}: {why}; load the model anew to go on"
                 )
             if self._has_failed and now - (failure_time := failure_time or now) > self.comm.timeout:
@@ -131,7 +135,7 @@ class HangWatchdog:
         mark = read_progress_mark(board, rank)
         return mark if mark is not None and mark.run == view_run_numbers(board)[rank] else None
 
-    def _explain_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
+    def _explain_permanent_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
         """Return the reason why a collective can never end, or `None` as long as it may still end.
 
         Args:

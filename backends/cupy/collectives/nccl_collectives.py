@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ....graph.attrs import Attrs
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collectives import as_index_ranges, as_integer
+from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
 from ...base import Tensor, contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...host.collectives import (
     Index,
     Pairs,
-    compute_all_gather_indices,
-    compute_all_to_all_indices,
-    compute_reduce_scatter_indices,
+    compute_all_gather_slice_pairs,
+    compute_all_to_all_slice_pairs,
+    compute_reduce_scatter_slice_pairs,
 )
 from ..binding.launch_builder import LaunchBuilder
-from ..device.driver import Communicator, LibraryExchange, LibraryTransfer
+from ..device.driver import CollectiveLibraryExchange, CollectiveLibraryTransfer, Communicator
 from ..kernels.collective import (
     COLLECTIVE_TYPE_NAMES,
     MAX_DEVICES,
@@ -59,12 +59,12 @@ def bind_library_collective(
     EXCHANGE_BINDERS[call.op](launches, call, group, ring)
 
 
-def _add_exchange(
+def _add_exchange_with_progress_marks(
     launches: LaunchBuilder,
     call: BoundInstruction,
     group: PeerGroup,
     ring: Communicator,
-    transfers: Iterable[LibraryTransfer],
+    transfers: Iterable[CollectiveLibraryTransfer],
 ) -> None:
     """Add a library exchange to the launches, with a progress mark of this device before and after it.
 
@@ -72,11 +72,11 @@ def _add_exchange(
     """
     if filled := tuple(t for t in transfers if t.count):
         launch_progress_mark(launches, call, group, has_results=0)
-        launches.items.append(LibraryExchange(ring, filled, launches.number))
+        launches.items.append(CollectiveLibraryExchange(ring, filled, launches.number))
         launch_progress_mark(launches, call, group, has_results=1)
 
 
-def _make_byte_transfer(op: str, x: Operand, other: int) -> LibraryTransfer:
+def _make_send_or_receive(op: str, x: Operand, other: int) -> CollectiveLibraryTransfer:
     """Make a library transfer that sends all bytes of an operand to another device, or receives them from there.
 
     Args:
@@ -84,11 +84,11 @@ def _make_byte_transfer(op: str, x: Operand, other: int) -> LibraryTransfer:
         x: The dense operand.
         other: Rank of the other device.
     """
-    return LibraryTransfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
+    return CollectiveLibraryTransfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
 
 
 def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
-    offers = group.list_device_operands(as_integer(call.attrs["sequence"]))
+    offers = group.list_device_operands(narrow_to_integer(call.attrs["sequence"]))
     if len({(o.source.shape, o.source.dtype) for o in offers}) > 1:
         raise BackendError("devices sum values that are not alike: the plans of the devices do not match")
     source, out = call.operand(0), call.out
@@ -96,18 +96,18 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
         out.dtype in REDUCIBLE_DTYPES and out.dtype is source.dtype, f"the library has no sums of {out.dtype}"
     )
     require_supported(math.prod(out.shape) < MAX_ELEMENTS, "operands are too large")
-    own = _pack_slices(launches, [source])
+    own = _pack_slices_unless_dense(launches, [source])
     total = out if out.is_dense else launches.allocate_scratch(out.shape, out.dtype)
     count = math.prod(out.shape)
     if group.uses_bfloat16_transfer(out):
         wire = launches.allocate_scratch((count,), DType.BF16)
         launch_bfloat16_rounding(launches, own, wire)
-        sums = LibraryTransfer("all_reduce", wire.address, wire.address, count, DType.BF16)
-        _add_exchange(launches, call, group, ring, [sums])
+        sums = CollectiveLibraryTransfer("all_reduce", wire.address, wire.address, count, DType.BF16)
+        _add_exchange_with_progress_marks(launches, call, group, ring, [sums])
         launch_bfloat16_widening(launches, wire, total, group)
     else:
-        sums = LibraryTransfer("all_reduce", own.address, total.address, count, out.dtype)
-        _add_exchange(launches, call, group, ring, [sums])
+        sums = CollectiveLibraryTransfer("all_reduce", own.address, total.address, count, out.dtype)
+        _add_exchange_with_progress_marks(launches, call, group, ring, [sums])
     if total is not out:
         launch_copy(launches, total, out)
 
@@ -121,7 +121,7 @@ def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool 
     """
 
     def bind_slices(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
-        offers = group.list_device_operands(as_integer(call.attrs["sequence"]))
+        offers = group.list_device_operands(narrow_to_integer(call.attrs["sequence"]))
         operands = [x for o in offers for x in (o.source, o.target)]
         require_supported(
             all(x.dtype is call.out.dtype and x.dtype in COLLECTIVE_TYPE_NAMES for x in operands),
@@ -131,13 +131,13 @@ def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool 
         require_supported(not is_sum or len(offers) <= MAX_DEVICES, "so many devices are not summed")
         own, out, me = call.operand(0), call.out, group.rank
         others = [d for d in range(len(offers)) if d != me]
-        outgoing = _pack_messages(
+        outgoing = _pack_messages_by_receiver(
             launches, own, {d: [index for _, index in find_pairs(call.attrs, d, me)] for d in others}
         )
         incoming = {d: _choose_receive_buffer(launches, out, find_pairs(call.attrs, me, d), is_sum) for d in others}
-        transfers = [_make_byte_transfer("send", message, d) for d, message in outgoing.items()]
-        transfers += [_make_byte_transfer("receive", message, d) for d, (message, _) in incoming.items()]
-        _add_exchange(launches, call, group, ring, transfers)
+        transfers = [_make_send_or_receive("send", message, d) for d, message in outgoing.items()]
+        transfers += [_make_send_or_receive("receive", message, d) for d, (message, _) in incoming.items()]
+        _add_exchange_with_progress_marks(launches, call, group, ring, transfers)
         received = {d: parts for d, (_, parts) in incoming.items()}
         received[me] = [slice_operand(own, index) for _, index in find_pairs(call.attrs, me, me)]
         targets = {
@@ -155,7 +155,9 @@ def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool 
     return bind_slices
 
 
-def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
+def _pack_messages_by_receiver(
+    launches: LaunchBuilder, x: Operand, indices: Mapping[int, Sequence[Index]]
+) -> dict[int, Operand]:
     """Pack the slices for each receiving device into one dense message; return the messages by device.
 
     Devices that receive equal slices share one message.
@@ -164,12 +166,12 @@ def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Se
     messages = {}
     for device, slices in indices.items():
         if (key := str(slices)) not in by_index:
-            by_index[key] = _pack_slices(launches, [slice_operand(x, index) for index in slices])
+            by_index[key] = _pack_slices_unless_dense(launches, [slice_operand(x, index) for index in slices])
         messages[device] = by_index[key]
     return messages
 
 
-def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
+def _pack_slices_unless_dense(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
     """Return one dense operand with all parts in order; a single dense part is returned as it is, without a copy."""
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
@@ -217,18 +219,20 @@ def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup
     require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
-    message = _pack_slices(launches, [call.out])
-    _add_exchange(launches, call, group, ring, [_make_byte_transfer("send", message, as_integer(call.attrs["to"]))])
+    message = _pack_slices_unless_dense(launches, [call.out])
+    _add_exchange_with_progress_marks(
+        launches, call, group, ring, [_make_send_or_receive("send", message, narrow_to_integer(call.attrs["to"]))]
+    )
 
 
 def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
-    source = as_integer(call.attrs["source"])
-    sent = group.require_device_operands(source, as_integer(call.attrs["sequence"])).source
+    source = narrow_to_integer(call.attrs["source"])
+    sent = group.require_device_operands(source, narrow_to_integer(call.attrs["sequence"])).source
     require_supported(_has_copy_kernel(sent), "kernels that copy this type are missing")
     if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
         raise BackendError("a device receives what none sends: the plans of the devices do not match")
     buffer = call.out if call.out.is_dense else launches.allocate_scratch(call.out.shape, call.out.dtype)
-    _add_exchange(launches, call, group, ring, [_make_byte_transfer("receive", buffer, source)])
+    _add_exchange_with_progress_marks(launches, call, group, ring, [_make_send_or_receive("receive", buffer, source)])
     if buffer is not call.out:
         launch_copy(launches, buffer, call.out)
 
@@ -243,18 +247,18 @@ def _has_copy_kernel(sent: Operand) -> bool:
 
 def _find_reduce_scatter_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
     """Return the slices that `receiver` sums in a `reduce_scatter`; they are the same for each sender."""
-    assert sender < len(as_index_ranges(attrs["runs"]))
-    return compute_reduce_scatter_indices({**attrs, "rank": receiver})
+    assert sender < len(narrow_to_index_ranges(attrs["runs"]))
+    return compute_reduce_scatter_slice_pairs({**attrs, "rank": receiver})
 
 
 ExchangeBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup, Communicator], None]
 EXCHANGE_BINDERS: Mapping[str, ExchangeBinder] = {
     "all_reduce": _bind_all_reduce,
     "all_gather": _make_slice_exchange_binder(
-        lambda attrs, receiver, sender: compute_all_gather_indices(attrs)[sender]
+        lambda attrs, receiver, sender: compute_all_gather_slice_pairs(attrs)[sender]
     ),
     "all_to_all": _make_slice_exchange_binder(
-        lambda attrs, receiver, sender: compute_all_to_all_indices({**attrs, "rank": receiver})[sender]
+        lambda attrs, receiver, sender: compute_all_to_all_slice_pairs({**attrs, "rank": receiver})[sender]
     ),
     "reduce_scatter": _make_slice_exchange_binder(_find_reduce_scatter_pairs, is_sum=True),
     "send": _bind_send,

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
+from ....ops.collectives import POINT_TO_POINT_OPS, narrow_to_integer
 from ...base import Array, Comm, Device
 from ...fusion.operands import BoundInstruction, NoKernelError
 from ...host.progress_board import view_run_numbers
 from ..binding.launch_builder import LaunchBuilder
 from ..device.driver import Driver
 from ..kernels import collective, moves
-from .hang_watchdog import HangWatchdog, LibraryMembership, LibraryMemberships, call_with_timeout
+from .hang_watchdog import CollectiveLibraryMembership, CollectiveLibraryMemberships, HangWatchdog, call_with_timeout
 from .nccl_collectives import bind_library_collective as bind_exchange
 from .peer_exchange import exchange_peer_addresses, wait_until_group_ready
 from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
@@ -48,25 +48,25 @@ class ProgramCollectives:
         driver: Driver,
         device: Device,
         upload: Callable[[Array], Any],
-        memberships: LibraryMemberships,
+        memberships: CollectiveLibraryMemberships,
     ) -> None:
         self.comm, self.driver, self.device, self.upload, self.memberships = comm, driver, device, upload, memberships
         self.transport = choose_group_transport(comm, driver)
         self.is_ready = not self.transport.has_device_collectives
         self._group: collective.PeerGroup | None = None
-        self._membership: LibraryMembership | None = None
+        self._membership: CollectiveLibraryMembership | None = None
         self._watchdog: HangWatchdog | None = None
         self._exchange_count = self._pushed_count = 0
         self._staging: list[tuple[int, Any]] = []
 
-    def prepare_exchange(self) -> None:
+    def allocate_signals_and_compile_kernels(self) -> None:
         """Allocate signals and compile the kernels of collectives, before the exchange of addresses.
 
         No device then waits for a compiler during the exchange.
         """
         assert self.comm.signal_pad is not None
         is_first = all(device.rank != self.device.rank for device in self.comm.devices[: self.comm.rank])
-        self._board = self.driver.map_host_memory(self.comm.signal_pad, is_first)
+        self._board = self.driver.map_signal_pad(self.comm.signal_pad, is_first)
         self._signals = self.driver.address(self.upload(np.zeros(collective.SIGNAL_WORD_COUNT, np.int64)))
         self._min_narrow_elements = MIN_NARROW_ELEMENTS if self.comm.transfer_dtype is DType.BF16 else None
         for source in (collective.SOURCE, moves.SOURCE):  # the last copies
@@ -78,16 +78,19 @@ class ProgramCollectives:
 
         Args:
             calls: The collectives of the program.
-            record: Records the launches of the program. It calls `add_run_begin_launches` and `add_collective`.
+            record: Records the launches of the program. It calls `add_run_begin_launches` and
+            `add_collective_if_possible`.
 
         Raises:
             BackendError: A device failed or did not arrive.
         """
         comm, library = self.comm, self.transport.library
-        own = [call for call in calls if not self._can_cross_groups(call)]
-        offers = {as_integer(call.attrs["sequence"]): collective.make_collective_operands(call) for call in own}
+        own = [call for call in calls if not self._can_leave_device_group(call)]
+        offers = {
+            narrow_to_integer(call.attrs["sequence"]): collective.make_peer_accessible_operands(call) for call in own
+        }
         me = collective.PeerAddresses(
-            self._signals, self._allocate_bfloat16_transfer_buffer(own), self._allocate_inbox(own), offers
+            self._signals, self._allocate_bfloat16_sum_buffer(own), self._allocate_partial_sum_inbox(own), offers
         )
         self.driver.synchronise(self.device)  # other devices may read the signals from now on: they are zeros
         self._group = exchange_peer_addresses(comm, me, self._board, self._min_narrow_elements)
@@ -100,13 +103,13 @@ class ProgramCollectives:
         wait_until_group_ready(comm)
         self.is_ready = True
 
-    def _allocate_bfloat16_transfer_buffer(self, calls: Sequence[BoundInstruction]) -> int:
+    def _allocate_bfloat16_sum_buffer(self, calls: Sequence[BoundInstruction]) -> int:
         """Allocate the buffer of sums that are transferred in bfloat16; return its address, or 0 without such sums."""
         sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
         counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
-    def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
+    def _allocate_partial_sum_inbox(self, calls: Sequence[BoundInstruction]) -> int:
         """Allocate the inbox, to which other devices push partial sums; return its address, or 0 if none is needed."""
         is_needed = any(collective.uses_pushed_all_reduce(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
@@ -122,22 +125,22 @@ class ProgramCollectives:
         self._exchange_count = self._pushed_count = 0
         if self._group is not None:
             launches.number = 0
-            collective.launch_run_begin(
+            collective.launch_run_number_signal(
                 launches, self._group, is_pipelined=self.comm.plan_device_count > self.comm.size
             )
 
-    def add_collective(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
+    def add_collective_if_possible(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
         """Add a collective to the launches, as a library exchange or as kernels over peer memory, if one is possible.
 
         Returns:
             Whether the collective was added. If not, it runs through host memory. All devices get the same result.
         """
         group, membership = self._group, self._membership
-        if group is None or self._can_cross_groups(call):
+        if group is None or self._can_leave_device_group(call):
             return False
         try:
             if membership is not None and self.transport.uses_library(_compute_max_operand_bytes(call, group)):
-                self._bind_exchange_with_staging(
+                self._bind_exchange_with_shared_staging(
                     launches, partial(bind_exchange, launches, call, group, membership.ring)
                 )
                 self._exchange_count += 1
@@ -150,11 +153,11 @@ class ProgramCollectives:
             return False
         return True
 
-    def _can_cross_groups(self, call: BoundInstruction) -> bool:
+    def _can_leave_device_group(self, call: BoundInstruction) -> bool:
         """Return whether `call` is a message that may leave the device group; it then goes through host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
-    def _bind_exchange_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
+    def _bind_exchange_with_shared_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
         """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
 
         The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
@@ -175,24 +178,24 @@ class ProgramCollectives:
         launches.scratch_bytes = 0
         bind()
 
-    def require_live_group(self) -> None:
+    def require_live_communicator(self) -> None:
         """Raise `BackendError` if the group was lost in an earlier run."""
         if self._watchdog is not None:
-            self._watchdog.require_live_group()
+            self._watchdog.require_live_communicator()
 
     def wait_for_stream(self) -> None:
         """Wait until the device's stream has ended all launches.
 
         Raises:
-            DeviceLostError: Another device did not arrive at a collective.
+            DeviceMissedCollectiveError: Another device did not arrive at a collective.
         """
-        if self._watchdog is not None and self.can_hang:
+        if self._watchdog is not None and self.has_exchanges_without_timeout:
             self._watchdog.wait_for_stream()
         else:
             self.driver.synchronise(self.device)
 
     @property
-    def can_hang(self) -> bool:
+    def has_exchanges_without_timeout(self) -> bool:
         """Whether the program has library exchanges, which wait for other devices without a timeout.
 
         The stream of any other program needs no polling.
@@ -202,8 +205,8 @@ class ProgramCollectives:
 
 def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGroup) -> int:
     """Return the bytes of the largest operand that any device has in a collective, which is equal on all devices."""
-    sequence = as_integer(call.attrs["sequence"])
+    sequence = narrow_to_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
-        sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])
+        sender = group.rank if call.op == "send" else narrow_to_integer(call.attrs["source"])
         return group.require_device_operands(sender, sequence).source.tensor.spec.nbytes
     return max(x.tensor.spec.nbytes for o in group.list_device_operands(sequence) for x in (o.source, o.target))

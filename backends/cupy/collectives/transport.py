@@ -18,7 +18,7 @@ It is an estimate without a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class CollectiveTransport:
     """The way in which the collectives of a device group move data: by peer memory, a library, or host memory.
 
     Attributes:
@@ -44,24 +44,24 @@ class Transport:
         return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
 
 
-HOST_TRANSPORT = Transport()
+HOST_TRANSPORT = CollectiveTransport()
 
 
-def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
+def choose_transport(devices: Sequence[Device], driver: Driver) -> CollectiveTransport:
     """Choose the transport between devices, which all belong to `driver`."""
     library, far = driver.find_collective_library(devices), _explain_no_peer_access(devices)
-    are_peers = not far and driver.can_access_peers(devices)
+    are_peers = not far and driver.enable_peer_access(devices)
     far = far or "they do not reach each other's memory"
     if isinstance(library, str):
-        return Transport(
+        return CollectiveTransport(
             are_peers,
             None,
             "over each other's memory" if are_peers else f"{HOST_TRANSPORT.description}: {far}, and {library}",
         )
     if are_peers:
         why = f"over each other's memory; values of {MIN_LIBRARY_BYTES >> 20} MiB and more with {library.name}"
-        return Transport(True, library, why)
-    return Transport(False, library, f"with {library.name}: {far}")
+        return CollectiveTransport(True, library, why)
+    return CollectiveTransport(False, library, f"with {library.name}: {far}")
 
 
 def _explain_no_peer_access(devices: Sequence[Device]) -> str:
@@ -73,7 +73,7 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
     return "kernels of parts of one device must not wait for each other" if has_parts_of_one_device(devices) else ""
 
 
-def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
+def choose_group_transport(comm: Comm, driver: Driver) -> CollectiveTransport:
     """Choose the transport between the members of a communicator.
 
     It is host memory for a group of one device, and for a group without a signal pad (memory for signals between

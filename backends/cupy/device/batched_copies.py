@@ -12,7 +12,7 @@ from ...base import ALIGNMENT, Tensor, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
-class BatchedArray:
+class ArrayPositionInBatch:
     """One array of a batched copy: its index among all arrays, and its byte offset in the batch."""
 
     number: int
@@ -28,7 +28,7 @@ class BatchedCopy:
     buffer: int
     offset: int
     nbytes: int
-    arrays: tuple[BatchedArray, ...]
+    arrays: tuple[ArrayPositionInBatch, ...]
 
 
 def batch_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[BatchedCopy]:
@@ -70,5 +70,5 @@ def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, max_bytes: int) ->
 def _make_batch(tensors: Sequence[Tensor], numbers: Sequence[int]) -> BatchedCopy:
     first, last = tensors[numbers[0]], tensors[numbers[-1]]
     inside = ((n, tensors[n]) for n in numbers)
-    arrays = tuple(BatchedArray(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
+    arrays = tuple(ArrayPositionInBatch(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
     return BatchedCopy(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, arrays)

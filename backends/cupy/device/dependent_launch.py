@@ -9,8 +9,8 @@ import ctypes
 from collections.abc import Sequence
 
 from ....graph.errors import BackendError
-from ...call_once import call_once
-from .driver import SINGLE_BLOCK_CLUSTER, DriverStep, Launch
+from ...call_once import thread_safe_cache
+from .driver import SINGLE_BLOCK_CLUSTER, DriverStep, KernelLaunch
 
 MIN_EARLY_CAPABILITY, MIN_EARLY_DRIVER_VERSION = 90, 12030
 """The first compute capability with early launches, and the first driver version that captures them into graphs."""
@@ -57,7 +57,7 @@ def find_early_launch_library(capability: int, driver_version: int) -> ctypes.CD
     )
 
 
-@call_once
+@thread_safe_cache
 def open_driver_library() -> ctypes.CDLL | None:
     """Open the CUDA driver library; return `None` if it is not installed."""
     try:
@@ -73,11 +73,11 @@ def compute_early_launch_flags(steps: Sequence[DriverStep]) -> list[bool]:
     it. A kernel without this wait would break the rule: the next kernel would not wait for earlier launches that still
     run.
     """
-    are_launches = [isinstance(step, Launch) for step in steps]
+    are_launches = [isinstance(step, KernelLaunch) for step in steps]
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
-def find_attribute_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
+def find_attribute_launch_library(launch: KernelLaunch, is_early: bool) -> ctypes.CDLL | None:
     """Return the CUDA driver library if a launch needs launch attributes, else `None`.
 
     A launch needs attributes if it may begin early, before the previous launch ends, or if it has clusters.
@@ -95,7 +95,7 @@ def find_attribute_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL
 
 
 def launch_with_attributes(
-    library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
+    library: ctypes.CDLL, function: int, launch: KernelLaunch, stream: int, parameters: int, is_early: bool
 ) -> int:
     """Launch a kernel that has clusters or may begin early, and return the status of the CUDA driver.
 

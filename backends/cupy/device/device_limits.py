@@ -73,7 +73,7 @@ MULTIPROCESSORS: Mapping[str, MultiprocessorLimits] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KernelLimits:
     """Resource limits of kernels on a device.
 
     `shared_bytes_per_block` is the maximum of declared and dynamic shared memory together. `has_warpgroups` tells
@@ -84,11 +84,11 @@ class Limits:
     has_warpgroups: bool = False
 
 
-LARGEST_LIMITS = Limits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
-HIP_LIMITS = Limits(64 * KIB)
+LARGEST_LIMITS = KernelLimits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
+HIP_LIMITS = KernelLimits(64 * KIB)
 """Limits of simulated and emulated AMD devices. A real device reports its own."""
 
 
-def find_limits(capability: str) -> Limits:
+def find_kernel_limits(capability: str) -> KernelLimits:
     """Return the resource limits of a compute capability such as ``90``; an unknown one gets the common minimum."""
-    return Limits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)
+    return KernelLimits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)

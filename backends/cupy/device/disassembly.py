@@ -50,7 +50,7 @@ class CodeStatistics:
     loads: Mapping[int, int]
 
 
-def find_disassembler() -> str:
+def find_nvdisasm() -> str:
     """Find nvdisasm in its wheel or in a CUDA toolkit. Raises `BackendError` if neither is installed."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -67,7 +67,9 @@ def disassemble_kernels(image: bytes) -> dict[str, CodeStatistics]:
     Raises:
         BackendError: The cubin is unreadable, or nvdisasm is not installed.
     """
-    return {name: compute_code_statistics(lines) for name, lines in split_kernels(run_disassembler(image))}
+    return {
+        name: compute_code_statistics(lines) for name, lines in split_disassembly_by_kernel(run_disassembler(image))
+    }
 
 
 def run_disassembler(image: bytes, *options: str) -> str:
@@ -79,15 +81,13 @@ def run_disassembler(image: bytes, *options: str) -> str:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.cubin"
         file.write_bytes(image)
-        done = subprocess.run(
-            [find_disassembler(), "-c", *options, str(file)], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([find_nvdisasm(), "-c", *options, str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise BackendError(f"nvdisasm: {done.stderr.strip().partition(chr(10))[0]}")
     return done.stdout
 
 
-def split_kernels(text: str) -> Iterator[tuple[str, Sequence[str]]]:
+def split_disassembly_by_kernel(text: str) -> Iterator[tuple[str, Sequence[str]]]:
     """Split the output of nvdisasm by kernel: yield the mangled name of each kernel and its lines."""
     name, lines = "", list[str]()
     for line in text.splitlines():

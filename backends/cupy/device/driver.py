@@ -17,7 +17,7 @@ from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....graph.old_names import make_module_getattr
 from ...base import Array, Device, Tensor
-from .device_limits import Limits
+from .device_limits import KernelLimits
 
 KERNEL_FOLDER = Path(__file__).parent.parent / "kernels"
 Dim3 = tuple[int, int, int]
@@ -103,7 +103,7 @@ class AddressSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """One launch of a kernel: grid, block and the words of its argument struct.
 
     - `words`: the fields of the kernel's argument struct, 64 bits each.
@@ -123,7 +123,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryTransfer:
+class CollectiveLibraryTransfer:
     """The part of one device in one operation of a collective library.
 
     `source` and `target` are addresses; `count` is in elements of `dtype`. `op` is one of:
@@ -144,7 +144,7 @@ class LibraryTransfer:
 class Communicator(Protocol):
     """The communicator of one device in a group of a collective library. All methods raise `BackendError`."""
 
-    def enqueue_transfers(self, transfers: Sequence[LibraryTransfer], stream: int) -> None:
+    def enqueue_transfers(self, transfers: Sequence[CollectiveLibraryTransfer], stream: int) -> None:
         """Enqueue transfers into a stream of the device as one group: none of them waits for another of the group."""
 
     def find_error(self) -> str | None:
@@ -180,15 +180,15 @@ class CollectiveLibrary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryExchange:
+class CollectiveLibraryExchange:
     """A step of a program that runs several transfers of a collective library as one group."""
 
     communicator: Communicator
-    transfers: tuple[LibraryTransfer, ...]
+    transfers: tuple[CollectiveLibraryTransfer, ...]
     number: int
 
 
-SingleStep = Launch | LibraryExchange
+SingleStep = KernelLaunch | CollectiveLibraryExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Driver(Protocol):
     def device(self, index: int) -> Device:
         """Return the device with this index. Raises `BackendError` with a hint if it does not exist."""
 
-    def limits(self, on: Device) -> Limits:
+    def limits(self, on: Device) -> KernelLimits:
         """Return the resource limits of kernels on a device."""
 
     def count_multiprocessors(self, on: Device) -> int:
@@ -268,13 +268,13 @@ class Driver(Protocol):
     def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a function that copies these tensors to new host arrays, after all earlier work of the stream."""
 
-    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+    def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Enable access of kernels of each device to the memory of all others; return `False` if that is impossible."""
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
         """Return a collective library that can join these devices, or else the reason why there is none."""
 
-    def map_host_memory(self, board: Array, is_first: bool) -> int:
+    def map_signal_pad(self, board: Array, is_first: bool) -> int:
         """Map the group's signal pad for devices, and return its device address, equal on all devices of the process.
 
         Args:

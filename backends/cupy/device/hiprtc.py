@@ -6,9 +6,9 @@ import ctypes
 from dataclasses import replace
 
 from ....graph.errors import BackendError
-from ...call_once import call_once
+from ...call_once import thread_safe_cache
 from .driver import HIP_HEADER, KernelSource
-from .runtime_compiler import CompiledCode, Compiler
+from .runtime_compiler import CompiledCode, RuntimeCompilerLibrary
 
 OPTIONS = ("-std=c++17", "-O3")
 LIBRARY_FILE_NAMES = ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libamdhip64.so", "libamdhip64.so.5")
@@ -16,7 +16,7 @@ LIBRARY_FILE_NAMES = ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libam
 HIPRTC_INSTALL_HINT = "install ROCm, or apt install libamdhip64-5"
 
 
-@call_once
+@thread_safe_cache
 def load_hiprtc() -> ctypes.CDLL:
     """Load the hiprtc library. Raises `BackendError` if it is not installed."""
     for file in LIBRARY_FILE_NAMES:
@@ -29,8 +29,8 @@ def load_hiprtc() -> ctypes.CDLL:
     raise BackendError(f"hiprtc, which compiles kernels for devices of AMD, is not installed; {HIPRTC_INSTALL_HINT}")
 
 
-def _make_compiler() -> Compiler:
-    return Compiler("hiprtc", "hiprtc", "Code", load_hiprtc())
+def _make_compiler() -> RuntimeCompilerLibrary:
+    return RuntimeCompilerLibrary("hiprtc", "hiprtc", "Code", load_hiprtc())
 
 
 def version() -> tuple[int, int]:

@@ -65,7 +65,7 @@ class HostTransfers:
 
     def allocate_zeros(self, nbytes: int) -> Any:
         """Allocate zeroed device memory of `nbytes` bytes."""
-        with self._on_stream("set memory to zero"):
+        with self._use_stream_and_convert_errors("set memory to zero"):
             return self.cupy.zeros(nbytes, np.uint8)
 
     def move_to_device(self, host: Array, array: Any, index: Any = ...) -> None:
@@ -76,24 +76,24 @@ class HostTransfers:
             array: The device array.
             index: The index in the device array; by default all of it.
         """
-        with self._on_stream("copy from the host"):
+        with self._use_stream_and_convert_errors("copy from the host"):
             if index is ... and host.shape == array.shape and array.flags.c_contiguous:
-                self._move_dense_to_device(host, array)
+                self._move_dense_to_device_in_parts(host, array)
                 return
             copy = self.cupy.empty(host.shape, array.dtype)  # the pool reuses it on this stream only
-            self._move_dense_to_device(host, copy)
+            self._move_dense_to_device_in_parts(host, copy)
             array[index] = copy
 
     def move_to_host(self, array: Any) -> Array:
         """Copy a device array to a new host array, after all earlier work of the stream."""
         runtime = self.cupy.cuda.runtime
-        with self._on_stream("copy to the host"):
+        with self._use_stream_and_convert_errors("copy to the host"):
             dense = self.cupy.ascontiguousarray(array)
             host = np.empty(array.shape, dense.dtype)
             into = host.reshape(-1).view(np.uint8)
             for start in range(0, into.size, STAGING_HALF_BYTES):
                 part = into[start : start + STAGING_HALF_BYTES]
-                room = self._reserve_pinned_bytes(part.size)
+                room = self._reserve_pinned_offset(part.size)
                 source, at = dense.data.ptr + start, self._pinned_address + room
                 runtime.memcpyAsync(at, source, part.size, runtime.memcpyDeviceToHost, self.stream.ptr)
                 self.stream.synchronize()
@@ -107,7 +107,7 @@ class HostTransfers:
         def write(arrays: Sequence[Array]) -> None:
             with convert_cuda_errors(self.cupy, self.name, "copy from the host"), self.cupy.cuda.Device(self.index):
                 for batch, address in batches:
-                    room = self._reserve_pinned_bytes(batch.nbytes)
+                    room = self._reserve_pinned_offset(batch.nbytes)
                     for array in batch.arrays:
                         np.ndarray(array.shape, array.dtype, self._pinned, room + array.offset)[...] = arrays[
                             array.number
@@ -154,7 +154,7 @@ class HostTransfers:
         return host
 
     @contextmanager
-    def _on_stream(self, doing: str) -> Iterator[None]:
+    def _use_stream_and_convert_errors(self, doing: str) -> Iterator[None]:
         """Return a context in which the device and its stream are current.
 
         It converts CUDA errors of the action `doing` to `BackendError`.
@@ -162,17 +162,17 @@ class HostTransfers:
         with convert_cuda_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield
 
-    def _move_dense_to_device(self, host: Array, array: Any) -> None:
+    def _move_dense_to_device_in_parts(self, host: Array, array: Any) -> None:
         """Copy a host array to a contiguous device array of the same shape, in parts of half of the pinned memory."""
         runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
         for start in range(0, data.size, STAGING_HALF_BYTES):
             part = data[start : start + STAGING_HALF_BYTES]
-            room = self._reserve_pinned_bytes(part.size)
+            room = self._reserve_pinned_offset(part.size)
             self._pinned[room : room + part.size] = part
             target, at = array.data.ptr + start, self._pinned_address + room
             runtime.memcpyAsync(target, at, part.size, runtime.memcpyHostToDevice, self.stream.ptr)
 
-    def _reserve_pinned_bytes(self, nbytes: int) -> int:
+    def _reserve_pinned_offset(self, nbytes: int) -> int:
         """Reserve bytes in the current half of the pinned memory and return their offset.
 
         If the half is full, the other half becomes the current one, after a wait for the copies from it.

@@ -13,7 +13,7 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ...base import Array, Device
-from .driver import LibraryTransfer
+from .driver import CollectiveLibraryTransfer
 
 NCCL_TYPE_NAMES = {
     DType.F32: "NCCL_FLOAT32",
@@ -75,7 +75,7 @@ class NcclCommunicator:
     def __init__(self, library: NcclLibrary, communicator: Any) -> None:
         self.name, self.nccl, self.communicator = library.name, library.nccl, communicator
 
-    def enqueue_transfers(self, transfers: Sequence[LibraryTransfer], stream: int) -> None:
+    def enqueue_transfers(self, transfers: Sequence[CollectiveLibraryTransfer], stream: int) -> None:
         nccl = self.nccl
         try:
             nccl.groupStart()
@@ -87,7 +87,7 @@ class NcclCommunicator:
         except nccl.NcclError as why:
             raise BackendError(f"{self.name}: {why}") from None
 
-    def _enqueue_transfer(self, t: LibraryTransfer, dtype: int, stream: int) -> None:
+    def _enqueue_transfer(self, t: CollectiveLibraryTransfer, dtype: int, stream: int) -> None:
         match t.op:
             case "all_reduce":
                 self.communicator.allReduce(t.source, t.target, t.count, dtype, self.nccl.NCCL_SUM, stream)

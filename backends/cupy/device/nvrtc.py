@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ....graph.errors import BackendError
-from ...call_once import call_once
+from ...call_once import thread_safe_cache
 from .driver import KernelSource
-from .runtime_compiler import CompiledCode, Compiler
+from .runtime_compiler import CompiledCode, RuntimeCompilerLibrary
 
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 NVRTC_INSTALL_HINT = "pip install nvidia-cuda-nvrtc"
@@ -52,7 +52,7 @@ class Cubin:
     serialisation_warnings: Sequence[str]
 
 
-@call_once
+@thread_safe_cache
 def load_nvrtc() -> ctypes.CDLL:
     """Load the NVRTC library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
     if paths := find_nvrtc_libraries():
@@ -82,8 +82,8 @@ def _parse_library_version(path: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
 
-def _make_compiler() -> Compiler:
-    return Compiler("NVRTC", "nvrtc", "CUBIN", load_nvrtc())
+def _make_compiler() -> RuntimeCompilerLibrary:
+    return RuntimeCompilerLibrary("NVRTC", "nvrtc", "CUBIN", load_nvrtc())
 
 
 def version() -> tuple[int, int]:

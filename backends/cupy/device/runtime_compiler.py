@@ -24,7 +24,7 @@ class CompiledCode:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class RuntimeCompilerLibrary:
     """A runtime compiler library with the calls of NVRTC: NVRTC itself or hiprtc.
 
     `name` appears in messages. All calls of `library` begin with `prefix`. The calls for machine code end with

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..device.driver import find_kernel_path
-from .access_counters import AccessSite, LaunchCounters
+from .access_counters import AccessSiteCounters, LaunchCounters
 
 MAX_SECTOR_OVERHEAD = 1.05
 """The maximum ratio of the bytes of distinct sectors to the requested bytes of a launch."""
@@ -40,7 +40,7 @@ MAIN_PATH_CASES = (
 
 
 @dataclass(frozen=True, slots=True)
-class AccessAllowance:
+class AccessCostAllowance:
     """An exception from the access budget: one source line may cost more than the minimum.
 
     Attributes:
@@ -57,74 +57,74 @@ class AccessAllowance:
 
 
 ACCESS_ALLOWANCES = (
-    AccessAllowance(
+    AccessCostAllowance(
         "cells.cuh",
         "one = *(const float4 *)from, two = *(const float4 *)(from + 4)",
         2.0,
         "a lane loads 8 numbers of a query in two loads, once per block",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "attention_cells.cu",
         "one = *(const uint2 *)(rows + from + chunk(g, c, D))",
         2.0,
         "rows of queries have bank conflicts, once per block",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "packed.cu",
         "codes[0] = r.codes[0], codes[4] = r.codes[1];",
         2.0,
         "halves of sectors are stored separately",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "packed.cu", "cp_async_16(stage + (2 * STEP + b)", 2.0, "rows of scales are 1 KiB apart; one scale per 2 codes"
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "gated_delta_net_prepare.cu",
         "for (int m = c; m < w; m++) sum = fma4(L21[r * STEP + m], *(const float4 *)(X11 + m * STEP + c), sum);",
         2.5,
         "bank conflicts, also in NVRTC's reads of 8 and 16 bytes; needs a new stride",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "gated_delta_net_prepare.cu",
         "put_pair<EXACT, 2>(s.record + below(I, J), R::SQUARE, r, c, x[0] * beta[0], x[1] * beta[1]);",
         2.0,
         "rows have bank conflicts; another row stride avoids them",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "gated_delta_net_prepare.cu",
         "s.L[r * Square<C>::STEP + c] = r > c ? beta[r] * x : 0.f;",
         2.0,
         "rows have bank conflicts; another row stride avoids them",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "gated_delta_net_prepare.cu",
         "s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? beta[r] * y : 0.f;",
         2.0,
         "rows have bank conflicts; another row stride avoids them",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "gated_delta_net_scan.cu",
         "cp_async_16(V + r * V_STEP, next_values);",
         1.1,
         "the last copies of a warp begin another row",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "gated_delta_net_scan.cu",
         "*(float4 *)(V + r * V_STEP) = make_float4(0, 0, 0, 0);",
         1.2,
         "the last copies of a warp begin another row",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "dense.cu",
         "(const float4 *)(x[n] + c + i)",
         2.0,
         "a lane loads 8 numbers of x in two loads, from L1",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "packed.cuh", "return at[32 * i + row]", 2.0, "16 rows have one exponent byte each, which is half a sector"
     ),
     *(
-        AccessAllowance(
+        AccessCostAllowance(
             "packed_few.cu",
             code,
             2.0,
@@ -137,26 +137,26 @@ ACCESS_ALLOWANCES = (
             "result = gated(a.unit, total[0], total[SIZE]);",
         )
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "short_convolution.cu",
         "const float w0 = w[0], w1 = w[a.w_tap]",
         4.0,
         "a lane loads the four weights of a channel in four loads; all of them are in L1",
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "short_convolution.cu",
         "w[i] = *(const float4 *)(a.w + 4 * (channel + i));",
         2.0,
         "a lane loads the weights of four channels in four loads; all of them are in L1",
     ),
     *(
-        AccessAllowance("sorting.cu", code, 1.25, "in some steps two items of half a warp have a bank conflict")
+        AccessCostAllowance("sorting.cu", code, 1.25, "in some steps two items of half a warp have a bank conflict")
         for code in ("x[c] = held[place_of(first | c << low)];", "held[place_of(first | c << low)] = x[c];")
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "rotary.cu", "return x[c * a.step];", 2.0, "lanes read the two numbers of a pair one after the other"
     ),
-    AccessAllowance(
+    AccessCostAllowance(
         "rotary.cu", "out[c * a.out_step] = value;", 2.0, "lanes write the two numbers of a pair one after the other"
     ),
 )
@@ -174,7 +174,7 @@ class AccessTableRow:
     requests: int
     cost: int
     minimum_cost: int
-    worst_site: AccessSite
+    worst_site: AccessSiteCounters
 
     @property
     def cost_ratio(self) -> float:
@@ -184,7 +184,7 @@ class AccessTableRow:
 
 def build_access_table_rows(counted: LaunchCounters) -> list[AccessTableRow]:
     """Build the rows of a launch in the access table: one for each kind of access, sorted by kind."""
-    kinds: dict[str, list[AccessSite]] = {}
+    kinds: dict[str, list[AccessSiteCounters]] = {}
     for site in counted.sites:
         kinds.setdefault(site.access_kind, []).append(site)
     return [
@@ -214,7 +214,7 @@ def list_budget_violations(counted: LaunchCounters) -> list[str]:
     return violations
 
 
-def _find_allowed_cost_ratio(site: AccessSite) -> float:
+def _find_allowed_cost_ratio(site: AccessSiteCounters) -> float:
     """Return the maximum ratio of cost to minimum cost that the source line of an access may have.
 
     The ratio is 1 for a line without an allowance.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...base import Device
-from ..device.device_limits import LARGEST_LIMITS, Limits
-from ..device.driver import DriverStep, Launch, LaunchError, flatten_steps
+from ..device.device_limits import LARGEST_LIMITS, KernelLimits
+from ..device.driver import DriverStep, KernelLaunch, LaunchError, flatten_steps
 from .compile_host import COUNTER_OPTIONS, load_emulated_library
 from .emulated_driver import EmulatedDriver, FaultReport, make_launch_shape
 from .guard_pages import Bytes
@@ -31,7 +31,7 @@ class _SiteRecord(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class AccessSite:
+class AccessSiteCounters:
     """The counters of one memory access in the code of a kernel, summed over all warps of a launch.
 
     Attributes:
@@ -76,8 +76,8 @@ class LaunchCounters:
             earlier ones. `None` if the launch waits for no such group; bulk copies are not counted.
     """
 
-    launch: Launch
-    sites: tuple[AccessSite, ...]
+    launch: KernelLaunch
+    sites: tuple[AccessSiteCounters, ...]
     sector_bytes: int
     requested_bytes: int
     block_requested_bytes: int
@@ -94,14 +94,14 @@ class LaunchCounters:
         return str(self.launch.kernel)
 
 
-class CountingDriver(EmulatedDriver):
+class AccessCountingDriver(EmulatedDriver):
     """A driver of emulated devices that counts the memory accesses of each launch.
 
     `counters` has the counters of the last launch of each kernel, by kernel name. `counted_run` is the number of the
     only run that is counted; by default all runs are. Counting takes several times as long as running.
     """
 
-    def __init__(self, limits: Limits = LARGEST_LIMITS, counted_run: int | None = None) -> None:
+    def __init__(self, limits: KernelLimits = LARGEST_LIMITS, counted_run: int | None = None) -> None:
         super().__init__(order=0, limits=limits)
         self.counters: dict[str, LaunchCounters] = {}
         self.counted_run = counted_run
@@ -112,7 +112,7 @@ class CountingDriver(EmulatedDriver):
         return buffer[start : start + nbytes]
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        launches = [step for step in flatten_steps(steps) if isinstance(step, Launch)]
+        launches = [step for step in flatten_steps(steps) if isinstance(step, KernelLaunch)]
         run_uncounted = super().record(steps, on) if self.counted_run is not None else None
         runs = itertools.count()
 
@@ -125,7 +125,7 @@ class CountingDriver(EmulatedDriver):
         return run
 
 
-def run_with_counters(launch: Launch) -> LaunchCounters:
+def run_with_counters(launch: KernelLaunch) -> LaunchCounters:
     """Run a launch in the emulator with access counters, and return the counters.
 
     Raises:
@@ -145,7 +145,7 @@ def run_with_counters(launch: Launch) -> LaunchCounters:
         raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
     frames = find_inlined_frames(library, [site.code for site in sites[:site_count]])
     counted_sites = (
-        AccessSite(
+        AccessSiteCounters(
             select_innermost_line(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at
         )
         for at, s in zip(frames, sites[:site_count], strict=True)

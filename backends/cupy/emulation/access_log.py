@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...base import Device
 from ..backend import DriverBackend
-from ..device.driver import CollectiveOverlap, DriverStep, Launch, LaunchError
+from ..device.driver import CollectiveOverlap, DriverStep, KernelLaunch, LaunchError
 from .compile_host import ACCESS_LOG_OPTIONS, load_emulated_library
 from .emulated_driver import EmulatedDriver, FaultReport, make_launch_shape
 from .guard_pages import Bytes, address_of
@@ -52,7 +52,7 @@ class LoggedLaunch:
     events: npt.NDArray[np.void]
 
     @property
-    def queue_index(self) -> int:
+    def global_stream_index(self) -> int:
         """The index of the launch's stream if the streams of all devices are numbered, device by device."""
         return self.device * STREAM_COUNT + self.stream
 
@@ -62,24 +62,24 @@ MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)
 
 
 @dataclass(frozen=True, slots=True)
-class QueuedLaunch:
+class StreamAssignedLaunch:
     """A launch that is assigned to one of the two streams of its device.
 
     It follows all earlier launches of its stream. It also follows the launches of the other stream with an index below
     `predecessors_end`.
     """
 
-    launch: Launch
+    launch: KernelLaunch
     stream: int
     predecessors_end: int
 
 
-def queue_launches_in_streams(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
+def assign_launches_to_streams(steps: Sequence[DriverStep]) -> list[StreamAssignedLaunch]:
     """Return the launches of `steps` in order, each with its stream, as the CUDA driver would queue them.
 
     Overlapped collectives go to the side stream, all other launches to the main stream.
     """
-    launches: list[QueuedLaunch] = []
+    launches: list[StreamAssignedLaunch] = []
     for step in steps:
         predecessors_end = len(launches)
         by_stream = (
@@ -89,13 +89,13 @@ def queue_launches_in_streams(steps: Sequence[DriverStep]) -> list[QueuedLaunch]
         )
         for stream, singles in by_stream:
             for single in singles:
-                assert isinstance(single, Launch), "there is no library"
-                launches.append(QueuedLaunch(single, stream, predecessors_end))
+                assert isinstance(single, KernelLaunch), "there is no library"
+                launches.append(StreamAssignedLaunch(single, stream, predecessors_end))
     return launches
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySpan:
+class DeviceMemorySpan:
     """The bytes [`low`, `high`) of a device's memory, which are a buffer or belong to a program.
 
     - A buffer (`is_buffer`) is written by the host before a run and read by the host after it.
@@ -118,7 +118,7 @@ class AccessLogDriver(EmulatedDriver):
         super().__init__()
         self.dropped_line = dropped_line
         self.buffers: set[int] = set()
-        self._memory: list[MemorySpan] = []
+        self._memory: list[DeviceMemorySpan] = []
         self._log: list[LoggedLaunch] = []
         self._launch_counts: dict[int, int] = defaultdict(int)  # by device
         self._turns = ctypes.c_uint64(1)
@@ -134,17 +134,17 @@ class AccessLogDriver(EmulatedDriver):
         memory = super().alloc(nbytes, on)
         low = address_of(memory)
         with self._lock:
-            self._memory.append(MemorySpan(low, low + nbytes, on.index, is_buffer=False))
+            self._memory.append(DeviceMemorySpan(low, low + nbytes, on.index, is_buffer=False))
         return memory
 
     @property
-    def memory(self) -> list[MemorySpan]:
+    def memory(self) -> list[DeviceMemorySpan]:
         """The memory spans of all devices."""
         with self._lock:
             return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        launches = queue_launches_in_streams(steps)
+        launches = assign_launches_to_streams(steps)
         codes = [load_emulated_library(one.launch.kernel.single_kernel_source, ACCESS_LOG_OPTIONS) for one in launches]
         runs = 0
 
@@ -164,7 +164,7 @@ class AccessLogDriver(EmulatedDriver):
 
         return run
 
-    def _run_logged(self, launch: Launch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
+    def _run_logged(self, launch: KernelLaunch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
         """Run a launch with an access log, and return its events.
 
         Args:

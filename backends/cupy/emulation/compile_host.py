@@ -16,7 +16,7 @@ from pathlib import Path
 from ....graph.errors import BackendError
 from ....graph.storage.disk_cache import make_cache_path
 from ....graph.storage.files import replacing
-from ...call_once import call_once
+from ...call_once import thread_safe_cache
 from ...compile_log import log_compilation
 from ..device.driver import KernelSource
 
@@ -42,7 +42,7 @@ LOCK_FILE = ".lock"
 _build_lock = threading.Lock()
 
 
-def require_compiler() -> str:
+def require_host_compiler_path() -> str:
     """Require g++ and return its path. Raises `BackendError` if g++ is not installed."""
     path = shutil.which("g++")
     if path is None:
@@ -62,7 +62,7 @@ def to_host_cpp(source: KernelSource) -> str:
     return f'#include "cuda.h"\n{source.text}\n#line 1 "launches"\n{"".join(entries)}'
 
 
-@call_once
+@thread_safe_cache
 def load_emulated_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
     """Load the host library of a kernel source; compile the library with g++ if the cache folder does not have it.
 
@@ -81,7 +81,7 @@ def load_emulated_library(source: KernelSource, extra: tuple[str, ...] = CHECK_O
     )
 
 
-@call_once
+@thread_safe_cache
 def load_race_detector() -> ctypes.CDLL:
     """Load the library of the race detector; compile the library if the cache folder does not have it."""
     file = HEADER_FOLDER / "disorder.cpp"
@@ -90,25 +90,25 @@ def load_race_detector() -> ctypes.CDLL:
 
 def _load_or_rebuild(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> ctypes.CDLL:
     with _build_lock:
-        path = _build_if_missing(file, text, options, inputs)
+        path = _build_if_not_cached(file, text, options, inputs)
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # a damaged file
             path.unlink()
-            return ctypes.CDLL(str(_build_if_missing(file, text, options, inputs)))
+            return ctypes.CDLL(str(_build_if_not_cached(file, text, options, inputs)))
 
 
-@call_once
+@thread_safe_cache
 def _build_precompiled_header(extra: tuple[str, ...]) -> Path:
     """Build the precompiled header if the cache folder does not have it, and return its folder."""
     with _build_lock:
-        return _build_if_missing(
+        return _build_if_not_cached(
             PRECOMPILED_HEADER, "", (*GXX_OPTIONS, *extra), ("-x", "c++-header", str(HEADER_FOLDER / "cuda.h"))
         ).parent
 
 
 @cache
-def _read_build_inputs(command: str, options: tuple[str, ...]) -> bytes:
+def _read_cache_key_inputs(command: str, options: tuple[str, ...]) -> bytes:
     """Return all inputs of a build except the source, as bytes for the cache key.
 
     These are the headers, the compiler version and the options.
@@ -117,7 +117,7 @@ def _read_build_inputs(command: str, options: tuple[str, ...]) -> bytes:
     return b"\0".join((*(h.read_bytes() for h in sorted(HEADER_FOLDER.glob("*.h"))), version, repr(options).encode()))
 
 
-def _build_if_missing(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
+def _build_if_not_cached(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
     """Return the path of a library or header in the cache folder; build it if it is not there.
 
     Args:
@@ -126,9 +126,9 @@ def _build_if_missing(file: str, text: str, options: tuple[str, ...], inputs: tu
         options: Compiler options, which are part of the cache key.
         inputs: Arguments that name the input and the header folders. Header contents are part of the cache key.
     """
-    command = require_compiler()
+    command = require_host_compiler_path()
     name = file if file == PRECOMPILED_HEADER else f"{Path(file).stem}.so"
-    target = make_cache_path("emulated", name, _read_build_inputs(command, options), text) / name
+    target = make_cache_path("emulated", name, _read_cache_key_inputs(command, options), text) / name
     if target.exists():
         return target
     try:

@@ -14,28 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.errors import BackendError
-from ...base import Array, Device, Tensor, host_view
+from ...base import Array, Device, Tensor, view_host_tensor
 from ...host.host_backend import HOST_MEMORY
 from ..backend import DriverBackend
 from ..device.batched_copies import batch_copies
-from ..device.device_limits import HIP_LIMITS, LARGEST_LIMITS, Limits
+from ..device.device_limits import HIP_LIMITS, LARGEST_LIMITS, KernelLimits
 from ..device.driver import (
     CUDA_HEADER,
     HIP_HEADER,
     CollectiveLibrary,
     DriverStep,
     KernelInstance,
+    KernelLaunch,
     KernelSource,
-    Launch,
     LaunchError,
     flatten_steps,
 )
-from .compile_host import load_emulated_library, require_compiler
+from .compile_host import load_emulated_library, require_host_compiler_path
 from .guard_pages import (
     Bytes,
     GuardedMemoryPool,
     address_of,
-    allocate_guarded_bytes,
+    allocate_bytes_before_guard_zone,
     guard_operands,
     redirect_words_to_guarded,
 )
@@ -64,7 +64,9 @@ class LaunchShape(ctypes.Structure):
     )
 
 
-def make_launch_shape(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
+def make_launch_shape(
+    launch: KernelLaunch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1
+) -> LaunchShape:
     """Make the C struct that describes a launch. It has the address of `words`, so `words` must outlive it.
 
     Args:
@@ -106,7 +108,7 @@ class EmulatedDriver:
     description = "CUDA kernels emulated on the processor"
 
     def __init__(
-        self, order: int | None = None, limits: Limits = LARGEST_LIMITS, instructions: str = CUDA_HEADER
+        self, order: int | None = None, limits: KernelLimits = LARGEST_LIMITS, instructions: str = CUDA_HEADER
     ) -> None:
         self.order, self.instructions, self._limits = order, instructions, limits
 
@@ -114,10 +116,10 @@ class EmulatedDriver:
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        require_compiler()
+        require_host_compiler_path()
         return Device(self.kind, index, None, self.description, memory_of=HOST_MEMORY)
 
-    def limits(self, on: Device) -> Limits:
+    def limits(self, on: Device) -> KernelLimits:
         return self._limits
 
     def count_multiprocessors(self, on: Device) -> int:
@@ -125,7 +127,7 @@ class EmulatedDriver:
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:
-            return allocate_guarded_bytes(nbytes)
+            return allocate_bytes_before_guard_zone(nbytes)
         except MemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
@@ -133,7 +135,7 @@ class EmulatedDriver:
         return address_of(buffer)
 
     def view(self, buffer: Bytes, tensor: Tensor) -> Array:
-        return host_view(buffer, tensor)
+        return view_host_tensor(buffer, tensor)
 
     def make_writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes host arrays, and garbage into the padding between them as a device may do."""
@@ -152,29 +154,31 @@ class EmulatedDriver:
         views = [self.view(buffers[t.buffer], t) for t in tensors]
         return lambda: [np.array(view) for view in views]
 
-    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+    def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         return True
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
         return "emulated devices need no library"
 
-    def map_host_memory(self, board: Array, is_first: bool) -> int:
+    def map_signal_pad(self, board: Array, is_first: bool) -> int:
         return int(board.ctypes.data)
 
     def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
-        load_emulated_library(self._to_emulated_source(kernel.source))
+        load_emulated_library(self._with_emulated_instruction_header(kernel.source))
 
-    def _to_emulated_source(self, source: KernelSource) -> KernelSource:
+    def _with_emulated_instruction_header(self, source: KernelSource) -> KernelSource:
         """Return a kernel source that uses the instruction header of the emulated devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         pool = GuardedMemoryPool()
         singles = flatten_steps(steps)
-        launches = [step for step in singles if isinstance(step, Launch)]
+        launches = [step for step in singles if isinstance(step, KernelLaunch)]
         assert len(launches) == len(singles), "there is no library"
         ready = [
-            _EmulatedLaunch(launch, load_emulated_library(self._to_emulated_source(launch.kernel.source)), pool)
+            _EmulatedLaunch(
+                launch, load_emulated_library(self._with_emulated_instruction_header(launch.kernel.source)), pool
+            )
             for launch in launches
         ]
         runs = 0
@@ -206,7 +210,7 @@ class EmulatedDriver:
 class _EmulatedLaunch:
     """One launch on emulated devices, with its compiled function and its guarded operands."""
 
-    def __init__(self, launch: Launch, code: ctypes.CDLL, pool: GuardedMemoryPool) -> None:
+    def __init__(self, launch: KernelLaunch, code: ctypes.CDLL, pool: GuardedMemoryPool) -> None:
         self.launch = launch
         self.function = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
         self.function.restype = None
@@ -238,7 +242,7 @@ class _EmulatedLaunch:
             if not operand.has_intact_margins(pattern):
                 raise LaunchError(
                     self.launch.number,
-                    f"{self.launch.kernel}: writes next to {self._format_operand_words(operand.low)}",
+                    f"{self.launch.kernel}: writes next to {self._format_launch_word_indices(operand.low)}",
                 )
             operand.copy_back()
 
@@ -258,10 +262,10 @@ class _EmulatedLaunch:
             return f", at {address:#x}"
         low, high, name = nearest
         if address >= high:
-            return f": {address - high} bytes past the end of {self._format_operand_words(name)}"
-        return f": {low - address} bytes before {self._format_operand_words(name)}"
+            return f": {address - high} bytes past the end of {self._format_launch_word_indices(name)}"
+        return f": {low - address} bytes before {self._format_launch_word_indices(name)}"
 
-    def _format_operand_words(self, low: int) -> str:
+    def _format_launch_word_indices(self, low: int) -> str:
         """Format the indices of the launch words that hold the operand with address `low`."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 
@@ -282,7 +286,7 @@ class EmulatedHipDriver(EmulatedDriver):
     def __init__(self, order: int | None = None) -> None:
         super().__init__(order, HIP_LIMITS, HIP_HEADER)
 
-    def can_access_peers(self, devices: Sequence[Device]) -> bool:
+    def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         return False
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..device.driver import AddressSpan, Launch
+from ..device.driver import AddressSpan, KernelLaunch
 
 OPERAND_ALIGNMENT = 16
 GUARD_BYTES = 16 << 20
@@ -30,7 +30,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def allocate_guarded_bytes(nbytes: int) -> Bytes:
+def allocate_bytes_before_guard_zone(nbytes: int) -> Bytes:
     """Allocate `nbytes` zeroed bytes that end next to memory without access, so that an overrun raises a fault.
 
     They are aligned to 16 bytes, so the end may be up to 15 bytes before the guard zone.
@@ -99,7 +99,7 @@ class GuardedMemoryPool:
     def __init__(self) -> None:
         self._allocated_pages: dict[tuple[int, int], Bytes] = {}
 
-    def allocate(self, number: int, nbytes: int) -> Bytes:
+    def allocate_or_reuse(self, number: int, nbytes: int) -> Bytes:
         """Return guarded pages of at least `nbytes` bytes for operand `number` of a launch; reuse them if possible."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
         if key not in self._allocated_pages:
@@ -124,14 +124,14 @@ def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> lis
     for number, (low, high) in enumerate(merged):
         before = low % OPERAND_ALIGNMENT
         padded_bytes = -(-(high - low + before) // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
-        memory = pool.allocate(number, padded_bytes)
+        memory = pool.allocate_or_reuse(number, padded_bytes)
         guarded_operands.append(
             GuardedOperand(low, high, address_of(memory) + len(memory) - padded_bytes + before, memory)
         )
     return guarded_operands
 
 
-def redirect_words_to_guarded(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
+def redirect_words_to_guarded(launch: KernelLaunch, operands: Sequence[GuardedOperand]) -> list[int]:
     """Return all words of a launch; addresses of operands are replaced by the addresses of their guarded copies."""
     words = list(launch.words)
     for span in launch.spans:

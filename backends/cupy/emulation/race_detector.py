@@ -38,7 +38,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .access_log import LoggedLaunch, MemorySpan
+from .access_log import DeviceMemorySpan, LoggedLaunch
 from .compile_host import load_race_detector
 from .source_lines import find_source_lines
 
@@ -50,7 +50,7 @@ ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store"
 """The layout of an access in disorder.cpp."""
 
 
-def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> list[str]:
+def list_races(log: Sequence[LoggedLaunch], memory: Sequence[DeviceMemorySpan]) -> list[str]:
     """List the data races between the launches of one run, and the kernels that omit the wait for earlier launches.
 
     A race is a pair of accesses to the same bytes that no synchronisation orders. The result has one entry for each

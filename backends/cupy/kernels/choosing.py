@@ -8,7 +8,7 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ....ops.elementwise.comparisons import COMPARISONS
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import as_repeated_row_starts, build_iteration_axes
+from ..binding.iteration_axes import as_row_starts_with_repeat_axis, build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_type, launch_elementwise
@@ -48,12 +48,14 @@ def _bind_where(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _bind_gather(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, ids, out = as_type(launches, call.operand(0), call.out.dtype), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
-    axes, size = build_iteration_axes(out.shape, [as_repeated_row_starts(x), ids, out]), x.shape[-1]
+    axes, size = build_merged_iteration_axes(out.shape, [as_row_starts_with_repeat_axis(x), ids, out]), x.shape[-1]
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
-    words: list[LaunchWord] = [axes.element_count, size, x.strides[-1], *axes.axes_fields]
-    words += [word for k, operand in enumerate((x, ids, out)) for word in axes.make_operand_stride_fields(k, operand)]
+    words: list[LaunchWord] = [axes.element_count, size, x.strides[-1], *axes.axes_struct_fields]
+    words += [
+        word for k, operand in enumerate((x, ids, out)) for word in axes.make_address_and_stride_fields(k, operand)
+    ]
     words += launches.add_fault_message(f"id {{value}} names no entry of its row, which has {size}")
     kernel = SOURCE[f"taken<{BITS_TYPE_NAMES[x.dtype.storage.itemsize]}, {ID_TYPE_NAMES[ids.dtype]}>"]
     launches.add_launch(kernel, count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)

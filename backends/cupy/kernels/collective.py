@@ -24,17 +24,17 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collectives import as_integer
+from ....ops.collectives import narrow_to_integer
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...host.collectives import (
     Index,
     Pairs,
-    compute_all_gather_indices,
-    compute_all_to_all_indices,
-    compute_reduce_scatter_indices,
+    compute_all_gather_slice_pairs,
+    compute_all_to_all_slice_pairs,
+    compute_reduce_scatter_slice_pairs,
 )
 from ...host.progress_board import FIRST_MEMBER_WORD, RUN_NUMBER_WORD, WORDS_PER_MEMBER
-from ..binding.iteration_axes import MAX_ITERATION_AXES, build_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import MAX_ELEMENTS
@@ -129,7 +129,7 @@ class PeerGroup:
         return known[sequence]
 
 
-def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
+def make_peer_accessible_operands(call: BoundInstruction) -> CollectiveOperands:
     """Return the operands of an instruction that other devices may access: its first operand and its result.
 
     A sender exposes its result in place of its operand, because the result is unchanged until the run ends.
@@ -137,7 +137,7 @@ def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
     return CollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
-def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
+def launch_run_number_signal(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
     """Launch the beginning of a run, before its first collective: copy the run number to the device's signals.
 
     In pipelined runs (`is_pipelined`) with pushed sums, a barrier of all devices follows. Without it, the run could
@@ -149,7 +149,7 @@ def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined:
     )
     launches.add_launch(SOURCE["begin_run"], 1, 1, [mine.signals, own])
     if is_pipelined and mine.inbox:
-        launches.add_launch(SOURCE["meet_all"], 1, 32, [*_make_group_fields(launches, -1, group), 1])
+        launches.add_launch(SOURCE["meet_all"], 1, 32, [*_make_group_struct_fields(launches, -1, group), 1])
 
 
 def launch_progress_mark(
@@ -200,10 +200,10 @@ def bind_peer_collective(launches: LaunchBuilder, call: BoundInstruction, group:
 
 
 def _read_sequence(call: BoundInstruction) -> int:
-    return as_integer(call.attrs["sequence"])
+    return narrow_to_integer(call.attrs["sequence"])
 
 
-def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup) -> list[LaunchWord]:
+def _make_group_struct_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup) -> list[LaunchWord]:
     """Return the fields of the C struct `Group`, with fault messages for late devices.
 
     Args:
@@ -233,7 +233,7 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
         _has_one_dtype(offers) and all(o.is_dense and o.address % VECTOR_BYTES == 0 for o in everything),
         "operands are not dense",
     )
-    words = _make_group_fields(launches, _read_sequence(call), group)
+    words = _make_group_struct_fields(launches, _read_sequence(call), group)
     if group.uses_bfloat16_transfer(call.out):
         _launch_bfloat16_all_reduce(launches, call, group, words)
         return
@@ -352,7 +352,7 @@ def _make_slice_read_binder(
         require_supported(
             _has_one_dtype(operands) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
         )
-        words = _make_group_fields(launches, _read_sequence(call), group)
+        words = _make_group_struct_fields(launches, _read_sequence(call), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
         for into, partial_sums in list_slices(call):
             sources = [slice_operand(operands[device].source, index) for device, index in partial_sums]
@@ -371,17 +371,17 @@ def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operan
         out: The result on this device.
         group: The collective group.
     """
-    axes = build_iteration_axes(out.shape, [out, *sources])
+    axes = build_merged_iteration_axes(out.shape, [out, *sources])
     walks: list[LaunchWord] = []
     for k, source in enumerate(sources, 1):
         walks += [
             source.address,
-            *axes.make_operand_stride_fields(k, source)[1:],
+            *axes.make_address_and_stride_fields(k, source)[1:],
         ]  # memory of another device needs no guard pages here
     walks += [0] * ((MAX_DEVICES - len(sources)) * (1 + MAX_ITERATION_AXES))
     mine = group.peers[group.rank].signals
-    out_strides = axes.make_operand_stride_fields(0, out)
-    words = [axes.element_count, len(sources), *axes.axes_fields, *out_strides, *walks, mine]
+    out_strides = axes.make_address_and_stride_fields(0, out)
+    words = [axes.element_count, len(sources), *axes.axes_struct_fields, *out_strides, *walks, mine]
     launches.add_launch(
         SOURCE[f"take<{COLLECTIVE_TYPE_NAMES[out.dtype]}>"],
         count_blocks(axes.element_count, COLLECTIVE_THREADS),
@@ -409,23 +409,28 @@ def _list_reduce_scatter_slices(call: BoundInstruction) -> list[tuple[Index, lis
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))
     return [
-        (into, [(device, index) for device in devices]) for into, index in compute_reduce_scatter_indices(call.attrs)
+        (into, [(device, index) for device in devices])
+        for into, index in compute_reduce_scatter_slice_pairs(call.attrs)
     ]
 
 
 def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-    to = as_integer(call.attrs["to"])
+    to = narrow_to_integer(call.attrs["to"])
     require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
-    launches.add_launch(SOURCE["tell_one"], 1, 1, [*_make_group_fields(launches, _read_sequence(call), group), to])
+    launches.add_launch(
+        SOURCE["tell_one"], 1, 1, [*_make_group_struct_fields(launches, _read_sequence(call), group), to]
+    )
 
 
 def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-    source = as_integer(call.attrs["source"])
+    source = narrow_to_integer(call.attrs["source"])
     theirs = group.require_device_operands(source, _read_sequence(call)).source
     require_supported(_has_copy_kernel(theirs), "kernels that copy this type are missing")
-    launches.add_launch(SOURCE["await_one"], 1, 1, [*_make_group_fields(launches, _read_sequence(call), group), source])
+    launches.add_launch(
+        SOURCE["await_one"], 1, 1, [*_make_group_struct_fields(launches, _read_sequence(call), group), source]
+    )
     launch_peer_sum(launches, [theirs], call.out, group)
 
 
@@ -440,8 +445,12 @@ def _has_copy_kernel(sent: Operand) -> bool:
 CollectiveBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup], None]
 COLLECTIVE_BINDERS: Mapping[str, CollectiveBinder] = {
     "all_reduce": _bind_all_reduce,
-    "all_gather": _make_slice_read_binder(lambda call: _list_gathered_slices(compute_all_gather_indices(call.attrs))),
-    "all_to_all": _make_slice_read_binder(lambda call: _list_gathered_slices(compute_all_to_all_indices(call.attrs))),
+    "all_gather": _make_slice_read_binder(
+        lambda call: _list_gathered_slices(compute_all_gather_slice_pairs(call.attrs))
+    ),
+    "all_to_all": _make_slice_read_binder(
+        lambda call: _list_gathered_slices(compute_all_to_all_slice_pairs(call.attrs))
+    ),
     "reduce_scatter": _make_slice_read_binder(_list_reduce_scatter_slices),
     "send": _bind_send,
     "receive": _bind_receive,

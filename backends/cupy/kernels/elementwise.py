@@ -10,7 +10,7 @@ from ....ops.declaration.attributes import float_attribute
 from ...fusion.dataflow import Dataflow, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ..binding.fused_binding import FusionBinder
-from ..binding.iteration_axes import build_iteration_axes
+from ..binding.iteration_axes import build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelInstance, KernelSource
@@ -118,12 +118,12 @@ def launch_elementwise(
         leading_words: Launch words in front of the axes.
     """
     operands = [*sources, out]
-    axes = build_iteration_axes(out.shape, operands)
+    axes = build_merged_iteration_axes(out.shape, operands)
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
-    walks = [word for k, o in enumerate(operands) for word in axes.make_operand_stride_fields(k, o)]
-    words = [axes.element_count, *leading_words, *axes.axes_fields, *walks, *trailing_words]
+    walks = [word for k, o in enumerate(operands) for word in axes.make_address_and_stride_fields(k, o)]
+    words = [axes.element_count, *leading_words, *axes.axes_struct_fields, *walks, *trailing_words]
     launches.add_launch(kernel, count_elementwise_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
@@ -244,7 +244,7 @@ def _match_activation_product(
         The operand of the activation, the other factor, the multiplication, and the indices of both instructions.
     """
     product = flow.require_readers(number)[0]
-    index = 1 if flow.is_operand_of(number, product, 1) else 0
+    index = 1 if flow.is_whole_result_operand_of(number, product, 1) else 0
     require_supported(flow.require_sole_reader(number, "mul", index) == product, "it is not a factor of one product")
     gate, other, last = (
         flow.bound_instruction(number).operand(0),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
@@ -57,7 +57,7 @@ def _bind_lightning_indexer(launches: LaunchBuilder, call: BoundInstruction) -> 
         insert_repeated_axis(drop_axes(k, -1, -2), -1),
         *map(as_row_starts, (weights, mask, out)),
     ]
-    axes = build_iteration_axes(out.shape[:-1], walked)
+    axes = build_merged_iteration_axes(out.shape[:-1], walked)
     count = axes.element_count * keys
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     words: list[LaunchWord] = [
@@ -70,15 +70,15 @@ def _bind_lightning_indexer(launches: LaunchBuilder, call: BoundInstruction) -> 
         mask.strides[-1],
     ]
     words += [
-        *axes.axes_fields,
-        *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.make_operand_stride_fields(i, o)),
+        *axes.axes_struct_fields,
+        *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.make_address_and_stride_fields(i, o)),
     ]
     launches.add_launch(SOURCE["lightning_indexer"], count_blocks(count, 4), 128, words)
 
 
 def _bind_hyper_comb(launches: LaunchBuilder, call: BoundInstruction) -> None:
     mixes, scale, base = (as_float(launches, call.operand(i)) for i in range(3))
-    axes = build_iteration_axes(mixes.shape[:-1], [as_row_starts(mixes), drop_axes(call.out, -1, -2)])
+    axes = build_merged_iteration_axes(mixes.shape[:-1], [as_row_starts(mixes), drop_axes(call.out, -1, -2)])
     turns, eps = int(float_attribute(call.attrs, "n_iter")), float(float_attribute(call.attrs, "eps"))
     words: list[LaunchWord] = [
         axes.element_count,
@@ -90,9 +90,9 @@ def _bind_hyper_comb(launches: LaunchBuilder, call: BoundInstruction) -> None:
         eps,
     ]
     words += [
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, mixes),
-        *axes.make_operand_stride_fields(1, call.out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, mixes),
+        *axes.make_address_and_stride_fields(1, call.out),
         scale,
         base,
     ]
@@ -103,7 +103,7 @@ def _bind_hyper_pre(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, weights, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     gated = bool(call.attrs["gated"])
     per_stream = drop_axes(weights, -2) if gated else insert_repeated_axis(as_row_starts(weights), -1)
-    axes = build_iteration_axes(out.shape, [drop_axes(x, -2), per_stream, out])
+    axes = build_merged_iteration_axes(out.shape, [drop_axes(x, -2), per_stream, out])
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
@@ -114,8 +114,8 @@ def _bind_hyper_pre(launches: LaunchBuilder, call: BoundInstruction) -> None:
         x.strides[-2],
         weights.strides[-2 if gated else -1],
     ]
-    words += [float(float_attribute(call.attrs, "scale")), *axes.axes_fields]
-    words += [w for i, o in enumerate((x, weights, out)) for w in axes.make_operand_stride_fields(i, o)]
+    words += [float(float_attribute(call.attrs, "scale")), *axes.axes_struct_fields]
+    words += [w for i, o in enumerate((x, weights, out)) for w in axes.make_address_and_stride_fields(i, o)]
     launches.add_launch(
         SOURCE["hyper_pre"], count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
     )
@@ -136,13 +136,13 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
         if comb is None
         else [insert_repeated_axis(drop_axes(comb, -1, -2), -1), drop_axes(out, -2)]
     )
-    axes = build_iteration_axes(x.shape, walked)
+    axes = build_merged_iteration_axes(x.shape, walked)
     require_supported(axes.element_count < MAX_ELEMENTS, f"{axes.element_count} elements are too many for one launch")
     words: list[LaunchWord] = [axes.element_count, streams, residual.strides[-2], post.strides[-1]]
-    words += [*((0, 0) if comb is None else comb.strides[-2:]), out.strides[-2], *axes.axes_fields]
-    words += [w for i, o in enumerate((x, residual, post)) for w in axes.make_operand_stride_fields(i, o)]
-    words += [0] * (1 + MAX_ITERATION_AXES) if comb is None else axes.make_operand_stride_fields(3, comb)
-    words += axes.make_operand_stride_fields(len(walked) - 1, out)
+    words += [*((0, 0) if comb is None else comb.strides[-2:]), out.strides[-2], *axes.axes_struct_fields]
+    words += [w for i, o in enumerate((x, residual, post)) for w in axes.make_address_and_stride_fields(i, o)]
+    words += [0] * (1 + MAX_ITERATION_AXES) if comb is None else axes.make_address_and_stride_fields(3, comb)
+    words += axes.make_address_and_stride_fields(len(walked) - 1, out)
     launches.add_launch(
         SOURCE[f"hyper_post<{register_streams}>"],
         count_blocks(axes.element_count, ELEMENTWISE_THREADS),
@@ -154,14 +154,14 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _bind_causal_mask(launches: LaunchBuilder, call: BoundInstruction) -> None:
     positions, out = call.operand(0), call.out
     require_supported(positions.dtype is DType.I32, f"positions of type {positions.dtype} are missing")
-    axes, count = build_iteration_axes(positions.shape, [positions]), math.prod(out.shape)
+    axes, count = build_merged_iteration_axes(positions.shape, [positions]), math.prod(out.shape)
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     words: list[LaunchWord] = [
         count,
         out.shape[-1],
         int(float_attribute(call.attrs, "window")),
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, positions),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, positions),
         out,
     ]
     launches.add_launch(SOURCE["causal_mask"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)

@@ -12,7 +12,7 @@ from ....graph.dtypes import DType
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import as_row_starts, build_iteration_axes, split_tiled_axes
+from ..binding.iteration_axes import as_row_starts, build_merged_iteration_axes, split_tiled_axes_for_broadcast
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelSource
@@ -159,17 +159,17 @@ def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     *leading, rows, columns = table.shape
     heads = _with_shape_and_strides(table, (*leading, 1), (*table.strides[:-2], 0))
-    axes = build_iteration_axes(ids.shape, [heads, ids, as_row_starts(out)])
+    axes = build_merged_iteration_axes(ids.shape, [heads, ids, as_row_starts(out)])
     words: list[LaunchWord] = [
         rows,
         columns,
         *table.strides[-2:],
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, table),
-        *axes.make_operand_stride_fields(1, ids),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, table),
+        *axes.make_address_and_stride_fields(1, ids),
     ]
     words += [
-        *axes.make_operand_stride_fields(2, out),
+        *axes.make_address_and_stride_fields(2, out),
         *launches.add_fault_message(f"id {{value}} names no row of its table, which has {rows}"),
     ]
     kernel = SOURCE[f"gather<{CUDA_TYPE_NAMES[table.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"]
@@ -187,17 +187,17 @@ def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     copy_unless_in_place(launches, into, out)
     heads = as_row_starts(rows)
     table = _with_shape_and_strides(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
-    shape, (table_of, ids_of, rows_of) = split_tiled_axes(heads.shape, [table, ids, heads], tiled_index=1)
-    axes = build_iteration_axes(shape, [table_of, ids_of, rows_of])
+    shape, (table_of, ids_of, rows_of) = split_tiled_axes_for_broadcast(heads.shape, [table, ids, heads], tiled_index=1)
+    axes = build_merged_iteration_axes(shape, [table_of, ids_of, rows_of])
     words: list[LaunchWord] = [
         out.shape[-2],
         out.shape[-1],
         out.strides[-2],
         rows.strides[-1],
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, out),
     ]
-    words += [*axes.make_operand_stride_fields(1, ids), *axes.make_operand_stride_fields(2, rows)]
+    words += [*axes.make_address_and_stride_fields(1, ids), *axes.make_address_and_stride_fields(2, rows)]
     words += launches.add_fault_message(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
     launches.add_launch(
         SOURCE[f"scatter<{CUDA_TYPE_NAMES[out.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"],
@@ -211,13 +211,21 @@ def _bind_add_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, ids, out = as_float(launches, call.operand(0)), call.operand(2), call.out
     table = as_float(launches, call.operand(1))
     first, total = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
-    axes = build_iteration_axes(ids.shape, [as_row_starts(x), ids, as_row_starts(out)])
+    axes = build_merged_iteration_axes(ids.shape, [as_row_starts(x), ids, as_row_starts(out)])
     own, columns = table.shape
-    words: list[LaunchWord] = [first, own, total or own, columns, x.strides[-1], *table.strides, *axes.axes_fields]
+    words: list[LaunchWord] = [
+        first,
+        own,
+        total or own,
+        columns,
+        x.strides[-1],
+        *table.strides,
+        *axes.axes_struct_fields,
+    ]
     words += [
-        *axes.make_operand_stride_fields(0, x),
-        *axes.make_operand_stride_fields(1, ids),
-        *axes.make_operand_stride_fields(2, out),
+        *axes.make_address_and_stride_fields(0, x),
+        *axes.make_address_and_stride_fields(1, ids),
+        *axes.make_address_and_stride_fields(2, out),
         table,
     ]
     words += launches.add_fault_message(f"id {{value}} is none of {total or own} experts")
@@ -249,7 +257,7 @@ def _launch_diagonal_band_copy(
         fill_value: The value of all other entries.
     """
     x = as_float(launches, x)
-    axes = build_iteration_axes(out.shape, [x, out])
+    axes = build_merged_iteration_axes(out.shape, [x, out])
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
@@ -259,9 +267,9 @@ def _launch_diagonal_band_copy(
         low,
         high,
         float(fill_value),
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
-        *axes.make_operand_stride_fields(1, out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
+        *axes.make_address_and_stride_fields(1, out),
     ]
     launches.add_launch(SOURCE["band"], count_elementwise_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import as_row_starts, build_iteration_axes
+from ..binding.iteration_axes import as_row_starts, build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder
 from ..device.driver import KernelSource
 from .elementwise import CAST_TARGETS, CUDA_TYPE_NAMES, as_type
@@ -30,14 +30,14 @@ SOURCES = (SOURCE,)
 
 def _launch_reduction(launches: LaunchBuilder, call: BoundInstruction, kernel: str, out: Operand, threads: int) -> None:
     x, code = as_type(launches, call.operand(0), out.dtype), REDUCTION_CODES[str(call.attrs["kind"])]
-    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
+    axes = build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
         code,
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
-        *axes.make_operand_stride_fields(1, out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
+        *axes.make_address_and_stride_fields(1, out),
     ]
     launches.add_launch(SOURCE[f"{kernel}<{CUDA_TYPE_NAMES[out.dtype]}>"], axes.element_count, threads, words)
 
@@ -56,14 +56,14 @@ def _bind_scatter(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     x = as_type(launches, call.operand(2), out.dtype)
     copy_unless_in_place(launches, call.operand(0), out)
-    axes, size = build_iteration_axes(ids.shape[:-1], [as_row_starts(o) for o in (ids, x, out)]), out.shape[-1]
+    axes, size = build_merged_iteration_axes(ids.shape[:-1], [as_row_starts(o) for o in (ids, x, out)]), out.shape[-1]
     words: list[LaunchWord] = [ids.shape[-1], size, ids.strides[-1], x.strides[-1], out.strides[-1]]
     words += [
         REDUCTION_CODES[str(call.attrs["reduce"])],
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, ids),
-        *axes.make_operand_stride_fields(1, x),
-        *axes.make_operand_stride_fields(2, out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, ids),
+        *axes.make_address_and_stride_fields(1, x),
+        *axes.make_address_and_stride_fields(2, out),
     ]
     words += launches.add_fault_message(f"id {{value}} names no entry of its row, which has {size}")
     launches.add_launch(

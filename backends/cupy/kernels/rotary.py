@@ -22,7 +22,7 @@ from ...fusion.dataflow import Dataflow, has_same_elements, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...fusion.patterns import ROPE_OPS, match_normed_rope, match_saved_state_update
 from ..binding.fused_binding import FusionBinder
-from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
@@ -124,7 +124,9 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     _copy_unrotated_columns(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
-    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out), operands.positions_per_head])
+    axes = build_merged_iteration_axes(
+        x.shape[:-1], [as_row_starts(x), as_row_starts(out), operands.positions_per_head]
+    )
     count = axes.element_count * pairs
     require_supported(count < MAX_ELEMENTS, f"{count} pairs are too many for one launch")
     words: list[LaunchWord] = [
@@ -134,10 +136,10 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
         *operands.make_rope_fields(launches, call, factors),
     ]
     words += [
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
-        *axes.make_operand_stride_fields(1, out),
-        *axes.make_operand_stride_fields(2, call.operand(1)),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
+        *axes.make_address_and_stride_fields(1, out),
+        *axes.make_address_and_stride_fields(2, call.operand(1)),
     ]
     launches.add_launch(SOURCE["rope"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
@@ -169,7 +171,7 @@ def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) ->
     )
     half = width // 2
     inverse = np.exp(-math.log(period) * np.arange(max(1, half)) / max(1, half))
-    axes = build_iteration_axes(x.shape, [x])
+    axes = build_merged_iteration_axes(x.shape, [x])
     count = axes.element_count * width
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     words: list[LaunchWord] = [
@@ -177,8 +179,8 @@ def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) ->
         width,
         half,
         launches.upload_constant(inverse),
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
         call.out,
     ]
     launches.add_launch(SOURCE["timesteps"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
@@ -222,7 +224,7 @@ def _find_cache_store_and_row_save(flow: Dataflow, number: int) -> tuple[int | N
     if (
         len(readers) != 1
         or flow.bound_instruction(readers[0]).op != "set_rows"
-        or not flow.is_operand_of(number, readers[0], 1)
+        or not flow.is_whole_result_operand_of(number, readers[0], 1)
     ):
         return None, None
     return readers[0], _find_cache_row_save(flow, readers[0])
@@ -249,7 +251,7 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadLaunch:
+class _HeadPatternLaunch:
     """The data of a launch for a head pattern, which has one thread block per row of x.
 
     `words` are the fields of the C struct `Head`. The operands are stored for the check that they do not overlap.
@@ -263,7 +265,9 @@ class _HeadLaunch:
     written_operands: Sequence[Operand]
 
 
-def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions) -> _HeadLaunch:
+def _build_head_pattern_launch(
+    launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions
+) -> _HeadPatternLaunch:
     """Return the data of a launch for a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {
         name: flow.bound_instruction(n)
@@ -315,36 +319,38 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _NormRope
             require_no_alias(
                 result, [w, positions, ids, *([x] if chain.store is not None else [])], [x] * (chain.store is None)
             )
-    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), *([] if positions is None else [positions])])
+    axes = build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), *([] if positions is None else [positions])])
     words: list[LaunchWord] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
     words += [
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
-        *([0] * (1 + MAX_ITERATION_AXES) if positions is None else axes.make_operand_stride_fields(1, positions)),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
+        *([0] * (1 + MAX_ITERATION_AXES) if positions is None else axes.make_address_and_stride_fields(1, positions)),
     ]
     words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
     read = [o for o in (x, w, positions, ids) if o is not None]
-    return _HeadLaunch(out.dtype, axes.element_count, columns, words, read, [o for o in (out, saved) if o is not None])
+    return _HeadPatternLaunch(
+        out.dtype, axes.element_count, columns, words, read, [o for o in (out, saved) if o is not None]
+    )
 
 
 def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions) -> Sequence[int]:
     """Launch a head pattern and return the indices of its instructions."""
-    head_launch = _build_head_launch(launches, flow, chain)
+    head_launch = _build_head_pattern_launch(launches, flow, chain)
     kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
     threads = choose_row_threads(head_launch.columns)
     launches.add_launch(kernel, head_launch.rows, threads, head_launch.words, 4 * head_launch.columns)
     return chain.instruction_numbers
 
 
-def _match_normed_head(flow: Dataflow, first: int) -> _NormRopeStoreInstructions:
+def _match_norm_and_rope_pattern(flow: Dataflow, first: int) -> _NormRopeStoreInstructions:
     """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE, with or without a cache store."""
     chain = match_normed_rope(flow, first)
     return _NormRopeStoreInstructions(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
 
-def _fuse_normed_head(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
+def _fuse_norm_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RMS norm, multiplication by a weight vector and RoPE of heads, and a following store into a KV cache."""
-    return _launch_head_pattern(launches, flow, _match_normed_head(flow, first))
+    return _launch_head_pattern(launches, flow, _match_norm_and_rope_pattern(flow, first))
 
 
 def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
@@ -354,7 +360,7 @@ def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: i
     return _launch_head_pattern(launches, flow, _NormRopeStoreInstructions(rope=first, store=store, save=save))
 
 
-def _match_stored_head(flow: Dataflow, store: int) -> _NormRopeStoreInstructions:
+def _match_pattern_ending_in_cache_store(flow: Dataflow, store: int) -> _NormRopeStoreInstructions:
     """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
@@ -366,24 +372,24 @@ def _match_stored_head(flow: Dataflow, store: int) -> _NormRopeStoreInstructions
         flow.bound_instruction(factor).op == "mul"
         and flow.bound_instruction(norm := flow.require_producer(factor, 0)).op == "rms_norm"
     ):
-        return _match_normed_head(flow, norm)
+        return _match_norm_and_rope_pattern(flow, norm)
     return _NormRopeStoreInstructions(rope=rope, store=store, save=save)
 
 
-def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
+def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse all head patterns of an attention into one launch: for queries, and for the cache stores of keys and values.
 
     A head pattern is a chain of RMS norm, RoPE and cache store; see `_NormRopeStoreInstructions`.
     """
     query = (
-        _match_normed_head(flow, first)
+        _match_norm_and_rope_pattern(flow, first)
         if flow.bound_instruction(first).op == "rms_norm"
         else _NormRopeStoreInstructions(rope=first)
     )
     assert query.rope is not None
     attention = flow.require_sole_reader(query.rope, "attention")
-    chains = [query, *(_match_stored_head(flow, flow.require_producer(attention, k)) for k in (1, 2))]
-    head_launches = [_build_head_launch(launches, flow, chain) for chain in chains]
+    chains = [query, *(_match_pattern_ending_in_cache_store(flow, flow.require_producer(attention, k)) for k in (1, 2))]
+    head_launches = [_build_head_pattern_launch(launches, flow, chain) for chain in chains]
     require_supported(
         head_launches[0].dtype is DType.F32 and head_launches[1].dtype is head_launches[2].dtype,
         "caches differ in type",
@@ -412,8 +418,8 @@ def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, firs
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {
-    "rms_norm": (_fuse_normed_head, _fuse_attention_heads),
-    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_cache_store, _fuse_attention_heads)),
+    "rms_norm": (_fuse_norm_rope_and_cache_store, _fuse_query_key_value_head_patterns),
+    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_cache_store, _fuse_query_key_value_head_patterns)),
     "get_rows": (_fuse_row_save_and_cache_store,),
 }
 BINDINGS: Mapping[str, OpBinder] = {

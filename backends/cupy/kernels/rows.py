@@ -14,7 +14,7 @@ from ...fusion.dataflow import Dataflow, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...fusion.patterns import match_scaled_norm
 from ..binding.fused_binding import FusionBinder
-from ..binding.iteration_axes import MAX_ITERATION_AXES, IterationAxes, as_row_starts, build_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, IterationAxes, as_row_starts, build_merged_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelInstance, KernelSource
 from .elementwise import as_float
@@ -38,7 +38,7 @@ def choose_row_threads(columns: int) -> int:
 
 
 def _build_row_axes(x: Operand, out: Operand) -> IterationAxes:
-    return build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
+    return build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
 
 
 def _launch_row_kernel(
@@ -58,9 +58,9 @@ def _launch_row_kernel(
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
-        *axes.make_operand_stride_fields(1, out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
+        *axes.make_address_and_stride_fields(1, out),
         float(scalar),
     ]
     launches.add_launch(kernel, axes.element_count, threads or choose_row_threads(x.shape[-1]), words)
@@ -103,17 +103,17 @@ def _launch_scaled_rms_norm(
     if total is not None:
         require_no_alias(total, [w, out], [x, y])
     heads = [as_row_starts(o or out) for o in (x, y, total, out)]
-    axes = build_iteration_axes(x.shape[:-1], heads)
+    axes = build_merged_iteration_axes(x.shape[:-1], heads)
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
         w.strides[-1],
         _read_number(norm, "eps"),
         w,
-        *axes.axes_fields,
+        *axes.axes_struct_fields,
     ]
     for k, operand in enumerate((x, y, total, out)):
-        words += [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_operand_stride_fields(k, operand)
+        words += [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_address_and_stride_fields(k, operand)
     launches.add_launch(SOURCE["scaled_norm"], axes.element_count, choose_row_threads(x.shape[-1]), words)
 
 
@@ -201,13 +201,15 @@ def _bind_softmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
     if sinks is not None:
         extra[2] = as_float(launches, sinks)
     one_a_head = [_view_elements(e, 0, (heads, 1), (e.strides[0], 0)) for e in extra[1:] if e is not None]
-    axes = build_iteration_axes(x.shape[:-1], [*operands, *one_a_head])
-    words: list[LaunchWord] = [x.shape[-1], x.strides[-1], steps, _read_number(call, "scale"), *axes.axes_fields]
-    words += [*axes.make_operand_stride_fields(0, x), *axes.make_operand_stride_fields(1, out)]
+    axes = build_merged_iteration_axes(x.shape[:-1], [*operands, *one_a_head])
+    words: list[LaunchWord] = [x.shape[-1], x.strides[-1], steps, _read_number(call, "scale"), *axes.axes_struct_fields]
+    words += [*axes.make_address_and_stride_fields(0, x), *axes.make_address_and_stride_fields(1, out)]
     position = 2
     for operand in extra:
         words += (
-            [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_operand_stride_fields(position, operand)
+            [0] * (1 + MAX_ITERATION_AXES)
+            if operand is None
+            else axes.make_address_and_stride_fields(position, operand)
         )
         position += operand is not None
     launches.add_launch(SOURCE["softmax"], axes.element_count, choose_row_threads(x.shape[-1]), words)
@@ -259,13 +261,13 @@ def _bind_count_equal(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 def _bind_argmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, out = as_float(launches, call.operand(0)), call.out
-    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), out])
+    axes = build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), out])
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
-        *axes.axes_fields,
-        *axes.make_operand_stride_fields(0, x),
-        *axes.make_operand_stride_fields(1, out),
+        *axes.axes_struct_fields,
+        *axes.make_address_and_stride_fields(0, x),
+        *axes.make_address_and_stride_fields(1, out),
     ]
     launches.add_launch(SOURCE["argmax"], axes.element_count, choose_row_threads(x.shape[-1]), words)
 

@@ -46,18 +46,18 @@ class SortPass:
 
 def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
     """Yield the passes that sort rows of `columns` items, as far as needed for the first `count` sorted items."""
-    sort_pass = _make_sort_pass(columns, 1, count)
+    sort_pass = _make_shared_memory_sort_pass(columns, 1, count)
     yield sort_pass
     while sort_pass.runs > 1:
         many, length = sort_pass.runs * sort_pass.items_per_run, sort_pass.items_per_run
         if 2 * length <= ITEMS_PER_BLOCK:
-            sort_pass = _make_sort_pass(many, length, count)
+            sort_pass = _make_shared_memory_sort_pass(many, length, count)
         else:
             sort_pass = SortPass(many, length, min(count, 2 * length), count_blocks(sort_pass.runs, 2), is_merge=True)
         yield sort_pass
 
 
-def _make_sort_pass(columns: int, unit: int, count: int) -> SortPass:
+def _make_shared_memory_sort_pass(columns: int, unit: int, count: int) -> SortPass:
     """Make a pass that sorts parts of a row in shared memory.
 
     Args:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import networkx as nx
 import numpy as np
 
-from ..emulation.access_counters import AccessSite
+from ..emulation.access_counters import AccessSiteCounters
 from ..emulation.source_lines import select_kernel_frames
 from .control_flow import WARPGROUP_OPERANDS, AccessLocation, BasicBlock
 
@@ -32,7 +32,9 @@ MISSING_ACCESS_PENALTY = 0.4
 """Cost of a counted access that the flow lacks; one surplus access costs 1. g++ loads some numbers twice."""
 
 
-def estimate_block_executions(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
+def estimate_block_executions(
+    blocks: Sequence[BasicBlock], sites: Iterable[AccessSiteCounters], warps: int
+) -> list[float]:
     """Estimate the number of warps that execute each basic block of a kernel in one launch.
 
     The numbers are fitted to the accesses that the emulator counted.
@@ -75,7 +77,7 @@ def estimate_block_executions(blocks: Sequence[BasicBlock], sites: Iterable[Acce
 
 
 def _build_access_equations(
-    blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSite]
+    blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSiteCounters]
 ) -> list[tuple[dict[int, float], float]]:
     """Build one equation for each group of equivalent locations: the accesses of each block, and the counted ones.
 
@@ -84,7 +86,9 @@ def _build_access_equations(
     """
     there, counted = _sum_bytes_by_location_and_block(blocks, reached), _sum_counted_bytes_by_location(sites)
     known = []
-    for places in _group_equivalent_locations({*there, *counted}, _find_inlining_conflicts(blocks, reached)):
+    for places in _group_locations_of_same_access(
+        {*there, *counted}, _find_locations_sharing_inlined_function(blocks, reached)
+    ):
         of_block: dict[int, float] = defaultdict(float)
         width = max((counted[p][1] for p in places if p in counted), default=0)
         for place in places:
@@ -95,7 +99,7 @@ def _build_access_equations(
     return known
 
 
-def _group_equivalent_locations(
+def _group_locations_of_same_access(
     places: Iterable[AccessLocation], conflicts: Iterable[Sequence[AccessLocation]]
 ) -> Iterable[Sequence[AccessLocation]]:
     """Group access locations of two compilers that may be the same access in the source.
@@ -116,7 +120,9 @@ def _group_equivalent_locations(
     return [sorted(group) for group in nx.connected_components(groups)]
 
 
-def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> Iterator[list[AccessLocation]]:
+def _find_locations_sharing_inlined_function(
+    blocks: Sequence[BasicBlock], reached: Iterable[int]
+) -> Iterator[list[AccessLocation]]:
     """Find the locations of a block that share one inlined function of the prelude; yield a list for each function.
 
     NVRTC records some of these accesses at the place where another call of the function was inlined.
@@ -157,7 +163,7 @@ def _sum_bytes_by_location_and_block(
     return there
 
 
-def _sum_counted_bytes_by_location(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
+def _sum_counted_bytes_by_location(sites: Iterable[AccessSiteCounters]) -> dict[AccessLocation, tuple[float, int]]:
     """Return for each location the counted bytes per warp lane of all warps, and the bytes of the widest access."""
     counted: dict[AccessLocation, tuple[float, int]] = {}
     for site in sites:

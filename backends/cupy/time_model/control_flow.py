@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..device.disassembly import SOURCE_LINE_PATTERN, compute_access_bits, run_disassembler, split_kernels
+from ..device.disassembly import SOURCE_LINE_PATTERN, compute_access_bits, run_disassembler, split_disassembly_by_kernel
 
 Frames = tuple[str, ...]
 """``file:line`` of an instruction and of the calls into which it was inlined, innermost first."""
@@ -96,7 +96,9 @@ def build_control_flow_graphs(image: bytes) -> Mapping[str, Sequence[BasicBlock]
 
     A graph is a list of basic blocks. The first block is the entry of the kernel.
     """
-    return {name: _build_blocks(list(lines)) for name, lines in split_kernels(run_disassembler(image, "-gi"))}
+    return {
+        name: _build_blocks(list(lines)) for name, lines in split_disassembly_by_kernel(run_disassembler(image, "-gi"))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class _Instruction:
     frames: Frames
 
 
-def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
+def _parse_instructions_and_labels(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
     """Parse the disassembly of a kernel: return its instructions, and for each label the index of its instruction."""
     ops: list[_Instruction] = []
     labels: dict[str, int] = {}
@@ -132,10 +134,10 @@ def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[
 
 
 def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
-    ops, labels = _parse_instructions(lines)
+    ops, labels = _parse_instructions_and_labels(lines)
     called = {labels[to] for op in ops if (to := _find_called_function_label(op))}
     upto = min(called, default=len(ops))  # called functions follow the kernel
-    lengths = {start: _count_function_instructions(ops, start) for start in called}
+    lengths = {start: _count_instructions_to_return(ops, start) for start in called}
     begins = {0, *(at for at in labels.values() if at < upto)}
     begins |= {i + 1 for i, op in enumerate(ops[:upto]) if _is_block_end(op) and i + 1 < upto}
     starts = sorted(begins)
@@ -150,7 +152,7 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
     return blocks
 
 
-def _count_function_instructions(ops: Sequence[_Instruction], start: int) -> int:
+def _count_instructions_to_return(ops: Sequence[_Instruction], start: int) -> int:
     """Return the number of instructions of a called function, from index `start` to its return.
 
     It is an upper limit for one call, which may skip some of them.
@@ -207,10 +209,10 @@ def _add_instruction(
     if product := _MATRIX_PRODUCT.match(op.op):
         block.products[product[1], product[2]] += 1
         if product[1] == "HGMMA":
-            block.access_bytes[WARPGROUP_OPERANDS] += _compute_warpgroup_operand_bytes(
+            block.access_bytes[WARPGROUP_OPERANDS] += _compute_warpgroup_shared_bytes_per_lane(
                 product[2], bool(_REGISTER_OPERAND.match(op.operands))
             )
-    if step := _find_memory_dependence(op):
+    if step := _find_loaded_and_used_registers(op):
         block.dependences.append(step)
     if (access := _MEMORY_ACCESS.match(op.op)) and not op.never_runs:
         kind = access[1]
@@ -223,7 +225,7 @@ def _add_instruction(
             block.access_bytes[AccessLocation(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
 
 
-def _compute_warpgroup_operand_bytes(shape: str, in_registers: bool) -> int:
+def _compute_warpgroup_shared_bytes_per_lane(shape: str, in_registers: bool) -> int:
     """Return the bytes per warp lane that a warpgroup product loads from shared memory.
 
     The four warps of the group share the operands.
@@ -236,7 +238,7 @@ def _compute_warpgroup_operand_bytes(shape: str, in_registers: bool) -> int:
     return ((0 if in_registers else rows) + columns) * terms * 2 // 128
 
 
-def _find_memory_dependence(op: _Instruction) -> LoadedAndUsedRegisters | None:
+def _find_loaded_and_used_registers(op: _Instruction) -> LoadedAndUsedRegisters | None:
     """Find the registers that an instruction loads from global memory and uses; return `None` if there are none."""
     if op.op.startswith("LDGSTS"):
         return LoadedAndUsedRegisters(frozenset({ASYNC_COPIES}), frozenset())

@@ -23,7 +23,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..device.device_limits import MULTIPROCESSORS, SCHEDULER_COUNT, Limits, MultiprocessorLimits, find_limits
+from ..device.device_limits import (
+    MULTIPROCESSORS,
+    SCHEDULER_COUNT,
+    KernelLimits,
+    MultiprocessorLimits,
+    find_kernel_limits,
+)
 
 COPY_EFFICIENCY = 0.9
 """The share of the data sheet's bandwidth that a copy reaches."""
@@ -41,7 +47,7 @@ WARPGROUP_CYCLES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class GpuModel:
+class GpuPerformanceModel:
     """The performance model of a kind of GPU: the properties that limit launches.
 
     A product in the attributes is one matrix product of a warp, given by its three sizes, such as 16 x 8 x 16.
@@ -67,9 +73,9 @@ class GpuModel:
     cycles_per_warpgroup_product: float = math.inf
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> KernelLimits:
         """The resource limits of kernels on this kind of GPU."""
-        return find_limits(self.arch.removeprefix("sm_").removesuffix("a"))
+        return find_kernel_limits(self.arch.removeprefix("sm_").removesuffix("a"))
 
     @property
     def multiprocessor_limits(self) -> MultiprocessorLimits:
@@ -77,13 +83,13 @@ class GpuModel:
         return MULTIPROCESSORS[self.arch]
 
 
-GPUS: Mapping[str, GpuModel] = MappingProxyType(
+GPUS: Mapping[str, GpuPerformanceModel] = MappingProxyType(
     {
-        "h200": GpuModel("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 6, 6, WARPGROUP_CYCLES),
-        "h100": GpuModel("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 6, 6, WARPGROUP_CYCLES),
-        "a100": GpuModel("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 8, 8),
-        "rtx4090": GpuModel("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 32, 16),
-        "rtx3090": GpuModel("sm_86", 82, 1.695e9, 0.936e12, 2.0e12, 32, 16),
+        "h200": GpuPerformanceModel("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 6, 6, WARPGROUP_CYCLES),
+        "h100": GpuPerformanceModel("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 6, 6, WARPGROUP_CYCLES),
+        "a100": GpuPerformanceModel("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 8, 8),
+        "rtx4090": GpuPerformanceModel("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 32, 16),
+        "rtx3090": GpuPerformanceModel("sm_86", 82, 1.695e9, 0.936e12, 2.0e12, 32, 16),
     }
 )
 
@@ -122,7 +128,7 @@ class LaunchWork:
     memory_bytes: float
     dependent_loads: float
 
-    def multiply(self, block_factor: float, work_factor: float = 1.0) -> LaunchWork:
+    def scale_blocks_and_block_work(self, block_factor: float, work_factor: float = 1.0) -> LaunchWork:
         """Return the work of `block_factor` times as many thread blocks, each with `work_factor` times the work."""
         by = block_factor * work_factor
         return LaunchWork(
@@ -168,7 +174,7 @@ class LaunchWork:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchTime:
+class LaunchTimeByResource:
     """The predicted time of a launch, for each resource of the GPU such as memory or tensor cores.
 
     Attributes:
@@ -190,7 +196,7 @@ class LaunchTime:
         return self.resource_seconds[self.limiting_resource] + self.idle_seconds
 
 
-def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) -> LaunchTime:
+def estimate_launch_time(work: LaunchWork, gpu: GpuPerformanceModel, cached: bool = False) -> LaunchTimeByResource:
     """Estimate the time that a launch takes on a GPU, without the gap to the next launch.
 
     Args:
@@ -235,4 +241,4 @@ def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) 
         "latency": waves * work.dependent_loads * latency,
     }
     drained = work.dependent_loads * latency / 2 if waves > 1 else 0.0
-    return LaunchTime(MappingProxyType(parts), latency + drained)
+    return LaunchTimeByResource(MappingProxyType(parts), latency + drained)

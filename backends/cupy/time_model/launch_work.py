@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ...call_once import call_once
+from ...call_once import thread_safe_cache
 from ..device import nvrtc
 from ..device.driver import KernelSource
 from ..emulation.access_counters import LaunchCounters
@@ -51,7 +51,7 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
         float(sum(site.cost for site in counted.sites if site.is_shared)),
         float(counted.block_requested_bytes),
         float(counted.sector_bytes),
-        _count_memory_stalls(blocks, ran) / warps,
+        _count_global_load_waits(blocks, ran) / warps,
     )
 
 
@@ -67,7 +67,7 @@ def _count_multiplications_per_warp(shape: str) -> float:
     return 16 * 8 * int(shape.removeprefix("168"))
 
 
-def _count_memory_stalls(blocks: Sequence[BasicBlock], executions: Sequence[float]) -> float:
+def _count_global_load_waits(blocks: Sequence[BasicBlock], executions: Sequence[float]) -> float:
     """Count the waits of all warps for loads from global memory.
 
     A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
@@ -96,7 +96,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], executions: Sequence[floa
     return sum(times * wait for times, wait in zip(executions, waits, strict=True))
 
 
-@call_once
+@thread_safe_cache
 def _compile_with_line_info(
     source: KernelSource, arch: str
 ) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.KernelResources]]:

@@ -18,7 +18,7 @@ PREFIX_LENGTH = 2
 """Bytes (here) or characters (`plamo2_tokenizer`) of the prefix that groups token lengths."""
 
 
-def unescape_token(text: str) -> bytes:
+def unescape_token_to_bytes(text: str) -> bytes:
     """Return the bytes of a token from its text with the escapes of Python, such as ``\\x80``."""
     return ESCAPE_PATTERN.sub(
         lambda m: bytes.fromhex(m[1].decode()) if m[1] else ESCAPED_BYTES.get(m[2], m[2]), text.encode()
@@ -38,7 +38,7 @@ class LongestMatchTokenizer:
     """
 
     def __init__(self, tokens: Sequence[str], unknown: int | None) -> None:
-        self._token_ids = {unescape_token(text): i for i, text in enumerate(tokens)}
+        self._token_ids = {unescape_token_to_bytes(text): i for i, text in enumerate(tokens)}
         self._token_ids.pop(b"", None)
         lengths: dict[bytes, set[int]] = {}
         for token in self._token_ids:

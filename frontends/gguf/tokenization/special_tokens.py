@@ -83,7 +83,7 @@ def correct_types_and_find_end_tokens(
     return tuple(corrected_types), frozenset(i for i in ends if i is not None)
 
 
-def find_space_stripping_tokens(model_name: str, tokens: Sequence[str], types: Sequence[int]) -> frozenset[int]:
+def find_phi3_space_stripping_tokens(model_name: str, tokens: Sequence[str], types: Sequence[int]) -> frozenset[int]:
     """Find the special tokens after which white space is removed.
 
     Only phi-3 models have such tokens. They are recognised by the model name; the result is empty for other models.

@@ -24,7 +24,7 @@ from ....graph.validation import BOOL, TEXT, format_value, instance_of, integer_
 from ...errors import ModelError
 from .dna_tokenizer import KMER_SUFFIX
 from .pretokenizers import PreTokenizerRule
-from .rwkv_tokenizer import unescape_token
+from .rwkv_tokenizer import unescape_token_to_bytes
 from .special_tokens import (
     BYTE,
     CONTROL,
@@ -32,18 +32,18 @@ from .special_tokens import (
     UNKNOWN,
     USER,
     correct_types_and_find_end_tokens,
-    find_space_stripping_tokens,
+    find_phi3_space_stripping_tokens,
 )
 from .tokenizer_models import SPACE_MARK, TOKENIZER_MODELS, TokenizerModelCache
 from .vocabulary import (
     PRE_KINDS,
     parse_byte_token,
-    read_numbers_per_token,
+    read_numbers_per_token_or_none,
     read_pre_tokenizer_rule,
-    read_scalar,
-    read_token_id,
+    read_scalar_or_default,
+    read_token_id_or_none,
     read_vocabulary,
-    require_unicode,
+    require_utf8_encodable,
 )
 
 Result = TypeVar("Result")
@@ -123,10 +123,10 @@ class Tokenizer:
         Raises:
             ModelError: The text is not valid Unicode, or the vocabulary is broken.
         """
-        require_unicode("the text", text)
+        require_utf8_encodable("the text", text)
         if self._rule.uses_byte_letters and len(text) > MAX_RUN_CHARACTERS:
             _require_short_runs(text)
-        ids = list(self._encode_pieces(text, parse_special))
+        ids = list(self._encode_with_special_tokens(text, parse_special))
         bos = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         eos = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
         return bos + ids + eos
@@ -152,8 +152,8 @@ class Tokenizer:
         Raises:
             ModelError: As for `encode`.
         """
-        require_unicode("the text", text)
-        return list(self._encode_pieces(text, False, begins=False))
+        require_utf8_encodable("the text", text)
+        return list(self._encode_with_special_tokens(text, False, begins=False))
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_chat_continuation(self, rendered: str, last: int) -> list[int]:
@@ -162,11 +162,11 @@ class Tokenizer:
         Raises:
             ModelError: As for `encode`.
         """
-        require_unicode("the text", rendered)
+        require_utf8_encodable("the text", rendered)
         is_special = self.types[last] in (CONTROL, UNKNOWN, USER)
         if last in self.strip_after:
             rendered = rendered.lstrip(WHITE_SPACE)
-        return list(self._encode_pieces(rendered, True, begins=is_special))
+        return list(self._encode_with_special_tokens(rendered, True, begins=is_special))
 
     @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -204,13 +204,13 @@ class Tokenizer:
         if type_ != NORMAL:
             return b""
         if self.kind == "rwkv":
-            return unescape_token(text)
+            return unescape_token_to_bytes(text)
         if self._rule.uses_byte_letters:
             letters = text.removesuffix(KMER_SUFFIX) if self.kind == "hybriddna" else text
             return b"".join(BYTE_OF_CHARACTER.get(char) or char.encode() for char in letters)
         return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
 
-    def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
+    def _encode_with_special_tokens(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
         """Encode a text with special tokens: yield the ids of the special tokens and of the text between them.
 
         Args:
@@ -218,7 +218,7 @@ class Tokenizer:
             parse_special: Whether the text of a control token becomes that token.
             begins: False for the continuation of another text, before which no space is added.
         """
-        for piece in self._split_at_special_tokens(text, parse_special):
+        for piece in self._split_at_longest_special_tokens(text, parse_special):
             if isinstance(piece, int):
                 yield piece
             else:
@@ -226,13 +226,13 @@ class Tokenizer:
                 yield from self._encode_plain(" " + piece if prefixed else piece, begins)
             begins = isinstance(piece, int)
 
-    def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
+    def _split_at_longest_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
         """Split a text at its special tokens: return texts and token ids in order.
 
         As in llama.cpp, the longest special token is searched first, even if a shorter one stands further left.
         """
         pieces: list[str | int] = [text] if text else []
-        for token in self._list_special_tokens(parse_special):
+        for token in self._list_special_tokens_longest_first(parse_special):
             if self.tokens[token] in text:
                 pieces = [part for piece in pieces for part in self._split_at_token(piece, token)]
         return pieces
@@ -251,7 +251,7 @@ class Tokenizer:
             if part:
                 yield part
 
-    def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
+    def _list_special_tokens_longest_first(self, parse_special: bool) -> tuple[int, ...]:
         """List the ids of the special tokens to search for in a text, the longest token first.
 
         Control tokens are included only if `parse_special` is true.
@@ -315,12 +315,12 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     """
     kind = _read_kind(metadata)
     tokens, token_ids = read_vocabulary(metadata)
-    types = read_numbers_per_token(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
+    types = read_numbers_per_token_or_none(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
     rule = read_pre_tokenizer_rule(metadata, kind)
     ids = _read_special_ids(metadata, kind, len(tokens), rule.has_bos)
     final_types, eos_ids = correct_types_and_find_end_tokens(token_ids, tokens, [*map(int, types)], ids)
-    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
-    adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
+    adds = {"bos": read_scalar_or_default(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
+    adds["eos"] = read_scalar_or_default(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
     for name, is_added in adds.items():
         if is_added and ids[name] is None:
             raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but {name.upper()} is to be added; set it")
@@ -337,17 +337,18 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         eos_ids,
         add_bos=adds["bos"],
         add_eos=adds["eos"],
-        add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
-        strip_after=find_space_stripping_tokens(name_ if isinstance(name_, str) else "", tokens, final_types),
+        add_space_prefix=kind in ("llama", "bert", "t5")
+        and read_scalar_or_default(metadata, "add_space_prefix", bool, True),
+        strip_after=find_phi3_space_stripping_tokens(name_ if isinstance(name_, str) else "", tokens, final_types),
         _rule=rule,
         _model_cache=TokenizerModelCache(metadata, kind, tokens, token_ids, rule, ids["unknown"]),
     )
 
 
 def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
-    ids = {name: read_token_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
+    ids = {name: read_token_id_or_none(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
     if kind == "bert":  # the tokens before and after a text
-        cls, sep = (read_token_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
+        cls, sep = (read_token_id_or_none(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
         ids |= {"bos": cls if ids["bos"] is None else ids["bos"], "eos": ids["eos"] if sep is None else sep}
     bos, eos, unknown = DEFAULT_IDS[kind]
     for name, default in (("bos", bos if has_bos else None), ("eos", eos), ("unknown", unknown)):
@@ -358,11 +359,11 @@ def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, 
 
 def has_vocabulary(metadata: Mapping[str, object]) -> bool:
     """Return whether the metadata of a GGUF file have a vocabulary; a model without one works on token ids only."""
-    return read_scalar(metadata, "model", str, "none") not in EMPTY_VOCABULARY_KINDS
+    return read_scalar_or_default(metadata, "model", str, "none") not in EMPTY_VOCABULARY_KINDS
 
 
 def _read_kind(metadata: Mapping[str, object]) -> str:
-    kind = read_scalar(metadata, "model", str, "none")
+    kind = read_scalar_or_default(metadata, "model", str, "none")
     if kind in EMPTY_VOCABULARY_KINDS:
         raise ModelError(
             f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "

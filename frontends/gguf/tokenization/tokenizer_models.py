@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.storage.disk_cache import make_cache_path, read_cached_or_make
-from ..metadata import MetadataArray
+from ..metadata import LazyMetadataArray
 from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
 from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
 from .pretokenizers import PreTokenizerRule
 from .rwkv_tokenizer import LongestMatchTokenizer
 from .sentencepiece_bpe import ScoreOrderedBpeTokenizer
-from .vocabulary import KEY_PREFIX, derive_merges_from_scores, read_merges, read_scalar, read_token_scores
+from .vocabulary import KEY_PREFIX, derive_merges_from_scores, read_merges, read_scalar_or_default, read_token_scores
 from .wordpiece_unigram import UnigramByteFallbackTokenizer, build_unigram_model, build_wordpiece_model
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class TokenizerModelCache:
 
         `begins` is false for the continuation of another text.
         """
-        if self._uses_lower_case:
+        if self._lower_cases_text:
             text = "".join(char.lower() for char in text)
         if self._rule.uses_space_marks and self._kind not in SPACE_MARKING_KINDS:
             text = text.replace(" ", SPACE_MARK)
@@ -102,14 +102,14 @@ class TokenizerModelCache:
             begins: False for the continuation of another text.
         """
         if self._kind == "t5" and not begins:
-            return self._continuation_model
+            return self._unigram_continuation_model
         if self._has_dna_tags and OPEN_TAG in text:
             return DnaTokenizer(
                 self._token_ids,
                 lambda part: self.choose_model_for_text(part).encode(part, add_special_tokens=False).ids,
             )
         if self._kind in BPE_KINDS and len(text) <= MAX_PARTIAL_LOOKUPS and self._lookup_count <= MAX_PARTIAL_LOOKUPS:
-            substrings = self._list_word_substrings(text)
+            substrings = self._list_limited_word_substrings(text)
             self._lookup_count += len(substrings)
             if self._lookup_count <= MAX_PARTIAL_LOOKUPS:
                 always = () if self._rule.uses_byte_letters else (*BYTE_TOKENS, self._unknown_text)
@@ -133,11 +133,11 @@ class TokenizerModelCache:
         )
 
     @cached_property
-    def _continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallbackTokenizer:
+    def _unigram_continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallbackTokenizer:
         """The unigram model for texts that continue another text, without a space before the text."""
         return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
 
-    def _list_word_substrings(self, text: str) -> set[str]:
+    def _list_limited_word_substrings(self, text: str) -> set[str]:
         """Return the substrings of all words of a text, up to the length of the longest token.
 
         The search stops as soon as there are more than `MAX_PARTIAL_LOOKUPS` substrings; the result is then incomplete.
@@ -158,14 +158,16 @@ class TokenizerModelCache:
         return substrings
 
     @cached_property
-    def _uses_lower_case(self) -> bool:
+    def _lower_cases_text(self) -> bool:
         """Whether texts are converted to lower case before they are encoded.
 
         Only the kind ``whitespace`` does this, unless the file says no. If the file says nothing, a pre-tokenizer named
         ``whitespace`` also prevents it.
         """
         named = self._metadata.get(KEY_PREFIX + "pre") == "whitespace"
-        return self._kind == "whitespace" and read_scalar(self._metadata, "normalizer.lowercase", bool, not named)
+        return self._kind == "whitespace" and read_scalar_or_default(
+            self._metadata, "normalizer.lowercase", bool, not named
+        )
 
     @cached_property
     def _max_token_length(self) -> int:
@@ -230,7 +232,7 @@ class TokenizerModelCache:
         The cache key has both arrays and the source code of `read_merges`.
         """
         tokens, merges = (self._metadata.get(KEY_PREFIX + name) for name in ("tokens", "merges"))
-        if not isinstance(tokens, MetadataArray) or not isinstance(merges, MetadataArray):
+        if not isinstance(tokens, LazyMetadataArray) or not isinstance(merges, LazyMetadataArray):
             return None
         source = (Path(__file__).parent / "vocabulary.py").read_bytes()
         return make_cache_path("merges", source, tokens.compute_digest(), merges.compute_digest())

@@ -28,7 +28,7 @@ _BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 Scalar = TypeVar("Scalar", str, bool)
 
 
-def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], default: Scalar) -> Scalar:
+def read_scalar_or_default(metadata: Mapping[str, object], name: str, kind: type[Scalar], default: Scalar) -> Scalar:
     """Read the scalar value of one key, or return `default` if it is missing; raise `ModelError` for another type."""
     value = metadata.get(KEY_PREFIX + name)
     if value is None:
@@ -38,7 +38,7 @@ def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], d
     return value
 
 
-def read_token_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
+def read_token_id_or_none(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
     """Read the token id of one key, such as ``eos_token_id``; return None if it is missing or marked as absent.
 
     `n_tokens` is the size of the vocabulary.
@@ -75,7 +75,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], di
     return tokens, token_ids
 
 
-def read_numbers_per_token(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
+def read_numbers_per_token_or_none(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
     """Read an array with one number per token; return None if it is missing.
 
     Raises:
@@ -101,7 +101,7 @@ def read_pre_tokenizer_rule(metadata: Mapping[str, object], kind: str) -> PreTok
     Only the kinds in `PRE_KINDS` depend on the key ``tokenizer.ggml.pre``.
     """
     if kind in PRE_KINDS:
-        return select_pre_tokenizer_rule(read_scalar(metadata, "pre", str, "default") or "default")
+        return select_pre_tokenizer_rule(read_scalar_or_default(metadata, "pre", str, "default") or "default")
     return {
         "gemma4": GEMMA4,
         "rwkv": NO_SPLIT_RULE,
@@ -131,7 +131,7 @@ def parse_byte_token(token: int, text: str) -> bytes:
     return bytes.fromhex(match[1])
 
 
-def require_unicode(subject: str, text: str) -> None:
+def require_utf8_encodable(subject: str, text: str) -> None:
     """Raise `ModelError` unless `text` can be encoded as UTF-8; HF ``tokenizers`` panics on a lone surrogate.
 
     `subject` names the text in the error.
@@ -192,7 +192,7 @@ def read_token_scores(
     Raises:
         ModelError: Scores are missing, or a token is too long for `derive_merges_from_scores`.
     """
-    scores = read_numbers_per_token(metadata, "scores", len(token_ids))
+    scores = read_numbers_per_token_or_none(metadata, "scores", len(token_ids))
     if scores is None:
         raise ModelError(f"{KEY_PREFIX}scores is missing; a vocabulary of kind {kind!r} needs one score a token")
     if (longest := max(map(len, token_ids))) > MAX_TOKEN_CHARACTERS:
@@ -215,7 +215,7 @@ def _read_strings(metadata: Mapping[str, object], name: str) -> tuple[str, ...]:
             raise ModelError(f"{KEY_PREFIX}{name}: {i} is a {type(value).__name__}; need strings")
     strings: tuple[str, ...] = values  # type: ignore[assignment]  # checked one by one above
     for first in range(0, len(strings), STRINGS_PER_READ):
-        require_unicode(f"{KEY_PREFIX}{name}", "".join(strings[first : first + STRINGS_PER_READ]))
+        require_utf8_encodable(f"{KEY_PREFIX}{name}", "".join(strings[first : first + STRINGS_PER_READ]))
     return strings
 
 

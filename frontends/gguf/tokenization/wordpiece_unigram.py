@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from ...errors import ModelError
 from .rwkv_tokenizer import Encoding
 from .special_tokens import BYTE, NORMAL, UNUSED, USER
-from .vocabulary import KEY_PREFIX, read_byte_array, read_numbers_per_token, read_scalar, read_token_scores
+from .vocabulary import (
+    KEY_PREFIX,
+    read_byte_array,
+    read_numbers_per_token_or_none,
+    read_scalar_or_default,
+    read_token_scores,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -43,8 +49,8 @@ def build_wordpiece_model(
         text if BRACKETED_TOKEN.fullmatch(text) else text[1:] if text[0] == "▁" else "##" + text for text in token_ids
     ]
     tokenizer = Tokenizer(models.WordPiece({text: i for i, text in enumerate(texts)}, unk_token=texts[unknown_id]))
-    lower = read_scalar(metadata, "normalizer.lowercase", bool, True)
-    strips_accents = read_scalar(metadata, "normalizer.strip_accents", bool, lower)
+    lower = read_scalar_or_default(metadata, "normalizer.lowercase", bool, True)
+    strips_accents = read_scalar_or_default(metadata, "normalizer.strip_accents", bool, lower)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=strips_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
@@ -67,7 +73,7 @@ def build_unigram_model(
     from tokenizers import Regex, Tokenizer, models, normalizers
 
     scores = read_token_scores(metadata, token_ids, "t5")
-    types = read_numbers_per_token(metadata, "token_type", len(token_ids)) or (NORMAL,) * len(token_ids)
+    types = read_numbers_per_token_or_none(metadata, "token_type", len(token_ids)) or (NORMAL,) * len(token_ids)
     min_score = min(
         (score for score, type_ in zip(scores, types, strict=True) if type_ in MATCHABLE_TYPES), default=0.0
     )
@@ -80,9 +86,9 @@ def build_unigram_model(
     steps: list[normalizers.Normalizer] = []
     if metadata.get(KEY_PREFIX + "precompiled_charsmap") is not None:
         steps.append(normalizers.Precompiled(read_byte_array(metadata, "precompiled_charsmap")))
-    if read_scalar(metadata, "remove_extra_whitespaces", bool, False):
+    if read_scalar_or_default(metadata, "remove_extra_whitespaces", bool, False):
         steps += [normalizers.Strip(left=begins), normalizers.Replace(Regex(" {2,}"), " ")]
-    if begins and read_scalar(metadata, "add_space_prefix", bool, True):
+    if begins and read_scalar_or_default(metadata, "add_space_prefix", bool, True):
         steps.append(normalizers.Prepend("▁"))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     byte_ids = [token_ids.get(f"<0x{byte:02X}>", -1) for byte in range(256)]

@@ -14,7 +14,7 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from .step import RingCacheInput, Step, count_cache_rows
+from .step import RingCacheInput, Step, count_cache_rows_with_spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AttentionWindow:
     is_centred: bool = False
 
     @property
-    def ring_window(self) -> int:
+    def cell_lifetime_tokens(self) -> int:
         """Number of tokens after which a cell is never read again; 0 if a cell may be read at any time.
 
         A ring cache may overwrite such a cell.
@@ -174,7 +174,7 @@ class StepGraphBuilder:
         The mask for a ring cache has fewer cells.
         """
         cells, window = self.step.cells, 0 if attention_window.is_chunked else attention_window.window
-        if 0 < (ring := self.step.ring_cells(attention_window.ring_window)) < cells:
+        if 0 < (ring := self.step.ring_cells(attention_window.cell_lifetime_tokens)) < cells:
             return self._build_ring_mask(ring, window)
         mask = ops.causal_mask(self.pos, cells=cells, window=window, name="window_mask" if window else "mask")
         if attention_window.is_chunked and cells > attention_window.window:
@@ -226,7 +226,7 @@ class StepGraphBuilder:
         start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
         return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.padded_token_count,))
 
-    def build_complete_block_mask(self, ratio: int) -> Value:
+    def build_mask_of_complete_blocks(self, ratio: int) -> Value:
         """Build the mask f32[B, T, blocks] that hides blocks of ``ratio`` tokens that are not complete yet at a token.
 
         A block is complete for a token if the block ends at this token or earlier.
@@ -296,8 +296,8 @@ class StepGraphBuilder:
     ) -> Value:
         """Write new rows into a cache, and return the cells that attention reads, [B, cells, heads, size].
 
-        The cache is a state [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare
-        row.
+        The cache is a state [B*rows, heads*size] with ``count_cache_rows_with_spare`` rows per sequence. Padding writes
+        a spare row.
 
         Args:
             name: Name of the state.
@@ -316,12 +316,12 @@ class StepGraphBuilder:
             what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
             raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
-        if ring := step.ring_cells(attention_window.ring_window):
+        if ring := step.ring_cells(attention_window.cell_lifetime_tokens):
             context, cells = ring, min(ring, cells)
             slot = self.make_shared_integer_input(
-                RingCacheInput(attention_window.ring_window).input_name, step.padded_token_count
+                RingCacheInput(attention_window.cell_lifetime_tokens).input_name, step.padded_token_count
             )
-        cache_rows = count_cache_rows(context)
+        cache_rows = count_cache_rows_with_spare(context)
         old = state(name, (sequences * cache_rows, heads * size), dtype)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
@@ -381,7 +381,7 @@ class StepGraphBuilder:
             new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
         self._updates[old] = new
 
-    def run_recurrence(
+    def run_recurrence_and_set_state(
         self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
     ) -> Value:
         """Apply a recurrence to the operands, set the new value of its state, and return its result.

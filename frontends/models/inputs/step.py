@@ -26,7 +26,7 @@ Each sequence then begins at a multiple of 64 bytes, because a row of any dtype 
 """
 
 
-def count_cache_rows(cells: int) -> int:
+def count_cache_rows_with_spare(cells: int) -> int:
     """Return the number of cache rows of a sequence with `cells` cells.
 
     There is at least one spare row, which padding writes. Further rows serve alignment.
@@ -76,7 +76,7 @@ class Step:
                 raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
-        if self.sequences * count_cache_rows(self.context) > MAX_CACHE_ROW:
+        if self.sequences * count_cache_rows_with_spare(self.context) > MAX_CACHE_ROW:
             raise ModelError(
                 f"step: {self.sequences} sequences of {self.context} cells; need at most {MAX_CACHE_ROW} in all; "
                 "use a smaller context"
@@ -127,7 +127,7 @@ class RingCacheInput:
         """Build the input array of a batch, or nothing if the step has no ring cache for this window."""
         if not (cells := step.ring_cells(self.window)):
             return {}
-        rows, slot = count_cache_rows(cells), list[int]()
+        rows, slot = count_cache_rows_with_spare(cells), list[int]()
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             slot += [i * rows + at % cells for at in range(length, length + len(new))]
             slot += [i * rows + cells] * (step.tokens - len(new))
@@ -141,8 +141,8 @@ def build_step_inputs(
 
     - ``tokens`` i32[B*T].
     - ``pos`` i32[B, T]: positions, 0 for padding.
-    - ``slot`` i32[B*T]: the cache row that a token writes, ``sequence * count_cache_rows(context) + position``; padding
-      writes the first spare row of its sequence.
+    - ``slot`` i32[B*T]: the cache row that a token writes, ``sequence * count_cache_rows_with_spare(context) +
+      position``; padding writes the first spare row of its sequence.
     - ``out_ids`` i32[outputs]: output rows; row 0 is repeated after the last one.
     - ``valid`` f32[B, T, 1], with taps: 0 for padding.
     - ``conv_rows`` i32[B, taps-1], with taps: the rows of [state, new tokens] that become the next convolution state.
@@ -161,7 +161,7 @@ def build_step_inputs(
         ModelError: The batch does not fit the step.
     """
     _require_fit(step, batch)
-    shape, rows = (step.sequences, step.tokens), count_cache_rows(step.context)
+    shape, rows = (step.sequences, step.tokens), count_cache_rows_with_spare(step.context)
     tokens: list[int] = []
     pos: list[int] = []
     slot: list[int] = []
@@ -174,7 +174,7 @@ def build_step_inputs(
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),
         "slot": np.array(slot, np.int32),
-        **_build_token_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
+        **_build_cached_token_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
     }
     if (positions := batch.output_positions) is not None:
         if bad := [(i, t) for i, t in positions if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
@@ -206,7 +206,7 @@ def _require_fit(step: Step, batch: Batch) -> None:
 
 
 @lru_cache(maxsize=64)
-def _build_token_count_inputs(
+def _build_cached_token_count_inputs(
     step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
     """Build the inputs that depend only on the numbers of new tokens, so that they are the same from token to token.

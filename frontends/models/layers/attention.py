@@ -76,7 +76,7 @@ class Attention:
         y = self.attend(weights, frame, block, q, *cells)
         if gate is not None:
             y = ops.mul(y, ops.sigmoid(gate), name=f"{block}.attn_gated")
-        return self.project_output(weights, frame, block, x, y)
+        return self.gate_and_project_output(weights, frame, block, x, y)
 
     def project_qkv(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value
@@ -138,7 +138,7 @@ class Attention:
             self.qk_norm == "maybe" and weights.has_tensor(f"{norm.replace('attn_k', 'attn_q')}.weight")
         )
         if before:
-            x = self.norm_heads(weights, norm, x)
+            x = self.norm_each_head_or_all_heads(weights, norm, x)
         if self.rope is not None:
             block = norm.partition(".attn")[0]
             factors = (
@@ -146,9 +146,9 @@ class Attention:
                 if self.factors
                 else None
             )
-            x = self.rope.rotate(x, frame.pos, factors, name=name)
+            x = self.rope.rotate_by_position(x, frame.pos, factors, name=name)
         if self.qk_norm == "after":
-            x = self.norm_heads(weights, norm, x)
+            x = self.norm_each_head_or_all_heads(weights, norm, x)
         if self.qk_norm == "bare" or (self.qk_norm == "bare rotated" and self.rope is not None):
             x = self.norm.apply_without_weights(x)
             # A factor for each query head, if any.
@@ -156,7 +156,7 @@ class Attention:
             x = x if factors is None else ops.mul(x, factors)
         return x
 
-    def norm_heads(self, weights: ModelWeights, name: str, x: Value) -> Value:
+    def norm_each_head_or_all_heads(self, weights: ModelWeights, name: str, x: Value) -> Value:
         """Normalise the heads of ``x``: each head alone, or all heads of a token together.
 
         The length of the norm weight in the file tells which.
@@ -196,7 +196,9 @@ class Attention:
             )
         return weights(name, (buckets, self.heads))
 
-    def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value) -> Value:
+    def gate_and_project_output(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value
+    ) -> Value:
         """Apply the output projection to the head results ``y``, after a gate from ``x`` if the file has one.
 
         The result is f32[B*T, E].

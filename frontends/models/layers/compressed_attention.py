@@ -21,9 +21,9 @@ import numpy.typing as npt
 from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder
-from ..inputs.step import Batch, Step, count_cache_rows
+from ..inputs.step import Batch, Step, count_cache_rows_with_spare
 from ..inputs.weights import ModelWeights
 from .feed_forward import Norm, matmul
 from .rope import Rope
@@ -70,7 +70,7 @@ class TokenBlocks:
         count, cells = self.max_block_count(step), -(-step.context // self.ratio)
         rows = np.zeros((step.sequences, count, self.tokens_per_key), np.int32)
         pos = np.zeros((step.sequences, count), np.int32)
-        starts = count_cache_rows(cells) * np.arange(step.sequences, dtype=np.int32)
+        starts = count_cache_rows_with_spare(cells) * np.arange(step.sequences, dtype=np.int32)
         slot = np.repeat(starts[:, None] + np.int32(cells), count, axis=1)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             done = np.arange(length // self.ratio, (length + len(new)) // self.ratio)
@@ -103,7 +103,7 @@ class CompressedAttention:
 
     @classmethod
     def from_keys(
-        cls, keys: ArchitectureKeys, norm: Norm, heads: int, rope: Rope, window: int, layer: int
+        cls, keys: ArchitectureMetadata, norm: Norm, heads: int, rope: Rope, window: int, layer: int
     ) -> CompressedAttention:
         """Read the compressed attention of a layer from the metadata.
 
@@ -120,7 +120,7 @@ class CompressedAttention:
         Raises:
             ModelError: A value is missing or invalid.
         """
-        ratio = keys.read_per_block_counts("attention.compress_ratios", keys.read_block_count())[layer]
+        ratio = keys.read_per_block_counts("attention.compress_ratios", keys.read_block_count_up_to_tensors())[layer]
         if ratio not in BLOCK_RATIOS:
             raise keys.make_key_error(
                 "attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, BLOCK_RATIOS))}"
@@ -159,9 +159,9 @@ class CompressedAttention:
         cells = frame.write_and_read_cache(f"cache_k.{layer}", k, attention_window=self.attention_window)
         mask = frame.attention_mask(self.attention_window)
         if self.blocks:
-            earlier = self.compute_block_keys(weights, frame, layer, x, self.blocks)
+            earlier = self.compute_and_read_block_keys(weights, frame, layer, x, self.blocks)
             cells = ops.concat(cells, earlier, axis=1)
-            mask = ops.concat(mask, frame.build_complete_block_mask(self.blocks.ratio), axis=-1)
+            mask = ops.concat(mask, frame.build_mask_of_complete_blocks(self.blocks.ratio), axis=-1)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         scale = 1.0 / math.sqrt(self.size)
         y = ops.attention(q, cells, cells, mask, sinks, scale=scale, name=f"{block}.attn")
@@ -169,9 +169,9 @@ class CompressedAttention:
         return self.project_output_by_groups(weights, frame, block, y, x.shape[-1])
 
     def rotate_columns(self, x: Value, pos: Value, *, name: str) -> Value:
-        return self.rope.rotate(x, pos, name=name, offset=self.size - self.rope.n_dims)
+        return self.rope.rotate_by_position(x, pos, name=name, offset=self.size - self.rope.n_dims)
 
-    def compute_block_keys(
+    def compute_and_read_block_keys(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, blocks: TokenBlocks
     ) -> Value:
         """Compute the keys of the token blocks that this run completes, and return all block keys of the cache.
@@ -202,7 +202,7 @@ class CompressedAttention:
             old, own = (0, ratio, 0, size), (ratio, 2 * ratio, size, columns)
             kv = ops.concat(slice_tokens_and_columns(kv, *old), slice_tokens_and_columns(kv, *own), axis=2)
             score = ops.concat(
-                ops.add(slice_tokens_and_columns(score, *old), build_first_block_mask(pos)),
+                ops.add(slice_tokens_and_columns(score, *old), build_previous_block_mask(pos)),
                 slice_tokens_and_columns(score, *own),
                 axis=2,
             )
@@ -232,7 +232,7 @@ class CompressedAttention:
         return matmul(weights, f"{block}.attn_output_b", short, width)
 
 
-def build_first_block_mask(pos: Value) -> Value:
+def build_previous_block_mask(pos: Value) -> Value:
     """Build the mask that hides the previous block from the first block, which has none: f32[B, N, 1, 1].
 
     It is -inf for a block that begins at position 0, and 0 for other blocks.

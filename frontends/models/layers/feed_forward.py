@@ -137,7 +137,7 @@ def soft_cap(x: Value, cap: float) -> Value:
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / cap)), scale=cap)
 
 
-def sparsify_gates(x: Value, deviations: float) -> Value:
+def sparsify_gates_below_threshold(x: Value, deviations: float) -> Value:
     """Subtract a threshold from each gate value of ``x`` f32[n, k], and set negative results to 0.
 
     The threshold of a row is its mean plus ``deviations`` standard deviations. Gemma team, Gemma 3n, 2025; graph:
@@ -186,7 +186,7 @@ class Activation:
     """The activation function of an FFN: ``silu`` or another key of the tables above.
 
     - ``limit``, if not 0, clamps both factors of SiLU; with ``first`` it clamps the gate before its activation.
-    - ``gate_cutoff``, if not 0, applies `sparsify_gates` before the activation.
+    - ``gate_cutoff``, if not 0, applies `sparsify_gates_below_threshold` before the activation.
     - ``xielu`` holds the attributes of `ops.xielu`.
     - The kind ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``. The second factor is
       ``up`` if ``linear`` is 0 (Kimi K3).
@@ -207,7 +207,7 @@ class Activation:
         return PLAIN_ACTIVATIONS[self.kind](x, name=name)
 
     def apply_gated(self, gate: Value, up: Value, name: str) -> Value:
-        gate = sparsify_gates(gate, self.gate_cutoff) if self.gate_cutoff else gate
+        gate = sparsify_gates_below_threshold(gate, self.gate_cutoff) if self.gate_cutoff else gate
         if self.kind == "situ":
             activated_gate = ops.mul(soft_cap(gate, self.beta), ops.sigmoid(gate))
             return ops.mul(activated_gate, soft_cap(up, self.linear) if self.linear else up, name=name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import RECURRENT_INPUTS, StepGraphBuilder
 from ..inputs.weights import ModelWeights
@@ -40,7 +40,7 @@ class GatedDeltaNet:
     required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> GatedDeltaNet:
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> GatedDeltaNet:
         """Read the sizes of the layer from the metadata.
 
         Raises:
@@ -141,14 +141,17 @@ class KimiDeltaAttention:
     required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> KimiDeltaAttention:
-        heads = max(keys.read_per_block_counts("attention.head_count", keys.read_block_count()))
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> KimiDeltaAttention:
+        heads = max(keys.read_per_block_counts("attention.head_count", keys.read_block_count_up_to_tensors()))
         if family.bounded_decay > 0.0 and not keys.read_flag("kda.safe_gate", True):
             raise keys.make_key_error(
                 "kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture"
             )
-        floor = keys.read_number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
-        taps, eps = keys.read_count("ssm.conv_kernel", minimum=2), keys.read_epsilon("attention.layer_norm_rms_epsilon")
+        floor = keys.read_float32_or_default("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
+        taps, eps = (
+            keys.read_count("ssm.conv_kernel", minimum=2),
+            keys.read_required_epsilon("attention.layer_norm_rms_epsilon"),
+        )
         size, l2_eps = keys.read_count("kda.head_dim"), family.l2_eps or eps
         return cls(taps, heads, size, floor, family.bounded_decay, Norm(eps), l2_eps)
 

@@ -11,7 +11,7 @@ import math
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
 from ..inputs.weights import ModelWeights
@@ -47,7 +47,7 @@ class LatentAttention:
     @classmethod
     def from_keys(
         cls,
-        keys: ArchitectureKeys,
+        keys: ArchitectureMetadata,
         family: FamilyTraits,
         norm: Norm,
         heads: int,
@@ -90,15 +90,15 @@ class LatentAttention:
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the latent attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block = f"blk.{layer}"
-        q, _ = self.compute_queries(weights, block, x)
+        q, _ = self.compute_queries_and_their_input(weights, block, x)
         c, pe = self.compute_latents_and_rotated_keys(weights, frame, block, x)
         if weights.has_tensor(f"{block}.attn_k_b.weight"):
             y = self.attend_latent(weights, frame, layer, q, c, pe)
         else:
             y = self.attend_expanded(weights, frame, layer, q, c, pe)
-        return self.project_output(weights, frame, block, x, y)
+        return self.gate_and_project_output(weights, frame, block, x, y)
 
-    def compute_queries(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
+    def compute_queries_and_their_input(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
         """Compute the queries f32[B*T, heads * size] from ``x``; also return the vector that the last projection reads.
 
         This vector is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
@@ -133,7 +133,7 @@ class LatentAttention:
         if self.rope is None:
             return x
         factors = find_frequency_divisors(weights, frame, self.rope, self.original_context, block)
-        return self.rope.rotate(x, frame.pos, factors, name=name, offset=x.shape[-1] - self.rotated_columns)
+        return self.rope.rotate_by_position(x, frame.pos, factors, name=name, offset=x.shape[-1] - self.rotated_columns)
 
     def attend_latent(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
@@ -230,7 +230,9 @@ class LatentAttention:
             q, k, v, frame.attention_mask(self.attention_window), sinks, scale=self.scale, name=f"{block}.attn"
         )
 
-    def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value) -> Value:
+    def gate_and_project_output(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value
+    ) -> Value:
         """Apply the output projection to the head results ``y``, after a gate from ``x`` if the file has one.
 
         The result is f32[B*T, E].
@@ -239,7 +241,7 @@ class LatentAttention:
         return linear(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
 
-def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rope: Rope | None) -> float:
+def _compute_yarn_score_factor(keys: ArchitectureMetadata, family: FamilyTraits, rope: Rope | None) -> float:
     """Return the factor of attention scores that YaRN adds, which is the square of its factor of queries and keys.
 
     The result is 1 without RoPE.
@@ -247,5 +249,5 @@ def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rop
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)
-    multiplier = (keys.read_positive_or_none("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
+    multiplier = (keys.read_positive_zero_as_none("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
     return (rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + 0.1 * multiplier * stretch)) ** 2

@@ -12,7 +12,7 @@ from functools import partial
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import StepGraphBuilder
 from ..inputs.weights import ModelWeights
@@ -35,14 +35,14 @@ class LightningAttention:
     required_inputs: frozenset[str] = frozenset({"valid"})
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> LightningAttention:
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> LightningAttention:
         blocks, heads = (
-            keys.read_block_count(),
-            max(keys.read_per_block_counts("attention.head_count", keys.read_block_count())),
+            keys.read_block_count_up_to_tensors(),
+            max(keys.read_per_block_counts("attention.head_count", keys.read_block_count_up_to_tensors())),
         )
         size = keys.read_count_or_default("attention.key_length", keys.read_count("embedding_length") // heads)
         share = 1.0 - layer / max(1, blocks - 1) + 1e-5
-        return cls(heads, size, share, Norm(keys.read_epsilon("attention.layer_norm_rms_epsilon")))
+        return cls(heads, size, share, Norm(keys.read_required_epsilon("attention.layer_norm_rms_epsilon")))
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the linear attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
@@ -55,7 +55,7 @@ class LightningAttention:
         old = frame.make_sequence_state(f"linear_state.{layer}", self.heads, self.size, self.size)
         decay = ops.exp(ops.mul(self.build_log_decays(k), valid), name=f"{block}.decay")
         rule = partial(ops.gated_linear_attn, scale=1.0, name=f"{block}.linear")
-        y = frame.run_recurrence(rule, (ops.mul(k, valid), v, q, decay), old)
+        y = frame.run_recurrence_and_set_state(rule, (ops.mul(k, valid), v, q, decay), old)
         y = self.norm(weights, f"{block}.attn_norm_2", frame.sequences_to_rows(y))
         gate = ops.sigmoid(matmul(weights, f"{block}.attn_gate", x, width))
         return matmul(weights, f"{block}.attn_output", ops.mul(gate, y), x.shape[-1])
@@ -79,7 +79,7 @@ class GatedShortConvolution:
     required_inputs: frozenset[str] = frozenset({"conv_rows"})
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> GatedShortConvolution:
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> GatedShortConvolution:
         return cls(keys.read_count("shortconv.l_cache", minimum=2))
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:

@@ -12,7 +12,7 @@ from typing import Self
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import RECURRENT_INPUTS, StepGraphBuilder
 from ..inputs.weights import ModelWeights
@@ -40,7 +40,7 @@ class Mamba:
     required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> Self:
         """Read the sizes of the layer from the metadata.
 
         Raises:
@@ -55,7 +55,7 @@ class Mamba:
             raise keys.make_key_error(
                 "ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels"
             )
-        eps = keys.read_positive_or_none("attention.layer_norm_rms_epsilon") or keys.read_positive(
+        eps = keys.read_positive_zero_as_none("attention.layer_norm_rms_epsilon") or keys.read_positive(
             "attention.layer_norm_epsilon"
         )
         bare = keys.read_flag("ssm.dt_b_c_rms", False)

@@ -13,7 +13,7 @@ from dataclasses import field, replace
 from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.family import FamilyTraits
 from ..inputs.weights import ModelWeights
 from .feed_forward import Activation, Norm, apply_feed_forward, linear, matmul
@@ -25,7 +25,7 @@ MIN_WEIGHT_SUM = 2.0**-14
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayer:
+class ExpertLayerHyperparameters:
     """The mixture-of-experts hyperparameters of one layer, in which each token uses only some of ``count`` experts.
 
     - ``gating``: the function that turns router scores into routing weights.
@@ -53,8 +53,8 @@ class ExpertLayer:
 
     @classmethod
     def from_keys(
-        cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int, blocks: int, unit: Activation, norm: Norm
-    ) -> ExpertLayer:
+        cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int, blocks: int, unit: Activation, norm: Norm
+    ) -> ExpertLayerHyperparameters:
         """Read the hyperparameters of the experts of a block from the metadata.
 
         Args:
@@ -82,18 +82,20 @@ class ExpertLayer:
             normalised = keys.read_flag("expert_weights_norm", False)
         both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.special_routing
         limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
-        routed, shared = (replace(unit, limit=keys.read_per_block_limits(name, blocks)[layer]) for name in limits)
-        gating, scale = _read_gating(keys, family), keys.read_positive_or_none("expert_weights_scale") or 1.0
+        routed, shared = (
+            replace(unit, limit=keys.read_per_block_limits_or_zero(name, blocks)[layer]) for name in limits
+        )
+        gating, scale = _read_gating(keys, family), keys.read_positive_zero_as_none("expert_weights_scale") or 1.0
         size, factor = (
             keys.read_count_or_default("experts_per_group", 1),
-            keys.read_positive_or_none("expert_group_scale") or 1.0,
+            keys.read_positive_zero_as_none("expert_group_scale") or 1.0,
         )
         return cls(
             count, used, gating, normalised, scale, routed, shared, norm, groups, groups_used, family, size, factor
         )
 
 
-def _read_gating(keys: ArchitectureKeys, family: FamilyTraits) -> str:
+def _read_gating(keys: ArchitectureMetadata, family: FamilyTraits) -> str:
     name, _, default = family.gating.partition(" ")
     if name != "key":
         return name
@@ -104,7 +106,7 @@ def _read_gating(keys: ArchitectureKeys, family: FamilyTraits) -> str:
 
 
 def run_expert_layer(
-    weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, router: Value | None = None
+    weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, router: Value | None = None
 ) -> Value:
     """Return the weighted sum of the experts that the router selects, plus the shared expert: f32[n, E] to f32[n, E].
 
@@ -129,7 +131,7 @@ def run_expert_layer(
 
 
 def run_experts_between_projections(
-    weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value
+    weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
 ) -> Value:
     """Return the result of `run_routed_experts`, f32[n, E]; in some files the experts are narrower than the model.
 
@@ -149,7 +151,9 @@ def run_experts_between_projections(
     return run_routed_experts(weights, block, x, experts, scores)
 
 
-def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
+def run_routed_experts(
+    weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
+) -> Value:
     """Return the weighted sum of the experts that the router scores select for each token: f32[n, E] to f32[n, E].
 
     Args:
@@ -172,7 +176,9 @@ def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: Exp
     )
 
 
-def run_group_shared_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
+def run_group_shared_experts(
+    weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
+) -> Value:
     """Return the weighted sum f32[n, E] of the small expert of each selected group of experts.
 
     In Grove MoE (Inclusion AI, 2025) each group of experts shares one small expert. The operand ``x`` f32[n, E] is the
@@ -195,7 +201,9 @@ def run_group_shared_experts(weights: ModelWeights, block: str, x: Value, expert
     )
 
 
-def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: ExpertLayer) -> tuple[Value, Value]:
+def route_tokens(
+    weights: ModelWeights, block: str, scores: Value, experts: ExpertLayerHyperparameters
+) -> tuple[Value, Value]:
     """Select experts for each token by their router ``scores``; return the experts and their routing weights.
 
     The experts are i32[n, used], and the weights f32[n, 1, used].
@@ -226,7 +234,7 @@ def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: Expe
 
 
 def compute_selection_scores(
-    weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
+    weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayerHyperparameters
 ) -> Value:
     """Compute the scores for the selection of experts, f32[n, 1, count].
 
@@ -241,7 +249,7 @@ def compute_selection_scores(
     return mask_unselected_groups(choice, experts) if experts.groups > 1 else choice
 
 
-def mask_unselected_groups(choice: Value, experts: ExpertLayer) -> Value:
+def mask_unselected_groups(choice: Value, experts: ExpertLayerHyperparameters) -> Value:
     """Set the selection scores ``choice`` f32[n, 1, count] to -inf for all experts outside the best groups.
 
     The score of a group is the sum of the two highest scores of its experts. DeepSeek-AI, DeepSeek-V3, 2024.
@@ -262,7 +270,7 @@ def run_selected_experts(
     block: str,
     x: Value,
     ids: Value,
-    experts: ExpertLayer,
+    experts: ExpertLayerHyperparameters,
     suffix: str = "exps",
     name: str = "moe",
 ) -> Value:
@@ -315,7 +323,7 @@ def sum_weighted_expert_results(expert_results: Value, shares: Value, *, name: s
     return ops.reshape(ops.mul_mat(ops.transpose(expert_results), shares, name=name), shape=(rows, width))
 
 
-def run_shared_expert(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer) -> Value:
+def run_shared_expert(weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters) -> Value:
     """Return the FFN result of the shared expert, which all tokens use: f32[n, E] to f32[n, E].
 
     In some families it is multiplied by a sigmoid gate of the token.

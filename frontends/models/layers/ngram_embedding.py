@@ -15,7 +15,7 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureKeys
+from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureMetadata
 from ..inputs.graph_builder import StepGraphBuilder
 from ..inputs.step import Batch, Step
 from ..inputs.weights import ModelWeights
@@ -47,13 +47,13 @@ class NgramEmbedding:
     sizes: tuple[int, ...]
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, layers: int) -> NgramEmbedding | None:
+    def from_keys(cls, keys: ArchitectureMetadata, layers: int) -> NgramEmbedding | None:
         """Read the n-gram embedding from the metadata; return `None` for a model without one.
 
         Raises:
             ModelError: A value is missing or invalid.
         """
-        where = keys.read_integers("ple.layers")
+        where = keys.read_integers_or_empty("ple.layers")
         if not where:
             return None
         if len(where) > 1 or where[0] >= layers:
@@ -66,7 +66,7 @@ class NgramEmbedding:
             "ple.head_offsets": (longest - 1) * each,
             "ple.head_vocab_sizes": (longest - 1) * each,
         }
-        multipliers, starts, sizes = (keys.read_integers(name, count) for name, count in lists.items())
+        multipliers, starts, sizes = (keys.read_integers_or_empty(name, count) for name, count in lists.items())
         if min(sizes) < 1 or max(start + size for start, size in zip(starts, sizes, strict=True)) > MAX_I32:
             raise keys.make_key_error(
                 "ple.head_vocab_sizes", f"need sizes of at least 1 that end, with offsets, below {MAX_I32}"
@@ -138,11 +138,13 @@ class NgramEmbedding:
         value = ops.mul(ops.repeat(value, shape=x.shape), gate, name=f"{block}.ngrams_gated")
         return ops.add(
             x,
-            ops.add(value, self.convolve_channels_dilated(weights, frame, norm, value)),
+            ops.add(value, self.convolve_channels_dilated_and_silu(weights, frame, norm, value)),
             name=f"{block}.ngrams_residual",
         )
 
-    def convolve_channels_dilated(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
+    def convolve_channels_dilated_and_silu(
+        self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value
+    ) -> Value:
         """Apply a dilated convolution to each channel of ``x`` f32[B*T, streams, E], then SiLU.
 
         The taps are ``max_ngram_tokens`` tokens apart.

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..inputs.graph_builder import StepGraphBuilder
 from ..inputs.weights import ModelWeights
 
@@ -36,7 +36,7 @@ class Rope:
     @classmethod
     def from_keys(
         cls,
-        keys: ArchitectureKeys,
+        keys: ArchitectureMetadata,
         mode: str,
         head_size: int,
         dimensions: str = "rope.dimension_count",
@@ -60,15 +60,17 @@ class Rope:
         base = cls.read_frequency_base(keys, "rope.freq_base")
         scaling = keys.read_choice("rope.scaling.type", "linear", SCALING_KINDS)
         factor = (
-            keys.read_positive_or_none("rope.scaling.factor") or keys.read_positive_or_none("rope.scale_linear") or 1.0
+            keys.read_positive_zero_as_none("rope.scaling.factor")
+            or keys.read_positive_zero_as_none("rope.scale_linear")
+            or 1.0
         )
         factor = 1.0 if scaling == "none" else factor
-        attn_factor = keys.read_positive_or_none("rope.scaling.attn_factor") or 1.0
-        ext_factor = keys.read_number("rope.scaling.yarn_ext_factor", -1.0)
+        attn_factor = keys.read_positive_zero_as_none("rope.scaling.attn_factor") or 1.0
+        ext_factor = keys.read_float32_or_default("rope.scaling.yarn_ext_factor", -1.0)
         if ext_factor < 0.0:  # unset
             ext_factor = 1.0 if scaling == "yarn" else 0.0
         if not ext_factor:
-            attn_factor *= keys.read_positive_or_none("rope.scaling.yarn_attn_factor") or 1.0
+            attn_factor *= keys.read_positive_zero_as_none("rope.scaling.yarn_attn_factor") or 1.0
             return cls(n_dims, mode, base, 1.0 / factor, attn_factor=attn_factor)
         if factor < 1.0:
             raise keys.make_key_error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
@@ -84,21 +86,23 @@ class Rope:
             original_context=read_original_context_length(keys),
         )
 
-    def with_half_rotated_columns(self, keys: ArchitectureKeys) -> Rope:
+    def with_half_rotated_columns(self, keys: ArchitectureMetadata) -> Rope:
         """Return the same RoPE with half as many rotated columns; raise `ModelError` if this number is odd."""
         if self.n_dims % 4:
             raise keys.make_key_error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
-    def read_frequency_base(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
+    def read_frequency_base(keys: ArchitectureMetadata, name: str, default: float = 10000.0) -> float:
         """Read the frequency base from the key ``name``; raise `ModelError` unless it is above 1."""
         base = keys.read_positive(name, default)
         if base <= 1.0:
             raise keys.make_key_error(name, f"is {base}; need a number above 1")
         return base
 
-    def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0) -> Value:
+    def rotate_by_position(
+        self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0
+    ) -> Value:
         """Rotate pairs of columns of ``x`` f32[B, T, heads, size] by angles that grow with the position.
 
         Args:
@@ -129,7 +133,7 @@ def find_frequency_divisors(
     return None
 
 
-def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit: float) -> float:
+def _compute_attn_factor_correction(keys: ArchitectureMetadata, factor: float, unit: float) -> float:
     """Compute the factor that corrects the attention factor of `ops.rope` for files with their own YaRN multiplier.
 
     `ops.rope` uses 1 + 0.1 ln(factor). The key ``rope.scaling.yarn_log_multiplier`` changes this number; without it the
@@ -140,7 +144,7 @@ def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit:
         factor: The scaling factor of the context.
         unit: Factor of the multiplier in the metadata.
     """
-    multiplier = keys.read_positive_or_none("rope.scaling.yarn_log_multiplier")
+    multiplier = keys.read_positive_zero_as_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:
         return 1.0
     multiplier *= unit
@@ -150,12 +154,12 @@ def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit:
     return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
 
 
-def read_original_context_length(keys: ArchitectureKeys) -> int:
+def read_original_context_length(keys: ArchitectureMetadata) -> int:
     """Read the original context length in tokens: the trained length before the context was extended."""
     return keys.read_count_or_default("rope.scaling.original_context_length", keys.read_count("context_length"))
 
 
-def choose_rope_mode(keys: ArchitectureKeys, rope: str) -> str:
+def choose_rope_mode(keys: ArchitectureMetadata, rope: str) -> str:
     """Choose the RoPE mode of a model: ``normal`` or ``neox``.
 
     For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In

@@ -15,7 +15,7 @@ from typing import Self
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.hyperparameter_keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureMetadata
 from ..decoder import Decoder
 from ..hyperparameters import Layer
 from ..inputs.family import FamilyTraits
@@ -41,7 +41,7 @@ class RwkvTimeMixBase:
     required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
+    def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> Self:
         """Read the head sizes of the layer from the metadata.
 
         Raises:
@@ -56,7 +56,7 @@ class RwkvTimeMixBase:
         self, frame: StepGraphBuilder, layer: int, rule: Callable[..., tuple[Value, Value]], *operands: Value
     ) -> Value:
         old = frame.make_sequence_state(f"wkv_state.{layer}", self.heads, self.size, self.size)
-        return frame.run_recurrence(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
+        return frame.run_recurrence_and_set_state(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
 
     def split_heads(self, frame: StepGraphBuilder, x: Value) -> Value:
         """Split the columns of ``x`` f32[B*T, E] into heads: f32[B, T, heads, size]."""
@@ -83,7 +83,7 @@ class Rwkv6TimeMix(RwkvTimeMixBase):
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
         name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_validity_mask
-        back = compute_token_shift(frame, f"shift_state.{layer}", x)
+        back = compute_token_shift_difference(frame, f"shift_state.{layer}", x)
         w, k, v, r, g = self.compute_data_dependent_token_mixes(weights, name, x, back)
         w = ops.add(
             project_low_rank(weights, f"{name}_decay_w", w, width, ops.tanh), weights(f"{name}_decay.weight", (width,))
@@ -149,7 +149,7 @@ class Rwkv7TimeMix(RwkvTimeMixBase):
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
         name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_validity_mask
-        back = compute_token_shift(frame, f"shift_state.{layer}", x)
+        back = compute_token_shift_difference(frame, f"shift_state.{layer}", x)
         gates = weights.has_tensor(f"{name}_g1.weight")
         r, w, k, v, a, *g = mix_with_previous_tokens(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
         fading = ops.sigmoid(project_low_rank(weights, f"{name}_w", w, width, ops.tanh))
@@ -194,10 +194,10 @@ class RwkvDecoder(Decoder):
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         block, frame = f"blk.{i}", self.frame
-        mixed = self.run_mixers(i, layer, x, self.apply_block_norm(i, self.family.attn_norm, x))
+        mixed = self.run_mixers(i, layer, x, self.apply_block_norm_if_present(i, self.family.attn_norm, x))
         x = ops.add(x, mixed, name=f"{block}.attn_residual")
-        h = self.apply_block_norm(i, self.family.ffn_norm, x)
-        back = compute_token_shift(frame, f"shift_state_ffn.{i}", h)
+        h = self.apply_block_norm_if_present(i, self.family.ffn_norm, x)
+        back = compute_token_shift_difference(frame, f"shift_state_ffn.{i}", h)
         if self.is_last_block(i):
             x, h, back = map(frame.select_output_rows_unless_mtp, (x, h, back))
         x = ops.add(x, self.run_channel_mix(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
@@ -216,7 +216,7 @@ class RwkvDecoder(Decoder):
         return ops.mul(y, ops.sigmoid(matmul(weights, f"{name}_receptance", r[0], width))) if gates else y
 
 
-def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
+def compute_token_shift_difference(frame: StepGraphBuilder, name: str, x: Value) -> Value:
     """Return the previous token minus the token, for each row of ``x`` f32[B*T, E].
 
     The state ``name`` holds the last row of the previous run, and receives the last row of this one.

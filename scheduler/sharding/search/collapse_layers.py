@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....graph.attrs import make_attribute_key
-from ....graph.graph import Graph, order_updates_after_operands
+from ....graph.graph import Graph, order_updates_directly_after_operands
 from ....graph.layer_folding import LONG_LIVED_SHARE, find_adjacent_repetitions, find_live_spans
 from ....graph.node import Node, Value
 
@@ -53,7 +53,7 @@ def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
     on the layer after it.
     """
     nodes = [
-        n for n in order_updates_after_operands(graph) if not n.is_leaf
+        n for n in order_updates_directly_after_operands(graph) if not n.is_leaf
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))

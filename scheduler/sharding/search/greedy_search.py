@@ -74,7 +74,7 @@ class FactorSearch:
             None if small is None else (small, _GraphSearch(small.graph, Factors(small.graph), small.node_multiplicity))
         )
 
-    def choose_factors(self, device_count: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
+    def choose_fastest_factors(self, device_count: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
         """Choose the set of factors to shard that gives the least predicted time on this number of devices.
 
         Args:
@@ -85,12 +85,12 @@ class FactorSearch:
         """
         if self._collapsed_search is not None:
             small, search = self._collapsed_search
-            choice = search.choose_factors(device_count, hardware, eager)
+            choice = search.choose_fastest_factors(device_count, hardware, eager)
             if (
                 chosen := _map_factors_to_full_graph(self.graph, self.factors, small, search.factors, choice.factors)
             ) is not None:
                 return replace(choice, factors=chosen)
-        return self._full_graph_search.choose_factors(device_count, hardware, eager)
+        return self._full_graph_search.choose_fastest_factors(device_count, hardware, eager)
 
 
 class _GraphSearch:
@@ -104,7 +104,7 @@ class _GraphSearch:
             frozenset(): self._propagator.unsharded_assignment
         }
 
-    def find_assignment(
+    def find_or_derive_assignment(
         self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
     ) -> ShardingAssignment | None:
         """Find the layouts for `chosen_factors`; derive them from the layouts for `current_factors` if they are new.
@@ -120,7 +120,7 @@ class _GraphSearch:
             )
         return self._assignments[chosen_factors]
 
-    def choose_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
+    def choose_fastest_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
         """Choose the factors of this graph with the least predicted time, with the arguments of `FactorSearch`."""
         costs = AssignmentCost(self.graph, device_count, hardware, self.node_multiplicity)
         uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
@@ -146,7 +146,9 @@ class _GraphSearch:
         """Score `current` with each of these groups added, by group name; conflicting groups are left out."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
-            n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
+            n: self.find_or_derive_assignment(chosen, current.factors)
+            for n, chosen in sets.items()
+            if chosen != current.factors
         }
         return {
             name: _score_assignment(costs, assignment)
@@ -161,7 +163,8 @@ class _GraphSearch:
         current = unsharded
         while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
-                name: _compute_saving_ratio(current.estimate, score.estimate, eager) for name, score in tried.items()
+                name: _compute_kernel_saving_per_collective_second(current.estimate, score.estimate, eager)
+                for name, score in tried.items()
             }
             ranked = sorted(tried, key=lambda n: -saving_ratios[n])
             name = ranked[0]
@@ -179,7 +182,8 @@ class _GraphSearch:
                 rivals = [
                     n
                     for n in equally_fast_names
-                    if n == name or self.find_assignment(first.factors | tried[n].factors, first.factors) is None
+                    if n == name
+                    or self.find_or_derive_assignment(first.factors | tried[n].factors, first.factors) is None
                 ]
                 name = min(rivals, key=lambda n: tried[n].stored_bytes)
             beaten = "".join(
@@ -259,7 +263,7 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 """The least seconds of kernels that a group must save for each second of collectives, if shards are asked for."""
 
 
-def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> float:
+def _compute_kernel_saving_per_collective_second(before: Estimate, after: Estimate, eager: bool) -> float:
     """Compute the kernel seconds saved per second of collectives added; return -1 if the saving is too small."""
     # Too small: with `eager`, against the added collectives; otherwise, if the total time does not decrease.
     saved = before.compute - after.compute
@@ -432,7 +436,7 @@ def assign_shard_ranges(
     for name, axis, at, place in sorted(factor_positions, key=_make_natural_sort_key):
         segments, layout = leaves[name][axis], earlier_layouts.get(name)
         if isinstance(layout, Shard) and layout.axis == axis:
-            shares.assign_ranges(
+            shares.assign_ranges_if_missing(
                 segments[at][place], factor_ranges_from_layout(segments, at, segments[at][place], layout.index_ranges)
             )
         else:

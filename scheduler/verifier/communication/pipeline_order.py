@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ....backends.base import Program
-from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
+from ....ops.collectives import POINT_TO_POINT_OPS, narrow_to_integer
 from ...ir.pipeline_actions import PipelineAction, PipelineOrder
 from .collective_order import CollectiveCall, list_collective_calls
 
@@ -109,8 +109,8 @@ def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParti
 def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
     """List the device numbers of the sender and of the receiver of a message."""
     if message.op == "send":
-        return message.device, as_integer(message.attributes["to"])
-    return as_integer(message.attributes["source"]), message.device
+        return message.device, narrow_to_integer(message.attributes["to"])
+    return narrow_to_integer(message.attributes["source"]), message.device
 
 
 def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:

@@ -81,7 +81,7 @@ class BufferContents:
         """Return why a tensor is not within its buffer, or None if it is."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
             return f"{tensor} is in no buffer of the program"
-        if not _has_valid_strides(tensor.shape, tensor.strides):
+        if not _has_strides_in_range(tensor.shape, tensor.strides):
             return f"shape {list(tensor.shape)} with strides {list(tensor.strides)} is not a valid tensor"
         _, start, end = compute_byte_extent(tensor)
         if not 0 <= start <= end <= self.program.buffers[tensor.buffer].nbytes:
@@ -104,7 +104,7 @@ class BufferContents:
             return None
         start, content = self.find_content(extent)
         if content != view.base:
-            return f"reads {view.base!r} from {tensor}, which holds {format_content(content)}"
+            return f"reads {view.base!r} from {tensor}, which holds {format_byte_range_content(content)}"
         if tensor.offset != view.compute_start_byte(start):
             return f"reads other entries of {view.base!r} than its view has: {tensor}"
         return None
@@ -131,7 +131,7 @@ class ViewedValue(NamedTuple):
         return base_start_byte + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
-class ViewTable:
+class ViewCache:
     """A cache of the views of a graph's values; each value is resolved to the value that owns its memory."""
 
     def __init__(self, backend: Backend) -> None:
@@ -154,11 +154,11 @@ class ViewTable:
                 base, 0, base.shape, contiguous_strides(base.shape), find_stored_dtype(self.backend, base)
             )
         for seen in reversed(chain):
-            self.view_by_value[seen] = _apply_view(seen.node, self.view_by_value[seen.node.inputs[0]])
+            self.view_by_value[seen] = _compute_view_of_view_node(seen.node, self.view_by_value[seen.node.inputs[0]])
         return self.view_by_value[value]
 
 
-def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
+def _compute_view_of_view_node(node: Node, source_view: ViewedValue) -> ViewedValue:
     """Compute the view of a view node's result, such as a transpose, from the view of its operand."""
     shift, shape, strides = _compute_view_geometry(
         node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides
@@ -213,7 +213,7 @@ def check_scratch_tensor(contents: BufferContents, scratch: Tensor | None, neede
     return why and f"its scratch: {why}"
 
 
-def format_content(content: object) -> str:
+def format_byte_range_content(content: object) -> str:
     """Format the content of a byte range for a message: the name of the value, or ``something else`` for None."""
     return "something else" if content is None else repr(content)
 
@@ -234,7 +234,7 @@ def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], d
 
 
 @lru_cache(maxsize=1 << 14)
-def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _has_strides_in_range(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether there is one stride for each axis, and sizes and strides are from 0 to ``MAX_SIZE // 16``."""
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 

@@ -19,11 +19,11 @@ from ....ops import op_of
 from ....ops.elementwise.binary import cont
 from .buffer_contents import (
     BufferContents,
-    ViewTable,
+    ViewCache,
     check_scratch_tensor,
     compute_byte_extent,
     find_stored_dtype,
-    format_content,
+    format_byte_range_content,
     has_common_bytes,
     is_dense,
 )
@@ -89,7 +89,7 @@ class _ProgramChecker:
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
-        self.name_by_node, self.views, self.contents = assign_names(graph), ViewTable(backend), BufferContents(program)
+        self.name_by_node, self.views, self.contents = assign_names(graph), ViewCache(backend), BufferContents(program)
         self.undo_check = UndoChecker(graph, program, backend, self.contents)
         self.state_name_by_buffer = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
         self.updates = {s.node.name: (s, v) for s, v in graph.updates.items()}
@@ -100,7 +100,7 @@ class _ProgramChecker:
         yield from self._record_leaf_contents()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.undo_check.restore_by_step:
-                yield from self.undo_check.find_save_faults(step, instruction)
+                yield from self.undo_check.find_save_and_restore_faults(step, instruction)
                 continue
             complaints = [
                 f"{InstructionLabel(step, instruction.node)}: {why}"
@@ -109,7 +109,7 @@ class _ProgramChecker:
             yield from complaints
             if not complaints:
                 node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
-                yield from self.undo_check.find_overwrite_faults(step, instruction, node)
+                yield from self.undo_check.find_unsaved_overwrite_faults(step, instruction, node)
         yield from self.undo_check.find_undo_order_faults()
         yield from self._find_final_content_faults()
 
@@ -140,7 +140,7 @@ class _ProgramChecker:
                 memory.overwritten_values.clear()
                 memory.record_write(compute_byte_extent(tensor), value)
                 if memory.overwritten_values:
-                    yield f"{what} overlaps {format_content(memory.overwritten_values[0])}"
+                    yield f"{what} overlaps {format_byte_range_content(memory.overwritten_values[0])}"
         memory.overwritten_values.clear()
 
     def _find_final_content_faults(self) -> Iterator[str]:
@@ -158,12 +158,14 @@ class _ProgramChecker:
                 yield f"at the end, output {name!r}: {why}"
         for number, buffer in enumerate(program.buffers[1:], 1):
             _, content = memory.find_content((number, 0, buffer.nbytes))
-            if buffer.nbytes and not self._is_allowed_final_content(content, buffer):
-                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {format_content(content)}"
-        if not memory.arena_end <= program.buffers[0].nbytes < memory.arena_end + ALIGNMENT:
-            yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
+            if buffer.nbytes and not self._is_allowed_final_leaf_content(content, buffer):
+                content_text = format_byte_range_content(content)
+                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {content_text}"
+        arena_bytes = program.buffers[0].nbytes
+        if not memory.arena_end <= arena_bytes < memory.arena_end + ALIGNMENT:
+            yield f"its arena has {arena_bytes} bytes, but its contents need {memory.arena_end}"
 
-    def _is_allowed_final_content(self, content: object, buffer: BufferSpec) -> bool:
+    def _is_allowed_final_leaf_content(self, content: object, buffer: BufferSpec) -> bool:
         """Return whether a leaf's buffer may hold this content after a run.
 
         A state with an update must hold the new value. All other leaves must hold their old value.
@@ -206,7 +208,7 @@ class _ProgramChecker:
         if complaints:
             return
         taken = [compute_byte_extent(t) for t in (instruction.scratch, *instruction.dst) if t is not None]
-        yield from _find_overlap_faults(instruction, node, taken)
+        yield from _find_overlapping_write_faults(instruction, node, taken)
         for extent in taken:
             self.contents.record_write(extent, None)
         written_values = node.results if isinstance(what, Node) else (what,)
@@ -273,13 +275,13 @@ class _ProgramChecker:
         return None
 
 
-def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
+def _has_equal_shape_and_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
     """Return whether two tensors have equal shapes and strides; strides of axes of size 1 are ignored."""
     triples = zip(tensor.shape, tensor.strides, other_tensor.strides, strict=False)
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _find_overlap_faults(
+def _find_overlapping_write_faults(
     instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]
 ) -> Iterator[str]:
     """Yield faults of an instruction that writes over memory which it also reads, or twice over the same memory.
@@ -307,7 +309,7 @@ def _find_overlap_faults(
             if not has_common_bytes(extent, read):
                 continue
             allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
-            exact = result >= 0 and read == extent and _has_equal_strides(tensor, instruction.dst[result])
+            exact = result >= 0 and read == extent and _has_equal_shape_and_strides(tensor, instruction.dst[result])
             is_read_inplace = any(n in allowed and t == tensor for n, t, _ in operands)
             if not exact or not (name in allowed or is_read_inplace):
                 yield f"overwrites its operand {name} while reading it"

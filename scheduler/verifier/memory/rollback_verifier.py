@@ -31,7 +31,7 @@ from .buffer_contents import (
     check_scratch_tensor,
     compute_byte_extent,
     find_stored_dtype,
-    format_content,
+    format_byte_range_content,
     has_common_bytes,
     is_dense,
 )
@@ -66,7 +66,7 @@ class InstructionLabel:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedContent:
+class SavedContentMarker:
     """A marker that stands for a saved state in the recorded contents of memory."""
 
     state_name: str
@@ -75,7 +75,7 @@ class SavedContent:
         return f"the saved value of %{quote_node_name(self.state_name)}"
 
 
-def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
+def build_standalone_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
     """Build stand-alone nodes that save and restore a state, to ask a backend whether it supports them.
 
     Args:
@@ -94,12 +94,14 @@ def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tupl
     return saved_value.node, set_rows(table, saved_value, rows).node
 
 
-def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
+def list_standalone_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
     """Yield stand-alone nodes for all state saves of a correct program, and for the restores from them."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
-        yield from build_save_and_restore_nodes(i, states[program.buffers[_require_tensor(i.src[0]).buffer].name])
+        yield from build_standalone_save_and_restore_nodes(
+            i, states[program.buffers[_require_tensor(i.src[0]).buffer].name]
+        )
 
 
 class UndoChecker:
@@ -125,7 +127,7 @@ class UndoChecker:
         self.saved_extents: list[tuple[int, int, int]] = []
         self.valid_restores: list[Instruction] = []  # restoring instructions without faults
 
-    def find_save_faults(self, step: int, instruction: Instruction) -> Iterator[str]:
+    def find_save_and_restore_faults(self, step: int, instruction: Instruction) -> Iterator[str]:
         """Yield the faults of an instruction that saves a state, and of the instruction that restores it.
 
         If the two are well-formed, the saved values are recorded as contents of memory.
@@ -147,16 +149,17 @@ class UndoChecker:
         _, content = self.contents.find_content(compute_byte_extent(state))
         earlier, leaf = self.saved_state_by_buffer.get(state.buffer), self.state_by_name.get(name)
         if earlier is None and content != leaf:
-            content_text = format_content(content)
+            content_text = format_byte_range_content(content)
             yield f"{where}: %{quote_node_name(name)} holds {content_text} and not its value from before the run"
         if earlier is not None and (earlier.row_index is None or content == leaf or not isinstance(content, Value)):
-            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {format_content(content)}"
+            content_text = format_byte_range_content(content)
+            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {content_text}"
         index = instruction.src[1] if len(instruction.src) > 1 else None
         self.saved_state_by_buffer[state.buffer] = SavedState(step, state, index)
         for tensor in (instruction.scratch, saved_tensor):
             if tensor is not None:
                 self.contents.record_write(compute_byte_extent(tensor), None)
-        token = SavedContent(name)
+        token = SavedContentMarker(name)
         self.contents.record_write(compute_byte_extent(saved_tensor), token)
         self.last_save_by_value[token] = step
         self.saved_extents.append(compute_byte_extent(saved_tensor))
@@ -227,7 +230,7 @@ class UndoChecker:
         state, saved_tensor, index = _require_tensor(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
-        nodes = build_save_and_restore_nodes(save, leaf)
+        nodes = build_standalone_save_and_restore_nodes(save, leaf)
         dtypes = find_stored_dtype(self.backend, leaf), find_stored_dtype(self.backend, nodes[0].results[0])
         if (state.dtype, saved_tensor.dtype) != dtypes or not (index or state.shape == leaf.shape):
             yield f"{state} is saved as {saved_tensor}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
@@ -240,7 +243,7 @@ class UndoChecker:
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"operand {position} of {step.op} is {tensor}, but its kernel reads dense operands only"
 
-    def find_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
+    def find_unsaved_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
         """Yield faults of an instruction that overwrites unsaved entries of a state, or values that the undo reads.
 
         Args:
@@ -274,7 +277,7 @@ class UndoChecker:
         """
         for value in self.contents.overwritten_values:
             if value in self.last_save_by_value and not self._is_restored_before_use_as_row_index(value):
-                yield f"{subject}: overwrites {format_content(value)}, which is needed to undo the run"
+                yield f"{subject}: overwrites {format_byte_range_content(value)}, which is needed to undo the run"
         self.contents.overwritten_values.clear()
 
     def _is_restored_before_use_as_row_index(self, value: object) -> bool:

@@ -15,8 +15,8 @@ from ....graph.graph import Graph
 from ....graph.node import Node
 from ....graph.repeated_runs import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
 from ..values.device_values import ValueTrace
-from ..values.facts import Fact
-from ..values.index_sets import make_full_index
+from ..values.facts import DeviceValueFact
+from ..values.index_sets import make_index_of_all_entries
 from ..values.partial_sums import check_sum_is_complete, make_contraction_partial_sum
 from ..values.value_numbering import ValueNumbering
 from .repeatable_runs import CarriedKey, RepetitionsOfDeviceGraph
@@ -42,14 +42,16 @@ class CarriedValueTrace(ValueTrace):
         self,
         numbering: ValueNumbering,
         graphs: Sequence[Graph],
-        leaf_facts: Mapping[tuple[int, str], Fact],
+        leaf_facts: Mapping[tuple[int, str], DeviceValueFact],
         shortened: ShortenedGraph,
     ) -> None:
         super().__init__(numbering, graphs, leaf_facts)
         self.short_repetitions = shortened.short_repetitions
         known = {graph: RepetitionsOfDeviceGraph(graph, shortened) for graph in set(graphs)}
         self.device_repetitions = [known[graph] for graph in graphs]
-        self.carried_partial_sums: dict[tuple[int, CarriedKey, int], dict[int, list[Fact]]] = defaultdict(dict)
+        self.carried_partial_sums: dict[tuple[int, CarriedKey, int], dict[int, list[DeviceValueFact]]] = defaultdict(
+            dict
+        )
         self.carried_sum_numbers: dict[
             tuple[int, str, int], int
         ] = {}  # equal for the chunks of one value, which may be joined
@@ -81,14 +83,16 @@ class CarriedValueTrace(ValueTrace):
         runs = self.device_repetitions[device]
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
             return
-        carried: list[list[Fact]] = []
+        carried: list[list[DeviceValueFact]] = []
         for index, facts in enumerate(self.facts_by_node[device][node]):
             if any(h.partial_sum is not None for h in facts):
                 self.carried_partial_sums[runs.kind_by_node[node], name, index][device] = facts
                 place, ending = name
                 value = place, CHUNK_SUFFIX.sub("", ending), index
                 size = UNREACHABLE_INDEX + self.carried_sum_numbers.setdefault(value, len(self.carried_sum_numbers))
-                term = make_contraction_partial_sum((((device, 1),), make_full_index(size)), (len(self.graphs), size))
+                term = make_contraction_partial_sum(
+                    (((device, 1),), make_index_of_all_entries(size)), (len(self.graphs), size)
+                )
                 facts = self._intern_facts(
                     [h if h.partial_sum is None else replace(h, partial_sum=term) for h in facts]
                 )
@@ -106,7 +110,7 @@ class CarriedValueTrace(ValueTrace):
                 if why := self._check_carried_sum(number, parts):
                     yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
-    def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
+    def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[DeviceValueFact]]) -> str | None:
         """Return why a partial sum that a repetition carries to the next one is incomplete over all devices, or None.
 
         Args:
@@ -153,6 +157,6 @@ class CarriedValueTrace(ValueTrace):
         """
         at, index = self.producer_by_number[value_number]
         there = self.short_repetitions.repetition_of(at)
-        if there == PREAMBLE and self.short_repetitions.find_carried_position(at, 0) is None:
+        if there == PREAMBLE and self.short_repetitions.find_position_of_carried_value(at, 0) is None:
             return at, index, -1
         return at - self.short_repetitions.first_node_of(there), index, repetition - there

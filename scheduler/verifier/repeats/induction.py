@@ -11,7 +11,7 @@ is an induction over the repetitions. Before each repetition:
 So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
 
 - `find_shortened_graph_faults`: the deep graph is the short graph with more repetitions.
-- `find_repetition_order_faults`: accesses of each device's repetitions (`repeatable_runs`), and equal collectives.
+- `find_repetition_reordering_faults`: accesses of each device's repetitions (`repeatable_runs`), and equal collectives.
 - `CarriedValueTrace` of `carried_values`: the values of all devices that are carried from repetition to repetition.
 """
 
@@ -28,13 +28,13 @@ from ....graph.node import Node
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph
 from ...ir.execution_plan import DevicePlan, Plan
 from ...ir.layout import Layout
-from .repeatable_runs import RepetitionsOfDeviceGraph, find_device_repetition_faults
+from .repeatable_runs import RepetitionsOfDeviceGraph, find_device_repetition_reordering_faults
 
 NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 """Names of device nodes: the number of a node of the short graph, and an ending if they convert it."""
 
 
-def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
+def find_common_shortened_graph(plan: Plan) -> ShortenedGraph | None:
     """Return the shortened graph, with few repeated layers, from which all device plans are unrolled; else None.
 
     Without a common shortened graph, the verifier checks every instruction of the plan.
@@ -179,13 +179,13 @@ def _find_short_node_read_by(
     if there == reader_repetition:
         return source_number - (reader_repetition - reader_kind) * length
     carried = (
-        shortened.deep_repetitions.find_carried_position(source_number, reader_repetition)
+        shortened.deep_repetitions.find_position_of_carried_value(source_number, reader_repetition)
         if reader_repetition != PREAMBLE
         else None
     )
     if carried is not None and there == reader_repetition - 1:
         return shortened.short_repetitions.first_node_of(reader_kind - 1) + carried
-    lasts = there == PREAMBLE and shortened.deep_repetitions.find_carried_position(source_number, 0) is None
+    lasts = there == PREAMBLE and shortened.deep_repetitions.find_position_of_carried_value(source_number, 0) is None
     return source_number if lasts else None
 
 
@@ -241,7 +241,7 @@ def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) ->
                 yield f"device {device}: {node!r} does not have the number of a short graph node as its name"
 
 
-def find_repetition_order_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_repetition_reordering_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield reasons why the repetitions of a proven short plan may not follow each other in any order.
 
     All devices must also have their collectives in the same repetitions, and by ascending sequence number.
@@ -259,7 +259,9 @@ def find_repetition_order_faults(short_plan: Plan, shortened: ShortenedGraph) ->
         key = type(device_plan.backend), device_plan.backend.name, id(device_plan.graph), id(device_plan.program)
         if key not in faults_by_program:
             faults_by_program[key] = list(
-                find_device_repetition_faults(device_plan.graph, device_plan.program, device_plan.backend, shortened)
+                find_device_repetition_reordering_faults(
+                    device_plan.graph, device_plan.program, device_plan.backend, shortened
+                )
             )
             if (
                 RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_collectives_with_repetition()

@@ -25,7 +25,7 @@ from ....graph.graph import Graph
 from ....graph.node import Node, Value
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
 from ....ops.collectives import find_collective_sequence_number
-from ..memory.buffer_contents import ViewTable, compute_byte_extent, has_common_bytes
+from ..memory.buffer_contents import ViewCache, compute_byte_extent, has_common_bytes
 
 CarriedKey: TypeAlias = tuple[int, str]
 """The key of a carried node, equal in all repetitions: the position of the user's node, and a name ending."""
@@ -64,7 +64,7 @@ class RepetitionsOfDeviceGraph:
         ):
             return None
         number, ending = split_numbered_name(node.name)
-        place = self.shortened_graph.short_repetitions.find_carried_position(number, reader_repetition)
+        place = self.shortened_graph.short_repetitions.find_position_of_carried_value(number, reader_repetition)
         return None if place is None else (place, ending)
 
     def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
@@ -117,12 +117,12 @@ class RepetitionsOfDeviceGraph:
     def _is_read_by_first_repetition(self, node: Node) -> bool:
         """Return whether the first repetition reads this node in place of a value carried from a repetition before."""
         return (
-            self.shortened_graph.short_repetitions.find_carried_position(split_numbered_name(node.name)[0], 0)
+            self.shortened_graph.short_repetitions.find_position_of_carried_value(split_numbered_name(node.name)[0], 0)
             is not None
         )
 
 
-def find_device_repetition_faults(
+def find_device_repetition_reordering_faults(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
     """Yield all reasons why the repetitions in a device's program may not follow each other in any order.
@@ -135,10 +135,10 @@ def find_device_repetition_faults(
     """
     runs = RepetitionsOfDeviceGraph(graph, shortened)
     complaints = list(runs.find_carried_value_faults())
-    yield from complaints or _RepetitionChecker(runs, program, backend).find_faults()
+    yield from complaints or _RepetitionReorderingChecker(runs, program, backend).find_faults()
 
 
-class _RepetitionChecker:
+class _RepetitionReorderingChecker:
     """The check that the repetitions in one device's program may follow each other in any order."""
 
     def __init__(self, repetitions: RepetitionsOfDeviceGraph, program: Program, backend: Backend) -> None:
@@ -146,7 +146,7 @@ class _RepetitionChecker:
             repetitions,
             repetitions.shortened_graph,
             program,
-            ViewTable(backend),
+            ViewCache(backend),
         )
         nodes = repetitions.graph.nodes
         self.kind_by_instruction = [
@@ -168,20 +168,20 @@ class _RepetitionChecker:
         """Yield all reasons why the repetitions of the device's program may not follow each other in any order."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
-        yield from self._find_saved_bytes_layout_faults()
+        yield from self._find_state_save_layout_faults()
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
-            yield from self._find_leaf_access_faults(i, kind)
-        carried = self._find_carried_extents()
+            yield from self._find_foreign_leaf_access_faults(i, kind)
+        carried = self._find_carried_value_extents()
         if isinstance(carried, str):
             yield carried
             return
-        yield from self._find_overwrite_faults(self._find_long_lived_extents(), carried)
+        yield from self._find_lasting_value_overwrite_faults(self._find_long_lived_value_extents(), carried)
 
     def _is_repeated_kind(self, kind: int) -> bool:
         """Return whether a kind is a repetition; the parts before and after all repetitions are not."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
-    def _find_saved_bytes_layout_faults(self) -> Iterator[str]:
+    def _find_state_save_layout_faults(self) -> Iterator[str]:
         """Yield faults of the layout of state saves: saves of repetitions must fill the arena's end without gaps.
 
         No other value may overlap these bytes.
@@ -210,7 +210,7 @@ class _RepetitionChecker:
                 elif any(t is not None and compute_byte_extent(t) in own for t in (*i.dst, i.scratch)):
                     yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
-    def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
+    def _find_foreign_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
         """Yield faults of an instruction that reads or writes the leaves of another repetition.
 
         It may also read, but not write, leaves of the part before all repetitions.
@@ -237,7 +237,7 @@ class _RepetitionChecker:
         """Return the value that owns the memory of `value`: the base of a view, else `value` itself."""
         return self.views.resolve_view(value).base
 
-    def _find_carried_extents(self) -> Mapping[Value, ByteExtent] | str:
+    def _find_carried_value_extents(self) -> Mapping[Value, ByteExtent] | str:
         """Return the byte extents of the values that each repetition carries to the next one.
 
         Returns:
@@ -263,7 +263,7 @@ class _RepetitionChecker:
                     )
         return found
 
-    def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
+    def _find_long_lived_value_extents(self) -> Mapping[Value, ByteExtent]:
         """Return the byte extents of long-lived values, which are computed before all repetitions and read in them.
 
         Values that the first repetition reads in place of carried values are not long-lived.
@@ -278,7 +278,7 @@ class _RepetitionChecker:
         there = {v for v in bases & self.tensor_by_value.keys() if kind[v.node] == PREAMBLE or v.node.op == "input"}
         return {v: compute_byte_extent(self.tensor_by_value[v]) for v in there}
 
-    def _find_overwrite_faults(
+    def _find_lasting_value_overwrite_faults(
         self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
         """Yield faults for instructions that overwrite a value which a later repetition reads.

@@ -17,15 +17,21 @@ from typing import TypeAlias
 from ....graph.graph import Graph, topological_order
 from ....graph.node import Node, Value
 from ....ops import REGISTRY
-from ....ops.collectives import COLLECTIVES, as_index_ranges, as_integer
-from .facts import CONVERSION_OPS, Fact, infer_conversion_facts, slice_fact_of_scattered_value, with_empty_index_on_axis
+from ....ops.collectives import COLLECTIVES, narrow_to_index_ranges, narrow_to_integer
+from .facts import (
+    CONVERSION_OPS,
+    DeviceValueFact,
+    infer_conversion_facts,
+    infer_shard_fact_after_scatter,
+    with_empty_index_on_axis,
+)
 from .index_sets import (
     IndexRanges,
     concatenate_indices,
     count_entries,
     format_index,
     is_full_index,
-    make_full_index,
+    make_index_of_all_entries,
     merge_scattered_entries,
 )
 from .op_instances import NodeSpecs, make_node_specs
@@ -40,7 +46,7 @@ MAX_COMBINATIONS_PER_VALUE = 64
 
 DeviceNode: TypeAlias = tuple[int, Node]
 """A device number and a node of its graph. Devices may share node objects."""
-_FollowedNode: TypeAlias = tuple[list[list[Fact]], list[set[int]]]
+_FollowedNode: TypeAlias = tuple[list[list[DeviceValueFact]], list[set[int]]]
 """The facts of each result of a node, and the sets of devices to which each device with such a node is added."""
 
 
@@ -62,19 +68,19 @@ class ValueTrace:
     """
 
     def __init__(
-        self, numbering: ValueNumbering, graphs: Sequence[Graph], leaf_facts: Mapping[tuple[int, str], Fact]
+        self, numbering: ValueNumbering, graphs: Sequence[Graph], leaf_facts: Mapping[tuple[int, str], DeviceValueFact]
     ) -> None:
         self.numbering, self.graphs, self.leaf_facts = numbering, graphs, leaf_facts
-        self.facts_by_node: list[dict[Node, list[list[Fact]]]] = [{} for _ in graphs]
+        self.facts_by_node: list[dict[Node, list[list[DeviceValueFact]]]] = [{} for _ in graphs]
         self.computing_devices: dict[frozenset[int], set[int]] = {}
         self.complete_devices: dict[int, set[int]] = {}
         self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(numbering.value_by_number)
         self.search_limit_note = ""
-        self._interned_facts: dict[tuple[Fact, ...], list[Fact]] = {}
+        self._interned_facts: dict[tuple[DeviceValueFact, ...], list[DeviceValueFact]] = {}
         self._instance_by_node: dict[Node, tuple[int, NodeSpecs]] = {}
         self._instance_numbers: dict[tuple[str, NodeSpecs], tuple[int, NodeSpecs]] = {}
         self._followed_nodes: dict[tuple[int, ...], _FollowedNode] = {}
-        self._facts_by_number: dict[int, dict[int | None, list[Fact]]] = {}
+        self._facts_by_number: dict[int, dict[int | None, list[DeviceValueFact]]] = {}
         self._complete_sums: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
         self.collective_groups: dict[object, dict[int, Node]] = {}
         self.missing_participants: dict[object, set[DeviceNode]] = {}
@@ -86,7 +92,7 @@ class ValueTrace:
                         (device, node)
                     )
 
-    def find_facts(self, device: int, value: Value) -> list[Fact]:
+    def find_facts(self, device: int, value: Value) -> list[DeviceValueFact]:
         """Return the facts about a device value: the graph values that it equals. The list is empty without a fact."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
@@ -96,7 +102,7 @@ class ValueTrace:
 
         Collectives that wait for each other in a circle are faults too.
         """
-        orders = {graph: _order_nodes(graph) for graph in set(self.graphs)}
+        orders = {graph: _order_nodes_by_operands_and_sequence(graph) for graph in set(self.graphs)}
         ahead = [list(reversed(orders[graph])) for graph in self.graphs]
         moved = True
         while moved:
@@ -172,8 +178,8 @@ class ValueTrace:
         return self._instance_by_node[node]
 
     def _infer_node_facts(
-        self, node: Node, instance: NodeSpecs, operand_facts: Sequence[list[Fact]], reasons: list[str]
-    ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
+        self, node: Node, instance: NodeSpecs, operand_facts: Sequence[list[DeviceValueFact]], reasons: list[str]
+    ) -> tuple[list[list[DeviceValueFact]], frozenset[int], set[int]]:
         """Infer the facts of each result of a device's node from the facts of its operands.
 
         Args:
@@ -186,7 +192,7 @@ class ValueTrace:
             The facts of each result (empty without a match); the numbers of the computed graph values, without copies;
             and among them the values with all entries.
         """
-        results: list[list[Fact]] = [[] for _ in node.specs]
+        results: list[list[DeviceValueFact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
         for pair in self._list_conversion_operand_facts(operand_facts) if node.op in CONVERSION_OPS else ():
             self._add_new_facts(results[0], infer_conversion_facts(node, pair))
@@ -201,7 +207,9 @@ class ValueTrace:
         return results, frozenset(computed), complete
 
     @staticmethod
-    def _list_conversion_operand_facts(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
+    def _list_conversion_operand_facts(
+        operand_facts: Sequence[list[DeviceValueFact]],
+    ) -> Iterator[tuple[DeviceValueFact, ...]]:
         """Yield operand facts of a node that only moves entries: one fact, or two about parts of one graph value."""
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
@@ -209,8 +217,8 @@ class ValueTrace:
             yield from ((a, b) for a, b in product(*operand_facts) if a.value_number == b.value_number)
 
     def _list_operand_fact_combinations(
-        self, node: Node, operand_facts: Sequence[list[Fact]]
-    ) -> Iterator[tuple[Fact | None, ...]]:
+        self, node: Node, operand_facts: Sequence[list[DeviceValueFact]]
+    ) -> Iterator[tuple[DeviceValueFact | None, ...]]:
         """Yield each choice of one fact (graph value) per operand with which the user's graph has such a node.
 
         After `max_combinations` choices the search ends, and `search_limit_note` says so.
@@ -232,17 +240,17 @@ class ValueTrace:
                     return
                 yield operands
 
-    def _is_fact_of_complete_value(self, fact: Fact) -> bool:
+    def _is_fact_of_complete_value(self, fact: DeviceValueFact) -> bool:
         """Return whether a fact (an equality with a graph value) covers all entries and is no partial sum."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
 
-    def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
+    def _intern_facts(self, facts: list[DeviceValueFact]) -> list[DeviceValueFact]:
         """Return one shared object for all equal lists of facts; so nodes with equal operands are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
-    def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
+    def _group_facts_by_value_number(self, facts: list[DeviceValueFact]) -> dict[int | None, list[DeviceValueFact]]:
         """Group facts (equalities with graph values) by graph value; lists of `_intern_facts` are cached."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
@@ -251,7 +259,7 @@ class ValueTrace:
         return numbered
 
     @staticmethod
-    def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
+    def _add_new_facts(facts: list[DeviceValueFact], new_facts: Sequence[DeviceValueFact]) -> None:
         """Append to `facts` each of `new_facts` that is missing in it."""
         facts += [h for h in new_facts if h not in facts]
 
@@ -263,8 +271,9 @@ class ValueTrace:
             if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
                 yield f"device {device}: constant %{node.label} differs from the constant of the graph"
                 return
-            fact = Fact(
-                self.numbering.number_by_value[theirs.results[0]], tuple(map(make_full_index, node.specs[0].shape))
+            fact = DeviceValueFact(
+                self.numbering.number_by_value[theirs.results[0]],
+                tuple(map(make_index_of_all_entries, node.specs[0].shape)),
             )
         if fact is None:
             yield f"device {device}: {node.op} %{node.label} is not bound"
@@ -274,8 +283,8 @@ class ValueTrace:
             self.facts_by_node[device][node] = [self._intern_facts([fact])]
 
     def _infer_facts_for_operands(
-        self, op: str, instance: NodeSpecs, operand_facts: Sequence[Fact | None], reasons: list[str]
-    ) -> Iterator[list[Fact]]:
+        self, op: str, instance: NodeSpecs, operand_facts: Sequence[DeviceValueFact | None], reasons: list[str]
+    ) -> Iterator[list[DeviceValueFact]]:
         """Match a device's node with nodes of the user's graph; yield the facts of its results for each match.
 
         `operand_facts` has one fact per operand. `reasons` receives the reasons why a graph node does not match.
@@ -304,7 +313,7 @@ class ValueTrace:
                 (EMPTY_SUM, result_sum) if inferred_entries.is_empty_sum and result_sum is None else (result_sum,)
             ):
                 yield [
-                    Fact(number, tuple(i for i, _ in result), partial_sum)
+                    DeviceValueFact(number, tuple(i for i, _ in result), partial_sum)
                     for number, result in zip(numbers, inferred_entries.axes, strict=True)
                 ]
 
@@ -322,7 +331,7 @@ class ValueTrace:
         if not all(known):
             return
         reasons, has_match = list[str](), False
-        after: list[list[Fact]] = [[] for _ in nodes]
+        after: list[list[DeviceValueFact]] = [[] for _ in nodes]
         for first in known[0]:
             choices = [[first], *(self._group_facts_by_value_number(k).get(first.value_number, []) for k in known[1:])]
             for device_facts in self._list_device_fact_combinations(nodes, choices):
@@ -340,8 +349,8 @@ class ValueTrace:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices have different values'}"
 
     def _list_device_fact_combinations(
-        self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
-    ) -> Iterator[tuple[Fact, ...]]:
+        self, nodes: Sequence[Node], facts_by_device: Sequence[list[DeviceValueFact]]
+    ) -> Iterator[tuple[DeviceValueFact, ...]]:
         """Yield choices of one fact per device, so that all devices have parts of the graph value of the first device.
 
         A device without a fitting fact takes part with any fact, so that a fault is found. After `max_combinations`
@@ -349,9 +358,9 @@ class ValueTrace:
         """
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
-        axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-        runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
-        fitting: list[list[Fact]] = []
+        axis = -1 if sums else narrow_to_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+        runs = () if sums else narrow_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+        fitting: list[list[DeviceValueFact]] = []
         for device, facts in enumerate(facts_by_device):
             expected_axes = list(first.axes)
             if device < len(runs) and axis < len(expected_axes):
@@ -371,7 +380,9 @@ class ValueTrace:
                 return
             yield device_facts
 
-    def _infer_collective_result_facts(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
+    def _infer_collective_result_facts(
+        self, nodes: Sequence[Node], device_facts: Sequence[DeviceValueFact]
+    ) -> list[DeviceValueFact] | str:
         """Infer the graph value that each device has after a collective, or return why the collective is wrong."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
@@ -381,23 +392,25 @@ class ValueTrace:
                 return why
             whole_axes = first.axes
         else:
-            axis = as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-            runs = as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+            axis = narrow_to_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+            runs = narrow_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
             gathered = self._concatenate_shard_entries(device_facts, axis, runs)
             if isinstance(gathered, str):
                 return gathered
             whole_axes = gathered
         if nodes[0].op in ("all_reduce", "all_gather"):
-            results = [Fact(first.value_number, whole_axes)] * len(nodes)
+            results = [DeviceValueFact(first.value_number, whole_axes)] * len(nodes)
         else:
-            results = [slice_fact_of_scattered_value(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
+            results = [
+                infer_shard_fact_after_scatter(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)
+            ]
         for node, fact in zip(nodes, results, strict=True):
             if tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
                 return f"{node!r} gives entries {[format_index(i) for i in fact.axes]}"
         return results
 
     def _concatenate_shard_entries(
-        self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
+        self, device_facts: Sequence[DeviceValueFact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
         """Return the entries of the value that shards of an axis form together, or the reason why they do not fit.
 
@@ -428,7 +441,7 @@ class ValueTrace:
         if index is None:
             return f"the index ranges leave positions of axis {axis} empty, or put two entries at one position"
         is_all = is_full_index(index, self.numbering.digits_by_number[number][axis], n)
-        return (*axes[:axis], make_full_index(n) if is_all else index, *axes[axis + 1 :])
+        return (*axes[:axis], make_index_of_all_entries(n) if is_all else index, *axes[axis + 1 :])
 
 
 def _make_shared_collective_key(device: int, node: Node) -> object:
@@ -436,13 +449,15 @@ def _make_shared_collective_key(device: int, node: Node) -> object:
 
     The key is the sequence number, and for a message also the sender and the receiver.
     """
-    number = as_integer(node.attrs["sequence"])
+    number = narrow_to_integer(node.attrs["sequence"])
     if node.op == "send":
         return device, node.attrs["to"], number
     return (node.attrs["source"], device, number) if node.op == "receive" else number
 
 
-def _order_nodes(graph: Graph) -> tuple[Node, ...]:
+def _order_nodes_by_operands_and_sequence(graph: Graph) -> tuple[Node, ...]:
     """Order the nodes of a graph: operands before their readers, and collectives by ascending sequence number."""
-    collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
+    collectives = sorted(
+        (n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: narrow_to_integer(n.attrs["sequence"])
+    )
     return topological_order(map(Value, (*collectives, *graph.nodes)))

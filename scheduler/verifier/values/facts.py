@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....graph.node import Node
-from ....ops.collectives import as_index_ranges, as_integer
-from .index_sets import IndexRanges, concatenate_indices, has_duplicates, select_entries_at_positions, slice_index
+from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
+from .index_sets import (
+    IndexRanges,
+    concatenate_indices,
+    has_duplicates,
+    select_entries_at_positions,
+    slice_and_shift_index,
+)
 from .partial_sums import NO_TERMS, OptionalPartialSum
 
 CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
@@ -19,7 +25,7 @@ CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class DeviceValueFact:
     """A proven statement about a value on a device: it equals given entries of one value of the user's graph.
 
     The device value may also be a partial sum of these entries.
@@ -40,7 +46,7 @@ def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
-def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[Fact]:
+def infer_conversion_facts(node: Node, operands: Sequence[DeviceValueFact | None]) -> list[DeviceValueFact]:
     """Infer the fact (equality with a graph value) about the result of a node that only moves or cuts a value.
 
     Such a node is called a conversion. The conversions and their results are:
@@ -63,13 +69,17 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
     if node.op in ("cont", "send"):
         return [first]
     if (node.op == "scale" and attrs["scale"] == attrs["bias"] == 0) or (node.op == "fill" and attrs["value"] == 0):
-        return [Fact(first.value_number, first.axes, NO_TERMS)]
+        return [DeviceValueFact(first.value_number, first.axes, NO_TERMS)]
     if node.op not in ("slice", "concat"):
         return []
-    axis = as_integer(attrs["axis"]) % len(first.axes)
+    axis = narrow_to_integer(attrs["axis"]) % len(first.axes)
     if node.op == "slice":
-        index = slice_index(first.axes[axis], as_integer(attrs["start"]), as_integer(attrs["stop"]))
-        return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
+        index = slice_and_shift_index(
+            first.axes[axis], narrow_to_integer(attrs["start"]), narrow_to_integer(attrs["stop"])
+        )
+        return [
+            DeviceValueFact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)
+        ]
     second = operands[1]
     assert second is not None
     same = first.value_number == second.value_number and first.partial_sum == second.partial_sum
@@ -80,12 +90,14 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
         index
     ):  # no shard has an entry twice; without this rule the number of facts would grow without end
         return []
-    return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
+    return [
+        DeviceValueFact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)
+    ]
 
 
-def slice_fact_of_scattered_value(
+def infer_shard_fact_after_scatter(
     value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node
-) -> Fact:
+) -> DeviceValueFact:
     """Return the fact about the shard that one device receives when a collective distributes a whole value.
 
     Args:
@@ -94,6 +106,6 @@ def slice_fact_of_scattered_value(
         device: The position of the device in the collective group.
         node: The collective's node; its attributes are the axis and the ranges of each device.
     """
-    axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
+    axis, own = narrow_to_integer(node.attrs["axis"]), narrow_to_index_ranges(node.attrs["runs"])[device]
     index = select_entries_at_positions(whole_axes[axis], concatenate_indices([own]))
-    return Fact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))
+    return DeviceValueFact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))

@@ -14,16 +14,16 @@ the entries 2, 3, 8 and 9. As a product of the factors 2, 3 and 2, the device ha
 and inner factors, and head 1.
 
 >>> heads = concatenate_indices([((2, 2),), ((8, 2),)])
->>> heads, count_entries(heads), list_entries(heads).tolist()
+>>> heads, count_entries(heads), list_entry_numbers(heads).tolist()
 (((2, 2), (8, 2)), 4, [2, 3, 8, 9])
 >>> split_index_into_factors(heads, (2, 3, 2), (2, 1, 2))
 (((0, 2),), ((1, 1),), ((0, 2),))
->>> combine_factor_indices((make_full_index(2), ((1, 1),), make_full_index(2)), (2, 3, 2)) == heads
+>>> combine_factor_indices((make_index_of_all_entries(2), ((1, 1),), make_index_of_all_entries(2)), (2, 3, 2)) == heads
 True
 
 If the value does not depend on the segment, which is the digit (stride 6, size 2), both segments are equal:
 
->>> find_equivalent_index(((2, 2),), ((6, 2),), ((8, 2),), ())
+>>> find_index_matching_both_values(((2, 2),), ((6, 2),), ((8, 2),), ())
 ((8, 2),)
 """
 
@@ -45,7 +45,7 @@ IgnoredDigits: TypeAlias = tuple[tuple[int, int], ...]
 Entries: TypeAlias = npt.NDArray[np.int64]
 
 
-def make_full_index(size: int) -> IndexRanges:
+def make_index_of_all_entries(size: int) -> IndexRanges:
     """Return the index of all entries of an axis, in order: one range, or no range for an empty axis.
 
     Args:
@@ -60,7 +60,7 @@ def count_entries(index: IndexRanges) -> int:
 
 
 @lru_cache(maxsize=1024)
-def list_entries(index: IndexRanges) -> Entries:
+def list_entry_numbers(index: IndexRanges) -> Entries:
     """Return the entry numbers of an index as an array, which is cached and must not be written."""
     if not index:
         return np.zeros(0, np.int64)
@@ -77,7 +77,7 @@ def merge_entries_into_ranges(entries: Entries) -> IndexRanges:
 
 
 @lru_cache(maxsize=1 << 14)
-def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
+def slice_and_shift_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
     """Return the entries from position `start` up to position `stop` of an index, each reduced by `subtracted`.
 
     Args:
@@ -162,11 +162,11 @@ def split_index_into_factors(
         return None
     if len(factor_sizes) == 1:
         return (index,)
-    if local_sizes == factor_sizes and index == make_full_index(math.prod(factor_sizes)):
-        return tuple(map(make_full_index, factor_sizes))
+    if local_sizes == factor_sizes and index == make_index_of_all_entries(math.prod(factor_sizes)):
+        return tuple(map(make_index_of_all_entries, factor_sizes))
     if 0 in local_sizes:
         return tuple(((0, m),) if m else () for m in local_sizes)
-    grid, indices, inner = list_entries(index).reshape(local_sizes), [], math.prod(factor_sizes)
+    grid, indices, inner = list_entry_numbers(index).reshape(local_sizes), [], math.prod(factor_sizes)
     total = np.zeros((), np.int64)
     for axis, n in enumerate(factor_sizes):
         inner //= n
@@ -188,27 +188,27 @@ def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes
     """
     if len(factor_indices) == 1:
         return factor_indices[0]
-    if all(i == make_full_index(n) for i, n in zip(factor_indices, factor_sizes, strict=True)):
-        return make_full_index(math.prod(factor_sizes))
+    if all(i == make_index_of_all_entries(n) for i, n in zip(factor_indices, factor_sizes, strict=True)):
+        return make_index_of_all_entries(math.prod(factor_sizes))
     total = np.zeros((), np.int64)
     for index, n in zip(factor_indices, factor_sizes, strict=True):
-        total = total[..., None] * n + list_entries(index)
+        total = total[..., None] * n + list_entry_numbers(index)
     return merge_entries_into_ranges(total.ravel())
 
 
-def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
+def _extract_entry_number_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
     """Return one digit (stride, size) of each entry number, times its stride: ``entry // stride % size * stride``."""
     stride, n = digit
     return entries // stride % n * stride
 
 
-def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
+def _clear_entry_number_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
     """Return entry numbers in which each of the given digits (stride, size) is set to zero.
 
     The digit is the part ``entry // stride % size`` of an entry number.
     """
     for digit in digits:
-        entries = entries - _extract_digit(entries, digit)
+        entries = entries - _extract_entry_number_digit(entries, digit)
     return entries
 
 
@@ -221,7 +221,7 @@ def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits)
 
 
 @lru_cache(maxsize=1 << 14)
-def find_equivalent_index(
+def find_index_matching_both_values(
     index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
 ) -> IndexRanges | None:
     """Return an index that stands for the entries of two values at once; None if their entries do not match.
@@ -242,13 +242,15 @@ def find_equivalent_index(
         return index
     if count_entries(index) != count_entries(other_index) or not (digits or other_digits):
         return None
-    a, b = list_entries(index), list_entries(other_index)
+    a, b = list_entry_numbers(index), list_entry_numbers(other_index)
     merged = a
     for digit in digits:
         if digit not in other_digits:
-            merged = merged + _extract_digit(b, digit) - _extract_digit(merged, digit)
-    same_a = np.array_equal(_clear_digits(merged, digits), _clear_digits(a, digits))
-    same_b = np.array_equal(_clear_digits(merged, other_digits), _clear_digits(b, other_digits))
+            merged = merged + _extract_entry_number_digit(b, digit) - _extract_entry_number_digit(merged, digit)
+    same_a = np.array_equal(_clear_entry_number_digits(merged, digits), _clear_entry_number_digits(a, digits))
+    same_b = np.array_equal(
+        _clear_entry_number_digits(merged, other_digits), _clear_entry_number_digits(b, other_digits)
+    )
     return merge_entries_into_ranges(merged) if same_a and same_b else None
 
 
@@ -262,8 +264,9 @@ def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> 
         digits: The ignored digits of the value.
         axis_size: The number of entries of the whole axis.
     """
-    return index == make_full_index(axis_size) or (
-        bool(digits) and find_equivalent_index(index, digits, make_full_index(axis_size), ()) is not None
+    return index == make_index_of_all_entries(axis_size) or (
+        bool(digits)
+        and find_index_matching_both_values(index, digits, make_index_of_all_entries(axis_size), ()) is not None
     )
 
 
@@ -296,10 +299,13 @@ def is_valid_broadcast(
         return False
     at = np.arange(theirs) % mine if is_tiled else np.arange(theirs) // (theirs // mine)
     expected_entries = (
-        list_entries(large_index) % small_size if is_tiled else list_entries(large_index) // (large_size // small_size)
+        list_entry_numbers(large_index) % small_size
+        if is_tiled
+        else list_entry_numbers(large_index) // (large_size // small_size)
     )
     return np.array_equal(
-        _clear_digits(list_entries(small_index)[at], small_digits), _clear_digits(expected_entries, small_digits)
+        _clear_entry_number_digits(list_entry_numbers(small_index)[at], small_digits),
+        _clear_entry_number_digits(expected_entries, small_digits),
     )
 
 
@@ -339,8 +345,8 @@ def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> I
         positions: Positions in `index`, as ranges (first position, length).
     """
     if len(positions) == 1:
-        return slice_index(index, positions[0][0], sum(positions[0]))
-    return merge_entries_into_ranges(list_entries(index)[list_entries(positions)])
+        return slice_and_shift_index(index, positions[0][0], sum(positions[0]))
+    return merge_entries_into_ranges(list_entry_numbers(index)[list_entry_numbers(positions)])
 
 
 @lru_cache(maxsize=1024)
@@ -358,7 +364,7 @@ def merge_scattered_entries(
     size = max((sum(run) for index in positions_by_device for run in index), default=0)
     whole_axis = np.full(size, -1, np.int64)
     for index, mine in zip(positions_by_device, entries_by_device, strict=True):
-        at, new = list_entries(index), list_entries(mine)
+        at, new = list_entry_numbers(index), list_entry_numbers(mine)
         before = whole_axis[at]
         if ((before >= 0) & (before != new)).any():
             return None

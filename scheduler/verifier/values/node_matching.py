@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import accumulate, islice
 
 from ....ops import REGISTRY
-from ....ops.collectives import as_integer
-from .index_sets import slice_index
+from ....ops.collectives import narrow_to_integer
+from .index_sets import slice_and_shift_index
 from .op_instances import AttrItems, NodeSpecs, ValueEntries
 from .restricted_ops import list_attrs_that_may_differ
 
@@ -92,8 +92,8 @@ class _ConsumersWithSharedAttrs:
             yield from self.consumers
             return
         attrs = device_node.attrs_by_name
-        index, _ = operand[as_integer(attrs["axis"]) % len(operand)]
-        entries = slice_index(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
+        index, _ = operand[narrow_to_integer(attrs["axis"]) % len(operand)]
+        entries = slice_and_shift_index(index, narrow_to_integer(attrs["start"]), narrow_to_integer(attrs["stop"]))
         if not entries:
             yield from self.consumers[:MAX_EXAMPLES]
             return
@@ -114,7 +114,8 @@ class _ConsumersWithSharedAttrs:
             position in `consumers`.
         """
         spans = [
-            (as_integer(a["start"]), as_integer(a["stop"])) for a in (user.attrs_by_name for user, _ in self.consumers)
+            (narrow_to_integer(a["start"]), narrow_to_integer(a["stop"]))
+            for a in (user.attrs_by_name for user, _ in self.consumers)
         ]
         order = sorted(range(len(spans)), key=spans.__getitem__)
         return [spans[i][0] for i in order], list(accumulate((spans[i][1] for i in order), max)), order

@@ -40,13 +40,13 @@ from .index_sets import (
     combine_factor_indices,
     concatenate_indices,
     count_entries,
-    find_equivalent_index,
+    find_index_matching_both_values,
     format_index,
     intersect_ignored_digits,
     is_full_index,
     is_valid_broadcast,
-    make_full_index,
-    slice_index,
+    make_index_of_all_entries,
+    slice_and_shift_index,
     split_index_into_factors,
     to_factor_digits,
     to_product_digits,
@@ -89,18 +89,18 @@ def infer_result_entries(
     except (NodeMismatchError, SignatureMismatch) as why:
         pairs = list(zip(graph_node.results, device_node.results, strict=True))
         if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # an empty result is always right
-            return InferredEntries(tuple(_make_empty_entries(u, m) for u, m in pairs), None)
+            return InferredEntries(tuple(_make_entries_of_empty_result(u, m) for u, m in pairs), None)
         return str(why)
 
 
-def _make_empty_entries(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
+def _make_entries_of_empty_result(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
     """Return entries for a result without elements: on each axis the first entries, as many as the device has."""
     return tuple((_make_prefix_index(n, m), ()) for n, m in zip(graph_spec.shape, device_spec.shape, strict=True))
 
 
 def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
     """Return the index of the first `entry_count` entries of an axis, in order."""
-    return make_full_index(axis_size) if entry_count == axis_size else make_full_index(entry_count)
+    return make_index_of_all_entries(axis_size) if entry_count == axis_size else make_index_of_all_entries(entry_count)
 
 
 def _require_equal_attrs(declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs) -> None:
@@ -150,7 +150,7 @@ class _DimensionEntries:
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
     """Return the entries of an axis that two operands share, with the digits that both ignore; raise if they differ."""
-    index = find_equivalent_index(*entries, *other_entries)
+    index = find_index_matching_both_values(*entries, *other_entries)
     if index is None:
         raise NodeMismatchError(
             f"operands have different entries of {axis_name}: {format_index(entries[0])} and "
@@ -197,7 +197,7 @@ def _infer_entries_by_signature(
                 raise NodeMismatchError(
                     f"{name} must be whole, but the device has {format_index(index)} of {sizes[name]}"
                 )
-            names.entries_by_dimension[name] = (make_full_index(sizes[name]), ())
+            names.entries_by_dimension[name] = (make_index_of_all_entries(sizes[name]), ())
     results = tuple(
         (
             *(names.leading_entries if r.leading is LeadingAxes.EQUAL else ()),
@@ -246,9 +246,9 @@ def _find_local_table_rows(
             f"rows of {table.name} are looked up as {first} of {total!r}, and in the graph as {theirs[0]!r} of {size}"
         )
     own = concatenate_indices([((first, count_entries(index)),)]) if index else ()
-    if find_equivalent_index(index, digits, own, ()) is None:
+    if find_index_matching_both_values(index, digits, own, ()) is None:
         raise NodeMismatchError(f"rows {format_index(index)} of {table.name} are looked up as {format_index(own)}")
-    return None if own == make_full_index(size) else LocalTableRows(table.name, dim.index, own, size)
+    return None if own == make_index_of_all_entries(size) else LocalTableRows(table.name, dim.index, own, size)
 
 
 def _add_factor_entries(
@@ -269,7 +269,7 @@ def _add_factor_entries(
     for name, n, part in zip(dim.factors, theirs, parts, strict=True):
         inner = inner // n if n else 0
         if name.isdecimal():
-            if part != make_full_index(n):
+            if part != make_index_of_all_entries(n):
                 raise NodeMismatchError(f"the device has {format_index(part)} of the fixed size {name}")
         else:
             dimensions.add_dimension_entries(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
@@ -285,7 +285,7 @@ def _combine_factor_entries(
         theirs.append(n)
         if not name.isdecimal() and name not in dimensions.entries_by_dimension and device_sizes.get(name) != n:
             raise NodeMismatchError(f"{name} is {device_sizes.get(name)} and not {n}")
-        indices.append(dimensions.entries_by_dimension.get(name, (make_full_index(n), ()))[0])
+        indices.append(dimensions.entries_by_dimension.get(name, (make_index_of_all_entries(n), ()))[0])
     for at, name in enumerate(dim.factors):
         digits += to_product_digits(dimensions.entries_by_dimension.get(name, ((), ()))[1], math.prod(theirs[at + 1 :]))
     return combine_factor_indices(tuple(indices), tuple(theirs)), tuple(digits)
@@ -358,7 +358,7 @@ def _infer_entries_by_axis_links(
             axis = link.result[0]
             n, own = spec.shape[link.source[0]], part[link.source[0]]
             parts.setdefault(axis, []).append(
-                (start, *_map_linked_axis_entries(link, own, n, result.shape[axis], start, shape[axis]))
+                (start, *_map_operand_axis_entries_to_result(link, own, n, result.shape[axis], start, shape[axis]))
             )
         else:
             _map_reshaped_axis_entries(link, part, spec, graph_node, shape, parts)
@@ -370,17 +370,17 @@ def _infer_entries_by_axis_links(
     return InferredEntries((axes_here,), None)
 
 
-def _map_linked_axis_entries(
+def _map_operand_axis_entries_to_result(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
     """Return whether an operand axis is only a part of its result axis, and its entries in the result axis."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
-    local_index = slice_index(index, local_start, local_start + local_size, link.start)
+    local_index = slice_and_shift_index(index, local_start, local_start + local_size, link.start)
     if any(first < 0 or first + k > result_size for first, k in local_index):
         raise NodeMismatchError(
-            f"entries {format_index(slice_index(index, local_start, local_start + local_size))} lie outside "
+            f"entries {format_index(slice_and_shift_index(index, local_start, local_start + local_size))} lie outside "
             f"{link.start}:{link.start + result_size}"
         )
     return False, (

@@ -28,8 +28,8 @@ from typing import TypeAlias
 from ....graph.attrs import make_attribute_key
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
-from .facts import Fact
-from .index_sets import IgnoredDigits, IndexRanges, find_equivalent_index, make_full_index
+from .facts import DeviceValueFact
+from .index_sets import IgnoredDigits, IndexRanges, find_index_matching_both_values, make_index_of_all_entries
 from .node_matching import ConsumerTable
 from .op_instances import InferredEntries, NodeSpecs, ValueEntries, make_node_specs
 from .restricted_ops import infer_result_entries
@@ -124,7 +124,7 @@ class ValueNumbering:
         axes = tuple(
             None
             if s is None or number is None
-            else self.attach_ignored_digits(number, tuple(map(make_full_index, s.shape)))
+            else self.attach_ignored_digits(number, tuple(map(make_index_of_all_entries, s.shape)))
             for s, number in zip(instance.src, operand_numbers, strict=True)
         )
         inferred_entries = infer_result_entries(op, instance, instance, axes)
@@ -143,7 +143,7 @@ class ValueNumbering:
         """
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
-    def is_fact_of_complete_entries(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
+    def is_fact_of_complete_entries(self, fact: DeviceValueFact, value: Value, indices: Sequence[IndexRanges]) -> bool:
         """Return whether a fact proves that a device value is exactly the given entries of a graph value.
 
         A fact about a partial sum does not prove it.
@@ -172,6 +172,6 @@ class ValueNumbering:
         """
         digits = self.digits_by_number[value_number]
         return all(
-            find_equivalent_index(a, d, b, d) is not None
+            find_index_matching_both_values(a, d, b, d) is not None
             for a, b, d in zip(indices, other_indices, digits, strict=True)
         )

@@ -28,7 +28,7 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
     """Return a function that makes a terminal of stderr; pytest sets stderr anew after fixtures."""
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr(compile_log, "BAR_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr(compile_log, "_compile_bar", compile_log._CompileBar())
+    monkeypatch.setattr(compile_log, "_compile_bar", compile_log._CompileProgressBar())
 
     def open_stream() -> Terminal:
         stream = Terminal()

@@ -17,7 +17,7 @@ from hocket.backends.cpu.kernels.vector.elementwise import make_unary_kernel
 from hocket.backends.cpu.simd.vectors import MANY_REGISTERS, count_vector_registers
 from hocket.backends.cpu.steps.step_loop import BARRIER_FLAG
 from hocket.backends.cpu.steps.step_table import RUN_STATUS_REGION, StepTableBuilder, ThreadWork
-from hocket.backends.fusion.operands import Region
+from hocket.backends.fusion.operands import MemoryRegion
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph.dtypes import DType
@@ -267,7 +267,7 @@ def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped
 
 def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thread_does_both():
     assert RUN_STATUS_REGION.overlaps(RUN_STATUS_REGION)
-    assert not RUN_STATUS_REGION.overlaps(Region(0, 0, 1 << 40))
+    assert not RUN_STATUS_REGION.overlaps(MemoryRegion(0, 0, 1 << 40))
     steps = StepTableBuilder(2)
     memory = [steps.allocate_memory(64) for _ in range(2)]
     steps.add(make_unary_kernel("copy"), [], reads=[], writes=[memory[0]], stops=True)
@@ -306,10 +306,10 @@ def test_a_step_in_work_items_waits_for_errors_that_may_stop_the_run():
 
 
 def test_bands_of_the_same_rows_overlap_only_where_their_columns_do():
-    band = Region(0, 100, 1000, 64, 16)
-    assert not band.overlaps(Region(0, 116, 1016, 64, 48))
-    assert not band.overlaps(Region(0, 52, 1000, 64, 48))
-    assert band.overlaps(Region(0, 52, 1000, 64, 49))
-    assert band.overlaps(Region(0, 115, 1015, 64, 4))
-    assert band.overlaps(Region(0, 120, 130))
-    assert not band.overlaps(Region(1, 100, 1000, 64, 16))
+    band = MemoryRegion(0, 100, 1000, 64, 16)
+    assert not band.overlaps(MemoryRegion(0, 116, 1016, 64, 48))
+    assert not band.overlaps(MemoryRegion(0, 52, 1000, 64, 48))
+    assert band.overlaps(MemoryRegion(0, 52, 1000, 64, 49))
+    assert band.overlaps(MemoryRegion(0, 115, 1015, 64, 4))
+    assert band.overlaps(MemoryRegion(0, 120, 130))
+    assert not band.overlaps(MemoryRegion(1, 100, 1000, 64, 16))

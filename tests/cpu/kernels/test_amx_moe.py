@@ -24,7 +24,7 @@ EXPERTS, THREADS = 5, 3
 
 
 def sorted_by(ids: np.ndarray) -> np.ndarray:
-    """Return the result of `experts.sort_slots`: the first slot of each expert, then the slots.
+    """Return the result of `experts.sort_expert_slots`: the first slot of each expert, then the slots.
 
     `EXPERTS` means elsewhere.
     """

@@ -49,11 +49,12 @@ def test_packing_loses_nothing(dtype: DType):
         np.zeros(1024, np.uint8),
     )
     words = (weight, raw.shape[1], rows, columns, ids, out, 4 * columns, rows, scratch)
-    assert call(weight_packing.make_unpack_rows_kernel(FORMATS[dtype]), *words) == 0
+    assert call(weight_packing.make_dequantise_rows_by_id_kernel(FORMATS[dtype]), *words) == 0
     assert np.array_equal(out, dequantise(raw, dtype)[ids])
     ids[3] = rows
     assert (
-        call(weight_packing.make_unpack_rows_kernel(FORMATS[dtype]), *words) == weight_packing.INVALID_ROW | rows << 8
+        call(weight_packing.make_dequantise_rows_by_id_kernel(FORMATS[dtype]), *words)
+        == weight_packing.INVALID_ROW | rows << 8
     ), "a row that is not there"
 
 
@@ -314,7 +315,7 @@ from pathlib import Path
 from hocket.backends.cpu.compilation import compiler
 from hocket.backends.cpu.steps import step_loop
 compiler.PRECOMPILED_FOLDER = Path(sys.argv[1])
-compiler.precompile_kernels([step_loop.run_step_table])
+compiler.compile_kernels_into_package([step_loop.run_step_table])
 """
 MACHINES = {"avx512-vnni-bf16": 62, "x86-64-v3": 62, "aarch64": 183}
 """Numbers of ELF."""
@@ -343,12 +344,12 @@ def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypat
         lambda: (target_cpu.find_compile_target(), target_cpu.PRECOMPILED_TARGETS[1]),
     )
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "cache"))
-    assert compiler._read_cached_code(one) is None
+    assert compiler._read_shipped_or_cached_code(one) is None
     write_cached(file, b"code")
     assert compiler._is_cached(one)
-    assert compiler._read_cached_code(one) == b"code"
+    assert compiler._read_shipped_or_cached_code(one) == b"code"
     file.write_bytes(file.read_bytes() + b"?")
-    assert compiler._read_cached_code(one) is None
+    assert compiler._read_shipped_or_cached_code(one) is None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -370,8 +371,8 @@ def test_the_worked_example_of_digits_to_base_3_holds():
 
 
 def test_a_code_book_keeps_its_entries_in_every_order():
-    numbers = iq1_codes._compute_iq1_entry_numbers()
-    assert sorted(iq1_codes.order_iq1_entries()) == sorted(numbers) == [*range(2048)]
+    numbers = iq1_codes._compute_iq1_kernel_numbers()
+    assert sorted(iq1_codes.list_iq1_entries_in_kernel_order()) == sorted(numbers) == [*range(2048)]
 
 
 def test_a_kernel_that_may_raise_is_refused():

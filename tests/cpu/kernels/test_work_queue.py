@@ -11,7 +11,7 @@ import pytest
 from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION, Kernel, kernel
 from hocket.backends.cpu.compilation.kernel_args import declare_args
 from hocket.backends.cpu.simd.atomics import fetch_add
-from hocket.backends.cpu.steps.work_queue import QUEUE_BYTES, reset_queue, take_work_item
+from hocket.backends.cpu.steps.work_queue import QUEUE_BYTES, reset_queue_after_last_ticket, take_work_item
 
 ARGS = declare_args("tickets pieces done")
 
@@ -26,7 +26,7 @@ def count_work_items(a, thread, threads):
             fetch_add(ARGS.done(a) + 8 * item, 1)
             mine = take_work_item(tickets, item + 1)
         item += 1
-    reset_queue(tickets, mine, item, threads)
+    reset_queue_after_last_ticket(tickets, mine, item, threads)
     return 0
 
 

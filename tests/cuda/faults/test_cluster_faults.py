@@ -14,8 +14,8 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import Launch, LaunchError
-from hocket.backends.cupy.emulation.access_counters import CountingDriver
+from hocket.backends.cupy.device.driver import KernelLaunch, LaunchError
+from hocket.backends.cupy.emulation.access_counters import AccessCountingDriver
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
@@ -171,8 +171,11 @@ def test_what_is_not_in_order_is_found(name):
 def test_what_a_cluster_shares_is_asked_for_once():
     asked = {}
     for blocks in (1, 2, 4):
-        driver = CountingDriver()
-        with by_clusters(), patch.object(tiled, "_choose_cluster_size", lambda _, blocks=blocks: blocks):
+        driver = AccessCountingDriver()
+        with (
+            by_clusters(),
+            patch.object(tiled, "_choose_cluster_size_with_few_idle_blocks", lambda _, blocks=blocks: blocks),
+        ):
             dense(DType.BF16, 512, 64, 256, DriverBackend(driver), is_exact=False)
         asked[blocks] = driver.counters["clusters.cu: clustered<bf16_bits, 1>"].block_requested_bytes
     x = 256 * 64 * 2
@@ -183,7 +186,7 @@ def test_what_a_cluster_shares_is_asked_for_once():
 @pytest.mark.parametrize("cluster", [(1, 3, 1), (1, 16, 1)])
 def test_a_grid_that_clusters_do_not_divide_is_named(cluster):
     kernel = tiled.CLUSTER_SOURCE_BY_DTYPE[DType.BF16]["clustered<bf16_bits, 1>"]
-    launch = Launch(kernel, (1, 16, 1), (256, 1, 1), 0, (0,) * 17, (), 0, cluster)
+    launch = KernelLaunch(kernel, (1, 16, 1), (256, 1, 1), 0, (0,) * 17, (), 0, cluster)
     driver = EmulatedDriver()
     with pytest.raises(LaunchError, match=f"a grid of 1 x 16 x 1 blocks into clusters of 1 x {cluster[1]} x 1"):
         driver.record([launch], driver.device(0))()

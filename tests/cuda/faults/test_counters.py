@@ -10,10 +10,10 @@ import pytest
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
-from hocket.backends.cupy.device.device_limits import find_limits
+from hocket.backends.cupy.device.device_limits import find_kernel_limits
 from hocket.backends.cupy.device.driver import AddressSpan, KernelSource, find_kernel_path, read_kernel_text
 from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_budget_violations
-from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_with_counters
+from hocket.backends.cupy.emulation.access_counters import AccessCountingDriver, run_with_counters
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.fusion.operands import BoundInstruction, Operand
@@ -51,7 +51,7 @@ SOURCE = EditedSource(
 
 def count_walk(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
     """Return the access counters of a warp that walks with these steps, in elements."""
-    driver = CountingDriver()
+    driver = AccessCountingDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * SIZE + 4, device) for _ in range(2)]
     operands = [Operand(driver.address(m), Tensor(i, 0, (SIZE + 1,), (1,), DType.F32)) for i, m in enumerate(memory)]
@@ -128,7 +128,7 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
 
 @pytest.mark.parametrize("kernel", MEMORY_REQUESTS)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
-    driver, (graph, requests) = CountingDriver(), MEMORY_REQUESTS[kernel]
+    driver, (graph, requests) = AccessCountingDriver(), MEMORY_REQUESTS[kernel]
     run_graph(graph(False), True, backend=DriverBackend(driver))
     assert list_budget_violations(driver.counters[kernel]) == []
     assert sum(site.requests for site in driver.counters[kernel].sites) <= MORE * requests
@@ -218,7 +218,7 @@ def test_attention_by_single_warps_asks_for_no_more_than_it_must():
 
 def test_a_delta_net_that_is_scanned_without_clusters_asks_for_no_more_than_it_must():
     (case,) = (case for case in MAIN_PATH_CASES if case.startswith("gated_delta_net(q=f32[70"))
-    prepare, scan = collect_launch_counters([case], find_limits("80"))
+    prepare, scan = collect_launch_counters([case], find_kernel_limits("80"))
     assert scan.launch.kernel.name == "delta_scan<64, 32, 16, false, true>"
     assert [why for counted in (prepare, scan) for why in list_budget_violations(counted)] == []
     assert (prepare.copies_in_flight, scan.copies_in_flight) == (None, 1)

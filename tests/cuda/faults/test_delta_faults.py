@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, Limits, find_limits
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits, find_kernel_limits
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
@@ -36,7 +36,7 @@ STEP, CHUNKS, PREPARE, SCAN = (
 )  # fmt: skip
 STATES, CLUSTERS = "states.cu", "gated_delta_net_clusters.cu"
 
-A100 = find_limits("80")
+A100 = find_kernel_limits("80")
 
 
 def steps() -> Problem:
@@ -67,7 +67,7 @@ def make_swapped_problem() -> Problem:
 
 
 def find_symptom(
-    make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "", limits: Limits = A100
+    make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "", limits: KernelLimits = A100
 ) -> str:
     """Return the symptom of a planted fault; an empty text if there is none."""
     outs = []

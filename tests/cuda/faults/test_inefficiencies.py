@@ -14,13 +14,13 @@ from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_budget_violations
-from hocket.backends.cupy.emulation.access_counters import CountingDriver
+from hocket.backends.cupy.emulation.access_counters import AccessCountingDriver
 from hocket.backends.cupy.kernel_resources import compile_resource_rows, read_resource_table
 from hocket.backends.cupy.kernel_table import FUSED, SOURCES
 from hocket.backends.cupy.kernels import elementwise
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.reports.emulator_checks import collect_launch_counters
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.scheduler import parse_simulated_group, plan, plan_for_group
 
 from ...given.devices.attention import by_warps
@@ -32,7 +32,7 @@ from ...given.models.goldens import decode_graph
 from ...given.models.large_headers import qwen_80b
 
 
-class Planting(CountingDriver):
+class Planting(AccessCountingDriver):
     """Counts kernels that see a file with another text in it."""
 
     def __init__(self, file, good, bad):
@@ -79,7 +79,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
     with by_warps():
         planting = Planting("attention_short.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<0>")
         (planted,) = launches_of(planting, NARROW)
-        (plain,) = launches_of(CountingDriver(), NARROW)
+        (plain,) = launches_of(AccessCountingDriver(), NARROW)
     assert (planted.copies_in_flight, plain.copies_in_flight) == (1, 2)
 
 
@@ -94,7 +94,7 @@ def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
 
 @pytest.fixture(scope="module")
 def _compiler():
-    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
 
 
 @pytest.mark.long
@@ -124,7 +124,7 @@ def launches(model):
 
 def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
-        graph, _ = read_step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
+        graph, _ = read_step_graph_and_context(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
         simulated = parse_simulated_group("h200")
         return count_launches(plan_for_group(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 

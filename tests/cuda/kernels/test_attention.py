@@ -12,8 +12,8 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, Emul
 from hocket.backends.cupy.kernels.attention import attention as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
-from hocket.conformance.cases.inputs import generate_operands
-from hocket.conformance.checks.run_case import run_three_times
+from hocket.conformance.cases.inputs import generate_random_operands
+from hocket.conformance.checks.run_case import run_three_times_guarded
 from hocket.ops import attention
 
 from ...given.devices.attention import by_warps
@@ -161,7 +161,7 @@ def test_tiles_that_are_hidden_are_not_read(t, cells, error):
     """A causal mask over a long cache: keys behind the last token, and before the window, may hold anything."""
     keys, window, last = 640, 100, 300
     c = case(t, 1, 1, keys, 64, mask="", cells=cells)
-    units = generate_operands(c)
+    units = generate_random_operands(c)
     distance = last - t + 1 + np.arange(t)[:, None] - np.arange(keys)
     units["mask"] = np.where((distance >= 0) & (distance < window), 0.0, -np.inf)
     want = attention.reference(*units.values(), scale=c.attributes_with_defaults["scale"])
@@ -170,21 +170,21 @@ def test_tiles_that_are_hidden_are_not_read(t, cells, error):
         x[384:] = np.nan
         x[:128] = np.nan
     backend = EmulatedBackend()
-    (got,) = run_three_times(c, dirty, backend, backend.device(0))
+    (got,) = run_three_times_guarded(c, dirty, backend, backend.device(0))
     np.testing.assert_allclose(got, want, atol=error)
 
 
 def test_numbers_of_any_size_keep_their_digits():
     """Keys and values that differ by powers of ten, as halves of powers of two for each row."""
     c = case(66, 1, 1, 70, 64)
-    units = generate_operands(c)
+    units = generate_random_operands(c)
     size = 10.0 ** np.random.default_rng(1).integers(-9, 9, (70, 1, 1))
     units["k"], units["v"] = units["k"] / size, units["v"] * size
     units = {name: x.astype(np.float32).astype(np.float64) for name, x in units.items()}
     want = attention.reference(*units.values(), scale=c.attributes_with_defaults["scale"])
     bound = attention.reference(units["q"], units["k"], np.abs(units["v"]), scale=c.attributes_with_defaults["scale"])
     backend = EmulatedBackend()
-    (got,) = run_three_times(c, units, backend, backend.device(0))
+    (got,) = run_three_times_guarded(c, units, backend, backend.device(0))
     assert np.max(np.abs(got - want) / bound) < 2e-5  # of scores near 30, in float32
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, Limits, find_limits
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits, find_kernel_limits
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 
 from ...given.devices.delta_launches import (
@@ -31,7 +31,7 @@ pytestmark = needs_compiler
 
 STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
 """The allowed error of each kind of kernel; the first two require 1e-7."""
-A100 = find_limits("80")
+A100 = find_kernel_limits("80")
 SCANS = pytest.mark.parametrize(
     ("limits", "kernel"), [(A100, "delta_scan"), (LARGEST_LIMITS, "delta_scan_clusters")], ids=["alone", "clusters"]
 )
@@ -54,7 +54,9 @@ def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
 @KINDS
 @SCANS
 @pytest.mark.parametrize(("size", "tokens"), [(128, 65), (128, 127), (64, 128), (128, 200), (64, 256), (64, 100)])
-def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: bool, limits: Limits, kernel: str):
+def test_by_chunks_the_rule_is_the_recurrence(
+    size: int, tokens: int, channels: bool, limits: KernelLimits, kernel: str
+):
     p = problem(tokens, size, 1, 2, tokens, batch=1 + tokens % 2, channels=channels)
     bound = bind(p, limits=limits)
     assert bound.kernels[-1] == kernel
@@ -270,8 +272,8 @@ def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact:
     for values, limits in product(binding.SLICE_ROWS, (A100, LARGEST_LIMITS)):
 
         def launch(launches, call, rule, exact, values=values):
-            carried = binding.bind_states(launches, call, rule.sequences, rule.tokens)
-            chunk = binding.ChunkVariant(rule.key_size, rule.has_channel_decay, exact)
+            carried = binding.bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
+            chunk = binding.ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, exact)
             memory = binding.allocate_chunk_scratch(launches, rule, rule.tokens, chunk)
             binding.launch_delta_rule_by_chunks(launches, rule, carried, memory, chunk, values)
 

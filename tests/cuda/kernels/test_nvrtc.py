@@ -27,7 +27,7 @@ from ...given.devices.tools import needs
 
 @pytest.fixture(scope="module")
 def _compiler():
-    needs(nvrtc.load_nvrtc, disassembly.find_disassembler)
+    needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
 
 
 def test_the_table_is_of_these_sources():
@@ -80,7 +80,7 @@ COMPILER_OUTPUT = """
 
 
 def test_loops_loads_and_products_are_counted_in_what_the_disassembler_shows():
-    ((name, lines),) = disassembly.split_kernels(COMPILER_OUTPUT)
+    ((name, lines),) = disassembly.split_disassembly_by_kernel(COMPILER_OUTPUT)
     assert name == "add"
     assert disassembly.compute_code_statistics(lines) == disassembly.CodeStatistics(
         8, loop=3, products=1, loads={8: 1, 128: 2}

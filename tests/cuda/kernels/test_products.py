@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec_rows
+from hocket.backends.cupy.binding.weight_packing import (
+    PLANE_LAYOUTS,
+    pack_quantised_weight_for_kernels,
+    pad_packed_spec_rows_to_units,
+)
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType
@@ -52,7 +56,11 @@ def test_what_is_no_number_stays_so_in_its_block_alone():
 def test_packing_loses_nothing(dtype, number):
     spec = Spec((2, 37, 512), dtype)
     raw = random_rows(dtype, 74, 512, RNG)
-    assert len(pack_weight(raw.reshape(-1), spec)) == pad_packed_spec_rows(spec).nbytes == 2 * 64 * raw.shape[1]
+    assert (
+        len(pack_quantised_weight_for_kernels(raw.reshape(-1), spec))
+        == pad_packed_spec_rows_to_units(spec).nbytes
+        == 2 * 64 * raw.shape[1]
+    )
     table = weight("w", (37, 512), dtype)
     ids = RNG.permutation(37).astype(number.storage)
     backend = EmulatedBackend()

@@ -10,8 +10,8 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
-from hocket.backends.cupy.device.device_limits import KIB, LARGEST_LIMITS, Limits, find_limits
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.device_limits import KIB, LARGEST_LIMITS, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.elementwise import CUDA_TYPE_NAMES
 from hocket.backends.cupy.kernels.products import tiled
@@ -36,12 +36,12 @@ SUMMED = 2e-6
 class Noting(EmulatedDriver):
     """A driver that records the names of launched kernels."""
 
-    def __init__(self, limits: Limits = LARGEST_LIMITS) -> None:
+    def __init__(self, limits: KernelLimits = LARGEST_LIMITS) -> None:
         super().__init__(limits=limits)
         self.names = []
 
     def record(self, launches, on):
-        self.names += [launch.kernel.name for launch in launches if isinstance(launch, Launch)]
+        self.names += [launch.kernel.name for launch in launches if isinstance(launch, KernelLaunch)]
         return super().record(launches, on)
 
 
@@ -91,7 +91,8 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("columns", [256, 512])
 @pytest.mark.parametrize(
-    ("limits", "kernel"), [(find_limits("80"), "tiled_packed<{}>"), (find_limits("90"), "grouped_packed<{}>")]
+    ("limits", "kernel"),
+    [(find_kernel_limits("80"), "tiled_packed<{}>"), (find_kernel_limits("90"), "grouped_packed<{}>")],
 )
 @pytest.mark.parametrize("once", [1 << 30, 130])
 @pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
@@ -156,7 +157,7 @@ def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
     ("blocks", "size"), [(32, 4), (25, 4), (24, 4), (21, 2), (9, 2), (8, 4), (6, 2), (5, 1), (3, 1), (1, 1)]
 )
 def test_clusters_are_as_large_as_leaves_hardly_any_block_without_rows(blocks, size):
-    assert tiled._choose_cluster_size(blocks) == size
+    assert tiled._choose_cluster_size_with_few_idle_blocks(blocks) == size
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_clusters_are_as_large_as_leaves_hardly_any_block_without_rows(blocks, s
 )
 def test_clusters_multiply_entries_that_fill_their_tiles(entries, chosen):
     w = Operand(0, Tensor(0, 0, (65536, 4096), (4096, 1), DType.BF16))
-    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_limits("90"))
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_kernel_limits("90"))
     assert tiled.choose_tile_shape(launches, w, entries, 1, True) == (chosen, 1)
 
 
@@ -220,7 +221,7 @@ def test_numbers_that_are_none_spoil_their_row_alone():
         (14336, 100, True, (tiled.LARGE_TILE, 1)),
     ],
 )
-@pytest.mark.parametrize("limits", [find_limits("80"), find_limits("90")], ids=str)
+@pytest.mark.parametrize("limits", [find_kernel_limits("80"), find_kernel_limits("90")], ids=str)
 def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen, limits):
     tile, shares = chosen
     by_warpgroups = limits.has_warpgroups and tile == tiled.TALL_TILE
@@ -239,14 +240,14 @@ def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen, lim
 @pytest.mark.parametrize(("rows", "columns", "shares"), [(2048, 4096, 4), (1024, 4096, 8), (2048, 2048, 4)])
 def test_blocks_of_warpgroups_share_the_columns_of_few_tiles(rows, columns, shares):
     floats, packed = (Operand(0, Tensor(0, 0, (rows, columns), (columns, 1), t)) for t in (DType.BF16, DType.Q4_K))
-    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_limits("90"))
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_kernel_limits("90"))
     assert tiled.choose_tile_shape(launches, floats, 512, 1, True) == (tiled.CLUSTER_TILE, shares)
     assert tiled.choose_tile_shape(launches, packed, 512, 1, True) == (tiled.WARPGROUP_TILE, shares)
 
 
 def test_no_more_than_two_blocks_share_columns_elsewhere():
     floats = Operand(0, Tensor(0, 0, (1024, 4096), (4096, 1), DType.BF16))
-    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_limits("80"))
+    launches = LaunchBuilder(upload_array=lambda array: 0, limits=find_kernel_limits("80"))
     assert tiled.choose_tile_shape(launches, floats, 512, 1, True) == (tiled.SMALL_TILE, 1)
 
 
@@ -258,7 +259,7 @@ def test_no_more_than_two_blocks_share_columns_elsewhere():
 def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, kernel, monkeypatch):
     monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 0)
     monkeypatch.setattr(tiled, "MIN_BF16_TILES", 0)
-    driver = Noting(Limits(64 * KIB, has_warpgroups=True))
+    driver = Noting(KernelLimits(64 * KIB, has_warpgroups=True))
     backend = DriverBackend(driver)
     raw = random_rows(dtype, 8, 64, RNG) if dtype is DType.Q8_0 else to_half_bits(np.ones((8, 64), np.float32), dtype)
     graph = Graph({"y": ops.mul_mat(weight("w", (8, 64), dtype), input("x", (130, 64)))})

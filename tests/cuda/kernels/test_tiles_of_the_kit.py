@@ -11,8 +11,8 @@ import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
-from hocket.backends.cupy.device.device_limits import find_limits
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.device_limits import find_kernel_limits
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.fusion.operands import Operand
@@ -64,11 +64,11 @@ class Noting(EmulatedDriver):
     """A driver that records the names of launched kernels."""
 
     def __init__(self, capability: str) -> None:
-        super().__init__(limits=find_limits(capability))
+        super().__init__(limits=find_kernel_limits(capability))
         self.names: set[str] = set()
 
     def record(self, steps, on):
-        self.names |= {step.kernel.name for step in steps if isinstance(step, Launch)}
+        self.names |= {step.kernel.name for step in steps if isinstance(step, KernelLaunch)}
         return super().record(steps, on)
 
 

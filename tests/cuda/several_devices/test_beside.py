@@ -96,7 +96,7 @@ class Apart(RecordingBackend):
 
     def __init__(self):
         super().__init__()
-        self.driver.can_access_peers = lambda devices: False
+        self.driver.enable_peer_access = lambda devices: False
 
 
 def test_a_sum_through_memory_of_the_host_hides_nothing_in_the_clock_as_in_the_run():
@@ -172,8 +172,8 @@ MISSING = {
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("what", MISSING)
 def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, monkeypatch):
-    queued = ordered.queue_launches_in_streams
-    monkeypatch.setattr(ordered, "queue_launches_in_streams", lambda steps: MISSING[what](queued(steps)))
+    queued = ordered.assign_launches_to_streams
+    monkeypatch.setattr(ordered, "assign_launches_to_streams", lambda steps: MISSING[what](queued(steps)))
     assert find_disorders_beside()
 
 

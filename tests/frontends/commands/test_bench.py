@@ -15,7 +15,7 @@ from hocket.frontends.commands import bench
 from hocket.frontends.commands.bench_batched import BATCHED_TABLE
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
-from hocket.frontends.terminal.bench_rows import format_rows
+from hocket.frontends.terminal.bench_rows import format_benchmark_rows
 
 from ...given.commands import Capture
 from ...given.models.goldens import TINY
@@ -68,16 +68,18 @@ LLAMA_BENCH = {
 
 def test_every_form_has_the_names_of_llama_bench(capsys: Capture) -> None:
     row = {
-        **bench.make_model_columns(open_model(TINY)),
+        **bench.create_llama_bench_model_columns(open_model(TINY)),
         **dict.fromkeys(("n_batch", "n_ubatch", "n_threads"), 1),
         **{"split_mode": "auto", "devices": "it's", "tensor_split": ""},
-        **bench.make_result_row(bench.BenchmarkTest(bench.NEW_KIND, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None),
+        **bench.create_llama_bench_result_row(
+            bench.BenchmarkTest(bench.NEW_KIND, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None
+        ),
     }
     assert row.keys() >= LLAMA_BENCH | {"samples_ns", "samples_ts"}
     assert (row["n_prompt"], row["n_gen"], row["n_depth"], row["avg_ns"], row["avg_ts"]) == (0, 4, 8, 375000000, 12)
-    (of_csv,) = csv.DictReader(format_rows([row], "csv"))
+    (of_csv,) = csv.DictReader(format_benchmark_rows([row], "csv"))
     base = sqlite3.connect(":memory:")
-    base.executescript("".join(format_rows([row], "sql")))
+    base.executescript("".join(format_benchmark_rows([row], "sql")))
     base.row_factory = sqlite3.Row
     (of_sql,) = base.execute("SELECT * FROM llama_bench")
     assert of_csv.keys() == set(of_sql.keys()) == row.keys() - {"samples_ns", "samples_ts"}
@@ -99,7 +101,7 @@ def test_several_sequences_are_measured_together_by_the_names_of_llama_batched_b
         assert r["speed_pp"] == pytest.approx(4 * r["pl"] / r["t_pp"])
         assert r["speed_tg"] == (pytest.approx(r["tg"] * r["pl"] / r["t_tg"]) if r["tg"] else 0.0)
         assert r["speed"] == pytest.approx(r["n_kv"] / r["t"])
-    head, rule, line = format_rows(rows[:1], "md", BATCHED_TABLE)
+    head, rule, line = format_benchmark_rows(rows[:1], "md", BATCHED_TABLE)
     assert head == "| PP | TG | B | N_KV | T_PP s | S_PP t/s | T_TG s | S_TG t/s | T s | S t/s |"
     assert head.count("|") == rule.count("|") == line.count("|")
 

@@ -307,7 +307,7 @@ def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, mon
         return load(kind)
 
     monkeypatch.setattr(devices, "load_backend", load_backend)
-    monkeypatch.setattr(devices, "measure_host_speed", lambda: devices.HostSpeed(2e10, 1e11))
+    monkeypatch.setattr(devices, "measure_host_bandwidth_and_flops", lambda: devices.HostSpeed(2e10, 1e11))
     assert main(["devices", "--json", "--measure"]) == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["cpu:0"]["read_bytes_per_second"] == 2e10
@@ -319,7 +319,7 @@ def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, mon
 def test_measuring_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MATRIX_ROWS", 256), ("SQUARE_SIZE", 128), ("MEASURED_RUNS", 2)):
         monkeypatch.setattr(devices, name, value)
-    measured = devices.measure_host_speed()
+    measured = devices.measure_host_bandwidth_and_flops()
     assert 1e7 < measured.bandwidth < 1e14
     assert 1e7 < measured.flops < 1e15
 

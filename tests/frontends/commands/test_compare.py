@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hocket.cli import main
-from hocket.frontends.commands.compare import compute_divergence
+from hocket.frontends.commands.compare import compute_kl_divergence_per_row
 from hocket.frontends.gguf import open_gguf
 
 from ...given.commands import Capture
@@ -36,10 +36,10 @@ def test_the_divergence_is_the_mean_of_its_definition():
     first, second = (rng.standard_normal((130, 9)).astype(np.float32) * 3 for _ in range(2))
     p, q = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(-1, keepdims=True) for x in (first, second))
     want = [sum(a * math.log(a / b) for a, b in zip(row, other, strict=True)) for row, other in zip(p, q, strict=True)]
-    assert compute_divergence(first, second) == pytest.approx(want, rel=1e-9)
-    assert not compute_divergence(first, first).any()
+    assert compute_kl_divergence_per_row(first, second) == pytest.approx(want, rel=1e-9)
+    assert not compute_kl_divergence_per_row(first, first).any()
     # Large logits neither overflow nor lose the difference.
-    assert compute_divergence(first + 1e4, first).max() < 1e-2
+    assert compute_kl_divergence_per_row(first + 1e4, first).max() < 1e-2
 
 
 def test_a_model_equals_itself_and_its_perplexity_is_the_one_of_the_command(text, capsys):

@@ -14,7 +14,7 @@ import pytest
 import hocket
 from hocket import ops
 from hocket.cli import main
-from hocket.frontends.graph_file import is_model, is_program
+from hocket.frontends.graph_file import is_gguf_or_hf_folder, is_torch_or_onnx_program
 
 from ...given.commands import Capture
 from ...given.models.goldens import TINY
@@ -86,8 +86,8 @@ def test_commands_read_a_folder_like_its_file(tmp_path: Path, capsys: Capture) -
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     assert main(["view", folder, "--devices", "numpy:0", "-o", str(tmp_path / "page.html")]) == 0
-    assert is_model(folder)
-    assert not is_program(folder)
+    assert is_gguf_or_hf_folder(folder)
+    assert not is_torch_or_onnx_program(folder)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from hocket.cli import main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.inference.product_inputs import (
-    ProductInputWatch,
+    InputEnergyWatch,
     WeightProduct,
-    find_weight_products,
-    sum_input_energy,
+    build_input_energy_sums_and_rows,
+    find_distinct_weight_products,
 )
 from hocket.frontends.quantisation.importance import (
     ImportanceSums,
@@ -67,7 +67,7 @@ def test_sums_and_counts_are_the_ones_of_llama_imatrix(text, tmp_path):
 
 
 def run_sums(product: WeightProduct, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    sums, rows = sum_input_energy(product)
+    sums, rows = build_input_energy_sums_and_rows(product)
     outputs = {"sums": sums} | ({} if isinstance(rows, int) else {"rows": rows})
     got, _ = evaluate(Graph(outputs), arrays)
     return [got[name] for name in outputs]
@@ -81,7 +81,7 @@ def test_each_expert_has_the_sums_of_the_tokens_that_chose_it(inputs):
     ids = np.array([rng.choice(experts - 1, used, replace=False) for _ in range(tokens)], np.int32)
     x_value, ids_value = input("x", x.shape), input("ids", ids.shape, "i32")
     y = ops.mul_mat_id(weight("w", (experts, 3, columns)), x_value, ids_value)
-    (product,) = find_weight_products(Graph({"y": y}))
+    (product,) = find_distinct_weight_products(Graph({"y": y}))
     sums, rows = run_sums(product, {"x": x, "ids": ids})
     want, counts = np.zeros((experts, columns)), np.zeros(experts)
     for token in range(tokens):
@@ -99,7 +99,9 @@ def test_products_are_found_through_views_and_counted_once():
     heads = ops.mul_mat(weight("heads", (2, 5, 8)), ops.reshape(x, shape=(2, 2, 8)))
     other = ops.mul_mat(ops.transpose(x), input("z", (3, 4)))
     looked_up = ops.get_rows(weight("t", (9, 8)), constant("n", np.array([1], np.int32)))
-    products = list(find_weight_products(Graph({str(i): y for i, y in enumerate([*halves, heads, other, looked_up])})))
+    products = list(
+        find_distinct_weight_products(Graph({str(i): y for i, y in enumerate([*halves, heads, other, looked_up])}))
+    )
     assert [(p.name, p.matrices) for p in products] == [("w", 1), ("heads", 2)]
     array = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
     (sums,) = run_sums(products[1], {"x": array})
@@ -107,10 +109,10 @@ def test_products_are_found_through_views_and_counted_once():
 
 
 def test_a_model_without_products_is_refused():
-    watch = ProductInputWatch(lambda name: False, lambda *sums: None)
+    watch = InputEnergyWatch(lambda name: False, lambda *sums: None)
     y = ops.mul_mat(weight("w", (6, 8)), input("x", (4, 8)))
     with pytest.raises(Exception, match="no product that reads a weight of a block"):
-        watch.require_match(Graph({"y": y}))
+        watch.require_watched_values(Graph({"y": y}))
 
 
 def test_chunks_in_two_runs_add_up_to_one_run(text, tmp_path):
@@ -137,7 +139,7 @@ def test_the_matrix_serves_quantize_and_the_output_matrix_is_optional(text, tmp_
     model = open_gguf(TINY)
     assert any("blk." not in name for name in matrix.columns)
     for name in matrix.columns:
-        found = matrix.find(model.tensor(name))
+        found = matrix.find_importances(model.tensor(name))
         assert found is not None
         assert (found >= 0).all()
     capsys.readouterr()
@@ -174,7 +176,7 @@ def test_sums_that_the_format_cannot_hold_leave_no_file(tmp_path):
     for sums, count, problem in ((3e38, 1, "the sum 6e.38 is too large"), (1, 1e13, "chunks are too many")):
         matrix = ImportanceSums(512)
         for _ in range(2):
-            matrix.add(name, np.full((1, 8), sums), np.array([count]))
+            matrix.add_column_sums(name, np.full((1, 8), sums), np.array([count]))
         with pytest.raises(ModelError, match=problem):
             matrix.write(out)
         assert not out.exists()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from hocket.cli import build_parser, main
+from hocket.cli import build_parser_for_command, main
 from hocket.frontends.commands import COMMAND_HELP
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.terminal.llama_cpp import COMMAND_OF_PROGRAM, FLAGS, find_program_remedy
@@ -63,7 +63,7 @@ FLAGS_OF = {"run": COMMON + CLI, "bench": BENCH, "perplexity": COMMON + PERPLEXI
 
 def options(command: str) -> dict[str, argparse.Action]:
     """The flags that a command accepts."""
-    parser = build_parser([command])
+    parser = build_parser_for_command([command])
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return dict(commands.choices[command]._option_string_actions)
 

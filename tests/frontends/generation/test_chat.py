@@ -11,7 +11,7 @@ import pytest
 from jinja2 import Template
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.chat import choose_chat_format, render_chat, select_chat_template
+from hocket.frontends.gguf.chat import choose_chat_template_and_variables, render_chat, select_chat_template
 from hocket.frontends.gguf.chat_sandbox import ChatEnvironment
 from hocket.frontends.gguf.reader import open_gguf
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -89,7 +89,8 @@ def test_a_broken_template_is_one_line(template: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__.json }}"]
+    "template",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_template_error.__globals__.json }}"],
 )
 def test_a_template_reaches_neither_python_nor_the_messages(template: str) -> None:
     with pytest.raises(ModelError, match="SecurityError"):
@@ -199,7 +200,7 @@ def test_tools_choose_the_template_for_them() -> None:
     metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }}"}
 
     def render_with(**variables: object) -> str:
-        return choose_chat_format(metadata, **variables).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
+        return choose_chat_template_and_variables(metadata, **variables).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
 
     assert render_with() == "plain"
     assert render_with(tools=[{}, {}]) == "2"
@@ -219,13 +220,13 @@ def render_content(template: str, content: str) -> str:
 
 def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    compile_text = ChatEnvironment.compile_text
+    compile_text = ChatEnvironment.compile_text_with_fuel
 
     def compile_and_count(environment: ChatEnvironment, source: str) -> Template:
         compiled.append(source)
         return compile_text(environment, source)
 
-    monkeypatch.setattr(ChatEnvironment, "compile_text", compile_and_count)
+    monkeypatch.setattr(ChatEnvironment, "compile_text_with_fuel", compile_and_count)
     template = "{{ messages[0].content }} of a template that is compiled once"
     assert [render_content(template, name)[0] for name in "abc"] == ["a", "b", "c"]
     assert compiled == [template]

@@ -18,7 +18,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.conversation import Conversation
 from hocket.frontends.generation.generate import (
     GenerationParams,
-    Timing,
+    GenerationTiming,
     compile_generation_plans,
     generate_tokens,
     sample_tokens,
@@ -43,7 +43,7 @@ def log(*p: float) -> npt.NDArray[np.float32]:
 
 
 def survivors(logits: npt.NDArray[np.float32], **filters: float) -> list[int]:
-    return Sampling(1.0, **{**EVERYTHING, **filters}).candidates(logits)[0].tolist()  # type: ignore[arg-type]
+    return Sampling(1.0, **{**EVERYTHING, **filters}).filter_tokens(logits)[0].tolist()  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------- choosing
@@ -51,7 +51,7 @@ def survivors(logits: npt.NDArray[np.float32], **filters: float) -> list[int]:
 
 def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals() -> None:
     rng = np.random.default_rng(0)
-    assert GREEDY.choose(log(0.1, 0.4, 0.4, 0.1), rng) == 1
+    assert GREEDY.choose_token(log(0.1, 0.4, 0.4, 0.1), rng) == 1
 
 
 def test_each_filter_keeps_what_its_definition_says() -> None:
@@ -85,7 +85,7 @@ def test_tokens_are_sampled_as_often_as_their_probability_says(temperature: floa
     rng, logits = np.random.default_rng(1), log(0.5, 0.3, 0.15, 0.05)
     sampling = Sampling(temperature, **EVERYTHING)  # type: ignore[arg-type]
     count = 4000
-    frequencies = np.bincount([sampling.choose(logits, rng) for _ in range(count)], minlength=4) / count
+    frequencies = np.bincount([sampling.choose_token(logits, rng) for _ in range(count)], minlength=4) / count
     p = np.exp(logits.astype(np.float64) / temperature)
     p /= p.sum()
     assert np.all(np.abs(frequencies - p) <= 4 * np.sqrt(p * (1 - p) / count))
@@ -93,12 +93,12 @@ def test_tokens_are_sampled_as_often_as_their_probability_says(temperature: floa
 
 def test_a_filtered_token_is_never_sampled() -> None:
     rng, sampling = np.random.default_rng(2), Sampling(5.0, top_k=2)
-    assert {sampling.choose(log(0.1, 0.4, 0.2, 0.3), rng) for _ in range(200)} == {1, 3}
+    assert {sampling.choose_token(log(0.1, 0.4, 0.2, 0.3), rng) for _ in range(200)} == {1, 3}
 
 
 def test_a_very_low_temperature_is_greedy_without_a_warning() -> None:
     rng = np.random.default_rng(0)
-    assert {Sampling(t).choose(log(0.2, 0.5, 0.3), rng) for t in (1e-310, 1e-30, 1e-3)} == {1}
+    assert {Sampling(t).choose_token(log(0.2, 0.5, 0.3), rng) for t in (1e-310, 1e-30, 1e-3)} == {1}
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -106,7 +106,7 @@ def test_a_very_low_temperature_is_greedy_without_a_warning() -> None:
 def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float) -> None:
     logits = np.array([0.5, bad, 0.1], np.float32)
     with pytest.raises(ModelError, match="gives token 1 the logit"):
-        Sampling(temperature).choose(logits, np.random.default_rng(0))
+        Sampling(temperature).choose_token(logits, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) 
 def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    timing, start, planned = Timing(), next(ticks), session.planning_seconds
+    timing, start, planned = GenerationTiming(), next(ticks), session.planning_seconds
     list(generate_tokens(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
     spent = next(ticks) - start
     # The fifth new token comes from the logits of the fourth, and is not run itself.
@@ -173,16 +173,16 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
     assert timing.prefill > 0 < timing.decode
     assert timing.planning == session.planning_seconds - planned
     assert timing.prefill + timing.decode + timing.planning <= spent
-    again = Timing()
+    again = GenerationTiming()
     session.reset(0)
     list(generate_tokens(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=again))
     assert again.planning == 0  # both sizes of a step have their plans
     assert "tok/s" in str(timing)
     assert (timing + timing).new_tokens == 8
-    assert str(Timing()) == "prefill 0 tokens -, decode 0 tokens -, plans and kernels 0.0 s"
-    timed = Timing(1, 0.5, 2, 0.5, 0.25, 0.9)
+    assert str(GenerationTiming()) == "prefill 0 tokens -, decode 0 tokens -, plans and kernels 0.0 s"
+    timed = GenerationTiming(1, 0.5, 2, 0.5, 0.25, 0.9)
     assert str(timed) == "load 0.9 s, prefill 1 token 2.0 tok/s, decode 2 tokens 4.0 tok/s, plans and kernels 0.2 s"
-    assert timed + timed == Timing(2, 1.0, 4, 1.0, 0.5, 1.8)
+    assert timed + timed == GenerationTiming(2, 1.0, 4, 1.0, 0.5, 1.8)
 
 
 def test_plans_before_a_generation_count_as_plans_and_kernels(session: Session) -> None:
@@ -341,11 +341,11 @@ def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_las
 def test_a_bias_of_minus_infinity_bans_a_token(temperature: float) -> None:
     logits = np.array([3.0, 2.0, 1.0, 0.0], np.float32)
     sampling = Sampling(temperature, top_k=0, top_p=1.0, min_p=0.0, bias=((0, -math.inf), (2, -math.inf)))
-    sampled = {sampling.choose(logits, np.random.default_rng(seed)) for seed in range(60)}
+    sampled = {sampling.choose_token(logits, np.random.default_rng(seed)) for seed in range(60)}
     assert sampled == ({1} if not temperature else {1, 3})
     banned = Sampling(temperature, bias=tuple((token, -math.inf) for token in range(4)))
     with pytest.raises(ModelError, match="every token that may come next is banned"):
-        banned.choose(logits, np.random.default_rng(0))
+        banned.choose_token(logits, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -355,7 +355,7 @@ def test_the_largest_biases_and_penalties_leave_a_choice(temperature: float, siz
     penalties = {"presence_penalty": size, "frequency_penalty": size, "repeat_penalty": 1e30}
     sampling = Sampling(temperature, **penalties, bias=((0, size), (0, size), (1, -size)))
     with np.errstate(over="raise", invalid="raise"):
-        assert 0 <= sampling.choose(logits, np.random.default_rng(0), [0, 1, 1] * 1000) < 4
+        assert 0 <= sampling.choose_token(logits, np.random.default_rng(0), [0, 1, 1] * 1000) < 4
 
 
 @pytest.mark.parametrize(

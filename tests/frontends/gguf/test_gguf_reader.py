@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf import Gguf, MetadataArray, open_gguf
+from hocket.frontends.gguf import Gguf, LazyMetadataArray, open_gguf
 from hocket.graph.dtypes import DType
 
 from ...given.calls import count_calls
@@ -89,7 +89,7 @@ def test_every_fixture_reads_as_the_gguf_package_reads_it(path: Path) -> None:
         assert got.shape == want.shape == ours.tensors[tensor.name].shape
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
     fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
-    assert {k: list(v) if isinstance(v, MetadataArray) else v for k, v in ours.metadata.items()} == fields
+    assert {k: list(v) if isinstance(v, LazyMetadataArray) else v for k, v in ours.metadata.items()} == fields
 
 
 def make_writer(path: Path, **options: Any) -> gguf.GGUFWriter:
@@ -130,7 +130,7 @@ def test_every_metadata_type_arrives_as_its_python_type(tmp_path: Path) -> None:
     }
     assert {k: metadata[k] for k in want} == want
     assert all(type(metadata[k]) is type(v) for k, v in want.items())
-    lists: dict[str, Any] = {k: list(v) for k, v in metadata.items() if isinstance(v, MetadataArray)}
+    lists: dict[str, Any] = {k: list(v) for k, v in metadata.items() if isinstance(v, LazyMetadataArray)}
     assert lists.pop("words") == ["a", "日"]
     assert [list(a) for a in lists.pop("nested")] == [[1, 2], [3]]
     assert lists == {"ints": [1, -2], "floats": [0.5, 1.5], "bools": [True, False]}
@@ -151,12 +151,14 @@ def test_numbers_are_a_read_only_view_and_bytes_of_bools_are_normalised(tmp_path
     assert numbers.tolist() == [4, -4]
     assert not numbers.flags.writeable
     assert not numbers.flags.owndata
-    assert file.numbers("b").tolist() == list(file.require("b", MetadataArray)) == [False, True, True]
+    assert file.numbers("b").tolist() == list(file.require("b", LazyMetadataArray)) == [False, True, True]
 
 
 def test_an_empty_array_at_the_end_of_the_file_is_empty(tmp_path: Path) -> None:
     for kind in (INT32, BOOL, STRING, ARRAY):
-        empty = open_bytes(tmp_path, model((pair("a", ARRAY, array(kind, 0)),), align=1)).require("a", MetadataArray)
+        empty = open_bytes(tmp_path, model((pair("a", ARRAY, array(kind, 0)),), align=1)).require(
+            "a", LazyMetadataArray
+        )
         assert (len(empty), empty[:]) == (0, ())
 
 
@@ -174,10 +176,10 @@ def test_a_long_text_is_read_whole(tmp_path: Path) -> None:
 
 def test_tensors_are_read_only_views_of_the_file() -> None:
     for tensor in open_gguf(SMALL).tensors.values():
-        assert not tensor.raw.flags.writeable
-        assert not tensor.raw.flags.owndata
-        assert tensor.raw.nbytes == tensor.nbytes
-        assert tensor.raw.dtype == tensor.dtype.storage
+        assert not tensor.stored_elements.flags.writeable
+        assert not tensor.stored_elements.flags.owndata
+        assert tensor.stored_elements.nbytes == tensor.nbytes
+        assert tensor.stored_elements.dtype == tensor.dtype.storage
     matrix = open_gguf(SMALL).tensor("token_embd.weight")
     assert repr(matrix) == f"%token_embd.weight : {matrix.dtype}[96×256]"
 
@@ -288,7 +290,7 @@ def test_a_wrong_or_missing_value_says_key_got_and_need(tmp_path: Path) -> None:
         (m.require, ("none\n", int), "'none\\n'", "missing", "an integer"),
         (m.get, ("b", int), "b is bool True", "need an integer"),
         (m.get, ("s", float), "s is str 'line\\nbreak'", "need a number"),
-        (m.get, ("i", MetadataArray), "i is int 3", "need an array"),
+        (m.get, ("i", LazyMetadataArray), "i is int 3", "need an array"),
         (m.get, ("a", str), "a is array int32[3]", "need a string"),
         (m.strings, ("a",), "int32[3]", "strings"),
         (m.read_per_layer, ("a", int, 4), "int32[3]", "4 layers"),
@@ -411,7 +413,7 @@ def outcome(path: Path) -> bool:
         for tensor in list(file.tensors.values())[::4]:
             assert tensor.dequantise().shape == tensor.shape
         for value in file.metadata.values():
-            assert not isinstance(value, MetadataArray) or len(value[:]) == len(value)
+            assert not isinstance(value, LazyMetadataArray) or len(value[:]) == len(value)
     return file is not None
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import mapped_file
-from hocket.frontends.gguf.mapped_file import Cursor, map_file
+from hocket.frontends.gguf.mapped_file import HeaderCursor, map_file
 
 
 @given(
@@ -24,11 +24,11 @@ def test_strings_found_at_once_are_those_read_one_by_one(
 ) -> None:
     path = tmp_path_factory.mktemp("strings") / "strings"
     path.write_bytes(b"".join(struct.pack("<Q", len(text)) + text for text in texts) + b"rest")
-    one_by_one, at_once, passed = (Cursor(map_file(path)) for _ in range(3))
+    one_by_one, at_once, passed = (HeaderCursor(map_file(path)) for _ in range(3))
     with mock.patch.object(mapped_file, "STRINGS_PER_READ", many):
         found = at_once.read_strings(len(texts))
     assert found == [one_by_one.read_string() for _ in texts]
-    passed.skip_strings(len(texts))
+    passed.skip_strings_undecoded(len(texts))
     assert one_by_one.position == at_once.position == passed.position
     with pytest.raises(ModelError):
-        Cursor(map_file(path)).skip_strings(len(texts) + 1)
+        HeaderCursor(map_file(path)).skip_strings_undecoded(len(texts) + 1)

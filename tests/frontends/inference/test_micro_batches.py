@@ -109,7 +109,7 @@ def test_ranks_decode_micro_batches_as_one_device_does():
 
 def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", 4)
-    monkeypatch.setattr(prefill_chunks, "compute_chunk_sizes", lambda max_tokens: (4,))
+    monkeypatch.setattr(prefill_chunks, "list_allowed_chunk_sizes", lambda max_tokens: (4,))
     tokens, root = tokens_of("llama"), make_root_session("llama")
     texts = [tokens[:11], [], tokens[5:8], tokens[3:7]]
     expected = Session(root.model, like=root, sequences=4, context=64).evaluate(texts, every_position=True)

@@ -10,7 +10,7 @@ import pytest
 from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends.inference import device_group, prefill_chunks
-from hocket.frontends.inference.prefill_chunks import MIN_CHUNK_TOKENS, compute_chunk_sizes
+from hocket.frontends.inference.prefill_chunks import MIN_CHUNK_TOKENS, list_allowed_chunk_sizes
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph import StepError
@@ -28,12 +28,14 @@ STAGES_OF_GROUPS = DeviceGroup(devices=FOUR, split_mode="layer,tensor", threads=
 def _short(monkeypatch):
     """Parts of four tokens, so that texts of tests have several."""
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", 4)
-    monkeypatch.setattr(prefill_chunks, "compute_chunk_sizes", lambda max_tokens: (4,))
+    monkeypatch.setattr(prefill_chunks, "list_allowed_chunk_sizes", lambda max_tokens: (4,))
 
 
 def copy_written_states(session):
     """Return the parts of states that tokens have written, without the spare rows for padding."""
-    caches = {name: np.asarray(session.store.state(name)) for name in session.state_names if session.is_cache(name)}
+    caches = {
+        name: np.asarray(session.store.state(name)) for name in session.state_names if session.is_per_cell_cache(name)
+    }
     return {
         name: cache.reshape(session.sequences, -1, cache.shape[-1])[:, : session.cell_count(name)]
         for name, cache in caches.items()
@@ -96,7 +98,7 @@ def test_sequences_of_any_lengths_follow_each_other_together():
 def test_plans_for_a_prompt_are_built_before_it():
     model, tokens = open_model(path_of("llama")), tokens_of("llama")[:12]
     session = Session(model, on=LAYERS, context=64)
-    session.prepare(len(tokens))
+    session.compile_plans_for_tokens(len(tokens))
     pipelines = dict(session._pipelines)
     assert {step.output_kind for step in pipelines} == {"hidden", "logits"}, (
         "only the last part reads the output matrix"
@@ -152,7 +154,7 @@ def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypat
 )
 def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", MIN_CHUNK_TOKENS)
-    assert compute_chunk_sizes(max_tokens) == sizes
+    assert list_allowed_chunk_sizes(max_tokens) == sizes
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
 )
 def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, message, capsys, monkeypatch):
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", fewest)
-    monkeypatch.setattr(prefill_chunks, "compute_chunk_sizes", compute_chunk_sizes)
+    monkeypatch.setattr(prefill_chunks, "list_allowed_chunk_sizes", list_allowed_chunk_sizes)
     count, mode, batch = words.split()
     asked = ("--devices", ",".join(FOUR[: int(count)]), "--split-mode", mode, "-b", batch)
     (line,) = prompt_lines(capsys, *asked)

@@ -59,7 +59,7 @@ class Guessers:
     def __call__(self, k: int, tokens: list[int], before: F64) -> tuple[F64, F64]:
         """Return the hidden state after block k and its logits, for each token with the hidden state `before` it."""
         count, width, family = len(tokens), self.hyper.width, self.hyper.family
-        name = f"blk.{self.model.layers + k}.nextn"
+        name = f"blk.{self.model.layer_count_without_mtp + k}.nextn"
         shape = (count, self.streams, width)
         token = np.broadcast_to(self.normalise(f"{name}.enorm", self.table[tokens])[:, None], shape)
         both = np.concatenate([token, self.normalise(f"{name}.hnorm", before.reshape(shape))], axis=-1)
@@ -68,7 +68,7 @@ class Guessers:
         kind = DECODERS[family.residuals] if self.streams > 1 else Decoder
         decoder = kind(self.hyper, self.model.weights, frame)
         hidden_input = input("given", shape if self.streams > 1 else (count, width))
-        behind = decoder.run_block(self.model.layers + k, self.hyper.blocks[k], hidden_input)
+        behind = decoder.run_block(self.model.layer_count_without_mtp + k, self.hyper.blocks[k], hidden_input)
         graph = frame.build_graph({"behind": behind, "read": decoder.apply_output_norm(behind, name)})
         feeds = self.model.inputs(Step(1, count, 32, 32, 1, "guess"), Batch([tokens], [0]))
         feeds = {leaf.node.name: feeds[leaf.node.name] for leaf in graph.inputs if leaf.node.name != "given"}
@@ -111,7 +111,7 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
     run, count, read = ExactRun(model), len(TOKENS), len(TOKENS) - blocks - 1
     logits = run(Step(1, read, 32, 32, read, "both"), Batch([TOKENS[:read]], [0], [(0, i) for i in range(read)]))
     hidden = run.outputs["hidden"]
-    assert hidden.shape == (read, model.draft_columns)
+    assert hidden.shape == (read, model.draft_input_columns)
     guessed, seen = [], hidden[-1:]
     for at in range(read, count):
         step = Step(1, 1, 32, 32, 1, "guess", draft_block=min(at - read, blocks - 1))
@@ -120,7 +120,7 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
     guessers = Guessers(model, run)
     # The first block reads the operand of the output matrix, with MiMo and Step the residual before the last norm,
     # else all streams.
-    rows = hidden[:, : model.draft_columns // blocks]
+    rows = hidden[:, : model.draft_input_columns // blocks]
     if guessers.streams == 1:
         what_output_reads = guessers.normalise("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
         assert nmse(what_output_reads @ guessers.output.T, logits) <= SAME
@@ -216,7 +216,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
         assert got.planned_steps == ran
         assert got.lengths == want.lengths
         for state in want.state_names:
-            if not want.is_cache(state):
+            if not want.is_per_cell_cache(state):
                 assert nmse(np.ravel(got.store.state(state))[None], np.ravel(want.store.state(state))[None]) <= 1e-12
     assert nmse(got.evaluate([[9]])[0], want.evaluate([[9]])[0]) <= 1e-12
     with pytest.raises(ModelError, match="there are no 1 tokens of a reversible step"):
@@ -226,7 +226,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
 def test_a_repeated_stack_has_no_states_of_drafts(tmp_path: Path) -> None:
     gguf = open_model(architectures.write_model("nanbeige-dense", tmp_path)).gguf
     model = load_model(replace(gguf, metadata={**gguf.metadata, "nanbeige.num_loops": 2}))
-    assert model.layers == 2 * model.hyper.stored_blocks
+    assert model.layer_count_without_mtp == 2 * model.hyper.stored_blocks
     session = Session(model, on=EXACT, context=64)
     assert set(session.state_names) == set(session.store.states)
 

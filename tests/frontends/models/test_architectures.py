@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureMetadata
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, ModelWeights, Step, load_model
@@ -123,7 +123,7 @@ def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
     tokens, want = golden(name)
     gguf = open_model(write_model(name, tmp_path)).gguf
     family = replace(ARCHITECTURES["gemma3n"], activation="gelu tanh")
-    hyper = read_hyperparameters(ArchitectureKeys(gguf, "gemma3n"), family)
+    hyper = read_hyperparameters(ArchitectureMetadata(gguf, "gemma3n"), family)
     model = Model("gemma3n", gguf, hyper, ModelWeights(gguf, family.ignores, family.optional_tensors))
     ends = np.cumsum(lengths)
     parts = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -161,7 +161,7 @@ def test_tokens_of_pictures_without_names_are_where_llama_cpp_has_them(
     gguf = open_model(write_model("chameleon-dense", tmp_path)).gguf
     table = replace(gguf.tensor("token_embd.weight"), shape=(rows, 32))
     gguf = replace(gguf, tensors={**gguf.tensors, "token_embd.weight": table})
-    assert find_picture_token_ranges(ArchitectureKeys(gguf, "chameleon")) == want
+    assert find_picture_token_ranges(ArchitectureMetadata(gguf, "chameleon")) == want
 
 
 def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def reference(model: Model, tokens: list[int], heads: int, kv_heads: int, eps: f
     def norm(x: F64, name: str) -> F64:
         return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * t[f"{name}.weight"])
 
-    for i in range(model.layers):
+    for i in range(model.layer_count_without_mtp):
         block, h = f"blk.{i}", norm(x, f"blk.{i}.attn_norm")
         q, k, v = (
             (h @ t[f"{block}.attn_{c}.weight"].T).reshape(count, n, -1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureMetadata
 from hocket.frontends.models import ARCHITECTURES, Model, Step
 from hocket.frontends.models.layers.rope import Rope
 from hocket.frontends.open_model import open_model
@@ -74,7 +74,7 @@ def test_an_extrapolation_factor_of_the_file_replaces_that_of_the_type() -> None
 
     def rope(**values: object) -> Rope:
         changed = with_metadata(model, rope__scaling__factor=4.0, **values)
-        return Rope.from_keys(ArchitectureKeys(changed.gguf, "llama"), "normal", 16)
+        return Rope.from_keys(ArchitectureMetadata(changed.gguf, "llama"), "normal", 16)
 
     assert rope(rope__scaling__type="yarn").ext_factor == 1.0
     assert rope(rope__scaling__type="yarn", rope__scaling__yarn_ext_factor=-1.0).ext_factor == 1.0

@@ -15,8 +15,8 @@ from gguf.constants import Keys as PackageKeys
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Gguf, open_gguf
-from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
-from hocket.frontends.gguf.metadata import MetadataArray
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureMetadata
+from hocket.frontends.gguf.metadata import LazyMetadataArray
 from hocket.frontends.models import ARCHITECTURES, load_model
 from hocket.frontends.models.layers.rwkv import Rwkv7TimeMix
 from hocket.frontends.models.metadata_keys import METADATA_KEYS, READ
@@ -91,7 +91,7 @@ def test_every_key_that_a_reader_asks_for_is_read_by_the_table() -> None:
 
 def others(value: object) -> Iterator[object]:
     """Values that differ from one."""
-    if isinstance(value, MetadataArray):
+    if isinstance(value, LazyMetadataArray):
         yield "no array"
         return
     if isinstance(value, str):
@@ -133,7 +133,7 @@ def test_a_key_that_is_read_changes_the_model_or_is_refused(name: str) -> None:
 def test_the_keys_of_rwkv_are_checked() -> None:
     gguf = open_with_metadata("llama", wkv__head_size=24, embedding_length=64)
     with pytest.raises(ModelError, match=r"wkv\.head_size is 24; need a divisor of embedding_length 64"):
-        Rwkv7TimeMix.from_keys(ArchitectureKeys(gguf, "llama"), ARCHITECTURES["rwkv7"], 0)
+        Rwkv7TimeMix.from_keys(ArchitectureMetadata(gguf, "llama"), ARCHITECTURES["rwkv7"], 0)
 
 
 def test_a_key_whose_effect_is_not_computed_is_refused_by_name() -> None:

@@ -43,7 +43,7 @@ def test_the_embedded_model_has_the_logits_of_llama_cpp() -> None:
     tokens = np.load(TINY_GOLDENS / "tokens60.npy").tolist()
     want = np.load(TINY_GOLDENS / "logits60_q8_0_dequantized.npy").astype(np.float64)
     assert model.is_recurrent
-    assert (model.context_length, model.vocabulary_size, model.layers) == (512, 2048, 8)
+    assert (model.context_length, model.vocabulary_size, model.layer_count_without_mtp) == (512, 2048, 8)
     assert nmse(compute_logits_in_one_batch(ExactRun(model), tokens), want) <= 1e-8
 
 

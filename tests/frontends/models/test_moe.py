@@ -15,7 +15,7 @@ from hocket.frontends.gguf import Gguf
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch, Model, ModelWeights, Step, load_model
 from hocket.frontends.models.inputs.family import FamilyTraits
-from hocket.frontends.models.layers.moe import ExpertLayer, run_expert_layer
+from hocket.frontends.models.layers.moe import ExpertLayerHyperparameters, run_expert_layer
 from hocket.graph import Graph, Value, input
 from hocket.scheduler import Plan, load, plan, plan_for_group
 from hocket.scheduler.costs.hardware import Hardware
@@ -96,7 +96,7 @@ def silu(x: F64) -> F64:
     return x / (1.0 + np.exp(-x))
 
 
-def written_out(w: dict[str, F64], h: F64, experts: ExpertLayer, block: str, shared: bool) -> F64:
+def written_out(w: dict[str, F64], h: F64, experts: ExpertLayerHyperparameters, block: str, shared: bool) -> F64:
     """The answer to one token as the papers have it, every expert run in turn."""
     scores = w[f"{block}.ffn_gate_inp.weight"] @ h
     shares = np.exp(scores - scores.max())
@@ -114,7 +114,7 @@ def written_out(w: dict[str, F64], h: F64, experts: ExpertLayer, block: str, sha
     return total
 
 
-PLAIN = ExpertLayer(count=8, experts_per_token=2, family=FamilyTraits(shared_gate=True))
+PLAIN = ExpertLayerHyperparameters(count=8, experts_per_token=2, family=FamilyTraits(shared_gate=True))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ PLAIN = ExpertLayer(count=8, experts_per_token=2, family=FamilyTraits(shared_gat
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 def test_a_mixture_is_the_weighted_sum_of_the_experts_that_were_chosen(
-    experts: ExpertLayer, ties: bool, shared: bool
+    experts: ExpertLayerHyperparameters, ties: bool, shared: bool
 ) -> None:
     model, rng = open_fixture("qwen35moe"), np.random.default_rng(3)
     if not shared:
@@ -222,7 +222,7 @@ def test_the_search_shards_experts_where_a_batch_makes_it_pay(name: str) -> None
     model = load_model(open_fixture(name))
     new_plan = plan(model.graph(Step(1, 128, 256, 256, 128)), devices(2), split_mode="tensor")
     assert any("_exps" in leaf for leaf, *_ in new_plan.sharded_factors)
-    assert reductions(new_plan) == [("all_reduce", (128, 64))] * (2 * model.layers)
+    assert reductions(new_plan) == [("all_reduce", (128, 64))] * (2 * model.layer_count_without_mtp)
 
 
 @pytest.mark.long(cases=1)

@@ -11,7 +11,7 @@ from hocket.frontends.inference.rewind import make_checkpoint, restore_checkpoin
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Model
-from hocket.frontends.models.inputs.step import count_cache_rows
+from hocket.frontends.models.inputs.step import count_cache_rows_with_spare
 from hocket.frontends.open_model import open_model
 
 from ...given.models.architectures import write_model
@@ -45,8 +45,8 @@ def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, 
     assert nmse(logits(session(model), tokens), want) <= 1e-10
     for layer, seen in model.hyper.windows.items():
         for state in {f"cache_k.{layer}", f"cache_v.{layer}"} & set(rolling.store.states):
-            assert rolling.store.state(state).shape[0] == count_cache_rows(seen + BATCH if seen else 256)
-            assert whole.store.state(state).shape[0] == count_cache_rows(256)
+            assert rolling.store.state(state).shape[0] == count_cache_rows_with_spare(seen + BATCH if seen else 256)
+            assert whole.store.state(state).shape[0] == count_cache_rows_with_spare(256)
     assert window in model.hyper.windows.values()
 
 

@@ -55,14 +55,14 @@ def bound_sets(monkeypatch):
     from hocket.frontends.torch.parameter_binding import ParameterBindings
 
     known = {}
-    bind = ParameterBindings._bind_parameters
+    bind = ParameterBindings._build_executor_for_parameters
 
     def bind_and_count(self, key, parameters):
         if key:
             known.setdefault(self.module, set()).add(key)
         return bind(self, key, parameters)
 
-    monkeypatch.setattr(ParameterBindings, "_bind_parameters", bind_and_count)
+    monkeypatch.setattr(ParameterBindings, "_build_executor_for_parameters", bind_and_count)
     return known
 
 

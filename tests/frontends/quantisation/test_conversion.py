@@ -12,7 +12,7 @@ import pytest
 
 from hocket.cli import main
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.gguf.writer import read_encoded_pairs
+from hocket.frontends.gguf.writer import read_encoded_metadata_pairs
 from hocket.frontends.quantisation import conversion
 from hocket.graph.dtypes import DType
 
@@ -182,7 +182,7 @@ def test_each_expert_has_its_own_importances(tmp_path, capsys):
         conversion.quantise_rows(experts[i], DType.Q4_K, np.ones(256, np.float32) if i == 1 else sums[i] / 7)
         for i in range(3)
     ]
-    assert np.array_equal(out.tensor(name).raw, np.stack(want))
+    assert np.array_equal(out.tensor(name).stored_elements, np.stack(want))
     assert out.metadata["quantize.imatrix.file"] == "imatrix.gguf"
     assert out.metadata["quantize.imatrix.entries_count"] == 1
 
@@ -251,8 +251,8 @@ def test_a_split_model_is_written_as_one_file_or_in_as_many_files(tmp_path):
     assert len(two.part_paths) == 2
     assert "split.count" not in one.metadata
     for name in weights:
-        assert np.array_equal(one.tensor(name).raw, two.tensor(name).raw)
-    assert "general.file_type" not in read_encoded_pairs(two.part_paths[1])
+        assert np.array_equal(one.tensor(name).stored_elements, two.tensor(name).stored_elements)
+    assert "general.file_type" not in read_encoded_metadata_pairs(two.part_paths[1])
 
 
 @pytest.mark.parametrize(

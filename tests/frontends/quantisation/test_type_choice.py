@@ -17,7 +17,7 @@ from hocket.frontends.quantisation.type_choice import (
     ModelFacts,
     TypeRequest,
     choose_dtypes,
-    fit_dtype,
+    fit_dtype_to_columns,
     is_quantisable,
 )
 from hocket.graph.dtypes import DType
@@ -140,10 +140,10 @@ def test_only_matrices_that_products_read_are_quantised(name, shape, expected):
 
 def test_rows_without_whole_blocks_have_smaller_blocks_or_floats():
     for dtype, smaller in FALLBACK_DTYPES.items():
-        assert fit_dtype(dtype, 512) is dtype
-        assert fit_dtype(dtype, 288) is smaller
-        assert fit_dtype(dtype, 40) is DType.F16
-    assert fit_dtype(DType.Q8_0, 40) is DType.F16
+        assert fit_dtype_to_columns(dtype, 512) is dtype
+        assert fit_dtype_to_columns(dtype, 288) is smaller
+        assert fit_dtype_to_columns(dtype, 40) is DType.F16
+    assert fit_dtype_to_columns(DType.Q8_0, 40) is DType.F16
 
 
 def test_types_are_named_in_any_case_and_others_are_refused_by_name():

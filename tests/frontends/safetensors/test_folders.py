@@ -31,13 +31,13 @@ def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_
     assert dict(written.metadata) == dict(mapped.metadata)
     assert list(written.tensors) == list(mapped.tensors)
     for name, tensor in mapped.tensors.items():
-        assert np.array_equal(tensor.raw, written.tensors[name].raw), name
+        assert np.array_equal(tensor.stored_elements, written.tensors[name].stored_elements), name
     assert str(written.tensors["output_norm.weight"].dtype) == "f32"
     assert str(written.tensors["blk.0.ffn_down.weight"].dtype) == "bf16"
-    rows = read_shard(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].raw
+    rows = read_shard(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].stored_elements
     assert len(np.unique(rows, axis=0)) == 8
     # the rows of a head of 4 go from halves (0, 1 | 2, 3) to pairs (0, 2), (1, 3)
-    assert np.array_equal(mapped.tensors["blk.0.attn_q.weight"].raw, rows[[0, 2, 1, 3, 4, 6, 5, 7]])
+    assert np.array_equal(mapped.tensors["blk.0.attn_q.weight"].stored_elements, rows[[0, 2, 1, 3, 4, 6, 5, 7]])
     assert open_model(folder).vocabulary_size == 400
 
 

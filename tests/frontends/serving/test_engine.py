@@ -145,7 +145,7 @@ def test_slots_that_are_added_while_requests_run_change_no_text(recurrent):
     for number, request in enumerate(requests):
         engine.submit(request)
         if number:
-            cache.add_slots(number + 1)
+            cache.grow_to_slot_count(number + 1)
         events += [event for _ in range(3) for event in engine.step()]
     events += run_all(engine)
     for request in requests:
@@ -354,7 +354,7 @@ class EngineMachine(RuleBasedStateMachine):
         except RuntimeError:
             in_step = self.engine.requests_in_step
             running = [name for name in self.engine.status.slot_requests if name]
-            self.events += self.engine.restart(running if breaks_all else in_step, "broken")
+            self.events += self.engine.restart_and_requeue_requests(running if breaks_all else in_step, "broken")
         self.pool.breaks = frozenset()
 
     @invariant()

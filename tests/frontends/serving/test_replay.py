@@ -20,9 +20,9 @@ from hocket.frontends.generation.grammar import Grammar
 from hocket.frontends.generation.lazy_grammar import LazyGrammar
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.saved_state import write_state
-from hocket.frontends.serving.replay import read_log
-from hocket.frontends.serving.request_log import RequestLog, compute_checksum, describe_request, read_request
+from hocket.frontends.inference.saved_state import write_state_atomically
+from hocket.frontends.serving.replay import read_complete_log_lines
+from hocket.frontends.serving.request_log import RequestLog, compute_logits_checksum, describe_request, read_request
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
@@ -161,7 +161,7 @@ def test_a_log_of_a_crash_is_repeated_to_its_end(log: Path, tmp_path: Path) -> N
     open_log(broken).close()  # the next server
     with open(broken, "ab") as file:
         file.write(log.read_bytes())
-    assert sum("log" in record for _, record in read_log(broken)) == 2
+    assert sum("log" in record for _, record in read_complete_log_lines(broken)) == 2
     assert main(["replay", str(broken)]) == 0
 
 
@@ -201,7 +201,7 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
         service.submit(make_request("first", tuple(range(3, 40)), slot=0), events.append)
         wait_until(lambda: count_ends(events) == 1)
         state = service.capture_slot(0).result()
-        write_state(state, file)
+        write_state_atomically(state, file)
         service.erase_slot(0).result()
         count = service.restore_slot(2, state, file).result()
         tokens = state.header["tokens"][0]
@@ -316,5 +316,5 @@ def test_a_checksum_sees_one_bit() -> None:
     logits = np.random.default_rng(1).standard_normal(500).astype(np.float32)
     other = logits.copy()
     other.view(np.uint32)[77] ^= 1
-    assert compute_checksum(logits) == compute_checksum(logits.copy())
-    assert compute_checksum(logits) != compute_checksum(other)
+    assert compute_logits_checksum(logits) == compute_logits_checksum(logits.copy())
+    assert compute_logits_checksum(logits) != compute_logits_checksum(other)

@@ -51,7 +51,7 @@ def test_a_broken_chunk_ends_its_request_and_the_others_go_on(recurrent: bool) -
         pass
     pool.breaks = frozenset()
     assert engine.requests_in_step == ("bad",)
-    events += engine.restart(engine.requests_in_step, "broken")
+    events += engine.restart_and_requeue_requests(engine.requests_in_step, "broken")
     events += run_all(engine)
     assert (end_of(events, "bad").reason, end_of(events, "bad").message) == ("error", "broken")
     assert pool.rebuilds == 1
@@ -76,7 +76,7 @@ def test_requests_of_a_broken_decode_step_end_and_later_ones_work() -> None:
         engine.step()
     pool.breaks = frozenset()
     assert sorted(engine.requests_in_step) == ["0", "1"]
-    events += engine.restart(engine.requests_in_step, "broken")
+    events += engine.restart_and_requeue_requests(engine.requests_in_step, "broken")
     assert [end_of(events, str(i)).message for i in range(2)] == ["broken"] * 2
     assert not engine.has_work
     later = make_request("later", BASE, seed=5)
@@ -119,7 +119,7 @@ def open_service(**hooks: Any) -> Iterator[EngineThread]:
     with Model(path_of("qwen35"), context=128, batch=32) as model:
         service = EngineThread(model, EngineOptions(2, 4), name="m", version="0", **hooks)
         try:
-            wait_until(lambda: service.is_ready or service.failure)
+            wait_until(lambda: service.is_compiled_and_ready or service.engine_end_reason)
             yield service
         finally:
             service.close(0)
@@ -156,7 +156,7 @@ def test_an_exception_in_a_step_ends_its_request_alone(monkeypatch: pytest.Monke
         assert receiver.generate(service, "later", PROMPTS[0], 60) == alone
         assert restarts == ["RuntimeError: planted fault"]
         assert service.status.sums.restarts == 1
-        assert not service.failure
+        assert not service.engine_end_reason
 
 
 def test_a_device_that_was_killed_is_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,13 +177,13 @@ def test_a_device_that_was_killed_is_bound_anew(monkeypatch: pytest.MonkeyPatch)
 
         plant("decode")
         plant("read_prompt")
-        rebuild = SlotPool.rebuild
+        rebuild = SlotPool.rebind_plans_and_zero_states
 
         def rebuild_and_revive(pool: SlotPool) -> None:
             rebuild(pool)
             is_dead.clear()
 
-        monkeypatch.setattr(SlotPool, "rebuild", rebuild_and_revive)
+        monkeypatch.setattr(SlotPool, "rebind_plans_and_zero_states", rebuild_and_revive)
         is_dead.set()
         receiver.submit(service, "unlucky", PROMPTS[0])
         assert receiver.wait("unlucky").message == "cpu:0: the device is gone"
@@ -251,7 +251,7 @@ def test_tokens_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
     for _ in range(5):
         events += engine.step()
-        events += engine.restart((), "again")
+        events += engine.restart_and_requeue_requests((), "again")
     events += run_all(engine)
     request = make_request("a", BASE[:5], limit=20, seed=4)
     assert tokens_of(events, "a") == generate_alone(request, pool.context)[0]

@@ -311,7 +311,7 @@ def test_a_model_with_one_reader_has_the_states_of_one_sequence():
 
 
 def test_calls_on_pipelined_devices_have_sessions_of_their_own(monkeypatch):
-    monkeypatch.setattr(shared_engine, "compute_pipeline_depth", lambda plan: len(plan.device_plans))
+    monkeypatch.setattr(shared_engine, "count_useful_pipeline_stages", lambda plan: len(plan.device_plans))
     with hocket.Model(context=CONTEXT, devices="cpu:0,cpu:1", split_mode="layer", threads=1) as model:
         assert len(list(model.tokens(PROMPTS[0], **SHORT_GREEDY))) == NEW_TOKENS
         assert model._shared_engine is None

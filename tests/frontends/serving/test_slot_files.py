@@ -10,7 +10,7 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.inference.saved_state import load_state, read_state, save_state, write_state
+from hocket.frontends.inference.saved_state import load_state, read_state, save_state, write_state_atomically
 from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
@@ -52,13 +52,15 @@ class Server:
     def save(self, slot: int, path: Path) -> list[int]:
         """Save a slot, and return its tokens."""
         state = self.files.capture(slot)
-        write_state(state, path)
+        write_state_atomically(state, path)
         tokens = state.header["tokens"]
         assert isinstance(tokens, list)
         return list(tokens[0])
 
     def restore(self, slot: int, path: Path) -> int:
-        return self.files.restore(slot, read_state(path, self.pool.compute_slot_bytes() + MAX_HEADER_BYTES), path)
+        return self.files.restore(
+            slot, read_state(path, self.pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES), path
+        )
 
 
 def continue_in_place(pool: SlotPool, slot: int, tokens: list[int], rest: list[int]) -> np.ndarray:

@@ -19,7 +19,7 @@ from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
 from hocket.frontends.serving.slots import SlotPool, choose_slot_window
-from hocket.frontends.terminal.arguments import use_flag_names
+from hocket.frontends.terminal.arguments import replace_arguments_by_flag_names
 
 from ...given.models.goldens import path_of
 from ...given.serving.engine_runs import BATCH, CONTEXT, PROMPT_TOKENS, make_pool, prompt_of
@@ -130,7 +130,7 @@ def test_restored_states_continue_as_the_sequence_alone(name: str) -> None:
 def test_a_wiped_slot_holds_nothing_of_an_earlier_sequence(name: str) -> None:
     pool, prompt = shared_pool(name), prompt_of(name)
     read(pool, 2, prompt_of(name, 1))
-    pool.wipe(2)
+    pool.zero_slot_states(2)
     assert all(
         not np.asarray(pool.all_slots_session.store.state(state)[2:3]).any() for state in pool.save_recurrent_states(2)
     )
@@ -175,7 +175,8 @@ def test_a_prompt_with_a_cached_beginning_has_the_probabilities_of_the_prompt_al
 
 def test_what_a_model_keeps_is_known() -> None:
     kinds = {
-        name: (shared_pool(name).has_recurrent_states, shared_pool(name).ring_slack_tokens) for name in FIXTURE_MODELS
+        name: (shared_pool(name).has_recurrent_states, shared_pool(name).droppable_last_tokens)
+        for name in FIXTURE_MODELS
     }
     assert kinds["llama"] == (False, None)
     assert kinds["qwen35"] == (True, None)
@@ -225,7 +226,7 @@ def test_more_slots_than_memory_name_the_flag() -> None:
     session = Session(open_model(path_of("llama")), context=CONTEXT, batch=BATCH)
     with pytest.raises(ModelError) as caught:
         SlotPool(session, 1 << 40, context=CONTEXT, batch=BATCH)
-    message = use_flag_names(str(caught.value))
+    message = replace_arguments_by_flag_names(str(caught.value))
     assert re.fullmatch(
         rf"{1 << 40} slots of {CONTEXT} tokens need .* GiB, but the devices have .* GiB; "
         r"use --parallel \d+, or a smaller context",
@@ -237,10 +238,10 @@ def test_more_slots_than_memory_name_the_flag() -> None:
 def test_a_probe_says_that_a_broken_pool_runs_no_steps(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     """Errors of other types had ended the engine without a restart."""
     pool = make_pool("llama", slots=1)
-    assert pool.can_run(0)
+    assert pool.can_run_test_prompt(0)
 
     def fail(*args: object) -> F32:
         raise error("the device is lost")
 
     monkeypatch.setattr(pool, "read_prompt", fail)
-    assert not pool.can_run(0)
+    assert not pool.can_run_test_prompt(0)

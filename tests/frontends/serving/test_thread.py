@@ -34,7 +34,7 @@ def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
     """After a cancellation, `status` had shown the ended request until the next heartbeat."""
     engine, queue = EngineThread.__new__(EngineThread), RecordedQueue(list, list)
     engine._engine, engine._orders = SimpleNamespace(has_work=False), queue
-    assert engine._execute_orders()
+    assert engine._execute_queued_orders()
     assert queue.waits == [True, False, False]
 
 

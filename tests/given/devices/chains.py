@@ -12,7 +12,7 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph import DType, Graph, Value, input, state, weight
 from hocket.scheduler import load, plan_for_group
@@ -260,7 +260,7 @@ class RecordingDriver(EmulatedDriver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch] = []
 
     def record(self, launches, on):
         self.launches += launches

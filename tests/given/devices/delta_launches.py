@@ -9,8 +9,8 @@ import numpy as np
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, Limits
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.fusion.operands import BoundInstruction, Operand
@@ -36,7 +36,7 @@ def operand(x: np.ndarray) -> Operand:
     return Operand(x.ctypes.data, Tensor(0, 0, x.shape, strides, DTYPES[x.dtype.kind]))
 
 
-def run(items: Sequence[Launch], order: int = 0) -> None:
+def run(items: Sequence[KernelLaunch], order: int = 0) -> None:
     driver = EmulatedDriver(order)
     driver.record(items, driver.device(0))()
 
@@ -134,7 +134,7 @@ def reference(p: Problem) -> tuple[np.ndarray, np.ndarray]:
 class BoundProblem:
     """Launches of one problem, and where they leave their results."""
 
-    items: list[Launch]
+    items: list[KernelLaunch]
     out: np.ndarray
     new: np.ndarray
     fault: np.ndarray
@@ -150,7 +150,7 @@ def bind(
     exact: bool = True,
     in_place: bool = False,
     launch: Callable | None = None,
-    limits: Limits = LARGEST_LIMITS,
+    limits: KernelLimits = LARGEST_LIMITS,
 ) -> BoundProblem:
     """The launches of the op; `launch` replaces ``launch_delta_rule``."""
     out = copy_aligned(np.full(p.v.shape, NOTHING, np.float32))

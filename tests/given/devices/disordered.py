@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hocket.backends.base import Device
-from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
 from .emulation import with_fault
@@ -18,5 +18,5 @@ class RacyDriver(AccessLogDriver):
         super().__init__()
         self.edit = file, good, bad
 
-    def record(self, steps: Sequence[Launch], on: Device) -> Callable[[], None]:
+    def record(self, steps: Sequence[KernelLaunch], on: Device) -> Callable[[], None]:
         return super().record([with_fault(step, *self.edit) for step in steps], on)

@@ -12,7 +12,7 @@ import pytest
 from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.device_limits import HIP_LIMITS, LARGEST_LIMITS
-from hocket.backends.cupy.device.driver import CUDA_HEADER, HIP_HEADER, KernelSource, Launch, read_kernel_text
+from hocket.backends.cupy.device.driver import CUDA_HEADER, HIP_HEADER, KernelLaunch, KernelSource, read_kernel_text
 from hocket.backends.cupy.emulation.compile_host import load_emulated_library
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError
@@ -60,7 +60,7 @@ def replace_and_compile(source: KernelSource, good: str, bad: str) -> EditedSour
     return edited_source
 
 
-def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
+def with_fault(launch: KernelLaunch, file: str, good: str, bad: str) -> KernelLaunch:
     """The launch with a mistake in its kernel, if that sees the file."""
     if file not in launch.kernel.source.files:
         return launch
@@ -76,8 +76,10 @@ class FaultyDriver(EmulatedDriver):
         super().__init__(limits=HIP_LIMITS if instructions == HIP_HEADER else LARGEST_LIMITS, instructions=instructions)
         self.edit = file, good, bad
 
-    def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
-        kernels = (self._to_emulated_source(launch.kernel.source)[launch.kernel.name] for launch in launches)
+    def record(self, launches: Sequence[KernelLaunch], on: Device) -> Callable[[], None]:
+        kernels = (
+            self._with_emulated_instruction_header(launch.kernel.source)[launch.kernel.name] for launch in launches
+        )
         own = [replace(launch, kernel=kernel) for launch, kernel in zip(launches, kernels, strict=True)]
         return super().record([with_fault(launch, *self.edit) for launch in own], on)
 

@@ -122,7 +122,9 @@ def make_faulty_model_run(name: str, devices: int, mode: str, tokens: int) -> Fa
     store = Store(group)
     for weight in plan.graph.weights:
         tensor = model.gguf.tensors[weight.node.name]
-        store.bind(weight.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[weight.node.name])
+        store.bind(
+            weight.node.name, tensor.stored_elements, Spec(tensor.shape, tensor.dtype), plan.leaves[weight.node.name]
+        )
     known = tokens_of(name)
     feed = model.inputs(step, Batch([known[5 : 5 + tokens]], [5]))
     return make_faulty_run(backend, plan, store, dict(feed), np.random.default_rng(1))

@@ -269,11 +269,11 @@ EXPECTED_LAUNCHES = {
         (
             "_fuse_expert_routing",
             "_fuse_expert_and_shared_gated_units",
-            "_fuse_expert_and_shared_sum",
-            "_fuse_attention_heads",
+            "_fuse_weighted_expert_and_shared_sum",
+            "_fuse_query_key_value_head_patterns",
         ),
     ),
-    "qwen3moe": (27, ("_fuse_expert_routing", "_fuse_expert_gated_units", "_fuse_expert_sum")),
-    "llama": (23, ("_fuse_gated_unit", "_fuse_attention_heads", "_fuse_scaled_rms_norm")),
+    "qwen3moe": (27, ("_fuse_expert_routing", "_fuse_expert_gated_units", "_fuse_weighted_expert_sum")),
+    "llama": (23, ("_fuse_gated_unit", "_fuse_query_key_value_head_patterns", "_fuse_scaled_rms_norm")),
 }
 """By model: the launches of a decoded token, and the chains that each save some of them."""

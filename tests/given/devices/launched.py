@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hocket.backends.cupy.device.driver import Launch, flatten_steps
+from hocket.backends.cupy.device.driver import KernelLaunch, flatten_steps
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernel_resources import read_resource_table
 
@@ -19,7 +19,7 @@ def pytest_configure() -> None:
     record = EmulatedDriver.record
 
     def noting(self, steps, on):
-        LAUNCHED_KERNELS.update(str(step.kernel) for step in flatten_steps(steps) if isinstance(step, Launch))
+        LAUNCHED_KERNELS.update(str(step.kernel) for step in flatten_steps(steps) if isinstance(step, KernelLaunch))
         return record(self, steps, on)
 
     EmulatedDriver.record = noting

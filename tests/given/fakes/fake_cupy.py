@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from hocket.backends.cupy.device.device_limits import HIP_LIMITS as LIMITS
-from hocket.backends.cupy.device.driver import SINGLE_BLOCK_CLUSTER, KernelInstance, Launch
+from hocket.backends.cupy.device.driver import SINGLE_BLOCK_CLUSTER, KernelInstance, KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver, EmulatedHipDriver
 
 from ..waits import WAIT_SECONDS
@@ -402,7 +402,7 @@ def _make_emulated_launch(driver, kernel, sizes, at, cluster):
     """Return a launch with argument words at an address; the words are copied now, as CUDA does."""
     size = _words(kernel)
     words = tuple(np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(at)).tolist())
-    return driver.record([Launch(kernel, *sizes, words, (), 0, cluster)], None)
+    return driver.record([KernelLaunch(kernel, *sizes, words, (), 0, cluster)], None)
 
 
 def _words(kernel):
@@ -410,7 +410,7 @@ def _words(kernel):
     from hocket.backends.cupy.device.driver import LaunchError
 
     try:
-        EmulatedDriver(0).record([Launch(kernel, (1, 1, 1), (32, 1, 1), 0, (), (), 0)], None)()
+        EmulatedDriver(0).record([KernelLaunch(kernel, (1, 1, 1), (32, 1, 1), 0, (), (), 0)], None)()
     except LaunchError as why:
         return int(str(why).split("takes ")[1].split()[0])
     raise AssertionError

@@ -148,7 +148,7 @@ class FakeService:
         """Queue a request."""
         if len(request.prompt) >= self.context:
             raise ContextExceededError(len(request.prompt), self.context)
-        request.params.sampling.check(self.tokenizer.n_tokens)
+        request.params.sampling.check_logit_bias_tokens(self.tokenizer.n_tokens)
         text = self.tokenizer.decode(request.prompt, special=True)
         answer = self.answer if isinstance(self.answer, str) else self.answer(text)
         script = [*self.tokenizer.encode(answer, parse_special=True), self.tokenizer.eos_id or 0]
@@ -249,7 +249,7 @@ class FakeService:
         logits[each.script[min(count, len(each.script) - 1)]] = 50.0
         masked = each.grammar.mask_logits(logits) if each.grammar else logits
         rng = np.random.default_rng([params.seed, count])
-        token = params.sampling.choose(masked, rng, [*each.request.prompt, *each.tokens])
+        token = params.sampling.choose_token(masked, rng, [*each.request.prompt, *each.tokens])
         if token in params.end_tokens:
             return self._end(each, "stop")
         each.tokens.append(token)

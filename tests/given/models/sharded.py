@@ -35,7 +35,7 @@ def measure_errors(name: str) -> dict[str, float]:
 
         def logits(group: DeviceGroup) -> F64:
             session = Session(model, on=group)
-            return session.evaluate([tokens], every_position=True, hidden=model.is_encoder)[0]
+            return session.evaluate([tokens], every_position=True, hidden=model.is_encoder_without_logits)[0]
 
         one = logits(DeviceGroup(exact=True))
         groups = {

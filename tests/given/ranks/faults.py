@@ -76,14 +76,14 @@ def be_patient(fault: str) -> None:
 def main(fault: str, words: list[str]) -> int:
     be_patient(fault)
     if fault in AT_A_TOKEN and MINE:
-        plain, numbers = generate.broadcast_token, count()
+        plain, numbers = generate.broadcast_sampled_token, count()
 
         def agree_or_fail(session, token):
             if next(numbers) == MOMENT:
                 AT_A_TOKEN[fault]()
             return plain(session, token)
 
-        generate.broadcast_token = agree_or_fail
+        generate.broadcast_sampled_token = agree_or_fail
     if fault == "another hocket" and MINE:
         cli.__version__ = hocket.__version__ + ".1"
     if fault == "another numpy" and MINE:

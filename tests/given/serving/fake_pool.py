@@ -45,7 +45,7 @@ class FakePool:
 
     def __init__(self, slots, *, context=64, batch=16, recurrent=False):
         self.slots, self.context, self.batch, self.has_recurrent_states = slots, context, batch, recurrent
-        self.ring_slack_tokens = None
+        self.droppable_last_tokens = None
         self.cells = [[] for _ in range(slots)]
         self.states = [()] * slots
         self.failing, self.now = set(), 0.0
@@ -89,10 +89,10 @@ class FakePool:
     def predict_prompt_seconds(self, size):
         return size * 1e-3
 
-    def wipe(self, slot):
+    def zero_slot_states(self, slot):
         self.cells[slot], self.states[slot] = [], ()
 
-    def rebuild(self):
+    def rebind_plans_and_zero_states(self):
         self.cells, self.states = [[] for _ in self.cells], [()] * self.slots
         self.rebuilds += 1
 
@@ -111,7 +111,7 @@ class FakePool:
     def compute_recurrent_state_bytes(self):
         return 1
 
-    def add_slots(self, slots, lengths):
+    def grow_to_slot_count(self, slots, lengths):
         """Move to new memory, which has only the cells that are in use."""
         added = slots - self.slots
         self.cells = [cells[:length] for cells, length in zip(self.cells, lengths, strict=True)]

@@ -18,7 +18,7 @@ from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
 from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices
-from hocket.frontends.measure_plan import format_time_comparison
+from hocket.frontends.measure_plan import format_time_comparison_table
 from hocket.graph import DType, Graph, constant, input, state, weight
 from hocket.graph.storage.disk_cache import read_cached, write_cached
 from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
@@ -31,7 +31,7 @@ from hocket.scheduler.costs.calibration_file import (
     format_saved_speeds_key,
     make_saved_speeds_path,
     read_speeds,
-    scale_built_in_hardware,
+    scale_built_in_hardware_by_threads,
     write_speeds,
 )
 from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, find_memory_owner
@@ -41,7 +41,7 @@ from hocket.scheduler.measurement.probe_graphs import (
     PROMPT_ROWS,
     build_decode_attention_graph,
     build_delta_rule_graph,
-    build_launch_chain_graph,
+    build_launch_and_message_chain_graph,
     build_matmul_graph,
     build_prefill_attention_graph,
 )
@@ -85,7 +85,7 @@ def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processor
     group = [
         (find_device("cpu:0")[0].with_threads(count), find_device(f"cpu:{i}")[1]) for i, count in enumerate(threads)
     ]
-    hardware = scale_built_in_hardware(group)
+    hardware = scale_built_in_hardware_by_threads(group)
     assert (hardware.flops, hardware.bandwidth) == pytest.approx(
         (share * DEFAULT_HARDWARE.flops, share * DEFAULT_HARDWARE.bandwidth)
     )
@@ -154,7 +154,7 @@ def test_a_group_that_is_measured_later_leaves_the_other_groups_as_they_were(
 def test_speeds_of_several_dtypes_are_mixed_by_their_time():
     graph = build_matmul_graph(DType.F16, 1, 1)
     assert SPEEDS.hardware_for(graph).bandwidth == pytest.approx(10e9), "what was not measured counts as the slowest"
-    assert SPEEDS.hardware_for(build_launch_chain_graph(64)).flops == 1e9, "a graph without weights"
+    assert SPEEDS.hardware_for(build_launch_and_message_chain_graph(64)).flops == 1e9, "a graph without weights"
 
 
 def _truncate_file(file: Path) -> None:
@@ -183,7 +183,7 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize("spoil", [_truncate_file, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
-    graph, group = build_launch_chain_graph(64), resolve_devices(ONE_DEVICE)
+    graph, group = build_launch_and_message_chain_graph(64), resolve_devices(ONE_DEVICE)
     write_speeds({format_saved_speeds_key(group): SPEEDS})
     assert read_speeds(make_saved_speeds_path()) == {format_saved_speeds_key(group): SPEEDS}
     spoil(make_saved_speeds_path())
@@ -428,9 +428,9 @@ def test_speeds_that_cannot_be_saved_are_reported(
 
 
 def test_predicted_stands_beside_measured():
-    plan = plan_for_group(build_launch_chain_graph(64), [find_device("numpy:0")])
+    plan = plan_for_group(build_launch_and_message_chain_graph(64), [find_device("numpy:0")])
     steps = tuple(MeasuredStep("k", 2 * plan.instruction_costs[0].get_cost(at).seconds, 1) for at in range(CHAIN_STEPS))
-    lines = format_time_comparison(plan, 4 * plan.cost.total, MeasuredPlan("run", 1, 1.0, True, (steps,)))
+    lines = format_time_comparison_table(plan, 4 * plan.cost.total, MeasuredPlan("run", 1, 1.0, True, (steps,)))
     assert lines[1].split()[-3:] == ["-75%", "a", "run"]
     assert [line.split()[-2:] for line in lines[2:]] == [["-50%", "add"], ["-50%", "rms_norm"]]
 

@@ -10,7 +10,7 @@ import pytest
 
 from hocket.backends.base import find_device
 from hocket.backends.fusion import overlap
-from hocket.backends.fusion.overlap import find_overlapped_instructions
+from hocket.backends.fusion.overlap import find_instructions_beside_collectives
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import StepError
@@ -84,9 +84,9 @@ def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
     order = [i.node for i in program.instructions]
     together = (order.index("product.1"), order.index("norm.0"))
     first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
-    assert first in find_overlapped_instructions(program)
+    assert first in find_instructions_beside_collectives(program)
     others = [(n,) for n in range(len(order)) if n not in together]
-    assert first not in find_overlapped_instructions(program, sorted([*others, together]))
+    assert first not in find_instructions_beside_collectives(program, sorted([*others, together]))
 
 
 def test_what_a_collective_reads_is_not_written_over_before_the_wait():
@@ -114,7 +114,7 @@ def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
     def disturbs(collective, other):
         return any(a.overlaps(b) for touched in collective for a in touched for b in other[1])
 
-    monkeypatch.setattr(overlap, "has_access_conflict", disturbs)
+    monkeypatch.setattr(overlap, "has_conflict_with_collective", disturbs)
     seen = 0
     for seed in OVERLAP_SEEDS:
         plan = random_sharded_plan(seed, Overlapping())
@@ -137,8 +137,8 @@ def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
     (there,) = getattr(steps[first], what)
     (product,) = steps[first + 1].dst
     steps[first + 1] = dataclasses.replace(steps[first + 1], dst=(dataclasses.replace(product, offset=there.offset),))
-    assert first in find_overlapped_instructions(program)
-    assert first not in find_overlapped_instructions(dataclasses.replace(program, instructions=tuple(steps)))
+    assert first in find_instructions_beside_collectives(program)
+    assert first not in find_instructions_beside_collectives(dataclasses.replace(program, instructions=tuple(steps)))
 
 
 # --------------------------------------------------------------------------------------------------------- saved time
@@ -202,4 +202,4 @@ def test_messages_are_waited_for_at_once():
 def test_one_device_alone_has_nothing_beside_which_to_compute():
     backend = Overlapping()
     _, program = lower_graph(two_branches(), backend, backend.device(0))
-    assert find_overlapped_instructions(program) == {}
+    assert find_instructions_beside_collectives(program) == {}

@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.cli import main
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
 from hocket.graph import BackendError, Graph, PlanError, input, weight
@@ -40,7 +40,7 @@ def test_a_large_model_is_planned_for_eight_devices(large, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", LARGE)
 def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
-    graph, _ = read_step_graph(LARGE[kind](tmp_path / "few.gguf", layers=8), context=4096, tokens=1)
+    graph, _ = read_step_graph_and_context(LARGE[kind](tmp_path / "few.gguf", layers=8), context=4096, tokens=1)
     simulation = parse_simulated_group("h200:8,nvlink")
     one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
     many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)
@@ -52,7 +52,7 @@ def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
 @pytest.mark.parametrize("devices", ["h200:2,nvlink", "h200:2,ethernet", "rtx4090:4,pcie4", "cpu:2"])
 def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_path):
     for path in (llama_70b(tmp_path / "a.gguf", layers=2), qwen_80b(tmp_path / "b.gguf", layers=4)):
-        graph, _ = read_step_graph(path, context=1024, tokens=1)
+        graph, _ = read_step_graph_and_context(path, context=1024, tokens=1)
         simulation = parse_simulated_group(devices)
         one = plan_for_group(graph, simulation.group[:1], hardware=simulation.hardware)
         many = plan_for_group(graph, simulation.group, split_mode="auto", hardware=simulation.hardware)

@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends import base
 from hocket.backends.base import find_device
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE, Estimate
@@ -161,7 +161,7 @@ def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follo
 
 
 def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
-    graph, _ = read_step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
+    graph, _ = read_step_graph_and_context(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
     simulation = parse_simulated_group("h200:4,nvlink")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     assert any("layers across 2 teams, cut within each, on 4 devices" in why for why in plan.reasons)
@@ -183,7 +183,7 @@ def with_hidden(plan, seconds):
 
 
 def test_instructions_of_a_chain_share_its_launch(tmp_path):
-    graph, _ = read_step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
+    graph, _ = read_step_graph_and_context(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
     simulation = parse_simulated_group("h200:1")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     (device_plan,) = plan.device_plans
@@ -196,7 +196,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
 @pytest.mark.parametrize(("layers", "devices"), [(8, 2), pytest.param(48, 8, marks=pytest.mark.long())])
 def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_path, layers, devices):
     """One token of a mixture of experts waits for launches, which no cut makes fewer."""
-    graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
+    graph, _ = read_step_graph_and_context(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
     simulation = parse_simulated_group(f"h200:{devices},nvlink")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     free = [str(device) for _, device in simulation.group[1:]]
@@ -213,7 +213,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
 @pytest.mark.parametrize("model", [llama_70b, qwen_80b])
 def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
     """Check all plans except copies of weights on every device that gain less than a tenth."""
-    graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
+    graph, _ = read_step_graph_and_context(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
     simulation = parse_simulated_group(devices)
     auto = plan_for_group(graph, simulation.group, hardware=simulation.hardware).cost.total
     for count in {1, 2, len(simulation.group)}:

@@ -164,7 +164,7 @@ def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, d
     """Mode auto takes branches, or a plan that is as fast as all plans of branches."""
     graph, group = SMALL_GRAPHS[name](), group_of(devices, "numpy")
     hardware = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-6)
-    schedules = build_branches(graph, hardware, devices).find_schedules(devices)
+    schedules = build_branches(graph, hardware, devices).find_time_saving_schedules(devices)
     assert schedules
     placed = [PlanBuilder(graph, group, (), hardware).build_branch_plan(schedule) for schedule in schedules]
     auto, fastest = plan_for_group(graph, group, hardware=hardware), min(plan.cost.total for plan in placed)
@@ -297,7 +297,7 @@ def test_one_chain_has_no_branches():
 
 def test_branches_are_on_devices_that_have_room_for_their_weights():
     graph, tower = build_towers((3, 1, 1, 1), 64, 4), 3 * 64 * 64 * 2
-    schedules = build_branches(graph, BUSY, 2, tower).find_schedules(2)
+    schedules = build_branches(graph, BUSY, 2, tower).find_time_saving_schedules(2)
     assert schedules
     assert all(sorted(schedule.leaf_bytes) == [tower] * 2 for schedule in schedules)
 
@@ -305,7 +305,7 @@ def test_branches_are_on_devices_that_have_room_for_their_weights():
 def test_schedules_keep_to_their_bound_and_list_operands_first():
     graph = build_tree(64, 4)
     branches = build_branches(graph, BUSY, 3)
-    for schedule in branches.find_schedules(3):
+    for schedule in branches.find_time_saving_schedules(3):
         place = {node: at for at, node in enumerate(schedule.order)}
         assert all(place[s.node] < at for node, at in place.items() for s in node.inputs if not s.node.is_leaf)
         assert branches.compute_time_lower_bound(3) <= schedule.seconds < branches.total_seconds
@@ -318,7 +318,7 @@ def test_branches_of_any_graph_make_a_plan_that_is_proven(seed: int):
     graph, devices = seeded_graph(seed), random.Random(seed).choice([2, 3, 4])
     slow = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
     planning = PlanBuilder(graph, group_of(devices, "numpy"), (), slow)
-    for schedule in build_branches(graph, slow, devices).find_schedules(devices):
+    for schedule in build_branches(graph, slow, devices).find_time_saving_schedules(devices):
         assert set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
         verify_plan(planning.build_branch_plan(schedule))
     assert plan_for_group(graph, group_of(devices, "numpy"), hardware=slow).device_plans

@@ -38,7 +38,9 @@ def test_a_model_runs_on_devices_without_fused_ops(name: str, tokens: int, devic
     group = [(backend, Device("reference", i)) for i in range(devices)]
     plan = plan_for_group(model.graph(step), group, split_mode="tensor" if devices > 1 else "auto")
     assert not FUSED & {node.op for node in plan.graph.nodes}
-    executor = load(plan, {leaf.node.name: model.gguf.tensor(leaf.node.name).raw for leaf in plan.graph.weights})
+    executor = load(
+        plan, {leaf.node.name: model.gguf.tensor(leaf.node.name).stored_elements for leaf in plan.graph.weights}
+    )
     batch = Batch([ids[:tokens]], [0], [(0, i) for i in range(tokens)])
     assert nmse(executor.run(model.inputs(step, batch))["logits"], want[:tokens]) <= 1e-8
 

@@ -102,7 +102,7 @@ def test_another_graph_group_or_option_has_another_plan(plans, tmp_path, monkeyp
     plan_with_cache(graph, find_devices(["cpu:0", "cpu:1"]))
     plan_with_cache(graph, find_devices(["cpu:0", "cpu:1"]), tensor_split=(3, 1))
     plan_with_cache(seeded_graph(6), find_devices(["cpu:0"]))
-    monkeypatch.setattr(plan_cache, "_list_planner_source_files", lambda: ["another"])
+    monkeypatch.setattr(plan_cache, "_list_planner_source_file_versions", lambda: ["another"])
     plan_with_cache(graph, find_devices(["cpu:0"]))
     assert len(plans) == len(files(tmp_path)) == 7
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from hocket.frontends.inference.model_layout import make_workload
+from hocket.frontends.inference.model_layout import create_layout_workload
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
 from hocket.scheduler import plan_for_group
@@ -21,7 +21,9 @@ CONTEXT = 4096
 def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
     """The plan of a step, and the use that it was made for."""
     model = open_model(llama_8b(tmp_path / "model.gguf", layers=layers), header_only=True)
-    use = make_workload(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
+    use = create_layout_workload(
+        lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT
+    )
     graph, simulation = use.build_graph(sequences, 1), parse_simulated_group(machine)
     hardware = simulation.hardware_for(graph)
     return plan_for_group(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use

@@ -66,7 +66,7 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     yield "1-built", format_graph(graph)
     factors = Factors(graph)
     yield "2-factors", format_factor_tables(factors)
-    chosen = FactorSearch(graph, factors).choose_factors(2, simulation.hardware, eager=True).factors
+    chosen = FactorSearch(graph, factors).choose_fastest_factors(2, simulation.hardware, eager=True).factors
     sharded = partition_graph(graph, factors, propagate_layouts(graph, factors, chosen), ShardRanges([1, 1]))
     yield "3-sharded", format_layouts(sharded.leaves, sharded.outputs) + "\n\n" + format_device_graphs(sharded.graphs)
     placed = emit_placed_graphs(graph, split_layers(graph, [1, 1]), 2)

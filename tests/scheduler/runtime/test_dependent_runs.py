@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.null.backend import ClockEvent as NullStep
+from hocket.backends.null.backend import ClockedInstruction as NullStep
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import Graph, PlanError, StepError, input, weight
 from hocket.scheduler import Executor, PipelinedPlan, PipelinedRuns, Plan, choose_micro_batches, plan_for_group

@@ -17,7 +17,7 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.call_once import call_once
+from hocket.backends.call_once import thread_safe_cache
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.weights import ModelWeights
 from hocket.scheduler.runtime.device_locks import DeviceLock
@@ -51,7 +51,7 @@ def test_threads_that_plan_load_and_run_crash_nothing_and_get_right_numbers():
 def test_a_shared_object_is_built_once_however_many_threads_ask():
     built = []
 
-    @call_once
+    @thread_safe_cache
     def slowly(key: int) -> object:
         built.append(key)
         time.sleep(0.02)
@@ -65,7 +65,7 @@ def test_a_shared_object_is_built_once_however_many_threads_ask():
 def test_what_fails_once_is_tried_again():
     tries = []
 
-    @call_once
+    @thread_safe_cache
     def twice() -> int:
         tries.append(1)
         if len(tries) == 1:
@@ -81,7 +81,7 @@ def test_a_cleared_cache_keeps_no_key():
     class Key:
         pass
 
-    @call_once
+    @thread_safe_cache
     def name(key: Key) -> str:
         return type(key).__name__
 

@@ -15,8 +15,8 @@ from hocket.backends.base import find_device
 from hocket.graph import BackendError, PlanError, StepError
 from hocket.ops.collectives import find_collective_sequence_number
 from hocket.scheduler import load, plan_for_group
-from hocket.scheduler.reports.measured_steps import read_measurements
-from hocket.scheduler.reports.pass_dumps import compute_memory_by_step
+from hocket.scheduler.reports.measured_steps import read_measured_times_from_trace
+from hocket.scheduler.reports.pass_dumps import compute_memory_and_last_use_by_step
 from hocket.scheduler.reports.perfetto_trace import format_chrome_trace
 
 from ...given.browser import browser
@@ -100,7 +100,7 @@ def test_collectives_are_arrows_between_devices_and_memory_is_counted(mode, tmp_
         counted = [
             e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
         ]
-        live = compute_memory_by_step(device_plan.program)[0]
+        live = compute_memory_and_last_use_by_step(device_plan.program)[0]
         assert counted == [n for n, before in zip(live, [-1, *live], strict=False) if n != before] * RUNS
 
 
@@ -122,7 +122,7 @@ def test_a_failed_step_is_undone_and_reported_as_if_without_a_trace(kind):
 def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(tmp_path):
     run, trace = run_with_trace("cpu", "tensor")
     trace.save(tmp_path / "trace.json.gz")
-    times = read_measurements(run.plan, tmp_path / "trace.json.gz")
+    times = read_measured_times_from_trace(run.plan, tmp_path / "trace.json.gz")
     assert (times.run_count, times.has_equal_shapes) == (RUNS, True)
     lasted = sum(one.end - one.start for one in trace.runs) / RUNS
     for steps in times.steps_by_device:
@@ -130,7 +130,7 @@ def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(
         assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, for any times
     other, _ = run_with_trace("cpu", "layer")
     with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
-        read_measurements(other.plan, trace)
+        read_measured_times_from_trace(other.plan, trace)
 
 
 WRONG = {
@@ -153,7 +153,7 @@ def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
     document[field] = value
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError) as caught:
-        read_measurements(run.plan, path)
+        read_measured_times_from_trace(run.plan, path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -162,7 +162,7 @@ def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
 def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
     (tmp_path / "trace.json").write_bytes(data)
     with pytest.raises(PlanError, match=r"trace\.json: is (no trace|damaged)"):
-        read_measurements(run_with_trace("reference", "tensor")[0].plan, tmp_path / "trace.json")
+        read_measured_times_from_trace(run_with_trace("reference", "tensor")[0].plan, tmp_path / "trace.json")
 
 
 @pytest.mark.long(cases=1)

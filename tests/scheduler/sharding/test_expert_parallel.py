@@ -12,7 +12,7 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find_device
 from hocket.cli import main
-from hocket.frontends.commands.plan import read_step_graph
+from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
 from hocket.ops.movement.sharded_tables import estimate_busiest_device_entries
@@ -141,7 +141,7 @@ def test_deals_may_be_uneven_and_a_device_may_get_no_expert(experts, n, shares, 
 
 def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_path):
     """There are more devices than blocks of columns."""
-    graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
+    graph, _ = read_step_graph_and_context(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
     plan = plan_for_group(graph, parse_simulated_group("h200:24,nvlink").group, split_mode="tensor")
     summed = [
         any("summed" in call.kernel for call in device_plan.predicted_kernel_calls) for device_plan in plan.device_plans

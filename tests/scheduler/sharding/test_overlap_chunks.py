@@ -19,7 +19,7 @@ from hocket.scheduler.runtime.virtual_clock import simulate_run
 from hocket.scheduler.sharding import overlap_chunks
 from hocket.scheduler.sharding.sequence_parallel import SequenceParallelChooser
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
-from hocket.scheduler.verifier.values.facts import Fact, infer_conversion_facts
+from hocket.scheduler.verifier.values.facts import DeviceValueFact, infer_conversion_facts
 from hocket.scheduler.verifier.values.partial_sums import make_contraction_partial_sum
 
 from ...given.graphs import layered
@@ -279,9 +279,10 @@ def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_bot
 
     def join_facts(is_partial):
         return infer_conversion_facts(
-            concat, [Fact(5, (((0, 2),), ((0, 8),)), first), Fact(5, (((2, 2),), ((0, 8),)), is_partial)]
+            concat,
+            [DeviceValueFact(5, (((0, 2),), ((0, 8),)), first), DeviceValueFact(5, (((2, 2),), ((0, 8),)), is_partial)],
         )
 
-    assert join_facts(second) == [Fact(5, (((0, 4),), ((0, 8),)), first)]
+    assert join_facts(second) == [DeviceValueFact(5, (((0, 4),), ((0, 8),)), first)]
     assert join_facts(others) == []
     assert join_facts(None) == []

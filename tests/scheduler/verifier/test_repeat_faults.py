@@ -19,7 +19,7 @@ from hocket.scheduler.lowering.device_plan import make_unrolled_device_plan as l
 from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.planning import repeated_layers
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
-from hocket.scheduler.verifier.repeats.repeatable_runs import find_device_repetition_faults
+from hocket.scheduler.verifier.repeats.repeatable_runs import find_device_repetition_reordering_faults
 
 from ...given.graphs.layered import decoder
 from ...given.plans.ways import SLOW
@@ -264,7 +264,7 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
     broken = lowered_as_if_nothing_came_again().device_plans[DEVICE].short
     assert (
         list(
-            find_device_repetition_faults(
+            find_device_repetition_reordering_faults(
                 device_plan.short.graph,
                 device_plan.short.program,
                 device_plan.backend,
@@ -274,7 +274,11 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
         == []
     )
     assert (
-        list(find_device_repetition_faults(broken.graph, broken.program, device_plan.backend, broken.shortened_graph))
+        list(
+            find_device_repetition_reordering_faults(
+                broken.graph, broken.program, device_plan.backend, broken.shortened_graph
+            )
+        )
         != []
     )
 

@@ -49,14 +49,14 @@ from .amx_matrices import (
     STORE_SUMS,
     TERM_BYTES,
     WEIGHT_TERMS,
-    append_dummy_end_step,
-    convert_query_lanes_to_matrix,
+    append_dummy_step_for_preloading,
+    convert_query_lanes_to_bf16_matrix,
     count_bf16_terms,
     make_append_matmul_steps,
-    make_begin_amx_step,
-    make_copy_rows_to_matrices,
+    make_convert_rows_to_bf16_matrices,
+    make_load_amx_step_operands,
     make_run_amx_steps,
-    make_transpose_rows_to_matrices,
+    make_transpose_rows_to_bf16_matrices,
     store_weight_terms,
 )
 from .amx_matrices import TILE as GROUP
@@ -64,11 +64,11 @@ from .prefill_attention import (
     ARGS,
     BLOCK_TOKENS,
     TILE_KEYS,
-    copy_scaled_padded_rows,
-    find_visible_tile_keys,
-    load_transposed_mask,
+    find_visible_keys_per_8_tokens,
+    load_and_transpose_mask_tile,
     make_attention_span_kernel,
-    store_row_of_32,
+    scale_and_copy_padded_rows,
+    store_32_floats,
 )
 from .softmax_scores import (
     FLOAT_ONE,
@@ -81,9 +81,9 @@ from .softmax_scores import (
     HEAD_SLOPE,
     HEAD_VALUE,
     MIN_SCORE,
-    apply_cap_and_mask,
-    exp2,
-    load_sink_score,
+    apply_soft_cap_and_mask,
+    exp2_of_nonpositive,
+    load_sink_score_in_log2,
     max_or_second,
 )
 
@@ -121,7 +121,7 @@ def count_32x32_matrices(n):
 
 
 @subroutine
-def compute_scratch_layout(a, thread):
+def compute_thread_scratch_addresses(a, thread):
     """Return the addresses of the parts of a thread's scratch, in this order.
 
     Tile registers, keys, values, scores and weights of two jobs, scratch matrices, bits of visible keys, and steps.
@@ -145,7 +145,7 @@ def compute_scratch_layout(a, thread):
 
 
 @subroutine
-def load_queries(a, heads, start, end, place):
+def load_query_matrices_and_init_softmax(a, heads, start, end, place):
     """Load the queries of a work unit as matrices, and initialise their softmax states with the attention sink."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_32x32_matrices(ARGS.size(a)))
@@ -153,9 +153,9 @@ def load_queries(a, heads, start, end, place):
     for first in range(start, end, BLOCK_TOKENS):
         for h in range(ARGS.shared(a)):
             head = heads + h * HEAD_BYTES
-            rows, pace, sink = load_long(head + HEAD_QUERY) + first * step, step, load_sink_score(head)
+            rows, pace, sink = load_long(head + HEAD_QUERY) + first * step, step, load_sink_score_in_log2(head)
             if end - first < BLOCK_TOKENS or size != deep * MATRIX_SIZE:
-                copy_scaled_padded_rows(
+                scale_and_copy_padded_rows(
                     rows, step, end - first, size, FLOAT_ONE, between, BLOCK_TOKENS, deep * MATRIX_SIZE, zeros()
                 )
                 rows, pace = between, deep * ROW_BYTES
@@ -164,19 +164,21 @@ def load_queries(a, heads, start, end, place):
                     at, to = rows + r * LANES * pace + c, lanes + 64 * r
                     transpose_16x16(at, pace, to, ROW_BYTES)
                     transpose_16x16(at + 64, pace, to + LANES * ROW_BYTES, ROW_BYTES)
-                convert_query_lanes_to_matrix(lanes, ARGS.factor(a), queries)
+                convert_query_lanes_to_bf16_matrix(lanes, ARGS.factor(a), queries)
                 queries += QUERY_BYTES
             top = splat(max(sink, MIN_SCORE))
-            store_row_of_32(states, top, top)
-            store_row_of_32(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
+            store_32_floats(states, top, top)
+            store_32_floats(
+                states + 128, exp2_of_nonpositive(sub(splat(sink), top)), exp2_of_nonpositive(sub(splat(sink), top))
+            )
             store_long(states + BEGUN_OFFSET, 0)
             states += STATE_BYTES
 
 
-def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
+def _make_convert_kv_tile_to_matrices(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that converts the keys and values of a tile to matrices of bfloat16 terms."""
-    load_keys = make_copy_rows_to_matrices(k, TILE_KEYS)
-    load_values = make_transpose_rows_to_matrices(v, TILE_KEYS)
+    load_keys = make_convert_rows_to_bf16_matrices(k, TILE_KEYS)
+    load_values = make_transpose_rows_to_bf16_matrices(v, TILE_KEYS)
 
     def load_tile(a, heads, s, place):
         left, deep, wide = (
@@ -193,7 +195,7 @@ def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def find_visible_tile_halves(union):
+def find_range_of_visible_halves(union):
     """Return the range (first, end) of the halves of a tile with visible keys; `union` has a bit for each such key."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
@@ -242,21 +244,21 @@ def _make_append_result_steps(v: DType) -> Subroutine:
 
 
 @subroutine
-def apply_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
+def apply_soft_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
     """Apply the soft cap and the mask to the scores of `n` keys in place."""
     for r in range(0, n * ROW_BYTES, ROW_BYTES):
         h = g = zeros()
         if lane_mask != 0:
             h, g = load(lane_mask + r), load(lane_mask + r + 64)
-        store_row_of_32(
+        store_32_floats(
             scores + r,
-            apply_cap_and_mask(load(scores + r), h, cap, slope),
-            apply_cap_and_mask(load(scores + r + 64), g, cap, slope),
+            apply_soft_cap_and_mask(load(scores + r), h, cap, slope),
+            apply_soft_cap_and_mask(load(scores + r + 64), g, cap, slope),
         )
 
 
 @subroutine
-def compute_max_scores(scores, n, x, y):
+def compute_max_score_per_token(scores, n, x, y):
     """Return the maximal score of each of 32 tokens over `n` keys and the maxima so far; 4 chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
@@ -273,26 +275,26 @@ def compute_max_scores(scores, n, x, y):
 @subroutine
 def rescale_softmax_state(state, x, y, result, rows):
     """Store new reference scores `x` and `y` of 32 tokens, and rescale their sums and `rows` rows of results."""
-    h, g = exp2(sub(load(state), x)), exp2(sub(load(state + 64), y))
-    store_row_of_32(state, x, y)
-    store_row_of_32(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
+    h, g = exp2_of_nonpositive(sub(load(state), x)), exp2_of_nonpositive(sub(load(state + 64), y))
+    store_32_floats(state, x, y)
+    store_32_floats(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
     for r in range(result, result + rows * ROW_BYTES, ROW_BYTES):
-        store_row_of_32(r, mul(load(r), h), mul(load(r + 64), g))
+        store_32_floats(r, mul(load(r), h), mul(load(r + 64), g))
 
 
 @subroutine
-def exponentiate_scores_of_two_keys(scores, x, y, to, sums, more):
+def store_softmax_weights_of_two_keys(scores, x, y, to, sums, more):
     """Store the softmax weights of two keys in pairs, and add them to `sums` and `more`, which have 16 tokens each."""
-    u, v = exp2(sub(load(scores), x)), exp2(sub(load(scores + ROW_BYTES), x))
+    u, v = exp2_of_nonpositive(sub(load(scores), x)), exp2_of_nonpositive(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))
-    u, v = exp2(sub(load(scores + 64), y)), exp2(sub(load(scores + ROW_BYTES + 64), y))
+    u, v = exp2_of_nonpositive(sub(load(scores + 64), y)), exp2_of_nonpositive(sub(load(scores + ROW_BYTES + 64), y))
     store_weight_terms(to + GROUP, TERM_BYTES, u, v)
     return sums, add(more, add(u, v))
 
 
 @cache
-def _make_compute_job_weights() -> Subroutine:
+def _make_compute_weights_during_amx_steps() -> Subroutine:
     """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps of other jobs meanwhile.
 
     The subroutine is ``(a, mine, job, scores, weights, at, end)``; it runs the steps from `at` to `end`.
@@ -306,7 +308,7 @@ def _make_compute_job_weights() -> Subroutine:
         run_steps(mine, at, stop)
         if cap > FLOAT_ZERO or lane_mask != 0:
             slope = load_scalar(load_long(job + JOB_HEAD) + HEAD_SLOPE)
-            apply_cap_and_mask_to_keys(
+            apply_soft_cap_and_mask_to_keys(
                 scores + first * MATRIX_BYTES,
                 (last - first) * MATRIX_SIZE,
                 lane_mask and lane_mask + first * MATRIX_BYTES,
@@ -314,7 +316,7 @@ def _make_compute_job_weights() -> Subroutine:
                 slope,
             )
         x, y = load(state), load(state + 64)
-        u, v = compute_max_scores(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
+        u, v = compute_max_score_per_token(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
         if greater_bitmask(u, add(x, splat(RESCALE_SLACK))) | greater_bitmask(v, add(y, splat(RESCALE_SLACK))):
             x, y = u, v
             rows = load_long(state + BEGUN_OFFSET) * count_32x32_matrices(ARGS.width(a)) * MATRIX_SIZE
@@ -328,9 +330,9 @@ def _make_compute_job_weights() -> Subroutine:
                 while due >= whole:
                     run_steps(mine, stop, stop + STEP_BYTES)
                     stop, due = stop + STEP_BYTES, due - whole
-                sums, more = exponentiate_scores_of_two_keys(r, x, y, to, sums, more)
+                sums, more = store_softmax_weights_of_two_keys(r, x, y, to, sums, more)
                 to += 64
-        store_row_of_32(state + 128, sums, more)
+        store_32_floats(state + 128, sums, more)
 
     return subroutine(compute_weights)
 
@@ -340,7 +342,11 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
 
     A job is the attention of 32 tokens of one head to a tile of keys.
     """
-    run_steps, begin_steps, compute_weights = make_run_amx_steps(), make_begin_amx_step(), _make_compute_job_weights()
+    run_steps, begin_steps, compute_weights = (
+        make_run_amx_steps(),
+        make_load_amx_step_operands(),
+        _make_compute_weights_during_amx_steps(),
+    )
     list_scores, list_results = _make_append_score_steps(k), _make_append_result_steps(v)
 
     def attend_jobs(a, jobs, count, place):
@@ -353,7 +359,7 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
             if i >= 2:
                 end = list_results(end, job - 2 * JOB_BYTES, values, weights + even * WEIGHT_BYTES, wide)
             if end > steps:
-                append_dummy_end_step(end)
+                append_dummy_step_for_preloading(end)
                 begin_steps(mine, steps)
             if 0 < i <= count:
                 compute_weights(
@@ -365,9 +371,9 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
     return subroutine(attend_jobs)
 
 
-def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
+def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
-    load_tile, attend_jobs = _make_load_kv_tile(k, v), _make_run_jobs_in_pipeline(k, v)
+    load_tile, attend_jobs = _make_convert_kv_tile_to_matrices(k, v), _make_run_jobs_in_pipeline(k, v)
 
     def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
@@ -381,13 +387,13 @@ def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
                 head = heads + h * HEAD_BYTES
                 mask = load_long(head + HEAD_MASK) + first * step
                 if mask != known:
-                    union, plain = find_visible_tile_keys(mask, step, count, s, keys, bits)
+                    union, plain = find_visible_keys_per_8_tokens(mask, step, count, s, keys, bits)
                     known, lane_mask = mask, 0
                     if union != 0 and not plain:
                         lane_mask = masks
-                        load_transposed_mask(mask + 4 * s, step, count, keys - s, between, lane_mask)
+                        load_and_transpose_mask_tile(mask + 4 * s, step, count, keys - s, between, lane_mask)
                 if union != 0:
-                    low, high = find_visible_tile_halves(union)
+                    low, high = find_range_of_visible_halves(union)
                     store_long(job + JOB_QUERIES, queries)
                     store_long(job + JOB_RESULTS, results)
                     store_long(job + JOB_STATE, states)
@@ -408,7 +414,7 @@ def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def store_results(a, heads, start, end, place):
+def normalise_and_store_results(a, heads, start, end, place):
     """Store the attention results of a work unit: the weighted sums of values, divided by the sums of weights."""
     _, _, _, _, _, between, _, _, _, results, _, states = place
     width, step = ARGS.width(a), ARGS.out_step(a)
@@ -416,7 +422,7 @@ def store_results(a, heads, start, end, place):
         for h in range(ARGS.shared(a)):
             if load_long(states + BEGUN_OFFSET) == 0:
                 for r in range(0, count_32x32_matrices(width) * MATRIX_BYTES, ROW_BYTES):
-                    store_row_of_32(results + r, zeros(), zeros())
+                    store_32_floats(results + r, zeros(), zeros())
             for group in range(0, BLOCK_TOKENS, LANES):
                 weight = load(states + 128 + 4 * group)
                 f = where_less(zeros(), weight, div(splat(FLOAT_ONE), weight), mul(weight, zeros()))  # NaN stays
@@ -435,15 +441,15 @@ def store_results(a, heads, start, end, place):
 
 
 @cache
-def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_amx_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in AMX tiles, for keys of type `k` and values of type `v`."""
     unit, name = select_amx_tile_operations(), f"amx_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
         name,
-        compute_scratch_layout,
-        load_queries,
-        _make_attend_to_tile(k, v),
-        store_results,
+        compute_thread_scratch_addresses,
+        load_query_matrices_and_init_softmax,
+        _make_attend_to_visible_tile(k, v),
+        normalise_and_store_results,
         unit.configure,
         unit.release,
     )

@@ -16,7 +16,7 @@ from ... import target_cpu
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd import amx
 from ...simd.bf16_pairs import store_bf16
-from ...simd.bf16_terms import make_store_of_bf16_pair_terms, transpose_32x16_shorts
+from ...simd.bf16_terms import make_split_and_store_bf16_pair_terms, transpose_32x16_shorts
 from ...simd.permute_lanes import transpose_16x16
 from ...simd.vectors import LANES, load, load_bf16, load_f16, load_long, mul, splat, store_long, sub, zeros
 from ..vector.amx_tiles import select_amx_tile_operations
@@ -47,8 +47,8 @@ The error of a query counts times the size of a score. The error of a weight sta
 have errors of at least 2^-12.
 """
 store_query_terms, store_weight_terms = (
-    make_store_of_bf16_pair_terms(QUERY_TERMS),
-    make_store_of_bf16_pair_terms(WEIGHT_TERMS),
+    make_split_and_store_bf16_pair_terms(QUERY_TERMS),
+    make_split_and_store_bf16_pair_terms(WEIGHT_TERMS),
 )
 
 
@@ -66,7 +66,7 @@ def count_bf16_terms(dtype: DType) -> int:
     return 1 if dtype is DType.BF16 else 2
 
 
-def compute_softmax_rounding_error(k: DType, v: DType) -> float | None:
+def compute_softmax_weight_rounding_error(k: DType, v: DType) -> float | None:
     """Return the relative error of softmax weights that AMX tiles multiply, omitted products of small terms included.
 
     The result is None if attention with these types does not use AMX tiles.
@@ -131,7 +131,7 @@ def _chain_append_subroutines(before: Subroutine, after: Subroutine) -> Subrouti
 
 
 @cache
-def make_begin_amx_step() -> Subroutine:
+def make_load_amx_step_operands() -> Subroutine:
     """Make the subroutine ``(mine, step)`` that loads the sums and the two terms of an AMX step to tile registers.
 
     `mine` is the scratch of the thread, `step` the address of the step.
@@ -169,7 +169,7 @@ def make_run_amx_steps() -> Subroutine:
     `first` are in registers already. The reason: a load waits for an earlier store with the same low 12 address bits,
     and such a store waits for all products before it. So operands are loaded before vector code stores anything.
     """
-    unit, begin_step = select_amx_tile_operations(), make_begin_amx_step()
+    unit, begin_step = select_amx_tile_operations(), make_load_amx_step_operands()
     store_0, store_1, store_2, store_3 = unit.store[:4]
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
@@ -193,7 +193,7 @@ def make_run_amx_steps() -> Subroutine:
 
 
 @subroutine
-def append_dummy_end_step(end):
+def append_dummy_step_for_preloading(end):
     """Append a dummy AMX step with valid operands: the last real step loads the operands of the step after it."""
     store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
     store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))
@@ -201,7 +201,7 @@ def append_dummy_end_step(end):
 
 
 @cache
-def make_copy_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
+def make_convert_rows_to_bf16_matrices(dtype: DType, count: int) -> Subroutine:
     """Make the subroutine that converts `count` rows of numbers to matrices of bfloat16 terms, with zeros as padding.
 
     The subroutine is ``(source, step, rows, size, to, wide)``:
@@ -209,7 +209,10 @@ def make_copy_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
     - `source` has `rows` rows of `size` columns, `step` bytes apart.
     - `to` receives `wide` matrices for each 32 rows.
     """
-    load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, make_store_of_bf16_pair_terms(count_bf16_terms(dtype))
+    load_first, store_pair = (
+        CELLS_BY_DTYPE[dtype].load_first,
+        make_split_and_store_bf16_pair_terms(count_bf16_terms(dtype)),
+    )
 
     def copy_rows(source, step, rows, size, to, wide):
         for r in range(count):
@@ -225,7 +228,7 @@ def make_copy_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 
 @cache
-def make_transpose_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
+def make_transpose_rows_to_bf16_matrices(dtype: DType, count: int) -> Subroutine:
     """Make the subroutine that transposes `count` rows of numbers to matrices of bfloat16 terms, with zeros as padding.
 
     The subroutine is ``(source, step, rows, size, to, wide, between)``:
@@ -235,7 +238,7 @@ def make_transpose_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
     - `between` is scratch memory of one matrix.
     """
     transpose_padded, transpose_whole, height = (
-        _make_transpose_padded_columns(dtype),
+        _make_transpose_padded_columns_to_bf16(dtype),
         _COLUMN_TRANSPOSERS.get(dtype),
         count // MATRIX_SIZE,
     )
@@ -256,13 +259,13 @@ def make_transpose_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 
 @cache
-def _make_transpose_padded_columns(dtype: DType) -> Subroutine:
+def _make_transpose_padded_columns_to_bf16(dtype: DType) -> Subroutine:
     """Make the subroutine that transposes 16 columns of up to 32 rows to bfloat16 terms, with zeros as padding.
 
     The subroutine is ``(source, step, rows, c, size, to, between)``; the columns begin at `c`.
     """
     load_first, terms = CELLS_BY_DTYPE[dtype].load_first, count_bf16_terms(dtype)
-    store_pair, end = make_store_of_bf16_pair_terms(terms), terms * TILE
+    store_pair, end = make_split_and_store_bf16_pair_terms(terms), terms * TILE
 
     def transpose_padded(source, step, rows, c, size, to, between):
         for r in range(0, MATRIX_SIZE, 2):
@@ -299,7 +302,7 @@ _COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
 
 
 @subroutine
-def convert_query_lanes_to_matrix(rows, factor, to):
+def convert_query_lanes_to_bf16_matrix(rows, factor, to):
     """Convert 32 query numbers of 32 tokens to a matrix of bfloat16 terms, multiplied by `factor`.
 
     A row of `rows` has one number of all 32 tokens as float32. The two numbers of a pair are 16 rows apart.

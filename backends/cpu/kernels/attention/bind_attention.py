@@ -35,7 +35,9 @@ LOG2_E = math.log2(math.e)
 Addresses = npt.NDArray[np.int64]
 
 
-def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
+def _compute_addresses_of_index_combinations(
+    x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]
+) -> Addresses:
     """Compute the addresses of the elements of `x` at all combinations of the given indices.
 
     Args:
@@ -94,25 +96,27 @@ def _build_head_address_table(
         missing = count - (len(mask.shape) - 2 - own)
         axes = [(i - missing, index) for i, index in outer[missing:]]
         mask_addresses = (
-            _compute_indexed_addresses(mask, [*axes, (len(axes), every)])
+            _compute_addresses_of_index_combinations(mask, [*axes, (len(axes), every)])
             if own
-            else _compute_indexed_addresses(mask, axes)[..., None]
+            else _compute_addresses_of_index_combinations(mask, axes)[..., None]
         )
-    slopes = [float32_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _float_attribute(call, "max_bias"))]
+    slopes = [float32_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _read_float_attribute(call, "max_bias"))]
     none = np.full(1, -np.inf, np.float32)
     columns = (
-        _compute_indexed_addresses(q, [*outer, (count + 1, every)]),
-        _compute_indexed_addresses(k, [*outer, (count + 1, group)]),
-        _compute_indexed_addresses(v, [*outer, (count + 1, group)]),
+        _compute_addresses_of_index_combinations(q, [*outer, (count + 1, every)]),
+        _compute_addresses_of_index_combinations(k, [*outer, (count + 1, group)]),
+        _compute_addresses_of_index_combinations(v, [*outer, (count + 1, group)]),
         mask_addresses,
-        _compute_indexed_addresses(call.out, [*outer, (count + 1, every)]),
+        _compute_addresses_of_index_combinations(call.out, [*outer, (count + 1, every)]),
         np.array(slopes),
-        np.array(steps.constant(none).address) if sinks is None else _compute_indexed_addresses(sinks, [(0, every)]),
+        np.array(steps.constant(none).address)
+        if sinks is None
+        else _compute_addresses_of_index_combinations(sinks, [(0, every)]),
     )
     return np.stack(np.broadcast_arrays(*columns), -1).astype(np.int64)
 
 
-def _float_attribute(call: BoundInstruction, name: str) -> float:
+def _read_float_attribute(call: BoundInstruction, name: str) -> float:
     """Return the attribute `name` of an instruction as a float."""
     return float(np.asarray(call.attrs[name]))
 
@@ -148,16 +152,16 @@ def _choose_decode_work_split(
     max_splits = (
         max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
     )
-    parts = _compute_split_count(steps, sequences)
+    parts = _compute_balanced_split_count(steps, sequences)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if head_groups % parts == 0:
             return head_groups // parts, 1
         if max_splits >= parts:
             return head_groups, parts
-    return 1, min(max_splits, _compute_split_count(steps, sequences * head_groups))
+    return 1, min(max_splits, _compute_balanced_split_count(steps, sequences * head_groups))
 
 
-def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
+def _compute_balanced_split_count(steps: StepTableBuilder, units: int) -> int:
     """Return the smallest number of parts of each of `units` work units with which all threads get equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
@@ -169,7 +173,7 @@ def _is_readable_key_or_value(x: Operand | None) -> bool:
     )
 
 
-def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the steps of an attention op: a prefill kernel from `MIN_PREFILL_TOKENS` tokens on, else a decode kernel.
 
     Return False if the kernels cannot read the operands.
@@ -189,7 +193,7 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     *leading, tokens, heads, size = q.shape
     keys, width, shared = k.shape[-3], v.shape[-1], _choose_heads_per_unit(heads // k.shape[-2])
     units = math.prod(leading) * heads // shared
-    cap, scale = _float_attribute(call, "softcap"), _float_attribute(call, "scale")
+    cap, scale = _read_float_attribute(call, "softcap"), _read_float_attribute(call, "scale")
     addresses = _build_head_address_table(steps, call, q, k, v, mask)
     common = {
         "tokens": tokens,
@@ -214,7 +218,7 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
             if target_cpu.find_amx_support() and is_exact_in_bf16_tiles(k.dtype, v.dtype)
             else prefill_attention
         )
-        span = prefill_attention.choose_tokens_per_unit(many.JOBS_PER_TILE, units, shared, tokens, steps.threads)
+        span = prefill_attention.choose_tokens_per_work_unit(many.JOBS_PER_TILE, units, shared, tokens, steps.threads)
         each = many.compute_prefill_scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
         kernel = many.make_prefill_attention_kernel(k.dtype, v.dtype)
@@ -223,7 +227,7 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         def make_thread_work(tickets: int) -> ThreadWork:
             return ThreadWork(prefill_attention.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
 
-        if steps.is_shared_by_threads(reads, [out]):
+        if steps.is_step_shared_by_threads(reads, [out]):
             steps.add_queued(kernel, make_thread_work)
         else:
             steps.add_per_thread(kernel, [make_thread_work(0)])
@@ -233,7 +237,7 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     rows = tokens * shared
     each = decode_attention.compute_decode_scratch_bytes(rows * beside, keys, size, width)
     parts = steps.scratch(
-        "attention parts", units * rows * chunks * partial_results.compute_partial_result_bytes(width)
+        "attention parts", units * rows * chunks * partial_results.compute_row_partial_result_bytes(width)
     )
     scratch = steps.scratch("attention", each * steps.threads)
     common |= {"scratch": scratch.address, "scratch_bytes": each}
@@ -281,4 +285,4 @@ def _add_merge_partial_results_step(
     steps.register_per_thread_values(own, call.out)
 
 
-BINDINGS = {"attention": _bind_attention}
+BINDINGS = {"attention": _bind_prefill_or_decode_attention}

@@ -12,7 +12,7 @@ from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_tiles import make_dot_tile
+from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.permute_lanes import fold_1, fold_2
 from ...simd.vectors import (
     LANES,
@@ -35,11 +35,11 @@ from .partial_results import (
     PARTIAL_VALUES_OFFSET,
     VALUE_COLUMNS,
     VECTOR_BYTES,
-    clear_partial_result,
-    compute_partial_result_bytes,
+    compute_row_partial_result_bytes,
+    convert_scores_to_softmax_weights,
+    initialise_partial_result,
     merge_partial_result,
-    update_online_softmax,
-    write_attention_row,
+    write_normalised_attention_row,
 )
 from .quantised_keys import TRANSPOSED_BLOCK_BYTES, dot_query_with_16_keys
 from .softmax_scores import (
@@ -52,10 +52,10 @@ from .softmax_scores import (
     HEAD_SLOPE,
     HEAD_VALUE,
     MINUS_INFINITY,
-    apply_cap_and_mask,
-    find_visible_key_range,
-    load_mask_lanes,
-    load_sink_score,
+    apply_soft_cap_and_mask,
+    find_key_range_visible_to_group,
+    load_16_padded_mask_values,
+    load_sink_score_in_log2,
     max_or_second,
     round_up,
 )
@@ -84,21 +84,21 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
     expanded values, queries and products, or quantised queries and keys.
     """
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
-    blocks = quantised_keys.compute_transposed_keys_bytes(size) + rows * quantised_keys.compute_quantised_query_bytes(
+    blocks = quantised_keys.compute_bytes_of_16_transposed_keys(
         size
-    )
+    ) + rows * quantised_keys.compute_quantised_query_bytes(size)
     scores = rows * 4 * (min(KEYS_PER_CHUNK, -(-keys // LANES) * LANES) + LANES)
-    scores += (rows + 1) * compute_partial_result_bytes(width)
+    scores += (rows + 1) * compute_row_partial_result_bytes(width)
     return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
-def _make_multiply_queries_with_keys(cells: CacheRowOperations, count: int) -> Subroutine:
+def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Subroutine:
     """Make the subroutine that computes the dot products of `count` queries and 16 keys, from key `s` on.
 
     At `to` it stores each dot product as four partial sums.
     """
     load_16, load_first, line = cells.load_16, cells.load_first, CACHE_LINE_BYTES // cells.nbytes
-    tile = make_dot_tile(count, 1)
+    tile = make_dot_tile_intrinsics(count, 1)
     row_addresses, zero_sums, spill = tile.row_addresses, tile.zero_sums, tile.spill
     add_inner, fold_four = tile.add_inner_product, tile.fold_four_tiles
     nbytes = cells.nbytes
@@ -135,7 +135,7 @@ def _make_add_weighted_value_columns(cells: CacheRowOperations, count: int, line
 
     ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]``.
     """
-    load_16, load_first, tile = cells.load_16, cells.load_first, make_dot_tile(count, VALUE_COLUMNS // LANES)
+    load_16, load_first, tile = cells.load_16, cells.load_first, make_dot_tile_intrinsics(count, VALUE_COLUMNS // LANES)
     row_addresses, add_outer = tile.row_addresses, tile.add_outer_product
     load_rows, store_rows = tile.load_rows, tile.store_rows
     nbytes = cells.nbytes
@@ -170,7 +170,7 @@ def prefetch_rows_to_l2(rows, step, count, nbytes):
 
 
 @subroutine
-def merge_partial_results_of_group(a, unit, scratch):
+def merge_and_write_group_results(a, unit, scratch):
     """Merge the partial results of a group of heads, and write the attention results: weighted means of values.
 
     `scratch` has room for one partial result.
@@ -183,13 +183,15 @@ def merge_partial_results_of_group(a, unit, scratch):
             state = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
             if count > 1:
                 parts, state = state, scratch
-                clear_partial_result(state, span)
+                initialise_partial_result(state, span)
                 for i in range(count):
                     merge_partial_result(state, parts + i * span, width)
-            write_attention_row(state, load_sink_score(head), load_long(head + HEAD_OUT) + t * ARGS.out_step(a), width)
+            write_normalised_attention_row(
+                state, load_sink_score_in_log2(head), load_long(head + HEAD_OUT) + t * ARGS.out_step(a), width
+            )
 
 
-def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
+def _select_row_operations_for_values(cells: CacheRowOperations) -> CacheRowOperations:
     """Return the row operations for the form in which heads read values: float32 if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
@@ -213,7 +215,7 @@ class QueryKeyOperations:
 def _make_float_key_operations(cells: CacheRowOperations) -> QueryKeyOperations:
     """Make the subroutines that multiply queries with float keys."""
     multiply_1, multiply_2, multiply_3, multiply_4 = (
-        _make_multiply_queries_with_keys(cells, count) for count in range(1, 5)
+        _make_dot_queries_with_16_keys(cells, count) for count in range(1, 5)
     )
 
     @subroutine
@@ -221,10 +223,10 @@ def _make_float_key_operations(cells: CacheRowOperations) -> QueryKeyOperations:
         """Store the scores of a row from its products, which are `count` vectors apart."""
         shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR_BYTES
         head = heads + row % shared * HEAD_BYTES
-        mask = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
+        mask = load_16_padded_mask_values(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
         first = fold_2(load(products), load(products + apart))
         x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
-        x = apply_cap_and_mask(mul(x, splat(ARGS.factor(a))), mask, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
+        x = apply_soft_cap_and_mask(mul(x, splat(ARGS.factor(a))), mask, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
         store(lanes, max_or_second(x, load(lanes)))
         store(to, x)
 
@@ -281,18 +283,21 @@ def _make_quantised_key_operations(dtype: DType) -> QueryKeyOperations:
         for t in range(ARGS.tokens(a)):
             for h in range(shared):
                 head, row = heads + h * HEAD_BYTES, t * shared + h
-                mask = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
+                mask = load_16_padded_mask_values(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
                 x = mul(dot_query_with_16_keys(queries + row * pitch, memory, size), splat(factor))
-                x = apply_cap_and_mask(x, mask, cap, load_scalar(head + HEAD_SLOPE))
+                x = apply_soft_cap_and_mask(x, mask, cap, load_scalar(head + HEAD_SLOPE))
                 store(lanes + row * VECTOR_BYTES, max_or_second(x, load(lanes + row * VECTOR_BYTES)))
                 store(scores + row * reach, x)
 
     return QueryKeyOperations(
-        quantised_keys.make_quantise_query(dtype), query_bytes, subroutine(scratch_bytes), subroutine(store_scores)
+        quantised_keys.make_quantise_query_to_int8_blocks(dtype),
+        query_bytes,
+        subroutine(scratch_bytes),
+        subroutine(store_scores),
     )
 
 
-def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
+def _make_compute_scores_and_maxima(keys: QueryKeyOperations) -> Subroutine:
     """Make the subroutine that computes the scores of all rows of a work unit for keys `low` to `high`.
 
     At `lanes` it stores the highest score of each SIMD lane.
@@ -317,7 +322,7 @@ def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
     return subroutine(score_keys)
 
 
-def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
+def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine that returns the place of 64 columns of `n` float values; it first expands quantised values.
 
     The place is four numbers: address, bytes from value to value, first column, end column.
@@ -339,9 +344,9 @@ def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
 def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
-    read_cells = _select_value_operations(cells)
+    read_cells = _select_row_operations_for_values(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))
-    locate_values = _make_locate_float_values(cells)
+    locate_values = _make_locate_or_expand_values(cells)
 
     @subroutine
     def add_value_pass(a, value, left, scores, reach, states, pitch, memory):
@@ -381,7 +386,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
     A work unit is the attention of `beside` groups of heads to one split (part) of the keys.
     """
-    score_keys = _make_compute_scores(
+    score_keys = _make_compute_scores_and_maxima(
         _make_quantised_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
     )
     add_values = _make_add_weighted_values(CELLS_BY_DTYPE[v])
@@ -404,10 +409,10 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
             walk, split = unit // splits, unit % splits
             heads = ARGS.heads(a) + walk * heads_of * HEAD_BYTES
             states = ARGS.partial(a) + walk * rows * pitch
-            start, end = find_visible_key_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
+            start, end = find_key_range_visible_to_group(heads, heads_of, tokens, ARGS.mask_step(a), keys)
             for r in range(rows * chunks):
                 if r % chunks % splits == split:
-                    clear_partial_result(states + r * span, span)
+                    initialise_partial_result(states + r * span, span)
             first = max(start // LANES * LANES, split * KEYS_PER_CHUNK)
             chunk = split
             while chunk * KEYS_PER_CHUNK < end:
@@ -417,10 +422,10 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
                     if chunks == 1 and low > first:
                         to, apart = fresh, span
                         for r in range(rows):
-                            clear_partial_result(fresh + r * span, span)
+                            initialise_partial_result(fresh + r * span, span)
                     score_keys(a, heads, low, high, scores, reach, lanes, memory)
                     for r in range(rows):
-                        update_online_softmax(
+                        convert_scores_to_softmax_weights(
                             scores + r * reach, high - low, lanes + r * VECTOR_BYTES, to + r * apart, width
                         )
                     add_values(a, heads, low, high, scores, reach, to, apart, memory)
@@ -430,7 +435,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
                 chunk += splits
             if splits == 1:
                 for group in range(walk * beside, walk * beside + beside):
-                    merge_partial_results_of_group(a, group, scores)
+                    merge_and_write_group_results(a, group, scores)
         return 0
 
     return Kernel(f"decode_attention.attend.{k}.{v}", body)
@@ -441,5 +446,5 @@ def merge_partial_results(a, thread, threads):
     """Merge the partial results of all groups of heads if threads have split the keys; write the attention results."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
-        merge_partial_results_of_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
+        merge_and_write_group_results(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
     return 0

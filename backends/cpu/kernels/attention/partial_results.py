@@ -23,7 +23,7 @@ from ...simd.vectors import (
     zeros,
 )
 from ..vector.elementwise import store_lanes
-from .softmax_scores import FLOAT_ONE, FLOAT_ZERO, MIN_SCORE, exp2, exp2_scalar
+from .softmax_scores import FLOAT_ONE, FLOAT_ZERO, MIN_SCORE, exp2_of_nonpositive, exp2_of_nonpositive_scalar
 
 VECTOR_BYTES = 4 * LANES
 VALUE_COLUMNS = 64
@@ -32,13 +32,13 @@ PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
 """Offsets into a partial result: first the highest score, then the sum of weights, then the weighted values."""
 
 
-def compute_partial_result_bytes(width: int) -> int:
+def compute_row_partial_result_bytes(width: int) -> int:
     """Return the bytes of the partial result of a row with values of `width` elements."""
     return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
 
 
 @subroutine
-def update_online_softmax(scores, n, lanes, state, width):
+def convert_scores_to_softmax_weights(scores, n, lanes, state, width):
     """Replace the scores of a row by softmax weights, and update the partial result of the row (online softmax).
 
     Args:
@@ -52,10 +52,10 @@ def update_online_softmax(scores, n, lanes, state, width):
     top = max(lane_max_without_nan(load(lanes)), before)
     highest, sums = splat(top), zeros()
     for s in range(0, n, LANES):
-        p = exp2(sub(load(scores + 4 * s), highest))
+        p = exp2_of_nonpositive(sub(load(scores + 4 * s), highest))
         store(scores + 4 * s, p)
         sums = add(sums, p)
-    fewer = exp2_scalar(before - top)
+    fewer = exp2_of_nonpositive_scalar(before - top)
     store_scalar(state, top)
     store_scalar(state + PARTIAL_SUM_OFFSET, fewer * load_scalar(state + PARTIAL_SUM_OFFSET) + lane_sum(sums))
     if fewer < FLOAT_ONE:
@@ -64,7 +64,7 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 
 @subroutine
-def clear_partial_result(state, span):
+def initialise_partial_result(state, span):
     """Initialise a partial result: its sums are zero, and its highest score is the lowest number.
 
     Args:
@@ -89,7 +89,7 @@ def merge_partial_result(state, part, width):
         return
     before, after = load_scalar(state), load_scalar(part)
     top = max(before, after)
-    f, g = exp2_scalar(before - top), exp2_scalar(after - top)
+    f, g = exp2_of_nonpositive_scalar(before - top), exp2_of_nonpositive_scalar(after - top)
     store_scalar(state, top)
     weight = f * load_scalar(state + PARTIAL_SUM_OFFSET) + g * load_scalar(part + PARTIAL_SUM_OFFSET)
     store_scalar(state + PARTIAL_SUM_OFFSET, weight)
@@ -98,7 +98,7 @@ def merge_partial_result(state, part, width):
 
 
 @subroutine
-def write_attention_row(state, sink, out, width):
+def write_normalised_attention_row(state, sink, out, width):
     """Write the attention result of a row, the weighted mean of its values, from its merged partial result.
 
     Args:
@@ -108,8 +108,8 @@ def write_attention_row(state, sink, out, width):
         width: elements of a value.
     """
     top = max(load_scalar(state), max(sink, MIN_SCORE))
-    f = exp2_scalar(load_scalar(state) - top)
-    weight = f * load_scalar(state + PARTIAL_SUM_OFFSET) + exp2_scalar(sink - top)
+    f = exp2_of_nonpositive_scalar(load_scalar(state) - top)
+    weight = f * load_scalar(state + PARTIAL_SUM_OFFSET) + exp2_of_nonpositive_scalar(sink - top)
     scale = splat(f * (FLOAT_ONE / weight) if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
     for c in range(0, width, LANES):
         store_lanes(out, c, width, mul(load(state + PARTIAL_VALUES_OFFSET + 4 * c), scale))

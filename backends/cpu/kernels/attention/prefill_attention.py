@@ -1,9 +1,9 @@
 """Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. SIMD lanes are tokens.
 
 1. Copy the keys and values of a tile, so that rows are dense and padded.
-2. Compute the scores ``K Q^T`` with `add_8x32_matrix_product`.
+2. Compute the scores ``K Q^T`` with `rescale_and_add_8x32_product`.
 3. Update the softmax state of each token; scores become weights.
-4. Add ``P V`` to the results with `add_8x32_matrix_product`.
+4. Add ``P V`` to the results with `rescale_and_add_8x32_product`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from ...simd.vectors import (
     zero_ints,
     zeros,
 )
-from ...steps.work_queue import reset_queue, take_work_item
-from ..vector.amx_tiles import TileOperation, do_nothing
+from ...steps.work_queue import reset_queue_after_last_ticket, take_work_item
+from ..vector.amx_tiles import TileOperation, skip_tile_configuration
 from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
 from ..vector.elementwise import store_lanes
 from .softmax_scores import (
@@ -56,11 +56,11 @@ from .softmax_scores import (
     HEAD_VALUE,
     MIN_SCORE,
     MINUS_INFINITY,
-    apply_cap_and_mask,
-    exp2,
+    apply_soft_cap_and_mask,
+    exp2_of_nonpositive,
     find_visible_key_bits,
-    load_mask_lanes,
-    load_sink_score,
+    load_16_padded_mask_values,
+    load_sink_score_in_log2,
     max_or_second,
     round_up,
 )
@@ -78,7 +78,7 @@ JOBS_PER_TILE = 8
 """Approximate number of heads times token blocks that use one copy of a tile."""
 
 
-def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
+def choose_tokens_per_work_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
     """Choose the number of tokens of a work unit, a multiple of `BLOCK_TOKENS` that is equal for all units.
 
     At most `jobs` pairs of a head and a block of tokens use one copy of a key tile. Units are smaller if there would be
@@ -97,7 +97,7 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 
 @subroutine
-def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
+def scale_and_copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
     """Multiply rows by a factor and copy them to dense rows, padded to `count` rows and `wide` columns.
 
     The source has `rows` rows of `size` numbers, `step` bytes apart. The result has `count` rows of `wide` numbers.
@@ -116,7 +116,7 @@ def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, o
 
 
 @subroutine
-def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
+def rescale_and_add_8x32_product(a, row, column, b, step, n, to, pace, fades):
     """Add a matrix product to 8 rows of 32 columns: ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]``.
 
     Strides in bytes: `row` and `column` for a, `step` for rows of b, `pace` for rows of `to`. If `fades` is 0, `to` is
@@ -125,14 +125,14 @@ def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
     if fades != 0:
-        p0, q0 = load_scaled_row_of_32(to, fades)
-        p1, q1 = load_scaled_row_of_32(to + pace, fades + 4)
-        p2, q2 = load_scaled_row_of_32(to + 2 * pace, fades + 8)
-        p3, q3 = load_scaled_row_of_32(to + 3 * pace, fades + 12)
-        p4, q4 = load_scaled_row_of_32(to + 4 * pace, fades + 16)
-        p5, q5 = load_scaled_row_of_32(to + 5 * pace, fades + 20)
-        p6, q6 = load_scaled_row_of_32(to + 6 * pace, fades + 24)
-        p7, q7 = load_scaled_row_of_32(to + 7 * pace, fades + 28)
+        p0, q0 = load_32_scaled_floats(to, fades)
+        p1, q1 = load_32_scaled_floats(to + pace, fades + 4)
+        p2, q2 = load_32_scaled_floats(to + 2 * pace, fades + 8)
+        p3, q3 = load_32_scaled_floats(to + 3 * pace, fades + 12)
+        p4, q4 = load_32_scaled_floats(to + 4 * pace, fades + 16)
+        p5, q5 = load_32_scaled_floats(to + 5 * pace, fades + 20)
+        p6, q6 = load_32_scaled_floats(to + 6 * pace, fades + 24)
+        p7, q7 = load_32_scaled_floats(to + 7 * pace, fades + 28)
     for _ in range(n):
         x, y = load(b), load(b + 64)  # p[j] += a[j, i] * b[i, :16], q[j] += a[j, i] * b[i, 16:]
         u, v = splat_from(a), splat_from(a + row)
@@ -145,32 +145,32 @@ def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
         p6, q6, p7, q7 = fma(x, u, p6), fma(y, u, q6), fma(x, v, p7), fma(y, v, q7)
         a += column
         b += step
-    store_row_of_32(to, p0, q0)
-    store_row_of_32(to + pace, p1, q1)
-    store_row_of_32(to + 2 * pace, p2, q2)
-    store_row_of_32(to + 3 * pace, p3, q3)
-    store_row_of_32(to + 4 * pace, p4, q4)
-    store_row_of_32(to + 5 * pace, p5, q5)
-    store_row_of_32(to + 6 * pace, p6, q6)
-    store_row_of_32(to + 7 * pace, p7, q7)
+    store_32_floats(to, p0, q0)
+    store_32_floats(to + pace, p1, q1)
+    store_32_floats(to + 2 * pace, p2, q2)
+    store_32_floats(to + 3 * pace, p3, q3)
+    store_32_floats(to + 4 * pace, p4, q4)
+    store_32_floats(to + 5 * pace, p5, q5)
+    store_32_floats(to + 6 * pace, p6, q6)
+    store_32_floats(to + 7 * pace, p7, q7)
 
 
 @subroutine
-def load_scaled_row_of_32(rows, factor_address):
+def load_32_scaled_floats(rows, factor_address):
     """Load 32 float32, multiply them by the float32 at `factor_address`, and return them as two vectors."""
     f = splat_from(factor_address)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
 
 @subroutine
-def store_row_of_32(to, x, y):
+def store_32_floats(to, x, y):
     """Store two vectors as a row of 32 numbers."""
     store(to, x)
     store(to + 64, y)
 
 
 @subroutine
-def find_visible_tile_keys(mask, step, tokens, s, keys, to):
+def find_visible_keys_per_8_tokens(mask, step, tokens, s, keys, to):
     """Find the keys of a tile that are visible to each 8 tokens; store a word of 64 bits for each 8 tokens at `to`.
 
     Returns:
@@ -188,7 +188,7 @@ def find_visible_tile_keys(mask, step, tokens, s, keys, to):
                     marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
             else:
                 for t in range(first, min(tokens, first + MATRIX_ROWS)):
-                    lanes = load_mask_lanes(mask + t * step, s + r, keys)
+                    lanes = load_16_padded_mask_values(mask + t * step, s + r, keys)
                     marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
             bits |= find_visible_key_bits(max_lanes) << r
         store_long(to + first, bits)
@@ -197,7 +197,7 @@ def find_visible_tile_keys(mask, step, tokens, s, keys, to):
 
 
 @subroutine
-def find_set_bit_range(bits):
+def find_set_bit_range_in_eights(bits):
     """Return the range (first, end) of the set bits of `bits`, rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
@@ -205,7 +205,7 @@ def find_set_bit_range(bits):
 
 
 @subroutine
-def apply_online_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
+def convert_tile_scores_to_softmax_weights(scores, lane_mask, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by softmax weights, and update the online softmax state of each token.
 
     The state has the highest score and the sum of weights of each token. `fades` receives the factors that rescale
@@ -218,22 +218,22 @@ def apply_online_softmax(scores, lane_mask, low, high, cap, slope, state, fades)
         if cap > FLOAT_ZERO or lane_mask != 0:
             if lane_mask != 0:
                 h, g = load(lane_mask + r), load(lane_mask + r + 64)
-            u, v = apply_cap_and_mask(u, h, cap, slope), apply_cap_and_mask(v, g, cap, slope)
-            store_row_of_32(scores + r, u, v)
+            u, v = apply_soft_cap_and_mask(u, h, cap, slope), apply_soft_cap_and_mask(v, g, cap, slope)
+            store_32_floats(scores + r, u, v)
         x, y = max_or_second(u, x), max_or_second(v, y)
-    store_row_of_32(state, x, y)
-    h, g = exp2(sub(before, x)), exp2(sub(other, y))
-    store_row_of_32(fades, h, g)
+    store_32_floats(state, x, y)
+    h, g = exp2_of_nonpositive(sub(before, x)), exp2_of_nonpositive(sub(other, y))
+    store_32_floats(fades, h, g)
     sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
     for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
-        u, v = exp2(sub(load(scores + r), x)), exp2(sub(load(scores + r + 64), y))
-        store_row_of_32(scores + r, u, v)
+        u, v = exp2_of_nonpositive(sub(load(scores + r), x)), exp2_of_nonpositive(sub(load(scores + r + 64), y))
+        store_32_floats(scores + r, u, v)
         sums, more = add(sums, u), add(more, v)
-    store_row_of_32(state + 128, sums, more)
+    store_32_floats(state + 128, sums, more)
 
 
 @subroutine
-def compute_scratch_layout(a, thread):
+def compute_thread_scratch_addresses(a, thread):
     """Return the addresses of the parts of a thread's scratch, in this order.
 
     Keys, values, scores and mask of a tile; bits of visible keys; factors of earlier sums (`fades`). Then come the
@@ -253,7 +253,7 @@ def compute_scratch_layout(a, thread):
 
 
 @subroutine
-def load_queries(a, heads, start, end, place):
+def load_query_lanes_and_init_softmax(a, heads, start, end, place):
     """Load the scaled queries of a work unit with tokens as lanes, and initialise softmax states and results.
 
     A softmax state begins with the score of the attention sink, a result with 0.
@@ -263,15 +263,19 @@ def load_queries(a, heads, start, end, place):
     for first in range(start, end, BLOCK_TOKENS):
         for h in range(ARGS.shared(a)):
             head = heads + h * HEAD_BYTES
-            query, sink = load_long(head + HEAD_QUERY) + first * step, load_sink_score(head)
-            copy_scaled_padded_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK_TOKENS, deep, zeros())
+            query, sink = load_long(head + HEAD_QUERY) + first * step, load_sink_score_in_log2(head)
+            scale_and_copy_padded_rows(
+                query, step, end - first, size, ARGS.factor(a), keys, BLOCK_TOKENS, deep, zeros()
+            )
             for c in range(0, deep, LANES):
                 to = queries + 4 * BLOCK_TOKENS * c
                 transpose_16x16(keys + 4 * c, 4 * deep, to, 4 * BLOCK_TOKENS)
                 transpose_16x16(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK_TOKENS)
             top = splat(max(sink, MIN_SCORE))
-            store_row_of_32(states, top, top)
-            store_row_of_32(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
+            store_32_floats(states, top, top)
+            store_32_floats(
+                states + 128, exp2_of_nonpositive(sub(splat(sink), top)), exp2_of_nonpositive(sub(splat(sink), top))
+            )
             for c in range(0, 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS), 64):
                 store(results + c, zeros())
             queries += 4 * BLOCK_TOKENS * deep
@@ -279,7 +283,7 @@ def load_queries(a, heads, start, end, place):
             results += 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS)
 
 
-def _make_copy_tile_rows(cells: CacheRowOperations) -> Subroutine:
+def _make_copy_rows_as_padded_f32(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine ``(source, step, rows, size, to, wide)`` that copies tile rows to zero-padded float32."""
     load_first = cells.load_first
 
@@ -292,9 +296,12 @@ def _make_copy_tile_rows(cells: CacheRowOperations) -> Subroutine:
     return subroutine(copy_tile_rows)
 
 
-def _make_copy_kv_tile(k: DType, v: DType) -> Subroutine:
+def _make_copy_kv_tile_as_f32(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that copies the keys and values of a tile to dense, zero-padded float32 rows."""
-    copy_keys, copy_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
+    copy_keys, copy_values = (
+        _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[k]),
+        _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[v]),
+    )
 
     def copy_tile(a, heads, s, place):
         keys, values, left = place[0], place[1], ARGS.keys(a) - s
@@ -307,9 +314,11 @@ def _make_copy_kv_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def load_transposed_mask(mask, step, count, left, scratch, lane_mask):
+def load_and_transpose_mask_tile(mask, step, count, left, scratch, lane_mask):
     """Load the mask of a key tile, padded with -inf, and transpose it to `lane_mask`, in which lanes are tokens."""
-    copy_scaled_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
+    scale_and_copy_padded_rows(
+        mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY)
+    )
     for r in range(0, TILE_KEYS, LANES):
         transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
         transpose_16x16(
@@ -321,30 +330,30 @@ def load_transposed_mask(mask, step, count, left, scratch, lane_mask):
 
 
 @subroutine
-def attend_tokens(a, count, union, lane_mask, slope, queries, state, result, place):
+def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state, result, place):
     """Add a tile of keys to the attention of a block of tokens of one head: compute scores, weights and results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
-    low, high = find_set_bit_range(union)
+    low, high = find_set_bit_range_in_eights(union)
     row = 4 * round_up(size, LANES)
     for r in range(low, high, MATRIX_ROWS):
-        add_8x32_matrix_product(
+        rescale_and_add_8x32_product(
             keys + r * row, row, 4, queries, 4 * BLOCK_TOKENS, size, p + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS, 0
         )
-    apply_online_softmax(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
+    convert_tile_scores_to_softmax_weights(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
     for t in range(0, count, MATRIX_ROWS):
-        low, high = find_set_bit_range(load_long(bits + t))
+        low, high = find_set_bit_range_in_eights(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
         for c in range(0, 4 * wide, 4 * BLOCK_TOKENS):
             weights = p + 4 * (BLOCK_TOKENS * low + t)
-            add_8x32_matrix_product(
+            rescale_and_add_8x32_product(
                 weights, 4, 4 * BLOCK_TOKENS, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t
             )
 
 
-def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
+def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
-    copy_tile = _make_copy_kv_tile(k, v)
+    copy_tile = _make_copy_kv_tile_as_f32(k, v)
 
     def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
@@ -357,16 +366,18 @@ def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
                 head = heads + h * HEAD_BYTES
                 mask = load_long(head + HEAD_MASK) + first * step
                 if mask != known:
-                    union, plain = find_visible_tile_keys(mask, step, count, s, keys, bits)
+                    union, plain = find_visible_keys_per_8_tokens(mask, step, count, s, keys, bits)
                     known = mask
                     if union != 0 and not plain:
-                        load_transposed_mask(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
+                        load_and_transpose_mask_tile(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
                 if union != 0:
                     if not ready:
                         copy_tile(a, heads, s, place)
                         ready = True
                     slope = load_scalar(head + HEAD_SLOPE)
-                    attend_tokens(a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place)
+                    attend_token_block_to_tile(
+                        a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place
+                    )
                 queries += 4 * BLOCK_TOKENS * deep
                 states += 8 * BLOCK_TOKENS
                 results += 4 * BLOCK_TOKENS * wide
@@ -375,7 +386,7 @@ def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def store_results(a, heads, start, end, place):
+def normalise_and_store_results(a, heads, start, end, place):
     """Store the attention results of a work unit: the weighted sums of values, divided by the sums of weights."""
     width, states, results = ARGS.width(a), place[7], place[8]
     wide = round_up(width, BLOCK_TOKENS)
@@ -432,7 +443,7 @@ def make_attention_span_kernel(
                     store_unit(a, heads, start, stop, place)
                     mine = take_work_item(tickets, item + 1)
                 item += 1
-        reset_queue(tickets, mine, item, threads)
+        reset_queue_after_last_ticket(tickets, mine, item, threads)
         end(place[0])
         return 0
 
@@ -440,9 +451,15 @@ def make_attention_span_kernel(
 
 
 @cache
-def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_vector_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in vectors, for keys of type `k` and values of type `v`."""
     name = f"prefill_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
-        name, compute_scratch_layout, load_queries, _make_attend_to_tile(k, v), store_results, do_nothing, do_nothing
+        name,
+        compute_thread_scratch_addresses,
+        load_query_lanes_and_init_softmax,
+        _make_attend_to_visible_tile(k, v),
+        normalise_and_store_results,
+        skip_tile_configuration,
+        skip_tile_configuration,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from .....graph.dtypes import DType
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.byte_vectors import dot4, splat_4_bytes
-from ...simd.transpose_int8 import copy_strided_f16, transpose_4_bit_blocks, transpose_8_bit_blocks
+from ...simd.transpose_int8 import copy_16_strided_f16, transpose_4_bit_blocks, transpose_8_bit_blocks
 from ...simd.vectors import (
     absolute,
     add,
@@ -51,12 +51,12 @@ def compute_quantised_query_bytes(size: int) -> int:
     return -(-(size + size // BLOCK_ELEMENTS * 8) // 64) * 64
 
 
-def compute_transposed_keys_bytes(size: int) -> int:
+def compute_bytes_of_16_transposed_keys(size: int) -> int:
     """Return the bytes of 16 transposed keys of `size` elements: their codes in pairs of blocks, and their scales."""
     return (size // BLOCK_ELEMENTS + 1) * (TRANSPOSED_BLOCK_BYTES + 32)
 
 
-def make_quantise_query(dtype: DType) -> Subroutine:
+def make_quantise_query_to_int8_blocks(dtype: DType) -> Subroutine:
     """Make the subroutine that quantises a query to 8-bit blocks with float32 scales, for keys of `dtype`.
 
     The subroutine is ``(query, size, to)``: the address of the query, its number of elements, and the address of the
@@ -97,7 +97,7 @@ def make_transpose_16_keys(dtype: DType) -> Subroutine:
                 keys + block * nbytes + SCALE_BYTES, step, last, second, to + block * TRANSPOSED_BLOCK_BYTES
             )
         for block in range(blocks):
-            copy_strided_f16(keys + block * nbytes, step, last, scales + 32 * block)
+            copy_16_strided_f16(keys + block * nbytes, step, last, scales + 32 * block)
 
     return subroutine(transpose_keys)
 

@@ -58,7 +58,7 @@ ROUNDING_CONSTANT = 12582912.0
 
 
 @subroutine
-def exp2(x):
+def exp2_of_nonpositive(x):
     """Return ``2**x`` for x <= 0 with a relative error below 2e-7; 0 for x <= -127, NaN for NaN.
 
     The power of the fraction of x is a polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part of x is
@@ -76,9 +76,9 @@ def exp2(x):
 
 
 @subroutine
-def exp2_scalar(x):
+def exp2_of_nonpositive_scalar(x):
     """Return ``2**x`` of a scalar x <= 0."""
-    return lane_0(exp2(splat(x)))
+    return lane_0(exp2_of_nonpositive(splat(x)))
 
 
 @subroutine
@@ -94,7 +94,7 @@ def max_or_second(x, y):
 
 
 @subroutine
-def apply_cap_and_mask(x, mask, cap, slope):
+def apply_soft_cap_and_mask(x, mask, cap, slope):
     """Compute 16 final scores from scaled products, with the mask and the soft cap.
 
     The score is ``slope * mask + cap * tanh(x)``, or ``slope * mask + x`` without a soft cap.
@@ -111,13 +111,13 @@ def apply_cap_and_mask(x, mask, cap, slope):
 
 
 @subroutine
-def load_sink_score(head):
+def load_sink_score_in_log2(head):
     """Load the score of the attention sink of a head, multiplied by log2(e)."""
     return load_scalar(load_long(head + HEAD_SINK)) * LOG2_E
 
 
 @subroutine
-def load_mask_lanes(mask, s, keys):
+def load_16_padded_mask_values(mask, s, keys):
     """Load the mask values of 16 keys from key `s` on; keys from number `keys` on get -inf."""
     if keys - s >= LANES:
         return load(mask + 4 * s)
@@ -131,25 +131,25 @@ def find_visible_key_bits(mask):
 
 
 @subroutine
-def find_first_visible_key(mask, keys):
+def find_aligned_first_visible_key(mask, keys):
     """Find the number of the first visible key in a mask row of `keys` keys, rounded down to a multiple of 16."""
     s = 0
-    while s < keys and find_visible_key_bits(load_mask_lanes(mask, s, keys)) == 0:
+    while s < keys and find_visible_key_bits(load_16_padded_mask_values(mask, s, keys)) == 0:
         s += LANES
     return s
 
 
 @subroutine
-def find_end_of_visible_keys(mask, keys):
+def find_aligned_end_of_visible_keys(mask, keys):
     """Return the end of the visible keys in a mask row, rounded up to a multiple of 16 but at most `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
-    while s > 0 and find_visible_key_bits(load_mask_lanes(mask, s - LANES, keys)) == 0:
+    while s > 0 and find_visible_key_bits(load_16_padded_mask_values(mask, s - LANES, keys)) == 0:
         s -= LANES
     return min(s, keys)
 
 
 @subroutine
-def find_visible_key_range(heads, shared, tokens, step, keys):
+def find_key_range_visible_to_group(heads, shared, tokens, step, keys):
     """Find the range of keys that at least one token sees in at least one head of a group.
 
     Args:
@@ -164,7 +164,7 @@ def find_visible_key_range(heads, shared, tokens, step, keys):
         mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
         if mask != known:
             for t in range(tokens):
-                low = min(low, find_first_visible_key(mask + t * step, keys))
-                high = max(high, find_end_of_visible_keys(mask + t * step, keys))
+                low = min(low, find_aligned_first_visible_key(mask + t * step, keys))
+                high = max(high, find_aligned_end_of_visible_keys(mask + t * step, keys))
             known = mask
     return min(low, high), high

@@ -20,14 +20,18 @@ from ...simd.amx import TILE_BYTES, TILE_MEMORY_BYTES, TILE_ROW_BYTES, TILE_ROWS
 from ...simd.vectors import load, prefetch_l2
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from ...steps.work_queue import (
-    choose_span,
-    compute_span_start,
-    count_spans,
-    reset_queue,
-    select_span_queue,
+    choose_row_span,
+    compute_first_row_of_span,
+    compute_span_queue_address,
+    count_row_spans,
+    reset_queue_after_last_ticket,
     take_work_item,
 )
-from ..packed.activation_quantisation import PANEL_ROWS, compute_quantised_activation_bytes, quantise_activations
+from ..packed.activation_quantisation import (
+    PANEL_ROWS,
+    compute_quantised_activation_bytes,
+    find_or_add_quantised_activations,
+)
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS
 from ..vector.amx_tiles import select_amx_tile_operations
 from ..vector.elementwise import store_lanes
@@ -63,7 +67,7 @@ def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
 
 
 @subroutine
-def compute_expanded_matrices_per_pass(columns, terms):
+def compute_matrices_expanded_together(columns, terms):
     """Return how many matrices (pairs of weight groups) are expanded together: as many as fit into the scratch.
 
     With more matrices, activations are loaded from distant memory less often.
@@ -212,14 +216,14 @@ def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
     def body(a, thread, threads):
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH_BYTES
-        spans = count_spans(count, MIN_EXPANSION_ROWS, threads)
-        matrices_per_pass = compute_expanded_matrices_per_pass(columns, terms)
+        spans = count_row_spans(count, MIN_EXPANSION_ROWS, threads)
+        matrices_per_pass = compute_matrices_expanded_together(columns, terms)
         configure(mine)
         for turn in range(spans):
-            span = choose_span(turn, spans, thread, threads)
-            start = compute_span_start(count, PANEL_ROWS, span, spans)
-            end = compute_span_start(count, PANEL_ROWS, span + 1, spans)
-            own = select_span_queue(tickets, span)
+            span = choose_row_span(turn, spans, thread, threads)
+            start = compute_first_row_of_span(count, PANEL_ROWS, span, spans)
+            end = compute_first_row_of_span(count, PANEL_ROWS, span + 1, spans)
+            own = compute_span_queue_address(tickets, span)
             item, ticket = 0, take_work_item(own, 0)
             for chunk in range(start, end, ROWS_PER_CHUNK):
                 row = 0
@@ -235,7 +239,7 @@ def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
                         ticket = take_work_item(own, item + 1)
                     item += 1
                     row += matrices_per_pass * 2 * GROUP_ROWS
-            reset_queue(own, ticket, item, threads)
+            reset_queue_after_last_ticket(own, ticket, item, threads)
         release(mine)
         return 0
 
@@ -249,7 +253,7 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
     """
     w, x, y = call.operand(0), call.operand(1), call.out
     weight, is_shared, columns = make_amx_weight_type(w.dtype), is_matmul_shared_by_threads(steps, call), w.shape[-1]
-    tiled = quantise_activations(steps, x, weight.activation_kind, for_all=is_shared)[0]
+    tiled = find_or_add_quantised_activations(steps, x, weight.activation_kind, for_all=is_shared)[0]
     memory = steps.scratch("tiled", SCRATCH_BYTES * steps.threads)
 
     def make_thread_work(tickets: int) -> ThreadWork:

@@ -15,13 +15,13 @@ from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import load, load_int, store, store_int, zeros
 from ...steps.step_table import StepTableBuilder, ThreadWork
-from ...steps.work_queue import reset_queue, take_work_item
+from ...steps.work_queue import reset_queue_after_last_ticket, take_work_item
 from ..packed.activation_quantisation import (
     PANEL_ROWS,
     TILE_ROW_BYTES,
-    QuantisedTarget,
+    ThreadResultTarget,
     compute_quantised_activation_bytes,
-    quantise_activations,
+    find_or_add_quantised_activations,
     quantise_block_to_targets,
 )
 from ..packed.format_table import BLOCK_COLUMNS
@@ -31,7 +31,7 @@ from .amx_matmul import (
     MAX_MATRICES,
     ROWS_PER_CHUNK,
     SCRATCH_BYTES,
-    compute_expanded_matrices_per_pass,
+    compute_matrices_expanded_together,
     make_multiply_rows_by_amx,
     make_store_amx_sums,
 )
@@ -56,7 +56,7 @@ ARGS = declare_args(
     "weights[2] stride between rows columns x pitch starts experts used shared y step scratch tickets rounding[*]"
 )
 ROUNDING_WORD = ARGS.first_word_index("rounding")
-"""First word of `QuantisedTarget.rounding_words`."""
+"""First word of `ThreadResultTarget.rounding_words`."""
 
 
 @subroutine
@@ -135,7 +135,7 @@ def make_amx_moe_matmul_kernel(
 
     ``y[i] = w[expert of slot i] @ x[row of slot i]``. A slot is a pair of a token and one of its experts. The kernel
     also quantises the result for the ops that read it. Kernel arguments, in addition to
-    `tile_loops.make_grouped_matmul_kernel`:
+    `tile_loops.make_grouped_expert_matmul_kernel`:
 
     - `weights`: two weights, or one weight and its second group of rows.
     - `x`: activation tiles.
@@ -159,7 +159,7 @@ def make_amx_moe_matmul_kernel(
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
         mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch)
-        wide = compute_expanded_matrices_per_pass(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
+        wide = compute_matrices_expanded_together(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
         ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
         item, ticket, gathered_chunk = 0, take_work_item(tickets, 0), -1
@@ -199,7 +199,7 @@ def make_amx_moe_matmul_kernel(
                         ticket = take_work_item(tickets, item + 1)
                     item += 1
                     row += wide
-        reset_queue(tickets, ticket, item, threads)
+        reset_queue_after_last_ticket(tickets, ticket, item, threads)
         release(mine)
         if thread == 0:
             zero_and_quantise_remote_expert_rows(a, mine)
@@ -232,7 +232,7 @@ def bind_amx_moe_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: 
         [call],
         [w.address, second],
         slots,
-        QuantisedTarget(y, [y]),
+        ThreadResultTarget(y, [y]),
     )
 
 
@@ -242,7 +242,7 @@ def add_amx_moe_matmul_step(
     products: Sequence[BoundInstruction],
     weight_addresses: Sequence[int],
     slots: ExpertSlots,
-    to: QuantisedTarget,
+    to: ThreadResultTarget,
 ) -> None:
     """Add the step of one MoE matmul, or of a gate and an up matmul of the same activations, by AMX tiles.
 
@@ -259,7 +259,7 @@ def add_amx_moe_matmul_step(
     columns, (stride, between) = w.shape[-1], compute_weight_strides(w)
     kind = make_amx_weight_type(w.dtype).activation_kind
     tiled, pitch = (
-        quantise_activations(steps, x, kind, for_all=is_shared)[0],
+        find_or_add_quantised_activations(steps, x, kind, for_all=is_shared)[0],
         compute_quantised_activation_bytes(1, columns, kind),
     )
     rows = to.float_rows.shape[-1]
@@ -280,7 +280,7 @@ def add_amx_moe_matmul_step(
             used=slots.slots_per_token,
             shared=slots.rows_per_token,
             y=to.float_rows.address,
-            step=to.row_step_bytes,
+            step=to.float_row_step_bytes,
             scratch=memory.address,
             tickets=tickets,
             rounding=to.rounding_words,

@@ -16,7 +16,7 @@ from .....graph.lazy_dataclass import dataclass
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.amx import TILE_BYTES, TILE_ROW_BYTES
 from ...simd.bf16_pairs import store_dequantised_bf16_tile
-from ...simd.bf16_terms import make_store_of_ordered_bf16_terms
+from ...simd.bf16_terms import make_split_and_store_ordered_bf16_terms
 from ...simd.permute_lanes import transpose_f32
 from ...simd.vectors import LANES, load, load_f16
 from ..packed.activation_quantisation import SPLIT_KIND, TERMS_BY_KIND, TILED_KIND
@@ -69,7 +69,7 @@ def make_amx_weight_type(dtype: DType) -> AmxWeightType:
     if dtype in FORMATS:
         return AmxWeightType(dtype, TILED_KIND, 1, 24, _make_expand_packed_to_bf16(FORMATS[dtype]))
     if dtype is DType.BF16:
-        return AmxWeightType(dtype, SPLIT_KIND, 1, 7, _expand_bf16_weights)
+        return AmxWeightType(dtype, SPLIT_KIND, 1, 7, _expand_bf16_weights_to_tiles)
     terms, min_rows = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
     return AmxWeightType(dtype, SPLIT_KIND, terms, min_rows, _make_expand_floats_to_bf16_terms(dtype, terms))
 
@@ -96,7 +96,7 @@ def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
 
 
 @subroutine
-def _expand_bf16_weights(to, group, stride, left, first, last, n):
+def _expand_bf16_weights_to_tiles(to, group, stride, left, first, last, n):
     """Expand blocks of a bfloat16 weight to AMX tiles; each block is transposed in pairs of columns.
 
     A pair of columns is adjacent in the weight, as AMX tiles need it.
@@ -112,7 +112,7 @@ def _make_expand_floats_to_bf16_terms(dtype: DType, terms: int) -> Subroutine:
     It splits rows into terms, then transposes each term.
     """
     size = dtype.storage.itemsize
-    load_16, store = load_f16 if dtype is DType.F16 else load, make_store_of_ordered_bf16_terms(terms)
+    load_16, store = load_f16 if dtype is DType.F16 else load, make_split_and_store_ordered_bf16_terms(terms)
 
     def expand_split(to, group, stride, left, first, last, n):
         for block in range(first, last):

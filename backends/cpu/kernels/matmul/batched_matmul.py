@@ -16,7 +16,7 @@ from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_tiles import make_dot_tile
+from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import LANES, gather_lanes, load, load_int, load_ints, load_long, store
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
@@ -31,7 +31,7 @@ ARGS = declare_args("table products count rows columns w_row w_column x_row y_ro
 
 
 @cache
-def make_expand_dense_rows(dtype: DType) -> Subroutine:
+def make_expand_rows_to_f32_columns(dtype: DType) -> Subroutine:
     """Make the subroutine that expands 16 rows of w to columns of float32, for a matrix with dense rows.
 
     The subroutine is ``(a, to, w, row, left, first, count)``:
@@ -49,10 +49,10 @@ def make_expand_dense_rows(dtype: DType) -> Subroutine:
 
 
 @subroutine
-def expand_dense_columns(a, to, w, row, left, first, count):
+def expand_dense_columns_to_f32(a, to, w, row, left, first, count):
     """Expand 16 rows of w to columns of float32, for a matrix with dense columns.
 
-    Parameters are as in `make_expand_dense_rows`.
+    Parameters are as in `make_expand_rows_to_f32_columns`.
     """
     for c in range(first, first + count):
         store(to + (c - first) * COLUMN_BYTES, load_lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
@@ -62,7 +62,8 @@ def expand_dense_columns(a, to, w, row, left, first, count):
 def expand_image_windows(a, to, w, row, left, first, count):
     """Expand 16 rows of w to columns of float32, for a convolution: each row is a window of an image.
 
-    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. Parameters are as in `make_expand_dense_rows`.
+    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. Parameters are as in
+    `make_expand_rows_to_f32_columns`.
     """
     windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
     start, offsets = load_int(windows), load_ints(windows)
@@ -84,10 +85,10 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     Args:
         name: Part of the kernel name: the layout of w.
         dtype: The type of w.
-        expand: The subroutine that expands rows of w, for example `expand_dense_columns`.
+        expand: The subroutine that expands rows of w, for example `expand_dense_columns_to_f32`.
     """
     blocks = make_float_weight_tiling(dtype)
-    tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    tile = make_dot_tile_intrinsics(blocks.tile_rows, blocks.tile_groups)
     tile_rows, zeros, store_sums, spill, reload = (
         tile.row_addresses,
         tile.zero_sums,
@@ -136,16 +137,18 @@ def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool
     float16 and bfloat16 matrices need a multiple of 16 columns.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    if w.dtype not in LANE_LOADERS or not has_readable_float_rows(x, y):
+    if w.dtype not in LANE_LOADERS or not can_read_and_write_f32_rows(x, y):
         return False
     if w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0):
-        kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_dense_rows(w.dtype))
+        kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_rows_to_f32_columns(w.dtype))
     elif w.is_dense_along(-2) and w.is_float:
-        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_dense_columns)
+        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_dense_columns_to_f32)
     else:
         return False
     row, column = (s * w.dtype.storage.itemsize for s in w.strides[-2:])
-    add_batched_matmul_step(steps, kernel, call, compute_matrix_addresses(call), [w, x], w_row=row, w_column=column)
+    add_batched_matmul_step(
+        steps, kernel, call, compute_operand_addresses_per_product(call), [w, x], w_row=row, w_column=column
+    )
     return True
 
 
@@ -163,7 +166,7 @@ def add_batched_matmul_step(
         steps: The steps of the program.
         kernel: The result of `make_batched_matmul_kernel`.
         call: The `mul_mat`.
-        table: The result of `compute_matrix_addresses`.
+        table: The result of `compute_operand_addresses_per_product`.
         reads: Operands that the kernel reads.
         where: Kernel arguments that locate rows and columns of w.
     """
@@ -183,37 +186,41 @@ def add_batched_matmul_step(
     steps.add(kernel, words, reads=reads, writes=[y])
 
 
-def has_readable_float_rows(x: Operand, y: Operand) -> bool:
+def can_read_and_write_f32_rows(x: Operand, y: Operand) -> bool:
     """Return whether kernels can read `x` and write `y` in place: float32 with dense rows."""
     return x.is_float and y.is_float and x.is_dense_along(-1) and y.is_dense_along(-1)
 
 
-def _align_leading_sizes(w: Operand, x: Operand) -> tuple[int, ...]:
+def _align_weight_sizes_with_activations(w: Operand, x: Operand) -> tuple[int, ...]:
     """Return the sizes of w along the axes of x except the last one; 1 for axes along which w is broadcast."""
     return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
 
 
 def _choose_longest_broadcast_axis(w: Operand, x: Operand) -> int:
     """Return the longest axis of x along which w is broadcast; the entries of this axis are the rows of one product."""
-    leading = _align_leading_sizes(w, x)
+    leading = _align_weight_sizes_with_activations(w, x)
     return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
 
 
-def compute_matrix_addresses(call: BoundInstruction) -> Addresses:
+def compute_operand_addresses_per_product(call: BoundInstruction) -> Addresses:
     """Compute three addresses for each product: its matrix of w, its first row of x, and its first row of y.
 
     The result is [products, 3].
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    leading, along, rank = _align_leading_sizes(w, x), _choose_longest_broadcast_axis(w, x), len(x.shape) - 1
+    leading, along, rank = (
+        _align_weight_sizes_with_activations(w, x),
+        _choose_longest_broadcast_axis(w, x),
+        len(x.shape) - 1,
+    )
     shape = [1 if axis == along else n for axis, n in enumerate(x.shape[:-1])]
     each = np.indices(shape, np.int64).reshape(rank, -1)
     own = [each[axis] * leading[axis] // x.shape[axis] for axis in range(len(x.shape) - len(w.shape), rank - 1)]
     reached = ((w, own), (x, [*each]), (y, [*each]))
-    return np.stack([_compute_strided_addresses(o, at, each.shape[1]) for o, at in reached], axis=1)
+    return np.stack([_compute_addresses_from_indices(o, at, each.shape[1]) for o, at in reached], axis=1)
 
 
-def _compute_strided_addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
+def _compute_addresses_from_indices(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
     """Compute the addresses of `count` elements of an operand from their indices along its first axes.
 
     Args:

@@ -11,7 +11,7 @@ from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_tiles import DotTile, make_dot_tile
+from ...simd.dot_tiles import DotTileIntrinsics, make_dot_tile_intrinsics
 from ...simd.permute_lanes import transpose_bf16, transpose_f16, transpose_f32
 from ...simd.vectors import (
     LANES,
@@ -27,7 +27,7 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, store_lanes
-from .tile_loops import WeightTiling, make_grouped_matmul_kernel, prefetch_cache_lines
+from .tile_loops import WeightTiling, make_grouped_expert_matmul_kernel, prefetch_cache_lines
 
 EXPANDED_COLUMNS, COLUMN_BYTES = 768, 64
 """Columns that are expanded at a time, and bytes of one column of a group.
@@ -61,7 +61,7 @@ LANE_LOADERS = {DType.F32: load_f32_weight_lanes, DType.F16: load_f16_weight_lan
 TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
 
 
-def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
+def _make_expand_weight_rows_to_columns(dtype: DType) -> Subroutine:
     """Make the subroutine that expands 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
     transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
@@ -72,7 +72,7 @@ def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
     return subroutine(expand_rows)
 
 
-def _make_add_column_products(tile: DotTile, groups: int) -> Subroutine:
+def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutine:
     """Make the subroutine that adds the products of one weight column and some activation rows to the sums of a tile.
 
     It is `WeightTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
@@ -98,7 +98,7 @@ def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subrouti
     It is the result of `WeightTiling.make_few_rows`. The weight rows are read in the order of memory. Each row has four
     independent sums.
     """
-    rows = make_dot_tile(row_count, 1)
+    rows = make_dot_tile_intrinsics(row_count, 1)
     weights, size = LANE_LOADERS[dtype], dtype.storage.itemsize
     zero_sums, add_inner, add_partial_inner = rows.zero_sums, rows.add_inner_product, rows.add_partial_inner_product
     add_tiles, store_lane_sums = rows.add_tiles, rows.store_lane_sums
@@ -129,7 +129,10 @@ def make_float_weight_tiling(dtype: DType) -> WeightTiling:
     A tile has as many rows and groups as registers can hold sums.
     """
     rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
-    expand, add = _make_transpose_weight_rows(dtype), _make_add_column_products(make_dot_tile(rows, groups), groups)
+    expand, add = (
+        _make_expand_weight_rows_to_columns(dtype),
+        _make_add_column_products(make_dot_tile_intrinsics(rows, groups), groups),
+    )
     few = partial(_make_multiply_few_activation_rows, dtype)
     return WeightTiling(
         1,
@@ -150,7 +153,7 @@ def make_float_weight_tiling(dtype: DType) -> WeightTiling:
 @cache
 def make_float_matmul_kernel(dtype: DType) -> Kernel:
     """Make the matmul kernel of a float weight type. float16 and bfloat16 weights need a multiple of 16 columns."""
-    return make_grouped_matmul_kernel(f"float_matmul.multiply.{dtype}", make_float_weight_tiling(dtype))
+    return make_grouped_expert_matmul_kernel(f"float_matmul.multiply.{dtype}", make_float_weight_tiling(dtype))
 
 
 COLUMN_MATMUL_ARGS = declare_args(

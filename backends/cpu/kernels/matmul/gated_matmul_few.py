@@ -21,23 +21,23 @@ from ...compilation.prefetch_distance import find_prefetch_distances
 from ...simd.vectors import load, load_int, zeros
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.activation_quantisation import (
-    QuantisedTarget,
+    ThreadResultTarget,
     compute_quantised_activation_bytes,
-    quantise_activations,
+    find_or_add_quantised_activations,
     quantise_row_to_targets,
 )
 from ..packed.format_table import FORMATS, PackedFormat
 from ..vector.elementwise import store_lanes
 from ..vector.vector_functions import GATED
 from .gated_units import GATED_OPS, split_gated_unit_operands
-from .moe_matmul import sort_slots_by_expert
-from .packed_matmul import compute_weight_strides, find_result_consumers, has_matmul_kernel, make_packed_weight_tiling
+from .moe_matmul import find_or_add_sorted_expert_slots
+from .packed_matmul import compute_weight_strides, find_result_read_forms, has_matmul_kernel, make_packed_weight_tiling
 from .tile_loops import (
     GROUP_ROWS,
     PAIR_ROWS,
-    choose_thread_columns,
+    choose_tile_column_bounds_per_thread,
     is_matmul_shared_by_threads,
-    make_multiply_unexpanded,
+    make_multiply_unexpanded_rows,
     make_single_expert_slots,
 )
 
@@ -46,7 +46,7 @@ ARGS = declare_args(
     "l2_ahead rounding[*]"
 )
 ROUNDING_WORD = ARGS.first_word_index("rounding")
-"""First word of `QuantisedTarget.rounding_words`."""
+"""First word of `ThreadResultTarget.rounding_words`."""
 
 
 @cache
@@ -55,13 +55,13 @@ def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
 
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. A slot is a
     pair of a token and one of its experts, and `kind` names the unit, such as ``swiglu``. Kernel arguments, in addition
-    to `tile_loops.make_grouped_matmul_kernel`:
+    to `tile_loops.make_grouped_expert_matmul_kernel`:
 
     - `weights`: the gate weight and the up weight.
     - `sums`: for each weight, the address of its matmul results before the unit; each slot has `wide` bytes.
-    - `rounding`: `QuantisedTarget.rounding_words`.
+    - `rounding`: `ThreadResultTarget.rounding_words`.
     """
-    multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_weight_tiling(form)), GATED[kind]
+    multiply_unexpanded, unit = make_multiply_unexpanded_rows(make_packed_weight_tiling(form)), GATED[kind]
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -163,18 +163,22 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
     first, call, y = pair.matmuls[0], pair.unit, pair.unit.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], compute_weight_strides(w)
-    consumers, is_shared = find_result_consumers(steps, call), is_matmul_shared_by_threads(steps, first)
-    slots = sort_slots_by_expert(steps, first) if first.op == "mul_mat_id" else make_single_expert_slots(steps, x)
-    q = quantise_activations(steps, x, form.zero_point, for_all=is_shared)
-    records = consumers.make_quantised_row_operands(steps, shared=True)
-    bounds = choose_thread_columns(call, 2 * GROUP_ROWS, steps.threads if is_shared else 1)
+    consumers, is_shared = find_result_read_forms(steps, call), is_matmul_shared_by_threads(steps, first)
+    slots = (
+        find_or_add_sorted_expert_slots(steps, first)
+        if first.op == "mul_mat_id"
+        else make_single_expert_slots(steps, x)
+    )
+    q = find_or_add_quantised_activations(steps, x, form.zero_point, for_all=is_shared)
+    records = consumers.make_quantised_row_memory_per_thread(steps, shared=True)
+    bounds = choose_tile_column_bounds_per_thread(call, 2 * GROUP_ROWS, steps.threads if is_shared else 1)
     targets = consumers.make_target_per_thread(steps, records, bounds)
     count, rows = math.prod(y.shape[:-1]), max(end - start for start, end in pairwise(bounds))
     wide = 4 * -(-rows // GROUP_ROWS) * GROUP_ROWS
     memory = steps.scratch("pair", 2 * count * wide * steps.threads)
     l1_ahead, l2_ahead = find_prefetch_distances(w.dtype, several=count > slots.expert_count)
 
-    def make_thread_work(thread: int, to: QuantisedTarget) -> ThreadWork:
+    def make_thread_work(thread: int, to: ThreadResultTarget) -> ThreadWork:
         low, own = bounds[thread], bounds[thread + 1] - bounds[thread]
         words = ARGS(
             weights=[at + low * stride for at in pair.weight_addresses],
@@ -191,7 +195,7 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
             sums=[memory.address + (2 * thread + k) * count * wide for k in range(2)],
             wide=wide,
             y=to.float_rows.address,
-            step=to.row_step_bytes,
+            step=to.float_row_step_bytes,
             passing=to.thread_stride_bytes,
             l1_ahead=l1_ahead,
             l2_ahead=l2_ahead,

@@ -17,33 +17,33 @@ from ....fusion.operands import require_supported
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.amx import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
-from ...simd.dot_tiles import make_dot_tile
+from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import load
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ...steps.work_queue import (
-    choose_span,
-    compute_span_start,
-    count_spans,
-    reset_queue,
-    select_span_queue,
+    choose_row_span,
+    compute_first_row_of_span,
+    compute_span_queue_address,
+    count_row_spans,
+    reset_queue_after_last_ticket,
     take_work_item,
 )
 from ..packed.activation_quantisation import (
     PANEL_ROWS,
     TERMS_BY_KIND,
     compute_quantised_activation_bytes,
-    quantise_activations,
+    find_or_add_quantised_activations,
     quantise_block_to_targets,
 )
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, PackedFormat
-from ..vector.amx_tiles import TileOperation, do_nothing, select_amx_tile_operations
+from ..vector.amx_tiles import TileOperation, select_amx_tile_operations, skip_tile_configuration
 from ..vector.elementwise import store_lanes
 from ..vector.vector_functions import GATED
 from . import amx_matmul
-from .amx_matmul import compute_expanded_matrices_per_pass
+from .amx_matmul import compute_matrices_expanded_together
 from .amx_weights import AmxWeightType, make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
-from .packed_matmul import compute_weight_strides, find_result_consumers, make_packed_weight_tiling
+from .packed_matmul import compute_weight_strides, find_result_read_forms, make_packed_weight_tiling
 from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
 
 VECTOR_BYTES, BLOCK_BYTES = 4 * GROUP_ROWS, 4 * BLOCK_COLUMNS
@@ -57,11 +57,11 @@ MIN_PREFILL_ROWS = 32
 
 ARGS = declare_args("weights[2] stride rows columns x pitch count y step scratch tickets rounding[*]")
 ROUNDING_WORD = ARGS.first_word_index("rounding")
-"""First word of `QuantisedTarget.rounding_words`."""
+"""First word of `ThreadResultTarget.rounding_words`."""
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMatmulVariant:
+class GatedMatmulMethod:
     """A method to compute a gated matmul of many rows: by AMX tiles or by int8 dot products.
 
     Attributes:
@@ -81,12 +81,12 @@ class GatedMatmulVariant:
     max_block_width: int
     unit_scratch_bytes: int
     rows_per_chunk: int
-    begin: TileOperation = do_nothing
-    end: TileOperation = do_nothing
+    begin: TileOperation = skip_tile_configuration
+    end: TileOperation = skip_tile_configuration
 
 
 @cache
-def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMatmulVariant:
+def make_amx_or_int8_method(dtype: DType, kind: str, rounding: int) -> GatedMatmulMethod:
     """Make the subroutines of a gated matmul of many rows: by AMX tiles, or by int8 dot products.
 
     Args:
@@ -98,9 +98,9 @@ def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMa
         unit = select_amx_tile_operations()
         compute_units, block_width = (
             make_compute_gated_units_by_amx(dtype, kind),
-            _make_choose_amx_block_width(make_amx_weight_type(dtype)),
+            _make_choose_amx_blocks_per_call(make_amx_weight_type(dtype)),
         )
-        return GatedMatmulVariant(
+        return GatedMatmulMethod(
             compute_units,
             block_width,
             amx_matmul.MAX_MATRICES // 2,
@@ -110,9 +110,9 @@ def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMa
             unit.release,
         )
     blocks = make_packed_weight_tiling(FORMATS[dtype])
-    return GatedMatmulVariant(
+    return GatedMatmulMethod(
         make_compute_gated_units_by_int8(FORMATS[dtype], kind),
-        choose_int8_block_width,
+        choose_one_int8_block_per_call,
         1,
         blocks.scratch_bytes + blocks.tile_rows * 2 * VECTOR_BYTES,
         blocks.rows_per_chunk,
@@ -120,18 +120,18 @@ def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMa
 
 
 @subroutine
-def choose_int8_block_width(columns):
+def choose_one_int8_block_per_call(columns):
     """Return 1: int8 dot products process one block of weight rows per call, because more gain nothing.
 
-    It is a `GatedMatmulVariant.block_width`.
+    It is a `GatedMatmulMethod.block_width`.
     """
     return 1
 
 
-def _make_choose_amx_block_width(weight: AmxWeightType) -> Subroutine:
+def _make_choose_amx_blocks_per_call(weight: AmxWeightType) -> Subroutine:
     """Make the subroutine that chooses how many blocks of weight rows AMX tiles process per call.
 
-    It is a `GatedMatmulVariant.block_width`. If the activations of a chunk stay in the second cache, the result is one
+    It is a `GatedMatmulMethod.block_width`. If the activations of a chunk stay in the second cache, the result is one
     block, so that its gated units stay in the nearest cache.
     """
     terms, x_block, tall = weight.term_count, weight.activation_block_bytes, amx_matmul.ROWS_PER_CHUNK // PANEL_ROWS
@@ -140,7 +140,7 @@ def _make_choose_amx_block_width(weight: AmxWeightType) -> Subroutine:
         return (
             1
             if columns // BLOCK_COLUMNS * x_block * tall <= CACHED_CHUNK_BYTES
-            else compute_expanded_matrices_per_pass(columns, terms) // 2
+            else compute_matrices_expanded_together(columns, terms) // 2
         )
 
     return subroutine(choose_block_width)
@@ -170,7 +170,7 @@ def make_store_gated_units_from_amx(kind: str) -> Subroutine:
 def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
     """Make the subroutine that multiplies by AMX tiles and computes gated units.
 
-    It is a `GatedMatmulVariant.compute_units`.
+    It is a `GatedMatmulMethod.compute_units`.
     """
     multiply_matrices = amx_matmul.make_multiply_rows_by_amx(
         make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
@@ -191,10 +191,10 @@ def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
 def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutine:
     """Make the subroutine that multiplies by int8 dot products and computes gated units.
 
-    It is a `GatedMatmulVariant.compute_units`.
+    It is a `GatedMatmulMethod.compute_units`.
     """
     blocks, unit = make_packed_weight_tiling(form), GATED[kind]
-    tile = make_dot_tile(blocks.tile_rows, 2)
+    tile = make_dot_tile_intrinsics(blocks.tile_rows, 2)
     row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
     width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
@@ -243,19 +243,19 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
     """Make the kernel of a gated matmul of many rows, which quantises its result block by block.
 
     ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. Kernel arguments, in addition to
-    `tile_loops.make_grouped_matmul_kernel`:
+    `tile_loops.make_grouped_expert_matmul_kernel`:
 
     - `weights`: the gate weight and the up weight, with `rows` rows each.
     - `step`: bytes from row to row of y; with 0 no float32 is stored.
     - `scratch`: `compute_gated_matmul_scratch_bytes` for each thread.
-    - `rounding`: `QuantisedTarget.rounding_words`.
+    - `rounding`: `ThreadResultTarget.rounding_words`.
 
     Args:
         dtype: The type of both weights.
         kind: The gated unit, a key of `GATED`.
         rounding: The kind of rounding of x (`activation_quantisation`).
     """
-    variant = make_gated_matmul_variant(dtype, kind, rounding)
+    variant = make_amx_or_int8_method(dtype, kind, rounding)
     compute_units, block_width, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
     begin, end = variant.begin, variant.end
     own = variant.unit_scratch_bytes
@@ -265,11 +265,14 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         mine, wide = ARGS.scratch(a) + thread * scratch, block_width(ARGS.columns(a)) * BLOCK_COLUMNS
         begin(mine)
-        spans = count_spans(count, many, threads)
+        spans = count_row_spans(count, many, threads)
         for turn in range(spans):
-            span = choose_span(turn, spans, thread, threads)
-            start, last = compute_span_start(count, many, span, spans), compute_span_start(count, many, span + 1, spans)
-            queue = select_span_queue(tickets, span)
+            span = choose_row_span(turn, spans, thread, threads)
+            start, last = (
+                compute_first_row_of_span(count, many, span, spans),
+                compute_first_row_of_span(count, many, span + 1, spans),
+            )
+            queue = compute_span_queue_address(tickets, span)
             item, ticket = 0, take_work_item(queue, 0)
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
@@ -293,14 +296,14 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
                         ticket = take_work_item(queue, item + 1)
                     item += 1
                     row += wide
-            reset_queue(queue, ticket, item, threads)
+            reset_queue_after_last_ticket(queue, ticket, item, threads)
         end(mine)
         return 0
 
     return Kernel(f"gated_matmul_many.multiply.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
-def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
+def compute_padded_unit_row_bytes(variant: GatedMatmulMethod) -> int:
     """Return the bytes of a row of gated units in scratch memory, which is used if no float32 result is stored.
 
     64 bytes of padding spread the rows over the sets of the nearest cache.
@@ -308,7 +311,7 @@ def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
     return variant.max_block_width * BLOCK_BYTES + 64
 
 
-def compute_gated_matmul_scratch_bytes(variant: GatedMatmulVariant) -> int:
+def compute_gated_matmul_scratch_bytes(variant: GatedMatmulMethod) -> int:
     """Return the scratch bytes of a thread in a gated matmul of many rows.
 
     The scratch has the memory of the variant, and a row of gated units for each activation row of a chunk.
@@ -334,7 +337,7 @@ def _fuse_many_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
 
 def _add_many_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated matmul of many rows: two matmuls and their gated unit."""
-    first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
+    first, consumers = pair.matmuls[0], find_result_read_forms(steps, pair.unit)
     w, x = first.operand(0), first.operand(1)
     rounding, is_shared, (stride, _) = (
         amx_matmul.choose_activation_rounding_kind(first),
@@ -342,12 +345,12 @@ def _add_many_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> No
         compute_weight_strides(w),
     )
     assert rounding is not None
-    q = quantise_activations(steps, x, rounding, for_all=is_shared)[0]
-    records = consumers.make_quantised_row_operands(steps, shared=True)
+    q = find_or_add_quantised_activations(steps, x, rounding, for_all=is_shared)[0]
+    records = consumers.make_quantised_row_memory_per_thread(steps, shared=True)
     to = consumers.make_thread_target(
         pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_row_per_thread(steps)[0], records[0]
     )
-    nbytes = compute_gated_matmul_scratch_bytes(make_gated_matmul_variant(w.dtype, pair.unit_kind, rounding))
+    nbytes = compute_gated_matmul_scratch_bytes(make_amx_or_int8_method(w.dtype, pair.unit_kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
     def make_thread_work(tickets: int) -> ThreadWork:
@@ -360,7 +363,7 @@ def _add_many_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> No
             pitch=compute_quantised_activation_bytes(1, w.shape[-1], rounding),
             count=consumers.rows,
             y=to.float_rows.address,
-            step=to.row_step_bytes,
+            step=to.float_row_step_bytes,
             scratch=memory.address,
             tickets=tickets,
             rounding=to.rounding_words,

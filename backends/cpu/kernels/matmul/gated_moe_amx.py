@@ -15,8 +15,8 @@ from . import amx_matmul, amx_moe
 from .amx_weights import make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
 from .gated_matmul_many import make_store_gated_units_from_amx
-from .moe_matmul import sort_slots_by_expert
-from .packed_matmul import find_result_consumers
+from .moe_matmul import find_or_add_sorted_expert_slots
+from .packed_matmul import find_result_read_forms
 
 
 @cache
@@ -44,12 +44,12 @@ def _fuse_gated_moe_matmul(flow: Dataflow, number: int) -> FusedBinding:
 
 def _add_gated_moe_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated MoE matmul of many rows."""
-    first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
+    first, consumers = pair.matmuls[0], find_result_read_forms(steps, pair.unit)
     kernel, slots = (
         make_gated_moe_matmul_kernel(first.operand(0).dtype, pair.unit_kind),
-        sort_slots_by_expert(steps, first),
+        find_or_add_sorted_expert_slots(steps, first),
     )
-    records = consumers.make_quantised_row_operands(steps, shared=True)
+    records = consumers.make_quantised_row_memory_per_thread(steps, shared=True)
     to = consumers.make_thread_target(
         pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_row_per_thread(steps)[0], records[0]
     )

@@ -11,7 +11,7 @@ from ...compilation.compiler import Kernel
 from ...simd.vectors import LANES
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
-from ..packed.activation_quantisation import QuantisedTarget, quantise_row_to_targets
+from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..packed.format_table import BLOCK_COLUMNS
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
@@ -22,16 +22,16 @@ from ..vector.elementwise import (
     store_lanes,
 )
 from ..vector.vector_functions import GATED
-from .packed_matmul import find_result_consumers
+from .packed_matmul import find_result_read_forms
 
 ARGS = make_row_args("x z y", "between rounding[*]")
-"""Gate, up and result; bytes from thread to thread of the result; `QuantisedTarget.rounding_words`."""
+"""Gate, up and result; bytes from thread to thread of the result; `ThreadResultTarget.rounding_words`."""
 ROUNDING_WORD = ARGS.first_word_index("rounding")
-"""First word of `QuantisedTarget.rounding_words`."""
+"""First word of `ThreadResultTarget.rounding_words`."""
 
 
 @cache
-def make_gated_unit_kernel(kind: str) -> Kernel:
+def make_quantising_gated_unit_kernel(kind: str) -> Kernel:
     """Make the kernel of a gated unit, ``y = unit(x, z)``, which also quantises y."""
     function = GATED[kind]
 
@@ -75,15 +75,15 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
     A plain one is better if all readers use float32, or if a separate quantisation step is faster. If an earlier step
     gave each thread some columns of the operands, each thread continues with these. Otherwise threads share the rows.
     """
-    (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_consumers(steps, call)
+    (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_read_forms(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):
         return False
     bounds = steps.find_column_bounds(sources)
     shares_columns = bounds is None and steps.threads > 1 and consumers.rows == 1
     splits_block = bounds is not None and (bounds[-1] != consumers.columns or any(b % BLOCK_COLUMNS for b in bounds))
-    if shares_columns or splits_block or _make_gated_unit_thread_work(sources, QuantisedTarget(y, [y])) is None:
+    if shares_columns or splits_block or _make_gated_unit_thread_work(sources, ThreadResultTarget(y, [y])) is None:
         return False
-    records = consumers.make_quantised_row_operands(steps, shared=True)
+    records = consumers.make_quantised_row_memory_per_thread(steps, shared=True)
     targets = consumers.make_target_per_thread(steps, records, bounds or [0, consumers.columns])
     axis, shares = len(y.shape) - 1, list[ThreadWork | None]()
     for to, (first, last) in zip(targets, pairwise(bounds or [0, consumers.columns]), strict=True):
@@ -91,14 +91,16 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
         shares.append(None if to is None else _make_gated_unit_thread_work(some, to))
     if bounds is None and (whole := shares[0]) is not None:
         moved = 3 * y.tensor.spec.nbytes
-        steps.add(make_gated_unit_kernel(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
+        steps.add(
+            make_quantising_gated_unit_kernel(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved
+        )
     elif bounds is not None:
-        steps.add_by_columns(make_gated_unit_kernel(kind), shares, y, bounds)
+        steps.add_by_columns(make_quantising_gated_unit_kernel(kind), shares, y, bounds)
     consumers.register_quantised_rows(steps, records)
     return True
 
 
-def _make_gated_unit_thread_work(sources: Sequence[Operand], to: QuantisedTarget) -> ThreadWork | None:
+def _make_gated_unit_thread_work(sources: Sequence[Operand], to: ThreadResultTarget) -> ThreadWork | None:
     """Make the work of one thread for the gated unit kernel; None if the kernel cannot loop over the operands."""
     operands = [*sources, to.float_rows]
     walk = (

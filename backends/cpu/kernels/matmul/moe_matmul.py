@@ -15,14 +15,14 @@ from ..packed.activation_quantisation import TERMS_BY_KIND
 from ..packed.weight_packing import INVALID_ROW
 from . import amx_moe
 from .amx_matmul import choose_activation_rounding_kind
-from .packed_matmul import bind_matmul, has_matmul_kernel
+from .packed_matmul import bind_matmul_of_any_weight_type, has_matmul_kernel
 from .tile_loops import ExpertSlots
 
 ARGS = declare_args("ids count experts starts own every")
 
 
 @kernel
-def sort_slots(a, thread, threads):
+def sort_expert_slots(a, thread, threads):
     """Sort `count` slots by expert; a slot is a pair of a token and one of its experts.
 
     `ids` (int32) holds the expert of each slot, one of `every` experts. The device has `experts` experts, from number
@@ -71,22 +71,24 @@ def _bind_mul_mat_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not has_matmul_kernel(call):
         return False
     if choose_activation_rounding_kind(call) in TERMS_BY_KIND:
-        amx_moe.bind_amx_moe_matmul(steps, call, sort_slots_by_expert(steps, call))
+        amx_moe.bind_amx_moe_matmul(steps, call, find_or_add_sorted_expert_slots(steps, call))
     else:
-        bind_matmul(steps, call, sort_slots_by_expert(steps, call))
+        bind_matmul_of_any_weight_type(steps, call, find_or_add_sorted_expert_slots(steps, call))
     return True
 
 
-def sort_slots_by_expert(steps: StepTableBuilder, call: BoundInstruction) -> ExpertSlots:
+def find_or_add_sorted_expert_slots(steps: StepTableBuilder, call: BoundInstruction) -> ExpertSlots:
     """Return the slots (pairs of a token and an expert) of an MoE matmul, sorted by expert.
 
     The step that sorts them is added unless an earlier step did.
     """
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
-    return ExpertSlots(_find_or_add_sorted_slots(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
+    return ExpertSlots(_find_or_add_sorted_slot_memory(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 
 
-def _find_or_add_sorted_slots(steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int) -> Operand:
+def _find_or_add_sorted_slot_memory(
+    steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int
+) -> Operand:
     """Return the memory with the slots (pairs of a token and an expert) sorted by expert.
 
     The step that sorts them is added unless an earlier step did.
@@ -99,7 +101,7 @@ def _find_or_add_sorted_slots(steps: StepTableBuilder, call: BoundInstruction, i
     slots = steps.scratch("slots", 4 * (experts + 2 + count))
     address, every = slots.address, every or experts
     words = ARGS(ids=ids.address, count=count, experts=experts, starts=address, own=own, every=every)
-    steps.add(sort_slots, words, reads=[ids], writes=[slots], stops=True)
+    steps.add(sort_expert_slots, words, reads=[ids], writes=[slots], stops=True)
     steps.register_derived_operands(key, [slots], [ids])
     return slots
 

@@ -16,29 +16,29 @@ from ...simd.dot_tiles import (
     CODE_VECTORS,
     RECORD_BYTES,
     SUMS_OFFSET,
-    DotTile,
+    DotTileIntrinsics,
     first_codes,
     load_codes,
-    make_dot_tile,
+    make_dot_tile_intrinsics,
     second_codes,
     store_codes,
 )
 from ...simd.vectors import MANY_REGISTERS, count_vector_registers, load, store, sub
-from ...steps.step_table import StepTableBuilder, with_layout_of
+from ...steps.step_table import StepTableBuilder, view_with_layout_of
 from ..packed.activation_quantisation import (
     TERMS_BY_KIND,
-    ResultConsumers,
+    ResultReadForms,
     compute_quantised_activation_bytes,
-    quantise_activations,
+    find_or_add_quantised_activations,
 )
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 from . import amx_matmul, batched_matmul, float_matmul
 from .tile_loops import (
     ExpertSlots,
     WeightTiling,
-    add_grouped_matmul_step,
+    add_grouped_expert_matmul_step,
     is_matmul_shared_by_threads,
-    make_grouped_matmul_kernel,
+    make_grouped_expert_matmul_kernel,
     make_single_expert_slots,
     prefetch_cache_lines,
 )
@@ -111,7 +111,7 @@ def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
     return subroutine(expand_group)
 
 
-def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of a weight group.
 
     The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. `r` are the rows; their quantised activations of
@@ -132,7 +132,7 @@ def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
     return subroutine(add_block)
 
 
-def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_expanded_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with an expanded block of one group.
 
     It is a `WeightTiling.add_block`.
@@ -147,7 +147,7 @@ def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subro
     return subroutine(add_expanded_block)
 
 
-def make_add_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_block_products_of_two_groups(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of each of two weight groups.
 
     The subroutine is ``(acc, u, v, s, f, m, o, r, at) -> acc``. `u` and `v` are the codes of both groups for equal
@@ -174,7 +174,7 @@ def load_two_adjacent_vectors(p):
     return load(p), load(p + 64)
 
 
-def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with an expanded block of each of two groups.
 
     It is a `WeightTiling.add_block`.
@@ -199,7 +199,7 @@ def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: Dot
     return subroutine(add_expanded_pair)
 
 
-def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
+def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of 1 or 2 packed weight groups.
 
     The subroutine is ``(acc, p, h, last, b, apart, x, at) -> acc`` for block `b` and rows `x`. If
@@ -244,7 +244,7 @@ def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_
     It is a result of `WeightTiling.make_few_rows`. The weights are not expanded: codes are unpacked once for all rows
     and stay in registers. Each activation load serves all groups, because loads take longer than products here.
     """
-    rows = make_dot_tile(row_count, group_count, form.code_properties)
+    rows = make_dot_tile_intrinsics(row_count, group_count, form.code_properties)
     nbytes, (of_first, of_second) = form.packed_block_bytes, form.plane_bytes
     step = form.blocks_per_load if group_count == 1 else 1
     zeros, store_rows, multiply_block = (
@@ -281,7 +281,7 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
     broadcast from memory more slowly than they multiply.
     """
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
-    some = make_dot_tile(rows, groups, form.code_properties)
+    some = make_dot_tile_intrinsics(rows, groups, form.code_properties)
     add = (make_add_expanded_block_products_of_two_groups if groups == 2 else make_add_expanded_block_products)(
         form, some
     )
@@ -307,7 +307,7 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
 @cache
 def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
     """Make the matmul kernel of a packed weight type."""
-    return make_grouped_matmul_kernel(f"packed_matmul.multiply.{form.dtype}", make_packed_weight_tiling(form))
+    return make_grouped_expert_matmul_kernel(f"packed_matmul.multiply.{form.dtype}", make_packed_weight_tiling(form))
 
 
 # ----------------------------------------------------------------------------------------------------- binding
@@ -320,25 +320,25 @@ def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction)
     or if it is too large to be computed by every thread.
     """
     y = call.out
-    if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
+    if steps.threads == 1 or not steps.is_cheap_to_repeat_per_thread([y]) or not y.is_dense:
         return None
     readers = call.find_readers()
     if not readers or not all(_can_read_thread_copies(r, y) for r in readers):
         return None
     if not any(is_matmul_shared_by_threads(steps, r) for r in readers):
         return None
-    return [with_layout_of(o, y) for o in steps.take_private_memory("own", y.tensor.spec.nbytes)]
+    return [view_with_layout_of(o, y) for o in steps.take_private_memory("own", y.tensor.spec.nbytes)]
 
 
-def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> ResultConsumers:
+def find_result_read_forms(steps: StepTableBuilder, call: BoundInstruction) -> ResultReadForms:
     """Find the forms in which later ops read a result: as float32, or quantised by matmuls."""
     y, readers = call.out, call.find_readers()
     if readers is None or not y.is_dense:
-        return ResultConsumers(y, (), True, False)
+        return ResultReadForms(y, (), True, False)
     products = [r for r in readers if _can_read_thread_copies(r, y) and r.operand(1).shape[-1] == y.shape[-1]]
     kinds = [(r, kind) for r in products if (kind := amx_matmul.choose_activation_rounding_kind(r)) is not None]
     rounded = tuple((r.operand(1).tensor, kind) for r, kind in kinds)
-    return ResultConsumers(
+    return ResultReadForms(
         y, rounded, len(kinds) < len(readers), any(is_matmul_shared_by_threads(steps, r) for r, _ in kinds)
     )
 
@@ -352,7 +352,7 @@ def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
 
 
 def has_matmul_kernel(call: BoundInstruction) -> bool:
-    """Return whether `bind_matmul` can bind this `mul_mat` or `mul_mat_id`."""
+    """Return whether `bind_matmul_of_any_weight_type` can bind this `mul_mat` or `mul_mat_id`."""
     if call.op not in ("mul_mat", "mul_mat_id"):
         return False
     w, x = call.operand(0), call.operand(1)
@@ -362,7 +362,7 @@ def has_matmul_kernel(call: BoundInstruction) -> bool:
     if experts and not has_readable_expert_ids(call):
         return False
     if w.dtype in FORMATS:
-        return w.has_packed_blocks and w.is_aligned_to_rows(GROUP_ROWS, w.dtype.bytes_of(w.shape[-1]))
+        return w.has_packed_blocks and w.is_whole_or_row_aligned(GROUP_ROWS, w.dtype.bytes_of(w.shape[-1]))
     return float_matmul.is_readable_float_weight(w)
 
 
@@ -372,13 +372,13 @@ def has_readable_expert_ids(call: BoundInstruction) -> bool:
     return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
 
 
-def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
+def bind_matmul_of_any_weight_type(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
     """Add the steps of a matmul with a weight of any type; they include the quantisation of the activations."""
     w, x = call.operand(0), call.operand(1)
     kind = amx_matmul.choose_activation_rounding_kind(call)
     if kind is None:
         own = steps.find_per_thread_values(x) or [x] * steps.threads
-        add_grouped_matmul_step(
+        add_grouped_expert_matmul_step(
             steps,
             call,
             float_matmul.make_float_matmul_kernel(w.dtype),
@@ -393,10 +393,10 @@ def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSl
     else:
         form, q = (
             FORMATS[w.dtype],
-            quantise_activations(steps, x, kind, for_all=is_matmul_shared_by_threads(steps, call)),
+            find_or_add_quantised_activations(steps, x, kind, for_all=is_matmul_shared_by_threads(steps, call)),
         )
         pitch = compute_quantised_activation_bytes(1, w.shape[-1], kind)
-        add_grouped_matmul_step(
+        add_grouped_expert_matmul_step(
             steps,
             call,
             make_packed_matmul_kernel(form),
@@ -423,7 +423,7 @@ def compute_weight_strides(w: Operand) -> tuple[int, int]:
 
 def _bind_mul_mat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if has_matmul_kernel(call):
-        bind_matmul(steps, call, make_single_expert_slots(steps, call.operand(1)))
+        bind_matmul_of_any_weight_type(steps, call, make_single_expert_slots(steps, call.operand(1)))
         return True
     return float_matmul.bind_column_major_matmul(steps, call) or batched_matmul.bind_batched_matmul(steps, call)
 

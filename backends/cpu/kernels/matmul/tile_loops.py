@@ -19,16 +19,16 @@ from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...compilation.prefetch_distance import find_prefetch_distances
-from ...simd.dot_tiles import make_dot_tile
+from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
 from ...steps.partition import compute_even_bounds
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from ...steps.work_queue import (
-    choose_span,
-    compute_span_start,
-    count_spans,
-    reset_queue,
-    select_span_queue,
+    choose_row_span,
+    compute_first_row_of_span,
+    compute_span_queue_address,
+    count_row_spans,
+    reset_queue_after_last_ticket,
     take_work_item,
 )
 
@@ -63,8 +63,9 @@ class WeightTiling:
         add_block: ``(acc, p, r, at) -> acc`` adds the products of the block at `p` and byte `at` of the rows `r`. The
             block of the next group is `expanded_group_bytes` behind `p`.
         make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, l1_ahead, l2_ahead)`` for `n` activation
-            rows. It stores the products of one group. `to` and `x` are results of `DotTile.row_addresses_by_slot`.
-            `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache.
+            rows. It stores the products of one group. `to` and `x` are results of
+            `DotTileIntrinsics.row_addresses_by_slot`. `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to
+            the first and the second cache.
         make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
     """
 
@@ -98,7 +99,7 @@ class WeightTiling:
 def zero_remote_expert_rows(starts, experts, y, step, n):
     """Set the first `n` numbers of each result row with an expert on another device to zero.
 
-    `starts` and `experts` are as in `make_grouped_matmul_kernel`. Rows of `y` are `step` bytes apart.
+    `starts` and `experts` are as in `make_grouped_expert_matmul_kernel`. Rows of `y` are `step` bytes apart.
     """
     slots = starts + 4 * (experts + 2)
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
@@ -150,7 +151,7 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
     Returns:
         ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that it left out.
     """
-    select_rows = make_dot_tile(rows_per_call, 1).row_addresses_by_slot
+    select_rows = make_dot_tile_intrinsics(rows_per_call, 1).row_addresses_by_slot
 
     def multiply_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
         while i + min_rows <= end:
@@ -173,7 +174,7 @@ def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, str
     return i
 
 
-def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
+def make_multiply_unexpanded_rows(blocks: WeightTiling) -> Subroutine:
     """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows that are not expanded.
 
     It processes expert slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is:
@@ -214,13 +215,13 @@ ARGS = declare_args(
 )
 
 
-def make_expand_and_multiply(blocks: WeightTiling) -> Subroutine:
+def make_expand_and_multiply_tile(blocks: WeightTiling) -> Subroutine:
     """Make the subroutine that expands a tile of weight groups, and multiplies it with a chunk of expert slots.
 
     The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes slots `chunk` to `stop`.
     Meanwhile it prefetches the groups at `coming` to the second cache.
     """
-    tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
+    tile = make_dot_tile_intrinsics(blocks.tile_rows, blocks.tile_groups)
     select_rows, zeros, store_rows = tile.row_addresses_by_slot, tile.zero_sums, tile.store_rows
     spill, reload = tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
@@ -254,7 +255,7 @@ def make_expand_and_multiply(blocks: WeightTiling) -> Subroutine:
     return subroutine(multiply_expanded)
 
 
-def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
+def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     """Make the kernel of a matmul with experts: ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
     A slot is a pair of a token and one of its experts. A matmul without experts is the case of one expert. Kernel
@@ -267,7 +268,10 @@ def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     - `scratch` has `WeightTiling.scratch_bytes` for each thread.
     - If `tickets` is not 0, threads take groups of the weight from a work queue (`work_queue.take_work_item`).
     """
-    multiply_expanded, multiply_unexpanded = make_expand_and_multiply(blocks), make_multiply_unexpanded(blocks)
+    multiply_expanded, multiply_unexpanded = (
+        make_expand_and_multiply_tile(blocks),
+        make_multiply_unexpanded_rows(blocks),
+    )
     scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
     max_leftover_rows, max_unexpanded_rows = blocks.max_leftover_rows, blocks.max_unexpanded_rows
 
@@ -277,16 +281,16 @@ def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
         used, shared, l1_ahead, l2_ahead = ARGS.used(a), ARGS.shared(a), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
         y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
         groups, slots = (rows + GROUP_ROWS - 1) // GROUP_ROWS, starts + 4 * (experts + 2)
-        spans = count_spans(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
+        spans = count_row_spans(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
         for turn in range(spans):
-            span = choose_span(turn, spans, thread, threads)
-            own = select_span_queue(tickets, span)
+            span = choose_row_span(turn, spans, thread, threads)
+            own = compute_span_queue_address(tickets, span)
             item, mine = 0, take_work_item(own, 0)
             for expert in range(experts):
                 first = load_int(starts + 4 * expert)
                 count = load_int(starts + 4 * (expert + 1)) - first
-                start = first + compute_span_start(count, many, span, spans)
-                end = first + compute_span_start(count, many, span + 1, spans)
+                start = first + compute_first_row_of_span(count, many, span, spans)
+                end = first + compute_first_row_of_span(count, many, span + 1, spans)
                 matrix, last = w + expert * between, end
                 if end - start <= max_unexpanded_rows:
                     last = start
@@ -321,7 +325,7 @@ def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
                         )
                         mine = take_work_item(own, item + 1)
                     item += 1
-            reset_queue(own, mine, item, threads)
+            reset_queue_after_last_ticket(own, mine, item, threads)
         if thread == 0:
             zero_remote_expert_rows(starts, experts, y, step, rows)
         return 0
@@ -334,7 +338,7 @@ class ExpertSlots:
     """The slots of a matmul with experts; a slot is a pair of a token and one of its experts.
 
     Attributes:
-        operand: The sorted slots in the layout of `make_grouped_matmul_kernel`.
+        operand: The sorted slots in the layout of `make_grouped_expert_matmul_kernel`.
         expert_count: Experts on this device.
         slots_per_token: Slots of a token.
         rows_per_token: Activation rows of a token.
@@ -352,7 +356,7 @@ def make_single_expert_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots
     return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 
 
-def add_grouped_matmul_step(
+def add_grouped_expert_matmul_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     kernel: Kernel,
@@ -370,7 +374,7 @@ def add_grouped_matmul_step(
     Args:
         steps: The steps of the program.
         call: The `mul_mat` or `mul_mat_id`.
-        kernel: The result of `make_grouped_matmul_kernel`.
+        kernel: The result of `make_grouped_expert_matmul_kernel`.
         tiling: The tiling of the weight type.
         row_stride: Bytes of a weight row.
         expert_stride: Bytes of the weight of an expert.
@@ -410,7 +414,7 @@ def add_grouped_matmul_step(
     if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * slots.slots_per_token:
         steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
     elif is_shared:
-        bounds = choose_thread_columns(call, tiling.tile_groups * GROUP_ROWS, steps.threads)
+        bounds = choose_tile_column_bounds_per_thread(call, tiling.tile_groups * GROUP_ROWS, steps.threads)
         parts = [
             make_thread_work(*pair, thread) if pair[0] < pair[1] else None
             for thread, pair in enumerate(pairwise(bounds))
@@ -422,10 +426,10 @@ def add_grouped_matmul_step(
 
 def is_matmul_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Return whether several threads share one matmul, instead of each thread computing it for itself."""
-    return steps.is_shared_by_threads([call.operand(0), call.operand(1)], [call.out])
+    return steps.is_step_shared_by_threads([call.operand(0), call.operand(1)], [call.out])
 
 
-def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
+def choose_tile_column_bounds_per_thread(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
     """Choose the bounds of the result columns of each thread, in whole tiles of `unit` columns.
 
     If an op that reads the result has attention heads, and all threads can get equally many whole heads, the bounds are

@@ -25,7 +25,7 @@ from ....fusion.operands import Operand
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.bf16_pairs import store_bf16
-from ...simd.bf16_terms import make_store_of_ordered_bf16_terms
+from ...simd.bf16_terms import make_split_and_store_ordered_bf16_terms
 from ...simd.dot_tiles import (
     ONE_AND_A_HALF,
     ONE_AND_A_HALF_BITS,
@@ -38,9 +38,9 @@ from ...simd.fold_halves import (
     add_upper_half_to_lower,
     reduce_two_to_max_magnitude,
     reduce_two_to_sum,
-    splat_lower_half,
+    splat_number_of_lower_half,
     splat_number_of_upper_half,
-    store_both_halves,
+    store_numbers_of_both_halves,
 )
 from ...simd.vectors import (
     add_int,
@@ -75,11 +75,14 @@ TERMS_BY_KIND = {TILED_KIND: 1, SPLIT_KIND: 3}
 """bfloat16 terms of each number in tiles, by kind of rounding."""
 PANEL_ROWS, TILE_ROW_BYTES = 32, 2 * BLOCK_COLUMNS
 """Rows of activation tiles, and bytes of one row of a block in one term."""
-store_split_terms, SPLIT_TERMS = make_store_of_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KIND]), TERMS_BY_KIND[SPLIT_KIND]
+store_split_terms, SPLIT_TERMS = (
+    make_split_and_store_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KIND]),
+    TERMS_BY_KIND[SPLIT_KIND],
+)
 
 
 @subroutine
-def quantise_activation_block(x, record, zero):
+def quantise_activation_block_to_int8(x, record, zero):
     """Quantise 32 activations to 8-bit codes, and store codes, scales and sums in a record of `RECORD_BYTES` bytes.
 
     `zero` is the zero point of the weight codes. If a value is NaN, the scale of its half is NaN. If a value exceeds
@@ -90,27 +93,29 @@ def quantise_activation_block(x, record, zero):
     scales = bits_to_float(and_int(float_to_bits(scales), splat_int(SCALE_MASK)))
     raised = where_less(scales, splat(MIN_SCALE), splat(SCALE_RAISE_FACTOR), splat(FLOAT_ONE))
     inverse = where_less(zeros(), scales, div(splat(FLOAT_ONE), mul(scales, raised)), zeros())
-    i = round_small_floats_to_int(mul(mul(low, splat_lower_half(raised)), splat_lower_half(inverse)))
+    i = round_small_floats_to_int(
+        mul(mul(low, splat_number_of_lower_half(raised)), splat_number_of_lower_half(inverse))
+    )
     j = round_small_floats_to_int(
         mul(mul(high, splat_number_of_upper_half(raised)), splat_number_of_upper_half(inverse))
     )
     store_u8_lanes(record, i)
     store_u8_lanes(record + 16, j)
     sums = reduce_two_to_sum(i, j)
-    store_both_halves(record + SCALES_OFFSET, scales)
-    store_both_halves(record + STARTS_OFFSET, mul(scales, splat(START_FACTOR)))
+    store_numbers_of_both_halves(record + SCALES_OFFSET, scales)
+    store_numbers_of_both_halves(record + STARTS_OFFSET, mul(scales, splat(START_FACTOR)))
     if zero:
-        store_both_halves(
+        store_numbers_of_both_halves(
             record + SUMS_OFFSET,
             bits_to_float(add_int(mul_int(sums, splat_int(-zero)), splat_int(ONE_AND_A_HALF_BITS))),
         )
     else:
-        store_both_halves(record + SUMS_OFFSET, add_upper_half_to_lower(mul(to_float(sums), scales)))
+        store_numbers_of_both_halves(record + SUMS_OFFSET, add_upper_half_to_lower(mul(to_float(sums), scales)))
 
 
 ARGS = declare_args("source step rows columns rounding[*]")
 ROUNDING_WORD = ARGS.first_word_index("rounding")
-"""First word of `QuantisedTarget.rounding_words`."""
+"""First word of `ThreadResultTarget.rounding_words`."""
 
 
 @kernel
@@ -127,7 +132,7 @@ def quantise_activation_rows(a, thread, threads):
 def quantise_row_to_targets(a, at, i, y, n):
     """Quantise row `i`, which has `n` float32 columns at `y`, to each target in the kernel arguments `a`.
 
-    `at` is the first of `QuantisedTarget.rounding_words` in the arguments.
+    `at` is the first of `ThreadResultTarget.rounding_words` in the arguments.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -137,7 +142,7 @@ def quantise_row_to_targets(a, at, i, y, n):
 def quantise_block_to_targets(a, at, i, b, x):
     """Quantise block `b` of row `i`, which has 32 float32 columns at `x`, to each target in the kernel arguments `a`.
 
-    `at` is the first of `QuantisedTarget.rounding_words` in the arguments.
+    `at` is the first of `ThreadResultTarget.rounding_words` in the arguments.
     """
     for k in range(load_argument_word(a, at)):
         to, pitch, kind = (
@@ -155,7 +160,7 @@ def quantise_block_to_targets(a, at, i, b, x):
             terms = to + i // PANEL_ROWS * pitch + (b * SPLIT_TERMS * PANEL_ROWS + i % PANEL_ROWS) * TILE_ROW_BYTES
             store_split_terms(terms, PANEL_ROWS * TILE_ROW_BYTES, load(x), load(x + 64))
         else:
-            quantise_activation_block(x, to + i * pitch + b * RECORD_BYTES, kind)
+            quantise_activation_block_to_int8(x, to + i * pitch + b * RECORD_BYTES, kind)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
@@ -171,7 +176,9 @@ def compute_quantised_activation_bytes(rows: int, columns: int, kind: int) -> in
     return rows * (columns // BLOCK_COLUMNS) * RECORD_BYTES
 
 
-def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
+def find_or_add_quantised_activations(
+    steps: StepTableBuilder, x: Operand, kind: int, *, for_all: bool
+) -> Sequence[Operand]:
     """Return the quantised activations of each thread; add the step that computes them unless an earlier step did.
 
     If all threads share the matmul that reads them (`for_all`), one of three methods is used:
@@ -188,7 +195,7 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
     bounds = steps.find_column_bounds([x])
     if bounds is not None and (rows > 1 or any(b % BLOCK_COLUMNS for b in bounds)):
         bounds = None
-    if own is not None or (for_all and bounds is None and steps.can_repeat_per_thread([x])):
+    if own is not None or (for_all and bounds is None and steps.is_cheap_to_repeat_per_thread([x])):
         records = steps.take_private_memory(name, nbytes)
         parts = [
             _make_quantise_work(o, to, rows, kind, 0, columns)
@@ -230,7 +237,7 @@ def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: in
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedTarget:
+class ThreadResultTarget:
     """The memory to which one thread writes result rows, as float32 and in quantised forms.
 
     Attributes:
@@ -248,13 +255,13 @@ class QuantisedTarget:
     rounding_words: Sequence[int] = (0,)
 
     @property
-    def row_step_bytes(self) -> int:
+    def float_row_step_bytes(self) -> int:
         """Bytes from float32 row to float32 row; 0 if float32 rows are not stored."""
         return self.float_rows.row_stride_bytes if self.float_rows in self.writes else 0
 
 
 @dataclass(frozen=True, slots=True)
-class ResultConsumers:
+class ResultReadForms:
     """The forms in which later ops read a result: float32, or quantised for matmuls.
 
     Attributes:
@@ -284,7 +291,9 @@ class ResultConsumers:
         """The distinct kinds of rounding in which matmuls read the result."""
         return list(dict.fromkeys(kind for _, kind in self.quantised_tensors))
 
-    def make_quantised_row_operands(self, steps: StepTableBuilder, *, shared: bool) -> Sequence[Sequence[Operand]]:
+    def make_quantised_row_memory_per_thread(
+        self, steps: StepTableBuilder, *, shared: bool
+    ) -> Sequence[Sequence[Operand]]:
         """Make the memory of the quantised rows of each thread: one float32 operand for each kind of rounding.
 
         With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap
@@ -295,13 +304,13 @@ class ResultConsumers:
             nbytes = compute_quantised_activation_bytes(self.rows, self.columns, kind)
             width = compute_quantised_activation_bytes(1, self.columns, kind) // 4
             own = steps.take_private_memory(f"rounded {kind} at once", nbytes, shared=shared)
-            records.append([_as_float_operand(o, (nbytes // 4 // width, width), (width, 1)) for o in own])
-        steps.invalidate_regions([self.value.region])
+            records.append([_view_as_float_operand(o, (nbytes // 4 // width, width), (width, 1)) for o in own])
+        steps.invalidate_values_in_regions([self.value.region])
         return [[own[thread] for own in records] for thread in range(steps.threads)]
 
     def make_thread_target(
         self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]
-    ) -> QuantisedTarget:
+    ) -> ThreadResultTarget:
         """Make the description of where one thread writes its float32 rows and its quantised rows.
 
         Args:
@@ -313,17 +322,17 @@ class ResultConsumers:
         for record, kind in zip(records, self.rounding_kinds, strict=True):
             rounding += [record.address, compute_quantised_activation_bytes(1, self.columns, kind), kind]
         if floats is None:
-            return QuantisedTarget(scratch_row, records, 4 * self.columns, rounding)
-        return QuantisedTarget(floats, [floats, *records], 0, rounding)
+            return ThreadResultTarget(scratch_row, records, 4 * self.columns, rounding)
+        return ThreadResultTarget(floats, [floats, *records], 0, rounding)
 
     def make_target_per_thread(
         self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]], bounds: Sequence[int]
-    ) -> list[QuantisedTarget | None]:
+    ) -> list[ThreadResultTarget | None]:
         """Make the description of where each thread writes its columns, ``bounds[i]`` to ``bounds[i + 1]``.
 
         An entry is None for a thread without columns.
         """
-        targets: list[QuantisedTarget | None] = []
+        targets: list[ThreadResultTarget | None] = []
         axis, places = len(self.value.shape) - 1, self.make_scratch_row_per_thread(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
             some = [
@@ -352,7 +361,8 @@ class ResultConsumers:
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
         strides = (*(0 for _ in shape[1:]), 1)
         return [
-            _as_float_operand(memory.slice_axis(0, nbytes * t, nbytes), shape, strides) for t in range(steps.threads)
+            _view_as_float_operand(memory.slice_axis(0, nbytes * t, nbytes), shape, strides)
+            for t in range(steps.threads)
         ]
 
     def register_quantised_rows(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
@@ -362,7 +372,7 @@ class ResultConsumers:
             steps.register_derived_operands(("rounded", tensor, kind), [own[at] for own in records], [self.value])
 
 
-def _as_float_operand(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+def _view_as_float_operand(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
     """Return the operand `memory` as float32 with another shape and other strides."""
     tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
     return Operand(memory.address, tensor)

@@ -28,7 +28,7 @@ from ...simd.vectors import (
     to_float,
 )
 from .code_books import CodeBook, CodeBookLoaders, make_signed_code_book_loaders
-from .iq1_codes import IQ1_ZERO, make_iq1_code_book_loaders, renumber_iq1_entry
+from .iq1_codes import IQ1_ZERO, convert_iq1_file_to_kernel_number, make_iq1_code_book_loaders
 from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_load_zero_point_biases
 
 IQ2_MAGNITUDES, IQ3_XXS_MAGNITUDES = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
@@ -47,7 +47,7 @@ def spread_7_bit_signs_to_bytes(four):
 
 
 @subroutine
-def collect_highest_bits_of_bytes(v):
+def collect_top_bits_of_4_bytes(v):
     """Return in each 32-bit lane the highest bits of the lane's four bytes, as a 4-bit number.
 
     A multiplication moves the bits side by side.
@@ -111,7 +111,7 @@ def pack_iq3_s_codes(row, b, first, second, lane):
     store_byte(first + 192 + lane, load_byte(row + 66 + b))
 
 
-def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Subroutine:
+def _make_pack_renumbered_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Subroutine:
     """Make the subroutine that packs the codes of an IQ1 type, with new numbers for the entries of its code book.
 
     It is a `PackedFormat.pack_codes`; `iq1_codes` explains the numbers.
@@ -127,7 +127,9 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
         fields = load_byte(row + high_offset + 2 * b) | load_byte(row + high_offset + 1 + 2 * b) << 8
         changed = fields & other_bits
         for i in range(4):
-            number = renumber_iq1_entry(load_byte(row + indices_offset + 4 * b + i) | (fields >> bits * i & 7) << 8)
+            number = convert_iq1_file_to_kernel_number(
+                load_byte(row + indices_offset + 4 * b + i) | (fields >> bits * i & 7) << 8
+            )
             store_byte(first + 4 * lane + i, number)
             changed |= number >> 8 << bits * i
         store_byte(first + 64 + 2 * lane, changed)
@@ -171,7 +173,7 @@ def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -
     """
 
     def scales(p, b):
-        small = collect_highest_bits_of_bytes(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
+        small = collect_top_bits_of_4_bytes(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
         d = mul(mul(load_f16(p), splat(factor)), compute_odd_scale_factor(small))
         return d, d
 
@@ -198,7 +200,7 @@ def load_iq3_s_scales(p, b):
 
 
 @subroutine
-def load_iq1_s_scales(p, b):
+def load_iq1_s_scales_divided_by_8(p, b):
     """Load the IQ1_S scales of a block, divided by 8, because its codes are eight times the weights.
 
     It is a `PackedFormat.load_scales`. The scales are stored in the bits below the signs of the eighths.
@@ -278,16 +280,16 @@ GRID_FORMATS = (
     _make_code_book_format(
         DType.IQ1_S,
         96,
-        _make_pack_iq1_codes(2, 34, 3),
+        _make_pack_renumbered_iq1_codes(2, 34, 3),
         make_iq1_code_book_loaders(3, has_one_shift=True),
         pack_f16_scale_only,
-        load_iq1_s_scales,
+        load_iq1_s_scales_divided_by_8,
         IQ1_ZERO,
     ),
     _make_code_book_format(
         DType.IQ1_M,
         96,
-        _make_pack_iq1_codes(0, 32, 4),
+        _make_pack_renumbered_iq1_codes(0, 32, 4),
         make_iq1_code_book_loaders(4, has_one_shift=False),
         pack_iq1_m_scales,
         load_iq1_m_scales,

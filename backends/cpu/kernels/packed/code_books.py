@@ -24,8 +24,8 @@ from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
 from .....ops.quantisation import load_code_book
 from ...simd import vectors as simd
-from ...simd.byte_vectors import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_supported_instruction
-from ...simd.dot_tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors
+from ...simd.byte_vectors import BIT_MATRIX_INSTRUCTIONS, apply_instruction_per_register, find_supported_instruction
+from ...simd.dot_tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors_into_array
 from ...simd.vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
 from ...target_cpu import find_target_features
 
@@ -62,7 +62,7 @@ class CodeBook:
         """
         return np.searchsorted(np.array(self.magnitudes), load_code_book(self.dtype)).astype(np.uint16)
 
-    def pack_entry_levels(self) -> np.ndarray:
+    def pack_levels_into_two_bytes(self) -> np.ndarray:
         """Pack the levels of each entry into two bytes: uint8 [2, entries].
 
         A level is the position of a number in `magnitudes`. It has 2 bits in entries of 8 columns, and 4 bits in
@@ -137,7 +137,7 @@ def emit_even_parity_bit(b: Any, signs: Any) -> Any:
         name, size = known
         rows = [0x7F, *(1 << bit for bit in reversed(range(7)))]
         matrix = ir.Constant(ir.VectorType(_i8, size), rows * (size // 8))
-        return apply_per_register(b, name, _i8, size, signs, matrix, ir.Constant(_i8, 0))
+        return apply_instruction_per_register(b, name, _i8, size, signs, matrix, ir.Constant(_i8, 0))
     seven = b.and_(signs, bytes_of(0x7F))
     parity = seven
     for step in (4, 2, 1):
@@ -177,7 +177,7 @@ def _emit_lookup_of_8_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
     """Emit code that looks indices up in a code book with entries of 8 columns; return vectors of levels by block."""
-    halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_entry_levels()]
+    halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_levels_into_two_bytes()]
     return [emit_levels_of_8_columns(b, both, 0) for both in zip(*halves, strict=True)]
 
 
@@ -188,7 +188,7 @@ def _emit_lookup_of_4_column_entries(
 
     A block has two vectors of indices.
     """
-    halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_entry_levels()]
+    halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_levels_into_two_bytes()]
     vectors = []
     for first, second in zip(*halves, strict=True):
         for i in (0, 2):
@@ -285,12 +285,12 @@ def make_code_book_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def one(b, p, h):
-        return pack_vectors(b, emit_codes(b, [p])[0])
+        return pack_vectors_into_array(b, emit_codes(b, [p])[0])
 
     @intrinsic(TWO_CODES_TYPE, ADDRESS, ADDRESS)
     def two(b, p, q):
         first, second = emit_codes(b, [p, q])
-        return pack_vectors(b, [*first, *second])
+        return pack_vectors_into_array(b, [*first, *second])
 
     return CodeBookLoaders(one, two)
 

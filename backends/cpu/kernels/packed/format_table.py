@@ -20,8 +20,8 @@ import numpy as np
 from .....graph.dtypes import DType
 from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.byte_vectors import make_byte_lookup_table
-from ...simd.dot_tiles import make_weight_code_loader
+from ...simd.byte_vectors import make_16_byte_lookup_table
+from ...simd.dot_tiles import make_bit_plane_code_loader
 from ...simd.vectors import (
     Intrinsic,
     and_int,
@@ -149,7 +149,7 @@ def pack_mxfp4_scales(row, to, lane, s):
 
 
 @subroutine
-def load_mxfp4_scales(p, b):
+def load_halved_mxfp4_scales(p, b):
     """Load half of the MXFP4 scales of a block: ``2 ** (e - 128)`` for the stored exponent e.
 
     They are halved because the code book holds doubled values. The two smallest results are subnormal floats.
@@ -161,7 +161,7 @@ def load_mxfp4_scales(p, b):
 
 
 @subroutine
-def load_nvfp4_codes(row, c):
+def unpack_four_nvfp4_codes(row, c):
     """Unpack the NVFP4 codes of four columns; 16 columns are in 8 bytes, and low nibbles are the first 8 columns."""
     return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
 
@@ -199,7 +199,7 @@ def _make_code_book_decoder(values: np.ndarray) -> tuple[Intrinsic, int, int]:
     """
     zero = -int(values.min())
     return (
-        make_weight_code_loader((4,), table=make_byte_lookup_table([int(v) + zero for v in values])),
+        make_bit_plane_code_loader((4,), table=make_16_byte_lookup_table([int(v) + zero for v in values])),
         zero,
         int(values.max()) + zero,
     )
@@ -248,7 +248,7 @@ def load_q5_k_codes(row, c):
 
 
 @subroutine
-def load_q6_k_codes(row, c):
+def unpack_four_q6_k_codes(row, c):
     """Unpack the Q6_K codes of four columns: nibbles of 128 columns in 64 bytes, and two high bits each in 32 bytes."""
     low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLE_MASK
     return low | unpack_four_2_bit_codes_of_128(row + 128, c) << 4
@@ -260,7 +260,7 @@ def load_iq4_xs_codes(row, c):
 
 
 @subroutine
-def unpack_6_bit_k_scale(at, j):
+def unpack_6_bit_k_scale_or_minimum(at, j):
     """Unpack a 6-bit scale or minimum of a Q4_K or Q5_K block (``get_scale_min_k4`` of ggml).
 
     `j` from 0 to 7 is a scale, `j` from 8 to 15 a minimum.
@@ -273,7 +273,7 @@ def unpack_6_bit_k_scale(at, j):
 
 
 @subroutine
-def pack_q45_k_scales(row, to, lane, s):
+def pack_q45_k_scales_and_minima(row, to, lane, s):
     """Pack the scales and minimums of a Q4_K or Q5_K file block, in the lane of the row.
 
     Their order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
@@ -282,7 +282,10 @@ def pack_q45_k_scales(row, to, lane, s):
         high = 0
         for k in range(2):
             j = 2 * pair + k
-            scale, minimum = unpack_6_bit_k_scale(row + 4, j), unpack_6_bit_k_scale(row + 4, j + 8)
+            scale, minimum = (
+                unpack_6_bit_k_scale_or_minimum(row + 4, j),
+                unpack_6_bit_k_scale_or_minimum(row + 4, j + 8),
+            )
             store_byte(to + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
             high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
         store_byte(to + 128 + 16 * pair + lane, high)
@@ -291,7 +294,7 @@ def pack_q45_k_scales(row, to, lane, s):
 
 
 @subroutine
-def load_k_high_bits(at, j):
+def load_high_bits_of_k_scale_and_minimum(at, j):
     """Load the high bits of block `j` of Q4_K or Q5_K: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
     return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
@@ -301,7 +304,10 @@ def load_q45_k_scales(p, b):
     """Load the Q4_K or Q5_K scales of 32 columns of 16 rows, without minima.
 
     A scale is the product of the 6-bit scale of the 32 columns and the float16 scale of 256 columns."""
-    low, high = and_int(load_u8_lanes(p + 16 * b), splat_int(15)), and_int(load_k_high_bits(p, b), splat_int(3))
+    low, high = (
+        and_int(load_u8_lanes(p + 16 * b), splat_int(15)),
+        and_int(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(3)),
+    )
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
 
@@ -310,7 +316,7 @@ def load_q45_k_scales(p, b):
 def load_q45_k_biases(p, b):
     """Load the Q4_K or Q5_K biases of a block: minus the 6-bit minimum, times the second float16 of 256 columns."""
     low, four = shift_right(load_u8_lanes(p + 16 * b), splat_int(4)), splat_int(4)
-    high = and_int(shift_right(load_k_high_bits(p, b), splat_int(2)), splat_int(3))
+    high = and_int(shift_right(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
     return m, m
 
@@ -413,21 +419,27 @@ _ALL_FORMATS = (
     make_bitplane_format(DType.Q5_0, (4, 1), load_q5_0_codes, make_pack_f16_scale(22), load_one_scale, 16),
     make_bitplane_format(DType.Q5_1, (4, 1), load_q5_1_codes, _make_pack_scale_and_bias(24), *_INTERLEAVED_BIASES),
     make_bitplane_format(DType.Q8_0, (8,), load_q8_0_codes, make_pack_f16_scale(34), load_one_scale, 128),
-    _format_with_fp4_codes(DType.MXFP4, (4,), load_mxfp4_codes, pack_mxfp4_scales, load_mxfp4_scales, FP4_ZERO_POINT),
+    _format_with_fp4_codes(
+        DType.MXFP4, (4,), load_mxfp4_codes, pack_mxfp4_scales, load_halved_mxfp4_scales, FP4_ZERO_POINT
+    ),
     _format_with_fp4_codes(
         DType.NVFP4,
         (4,),
-        load_nvfp4_codes,
+        unpack_four_nvfp4_codes,
         pack_nvfp4_scales,
         load_nvfp4_scales,
         FP4_ZERO_POINT,
         has_half_block_scales=True,
     ),
-    make_bitplane_format(DType.Q4_K, (4,), load_q4_k_codes, pack_q45_k_scales, load_q45_k_scales, load_q45_k_biases),
-    make_bitplane_format(DType.Q5_K, (4, 1), load_q5_k_codes, pack_q45_k_scales, load_q45_k_scales, load_q45_k_biases),
+    make_bitplane_format(
+        DType.Q4_K, (4,), load_q4_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
+    ),
+    make_bitplane_format(
+        DType.Q5_K, (4, 1), load_q5_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
+    ),
     format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, pack_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
     format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales, load_q3_k_scales, 4),
-    format_with_half_scales(DType.Q6_K, (4, 2), load_q6_k_codes, pack_q6_k_scales, load_q6_k_scales, 32),
+    format_with_half_scales(DType.Q6_K, (4, 2), unpack_four_q6_k_codes, pack_q6_k_scales, load_q6_k_scales, 32),
     _format_with_iq4_codes(
         DType.IQ4_NL, (4,), load_q4_0_codes, make_pack_f16_scale(18), load_one_scale, IQ4_NL_ZERO_POINT
     ),

@@ -48,13 +48,13 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 
 @cache
-def order_iq1_entries() -> np.ndarray:
+def list_iq1_entries_in_kernel_order() -> np.ndarray:
     """Return the file numbers of all IQ1 code book entries, in the order in which kernels number them.
 
     A bin is 16 consecutive entries of this order. A second half is the levels of the last four columns of an entry. In
     this order a bin has at most two different second halves.
     """
-    halves = IQ1_BOOK.pack_entry_levels()[1]
+    halves = IQ1_BOOK.pack_levels_into_two_bytes()[1]
     left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
     order = list[int]()
     while left:
@@ -64,35 +64,36 @@ def order_iq1_entries() -> np.ndarray:
     return np.array(order)
 
 
-def _compute_iq1_entry_numbers() -> np.ndarray:
-    """Compute the number of each IQ1 entry in kernels, for the entries in the order of `order_iq1_entries`.
+def _compute_iq1_kernel_numbers() -> np.ndarray:
+    """Compute the number of each IQ1 entry in kernels, for the entries in the order of
+    `list_iq1_entries_in_kernel_order`.
 
     A bin is 16 consecutive entries. The low 7 bits of a number are the bin of the entry, the other bits its place in
     the bin.
     """
-    bins, places = np.divmod(np.arange(len(order_iq1_entries())), BIN_ENTRIES)
+    bins, places = np.divmod(np.arange(len(list_iq1_entries_in_kernel_order())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
 
 
-def _reorder_iq1_table(table: np.ndarray) -> np.ndarray:
+def _reorder_iq1_table_for_kernels(table: np.ndarray) -> np.ndarray:
     """Reorder a table with one row for each IQ1 entry from the numbers of the file to the numbers of the kernels."""
     renumbered = np.empty_like(table)
-    renumbered[_compute_iq1_entry_numbers()] = table[order_iq1_entries()]
+    renumbered[_compute_iq1_kernel_numbers()] = table[list_iq1_entries_in_kernel_order()]
     return renumbered
 
 
 @intrinsic(ADDRESS, ADDRESS)
-def renumber_iq1_entry(b, number):
+def convert_iq1_file_to_kernel_number(b, number):
     """Return the number of an IQ1 entry in kernels from its number in the file."""
-    numbers = np.empty(len(order_iq1_entries()), "<u2")
-    numbers[order_iq1_entries()] = _compute_iq1_entry_numbers()
+    numbers = np.empty(len(list_iq1_entries_in_kernel_order()), "<u2")
+    numbers[list_iq1_entries_in_kernel_order()] = _compute_iq1_kernel_numbers()
     at = b.add(
         emit_constant_table_address(b, "iq1_numbers", numbers.view(np.uint8)), b.shl(number, ir.Constant(_i64, 1))
     )
     return b.zext(emit_load(b, at, 0, _i16), _i64)
 
 
-def _find_iq1_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _make_iq1_second_half_lookup_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return three arrays with an element for each bin of IQ1 entries, to look up the second half of an entry.
 
     A bin is 16 consecutive entries. A second half is the levels of the last four columns of an entry. A bin has one or
@@ -102,7 +103,7 @@ def _find_iq1_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     - its last second half,
     - 16 times the place in the bin at which the last one begins (modulo 256).
     """
-    halves = IQ1_BOOK.pack_entry_levels()[1][order_iq1_entries()].reshape(-1, BIN_ENTRIES)
+    halves = IQ1_BOOK.pack_levels_into_two_bytes()[1][list_iq1_entries_in_kernel_order()].reshape(-1, BIN_ENTRIES)
     first, last = halves[:, 0], halves[:, -1]
     bounds = (halves == first[:, None]).sum(1) % BIN_ENTRIES
     assert (np.where(np.arange(BIN_ENTRIES) < bounds[:, None], first[:, None], last[:, None]) == halves).all()
@@ -130,9 +131,11 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
             [emit_bit_test_per_byte(b, x, 7), *(emit_bit_test_per_byte(b, y, bit) for bit in (4, 5, 6))]
             for x, y in zip(indices, high, strict=True)
         ]
-        halves = emit_byte_table_lookup(b, _reorder_iq1_table(IQ1_BOOK.pack_entry_levels()[0]), indices, set_bits)
+        halves = emit_byte_table_lookup(
+            b, _reorder_iq1_table_for_kernels(IQ1_BOOK.pack_levels_into_two_bytes()[0]), indices, set_bits
+        )
         first, last, bounds = (
-            emit_byte_table_lookup(b, table, indices, set_bits) for table in _find_iq1_second_halves()
+            emit_byte_table_lookup(b, table, indices, set_bits) for table in _make_iq1_second_half_lookup_tables()
         )
         blocks = []
         for i, p in enumerate(addresses):
@@ -148,7 +151,7 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
             b.or_(emit_byte_of_each_lane(b, index, i), emit_index_high_bits(b, high, bits * i, 3)) for i in range(4)
         ]
         found, positive = (
-            emit_gather_of_codes(b, IQ1_BOOK, 8 * _reorder_iq1_table(IQ1_BOOK.load_entry_levels()), lanes),
+            emit_gather_of_codes(b, IQ1_BOOK, 8 * _reorder_iq1_table_for_kernels(IQ1_BOOK.load_entry_levels()), lanes),
             b.not_(high),
         )
         shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]

@@ -10,7 +10,7 @@ from functools import cache, partial
 from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.dot_tiles import make_weight_code_loader
+from ...simd.dot_tiles import make_bit_plane_code_loader
 from ...simd.int8_dots import WeightCodeProperties
 from ...simd.vectors import Intrinsic, load_byte, load_f16, load_four, mul, splat, store_byte, store_int
 
@@ -105,7 +105,7 @@ def make_bitplane_format(
         (64 * plane_bits[0], 64 * sum(plane_bits[1:])),
         make_pack_codes_into_bit_planes(load_four_codes, plane_bits),
         pack_scales,
-        load_codes or make_weight_code_loader(plane_bits),
+        load_codes or make_bit_plane_code_loader(plane_bits),
         load_scales,
         biases if isinstance(biases, Subroutine) else make_load_zero_point_biases(load_scales, zero),
         zero,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .....graph.dtypes import DType
 from ...compilation.compiler import subroutine
 from ...simd.base3_codes import DIGITS, SHORT_BYTES, load_ternary_codes
-from ...simd.dot_tiles import make_weight_code_loader
+from ...simd.dot_tiles import make_bit_plane_code_loader
 from ...simd.vectors import load_byte, store_byte
 from .packed_format import (
     BIT_MASK,
@@ -21,7 +21,7 @@ from .packed_format import (
 
 
 @subroutine
-def load_q1_0_codes(row, c):
+def unpack_four_q1_0_codes(row, c):
     """Unpack the Q1_0 codes (one bit each) of four columns from `c` on to one byte each.
 
     A multiplication moves the four adjacent bits apart.
@@ -30,7 +30,7 @@ def load_q1_0_codes(row, c):
 
 
 @subroutine
-def load_q2_0_codes(row, c):
+def unpack_four_q2_0_codes(row, c):
     """Unpack the Q2_0 codes (2 bits each, in one byte) of four columns from `c` on to one byte each."""
     four = load_byte(row + c // 64 * 18 + 2 + c % 64 // 4)
     return (four | four << 6 | four << 12 | four << 18) & CRUMB_MASK
@@ -48,7 +48,7 @@ def unpack_base_3_digit(byte, n):
 
 
 @subroutine
-def unpack_trit(row, c):
+def unpack_tq1_0_trit(row, c):
     """Return the base-3 digit (trit) of column `c` of a TQ1_0 file block of 256 columns.
 
     A file block has 32 bytes of 5 trits, then 16 bytes of 5 trits, then 4 bytes of 4 trits.
@@ -79,12 +79,12 @@ def pack_tq1_0_codes(row, b, first, second, lane):
     for k in range(4):
         number = 0
         for j in range(DIGITS):
-            number = number * 3 + unpack_trit(row, b * BLOCK_COLUMNS + 4 * j + k)
+            number = number * 3 + unpack_tq1_0_trit(row, b * BLOCK_COLUMNS + 4 * j + k)
         store_byte(first + 4 * lane + k, (number * 256 + 242) // 243)
         for j in range(3):
             at = 64 * j + 4 * lane + k
             replace_packed_trit(
-                second + at % SHORT_BYTES, at // SHORT_BYTES, unpack_trit(row, b * BLOCK_COLUMNS + 20 + 4 * j + k)
+                second + at % SHORT_BYTES, at // SHORT_BYTES, unpack_tq1_0_trit(row, b * BLOCK_COLUMNS + 20 + 4 * j + k)
             )
 
 
@@ -113,12 +113,12 @@ TERNARY_FORMATS = (
     make_bitplane_format(
         DType.Q1_0,
         (1,),
-        load_q1_0_codes,
+        unpack_four_q1_0_codes,
         make_pack_f16_scale(18),
         make_load_f16_scale(4),
         1,
-        load_codes=make_weight_code_loader((1,), to_bit=1),
+        load_codes=make_bit_plane_code_loader((1,), to_bit=1),
         max_code=2,
     ),
-    make_bitplane_format(DType.Q2_0, (2,), load_q2_0_codes, make_pack_f16_scale(18), make_load_f16_scale(2), 1),
+    make_bitplane_format(DType.Q2_0, (2,), unpack_four_q2_0_codes, make_pack_f16_scale(18), make_load_f16_scale(2), 1),
 )

@@ -19,7 +19,7 @@ PACK_ARGS = declare_args("source stride target rows columns")
 
 
 @cache
-def make_pack_weights_kernel(form: PackedFormat) -> Kernel:
+def make_pack_weight_rows_kernel(form: PackedFormat) -> Kernel:
     """Make the kernel that packs the weight rows at `source` into groups of 16 rows at `target`.
 
     A source row has `stride` bytes. Missing rows of the last group are not written.
@@ -52,7 +52,7 @@ UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scr
 
 
 @cache
-def make_unpack_rows_kernel(form: PackedFormat) -> Kernel:
+def make_dequantise_rows_by_id_kernel(form: PackedFormat) -> Kernel:
     """Make the kernel that dequantises some rows of a packed weight to float32; `ids` (int32) has their numbers.
 
     There are `count` ids. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each

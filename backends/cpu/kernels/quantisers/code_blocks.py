@@ -52,26 +52,26 @@ from ...steps.partition import compute_thread_range
 from .scale_search import (
     ONE,
     ZERO,
-    make_scale_candidates_of_both_signs,
-    make_scale_choice,
-    make_scale_search,
+    make_choose_scale_code,
+    make_inverse_scale_candidates_of_both_signs,
+    make_search_best_scale,
     search_scale,
     single,
     sum_weights,
     write_error_weights,
 )
-from .small_blocks import BLOCK, find_inverse, store_halves
+from .small_blocks import BLOCK, compute_reciprocal_or_zero, store_32_nibbles
 from .super_blocks import CODES, SCALE_CODES, SCALES, SCRATCH_BYTES, STRENGTHS, SUPER_BLOCK, WEIGHTS, integer_steps
 
 ARGS = declare_args("x y importance rows columns scratch table")
-"""As the arguments of the K types; `table` is the address of a `make_cell_table`."""
+"""As the arguments of the K types; `table` is the address of a `make_nearest_value_table`."""
 SIGN = single(8)
 """The bit of the sign in the index of a 4-bit float."""
 CELL_COUNT = 512
 """Cells of half a unit, from -128 to 128. No cell has a boundary between two codes inside."""
 
 
-def make_cell_table(values: np.ndarray) -> np.ndarray:
+def make_nearest_value_table(values: np.ndarray) -> np.ndarray:
     """Make a lookup table that rounds a number to the nearest value of a code book.
 
     A cell is an interval of length 0.5 between -128 and 128. The first `CELL_COUNT` float32 entries are the nearest
@@ -87,20 +87,24 @@ def make_cell_table(values: np.ndarray) -> np.ndarray:
 
 
 @cache
-def make_iq4_table() -> np.ndarray:
-    """Return the lookup table (see `make_cell_table`) of the code book that IQ4_NL and IQ4_XS share."""
-    return make_cell_table(IQ4_NL_CODE_BOOK)
+def make_iq4_nearest_value_table() -> np.ndarray:
+    """Return the lookup table (see `make_nearest_value_table`) of the code book that IQ4_NL and IQ4_XS share."""
+    return make_nearest_value_table(IQ4_NL_CODE_BOOK)
 
 
 @cache
-def make_fp4_table() -> np.ndarray:
-    """Return the lookup table (see `make_cell_table`) of all 4-bit floats, times 2 so that they are integers."""
-    return make_cell_table(FP4_VALUES_TIMES_2)
+def make_fp4_nearest_value_table() -> np.ndarray:
+    """Return the lookup table (see `make_nearest_value_table`) of all 4-bit floats, times 2 so that they are
+    integers.
+    """
+    return make_nearest_value_table(FP4_VALUES_TIMES_2)
 
 
 @subroutine
-def look_up_cells(v, table):
-    """Look each lane of `v` up in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
+def look_up_clamped_cells(v, table):
+    """Look each lane of `v` up in a table of `make_nearest_value_table`; numbers beyond the table use its first or last
+    cell.
+    """
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
     return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))
@@ -108,27 +112,27 @@ def look_up_cells(v, table):
 
 @subroutine
 def round_to_code_book(v, table, unused):
-    """Round each lane to the nearest value of a code book; `table` is the address of its `make_cell_table`."""
-    return look_up_cells(v, table)
+    """Round each lane to the nearest value of a code book; `table` is the address of its `make_nearest_value_table`."""
+    return look_up_clamped_cells(v, table)
 
 
-search_book_scale = make_scale_search(round_to_code_book)
-choose_book_scale = make_scale_choice(round_to_code_book)
+search_book_scale = make_search_best_scale(round_to_code_book)
+choose_book_scale = make_choose_scale_code(round_to_code_book)
 
 
 @subroutine
-def write_code_book_indices(x, scale, table, to):
+def quantise_to_code_book_indices(x, scale, table, to):
     """Quantise 32 numbers: write the index of the nearest code-book value as one byte each.
 
     Args:
         x: address of the numbers.
         scale: scale of the code-book values.
-        table: address of the lookup table of the code book (`make_cell_table`).
+        table: address of the lookup table of the code book (`make_nearest_value_table`).
         to: address for the indices.
     """
-    inverse = splat(find_inverse(scale))
+    inverse = splat(compute_reciprocal_or_zero(scale))
     for i in range(0, BLOCK, LANES):
-        index = look_up_cells(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
+        index = look_up_clamped_cells(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
         store_u8_lanes(to + i, round_small_floats_to_int(index))
 
 
@@ -139,9 +143,9 @@ def search_iq4_scale(x, w, table):
     Args:
         x: address of the numbers.
         w: address of the weights of their squared errors.
-        table: address of `make_iq4_table`.
+        table: address of `make_iq4_nearest_value_table`.
     """
-    spread = make_scale_candidates_of_both_signs(single(-127), single(113), single(0.82), single(0.04))
+    spread = make_inverse_scale_candidates_of_both_signs(single(-127), single(113), single(0.82), single(0.04))
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
 
@@ -156,9 +160,9 @@ def quantise_iq4_nl(a, thread, threads):
             block, source = y + (i * columns + c) // BLOCK * 18, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, BLOCK)
             scale = round_scalar_to_half(search_iq4_scale(source, scratch + WEIGHTS, table))
-            write_code_book_indices(source, scale, table, scratch + CODES)
+            quantise_to_code_book_indices(source, scale, table, scratch + CODES)
             store_lane_0_as_f16(block, splat(scale))
-            store_halves(scratch + CODES, block + 2)
+            store_32_nibbles(scratch + CODES, block + 2)
     return 0
 
 
@@ -180,7 +184,7 @@ def quantise_iq4_xs(a, thread, threads):
             for j in range(8):
                 store_scalar(scales + 4 * j, search_iq4_scale(source + 128 * j, w + 128 * j, table))
                 store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
-            spread = make_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
+            spread = make_inverse_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
             common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
             store_lane_0_as_f16(block, splat(common))
             high_bits = 0
@@ -191,8 +195,8 @@ def quantise_iq4_xs(a, thread, threads):
                     xj, w + 128 * j, BLOCK, table, 0, common, scale, integer_steps(), smallest, limit
                 )
                 store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
-                write_code_book_indices(xj, code * common, table, scratch + CODES)
-                store_halves(scratch + CODES, block + 8 + 16 * j)
+                quantise_to_code_book_indices(xj, code * common, table, scratch + CODES)
+                store_32_nibbles(scratch + CODES, block + 8 + 16 * j)
             for j in range(8):
                 high_bits |= (load_byte(scratch + SCALE_CODES + j) >> 4) << (2 * j)
             store_byte(block + 2, high_bits & 255)
@@ -223,15 +227,15 @@ def quantise_mxfp4(a, thread, threads):
             for k in range(0, BLOCK, LANES):
                 v = mul(load(source + 4 * k), inverse)
                 # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
-                index = look_up_cells(negative(absolute(v)), table + 4 * CELL_COUNT)
+                index = look_up_clamped_cells(negative(absolute(v)), table + 4 * CELL_COUNT)
                 index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
                 store_u8_lanes(scratch + CODES + k, round_small_floats_to_int(index))
-            store_halves(scratch + CODES, block + 1)
+            store_32_nibbles(scratch + CODES, block + 1)
     return 0
 
 
 @subroutine
-def write_trits(x, to):
+def quantise_to_trits(x, to):
     """Quantise 256 numbers at `x` to ternary codes at `to`, and return their scale, the largest magnitude.
 
     The codes 0, 1 and 2 mean -1, 0 and 1.
@@ -240,7 +244,7 @@ def write_trits(x, to):
     for i in range(0, SUPER_BLOCK, LANES):
         top = maximum(top, absolute(load(x + 4 * i)))
     scale = lane_max(top)
-    inverse = splat(find_inverse(scale))
+    inverse = splat(compute_reciprocal_or_zero(scale))
     for i in range(0, SUPER_BLOCK, LANES):
         q = add(round_away(mul(load(x + 4 * i), inverse)), splat(ONE))
         store_u8_lanes(to + i, round_small_floats_to_int(q))
@@ -248,7 +252,7 @@ def write_trits(x, to):
 
 
 @subroutine
-def join_trits(codes, distance, count):
+def pack_trits_into_bytes(codes, distance, count):
     """Pack 4 or 5 ternary codes into each byte as base-3 digits; the first code is the most significant digit.
 
     `count` is the number of codes in a byte. `distance` is the number of bytes between them in `codes`.
@@ -272,11 +276,11 @@ def quantise_tq1_0(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 54
-            store_lane_0_as_f16(block + 52, splat(write_trits(x + 4 * (i * columns + c), codes)))
+            store_lane_0_as_f16(block + 52, splat(quantise_to_trits(x + 4 * (i * columns + c), codes)))
             for k in range(0, 32, LANES):
-                store_u8_lanes(block + k, join_trits(codes + k, 32, 5))
-            store_u8_lanes(block + 32, join_trits(codes + 160, 16, 5))
-            store_u8_lanes(codes, join_trits(codes + 240, 4, 4))
+                store_u8_lanes(block + k, pack_trits_into_bytes(codes + k, 32, 5))
+            store_u8_lanes(block + 32, pack_trits_into_bytes(codes + 160, 16, 5))
+            store_u8_lanes(codes, pack_trits_into_bytes(codes + 240, 4, 4))
             for k in range(4):
                 store_byte(block + 48 + k, load_byte(codes + k))
     return 0
@@ -291,7 +295,7 @@ def quantise_tq2_0(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 66
-            store_lane_0_as_f16(block + 64, splat(write_trits(x + 4 * (i * columns + c), codes)))
+            store_lane_0_as_f16(block + 64, splat(quantise_to_trits(x + 4 * (i * columns + c), codes)))
             for h in range(2):
                 for k in range(0, 32, LANES):
                     at, out = codes + 128 * h + k, splat_int(0)

@@ -46,47 +46,47 @@ from .lattice_search import (
     SIGN_BYTES,
     TEMPORARY,
     WEIGHTS,
-    choose_common_scale,
-    choose_list_lane,
-    choose_scale_code,
-    find_block_scale,
-    find_entry_number,
-    find_largest,
-    make_octet_search,
-    make_probes,
+    choose_block_scale_code,
+    choose_common_super_block_scale,
+    choose_list_lane_for_scale,
+    compute_16_scale_probes,
+    find_best_fit_block_scale,
+    find_entry_number_of_code,
+    find_largest_magnitude,
+    make_write_entry_list_of_octet,
 )
-from .lattice_tables import IQ1_LEVELS, Lattice, make_lattice_table
+from .lattice_tables import IQ1_LEVELS, LatticeTableLayout, make_lattice_table
 from .scale_search import ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
 SHIFT = 0.125
 FIRST_PROBE, PROBE_STEP = single(0.25), single(0.055)
 TOP_LEVEL, MAX_SCALE_CODE = single(1 + SHIFT), 7
-LATTICE = Lattice(DType.IQ1_S, IQ1_LEVELS, 8, 2, 64)
+LATTICE = LatticeTableLayout(DType.IQ1_S, IQ1_LEVELS, 8, 2, 64)
 ROWS, VECTORS = LATTICE.rows_offset, LATTICE.neighbour_count // LANES
 NEGATIVE_LISTS = 32 * LIST_BYTES
 """Distance of the lists with the negative shift from the lists with the positive shift."""
 
 
-def make_shifted_search(shift: float) -> Subroutine:
+def make_write_shifted_entry_list(shift: float) -> Subroutine:
     """Make the subroutine that writes the list of a group for one sign of the shift."""
     levels = [level + shift for level in IQ1_LEVELS]
     low = make_lane_constant([*levels, 0.0] * 4)
     high = make_lane_constant([level for level in (*levels, 0.0) for _ in range(4)])
-    return make_octet_search(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
+    return make_write_entry_list_of_octet(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
 
 
-write_positive_list, write_negative_list = make_shifted_search(SHIFT), make_shifted_search(-SHIFT)
+write_positive_list, write_negative_list = make_write_shifted_entry_list(SHIFT), make_write_shifted_entry_list(-SHIFT)
 
 
 @cache
-def make_iq1_table() -> np.ndarray:
+def make_iq1_code_book_table() -> np.ndarray:
     """Return the table of the code book that IQ1_S and IQ1_M share."""
     return make_lattice_table(LATTICE)
 
 
 @subroutine
-def copy_numbers(x, scratch):
+def copy_256_numbers_zero_padded(x, scratch):
     """Copy 256 numbers to the scratch memory, and write zeros after them and after their weights."""
     for i in range(0, SUPER_BLOCK, LANES):
         store(scratch + MAGNITUDES + 4 * i, load(x + 4 * i))
@@ -95,7 +95,7 @@ def copy_numbers(x, scratch):
 
 
 @subroutine
-def write_both_lists(scratch, group, unit, table, positive, negative):
+def write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, negative):
     """Write the lists of a group of 8 numbers for both signs of the shift, to two addresses."""
     m, w, products = scratch + MAGNITUDES + 32 * group, scratch + WEIGHTS + 32 * group, scratch + PRODUCTS
     write_positive_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, ZERO, table, table + ROWS, VECTORS, positive)
@@ -103,20 +103,20 @@ def write_both_lists(scratch, group, unit, table, positive, negative):
 
 
 @subroutine
-def write_all_lists(scratch, table):
+def write_entry_lists_of_all_groups(scratch, table):
     """Write the lists of all groups of IQ1_S for both signs of the shift."""
     for k in range(32):  # one long loop: LLVM would unroll a loop over the groups of a block
-        unit = find_largest(scratch + MAGNITUDES + 128 * (k >> 2), 32) / TOP_LEVEL
+        unit = find_largest_magnitude(scratch + MAGNITUDES + 128 * (k >> 2), 32) / TOP_LEVEL
         to = scratch + LISTS + LIST_BYTES * k
-        write_both_lists(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
+        write_entry_lists_of_both_shifts(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
 
 
 @subroutine
-def choose_shift(scratch, block):
+def choose_shift_sign_of_block(scratch, block):
     """Choose the sign of the shift of block number `block` of IQ1_S, and store the scale of the block."""
     base = LISTS + 4 * LIST_BYTES * block
-    scale, error = find_block_scale(scratch + base, 4)
-    other_scale, other_error = find_block_scale(scratch + base + NEGATIVE_LISTS, 4)
+    scale, error = find_best_fit_block_scale(scratch + base, 4)
+    other_scale, other_error = find_best_fit_block_scale(scratch + base + NEGATIVE_LISTS, 4)
     is_negative = 1 if other_error < error else 0
     store_byte(scratch + SIGN_BYTES + block, is_negative)
     store_int(scratch + BASES + 4 * block, base + NEGATIVE_LISTS * is_negative)
@@ -133,20 +133,20 @@ def quantise_iq1_s(a, thread, threads):
         for c in range(0, columns, SUPER_BLOCK):
             block, source = y + (i * columns + c) // SUPER_BLOCK * 50, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, SUPER_BLOCK)
-            copy_numbers(source, scratch)
-            write_all_lists(scratch, table)
+            copy_256_numbers_zero_padded(source, scratch)
+            write_entry_lists_of_all_groups(scratch, table)
             for j in range(8):
-                choose_shift(scratch, j)
-            common = round_scalar_to_half(choose_common_scale(scratch, 8, 4, MAX_SCALE_CODE))
+                choose_shift_sign_of_block(scratch, j)
+            common = round_scalar_to_half(choose_common_super_block_scale(scratch, 8, 4, MAX_SCALE_CODE))
             store_lane_0_as_f16(block, splat(common))
             for j in range(8):
                 lists = scratch + load_int(scratch + BASES + 4 * j)
-                code = choose_scale_code(lists, 4, common, MAX_SCALE_CODE)
+                code = choose_block_scale_code(lists, 4, common, MAX_SCALE_CODE)
                 high, scale = code << 12 | load_byte(scratch + SIGN_BYTES + j) << 15, common * single(2 * code + 1)
                 for g in range(4):
                     at = lists + LIST_BYTES * g
-                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane(at, scale)))
-                    number = find_entry_number(table, entry)
+                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
+                    number = find_entry_number_of_code(table, entry)
                     store_byte(block + 2 + 4 * j + g, number & 255)
                     high |= (number >> 8) << (3 * g)
                 store_byte(block + 34 + 2 * j, high & 255)
@@ -155,11 +155,11 @@ def quantise_iq1_s(a, thread, threads):
 
 
 @subroutine
-def write_free_list(scratch, group, unit, table, to):
+def write_entry_list_with_best_shifts(scratch, group, unit, table, to):
     """Write the list of a group of IQ1_M; each lane has the better sign of the shift for its probe."""
     positive, negative = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES
-    write_both_lists(scratch, group, unit, table, positive, negative)
-    probes = make_probes(unit, FIRST_PROBE, PROBE_STEP)
+    write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, negative)
+    probes = compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)
     a, c = load(positive), load(positive + PRODUCT_LIST)
     other_a, other_c = load(negative), load(negative + PRODUCT_LIST)
     error, other = fma(probes, a, c), fma(probes, other_a, other_c)
@@ -179,25 +179,25 @@ def quantise_iq1_m(a, thread, threads):
         for c in range(0, columns, SUPER_BLOCK):
             block, source = y + (i * columns + c) // SUPER_BLOCK * 56, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, SUPER_BLOCK)
-            copy_numbers(source, scratch)
+            copy_256_numbers_zero_padded(source, scratch)
             for j in range(16):
-                unit = find_largest(scratch + MAGNITUDES + 64 * j, 16) / TOP_LEVEL
+                unit = find_largest_magnitude(scratch + MAGNITUDES + 64 * j, 16) / TOP_LEVEL
                 base = LISTS + 2 * LIST_BYTES * j
                 for g in range(2):
-                    write_free_list(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
+                    write_entry_list_with_best_shifts(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
                 store_int(scratch + BASES + 4 * j, base)
-                scale, _ = find_block_scale(scratch + base, 2)
+                scale, _ = find_best_fit_block_scale(scratch + base, 2)
                 store_scalar(scratch + SCALES + 4 * j, scale)
-            common = round_scalar_to_half(choose_common_scale(scratch, 16, 2, MAX_SCALE_CODE))
+            common = round_scalar_to_half(choose_common_super_block_scale(scratch, 16, 2, MAX_SCALE_CODE))
             for j in range(16):
                 lists = scratch + LISTS + 2 * LIST_BYTES * j
-                code = choose_scale_code(lists, 2, common, MAX_SCALE_CODE)
+                code = choose_block_scale_code(lists, 2, common, MAX_SCALE_CODE)
                 store_byte(scratch + SCALE_CODES + j, code)
                 high, scale = 0, common * single(2 * code + 1)
                 for g in range(2):
                     at = lists + LIST_BYTES * g
-                    lane = choose_list_lane(at, scale)
-                    number = find_entry_number(table, to_int(load_scalar(at + CODE_LIST + 4 * lane)))
+                    lane = choose_list_lane_for_scale(at, scale)
+                    number = find_entry_number_of_code(table, to_int(load_scalar(at + CODE_LIST + 4 * lane)))
                     store_byte(block + 2 * j + g, number & 255)
                     is_negative = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
                     high |= (number >> 8 | is_negative << 3) << (4 * g)

@@ -43,19 +43,19 @@ from .lattice_search import (
     SCALES,
     SIGN_BYTES,
     WEIGHTS,
-    choose_common_scale,
-    choose_list_lane,
-    choose_scale_code,
-    find_block_scale,
-    find_entry_number,
-    find_largest,
-    is_odd_byte,
-    make_octet_search,
-    make_sign_flip,
-    store_long_word,
+    choose_block_scale_code,
+    choose_common_super_block_scale,
+    choose_list_lane_for_scale,
+    find_best_fit_block_scale,
+    find_entry_number_of_code,
+    find_largest_magnitude,
+    has_odd_bit_count,
+    make_find_cheapest_sign_flip,
+    make_write_entry_list_of_octet,
+    store_4_bytes,
     write_magnitudes,
 )
-from .lattice_tables import IQ2_LEVELS, Lattice, make_lattice_table
+from .lattice_tables import IQ2_LEVELS, LatticeTableLayout, make_lattice_table
 from .scale_search import ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
@@ -65,14 +65,14 @@ LOW_THRESHOLD, HIGH_THRESHOLD = ((a + b) / 2 for a, b in pairwise(IQ2_LEVELS))
 low_levels = make_lane_constant([*IQ2_LEVELS, 0.0] * 4)
 high_levels = make_lane_constant([level for level in (*IQ2_LEVELS, 0.0) for _ in range(4)])
 IQ2_XXS, IQ2_XS, IQ2_S = (
-    Lattice(dtype, IQ2_LEVELS, 8, 2, count)
+    LatticeTableLayout(dtype, IQ2_LEVELS, 8, 2, count)
     for dtype, count in ((DType.IQ2_XXS, 64), (DType.IQ2_XS, 64), (DType.IQ2_S, 64))
 )
 write_even_list, write_free_list = (
-    make_octet_search(low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True)
+    make_write_entry_list_of_octet(low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True)
     for flips in (True, False)
 )
-find_flip = make_sign_flip(low_levels, 2, 8)
+find_flip = make_find_cheapest_sign_flip(low_levels, 2, 8)
 
 
 @cache
@@ -90,7 +90,9 @@ def make_iq2_s_table() -> np.ndarray:
     return make_lattice_table(IQ2_S)
 
 
-def make_iq2_search(write_list: Subroutine, lattice: Lattice, groups: int, has_even_signs: bool) -> Subroutine:
+def make_choose_iq2_entries_and_scales(
+    write_list: Subroutine, lattice: LatticeTableLayout, groups: int, has_even_signs: bool
+) -> Subroutine:
     """Make the subroutine that chooses the entries, signs and scales of 256 numbers.
 
     Args:
@@ -120,14 +122,14 @@ def make_iq2_search(write_list: Subroutine, lattice: Lattice, groups: int, has_e
             store_byte(scratch + SIGN_BYTES + i // 8, signs & 255)
             store_byte(scratch + SIGN_BYTES + i // 8 + 1, signs >> 8)
         for j in range(blocks):
-            unit = find_largest(m + 32 * groups * j, 8 * groups) / TOP_LEVEL
+            unit = find_largest_magnitude(m + 32 * groups * j, 8 * groups) / TOP_LEVEL
             base = LISTS + LIST_BYTES * groups * j
             store_int(scratch + BASES + 4 * j, base)
             for g in range(groups):
                 k = groups * j + g
                 flip = ZERO
                 if has_even_signs:
-                    flip = MINUS_TWO * single(is_odd_byte(load_byte(scratch + SIGN_BYTES + k)))
+                    flip = MINUS_TWO * single(has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k)))
                 write_list(
                     m + 32 * k,
                     w + 32 * k,
@@ -141,34 +143,34 @@ def make_iq2_search(write_list: Subroutine, lattice: Lattice, groups: int, has_e
                     vectors,
                     scratch + base + LIST_BYTES * g,
                 )
-            scale, _ = find_block_scale(scratch + base, groups)
+            scale, _ = find_best_fit_block_scale(scratch + base, groups)
             store_scalar(scratch + SCALES + 4 * j, scale)
-        common = round_scalar_to_half(choose_common_scale(scratch, blocks, groups, MAX_SCALE_CODE))
+        common = round_scalar_to_half(choose_common_super_block_scale(scratch, blocks, groups, MAX_SCALE_CODE))
         store_lane_0_as_f16(d, splat(common))
         for j in range(blocks):
             lists = scratch + LISTS + LIST_BYTES * groups * j
-            code = choose_scale_code(lists, groups, common, MAX_SCALE_CODE)
+            code = choose_block_scale_code(lists, groups, common, MAX_SCALE_CODE)
             store_byte(scratch + SCALE_CODES + j, code)
             scale = common * single(2 * code + 1)
             for g in range(groups):
                 k, at = groups * j + g, lists + LIST_BYTES * g
-                entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane(at, scale)))
-                store_int(scratch + ENTRIES + 4 * k, find_entry_number(table, entry))
+                entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
+                store_int(scratch + ENTRIES + 4 * k, find_entry_number_of_code(table, entry))
                 if has_even_signs:
                     signs = load_byte(scratch + SIGN_BYTES + k)
-                    if is_odd_byte(signs):
+                    if has_odd_bit_count(signs):
                         store_byte(scratch + SIGN_BYTES + k, signs ^ (1 << find_flip(m + 32 * k, w + 32 * k, entry)))
 
     return search
 
 
-search_iq2_xxs = make_iq2_search(write_even_list, IQ2_XXS, 4, True)
-search_iq2_xs = make_iq2_search(write_even_list, IQ2_XS, 2, True)
-search_iq2_s = make_iq2_search(write_free_list, IQ2_S, 2, False)
+search_iq2_xxs = make_choose_iq2_entries_and_scales(write_even_list, IQ2_XXS, 4, True)
+search_iq2_xs = make_choose_iq2_entries_and_scales(write_even_list, IQ2_XS, 2, True)
+search_iq2_s = make_choose_iq2_entries_and_scales(write_free_list, IQ2_S, 2, False)
 
 
 @subroutine
-def store_scale_pairs(scratch, y):
+def store_4_bit_scale_pairs(scratch, y):
     """Store 16 scales of 4 bits in 8 bytes; two neighbours share a byte."""
     for j in range(8):
         low, high = load_byte(scratch + SCALE_CODES + 2 * j), load_byte(scratch + SCALE_CODES + 2 * j + 1)
@@ -192,7 +194,7 @@ def quantise_iq2_xxs(a, thread, threads):
                 for g in range(4):
                     store_byte(block + 2 + 8 * j + g, load_int(scratch + ENTRIES + 16 * j + 4 * g))
                     word |= (load_byte(scratch + SIGN_BYTES + 4 * j + g) & 127) << (7 * g)
-                store_long_word(block + 6 + 8 * j, word)
+                store_4_bytes(block + 6 + 8 * j, word)
     return 0
 
 
@@ -213,7 +215,7 @@ def quantise_iq2_xs(a, thread, threads):
                 word = load_int(scratch + ENTRIES + 4 * k) | signs << 9
                 store_byte(block + 2 + 2 * k, word & 255)
                 store_byte(block + 3 + 2 * k, word >> 8)
-            store_scale_pairs(scratch, block + 66)
+            store_4_bit_scale_pairs(scratch, block + 66)
     return 0
 
 
@@ -236,5 +238,5 @@ def quantise_iq2_s(a, thread, threads):
                     store_byte(block + 34 + k, load_byte(scratch + SIGN_BYTES + k))
                     high |= (entry >> 8) << (2 * g)
                 store_byte(block + 66 + j, high)
-            store_scale_pairs(scratch, block + 74)
+            store_4_bit_scale_pairs(scratch, block + 74)
     return 0

@@ -47,35 +47,35 @@ from .lattice_search import (
     SIGN_BYTES,
     TEMPORARY,
     WEIGHTS,
-    choose_common_scale,
-    choose_list_lane,
-    choose_scale_code,
-    find_block_scale,
-    find_entry_number,
-    find_largest,
-    is_odd_byte,
-    make_probes,
-    make_quad_search,
-    make_sign_flip,
-    store_long_word,
+    choose_block_scale_code,
+    choose_common_super_block_scale,
+    choose_list_lane_for_scale,
+    compute_16_scale_probes,
+    find_best_fit_block_scale,
+    find_entry_number_of_code,
+    find_largest_magnitude,
+    has_odd_bit_count,
+    make_find_cheapest_sign_flip,
+    make_write_entry_list_of_quad,
+    store_4_bytes,
     write_magnitudes,
 )
-from .lattice_tables import IQ3_LEVELS, Lattice, make_lattice_table
+from .lattice_tables import IQ3_LEVELS, LatticeTableLayout, make_lattice_table
 from .scale_search import ONE, ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
 FIRST_PROBE, PROBE_STEP = single(0.62), single(0.045)
 TOP_LEVEL, MAX_SCALE_CODE, BLOCKS, GROUPS = single(IQ3_LEVELS[-1]), 15, 8, 4
 levels = make_lane_constant([*IQ3_LEVELS] * 2)
-XXS_LATTICE = Lattice(DType.IQ3_XXS, IQ3_LEVELS, 4, 3, 48)
+XXS_LATTICE = LatticeTableLayout(DType.IQ3_XXS, IQ3_LEVELS, 4, 3, 48)
 ROWS, VECTORS = XXS_LATTICE.rows_offset, XXS_LATTICE.neighbour_count // LANES
 S_LEVELS = tuple(range(1, 16, 2))
-S_LATTICE, S_TOP_LEVEL = Lattice(DType.IQ3_S, S_LEVELS, 4, 3, 48), single(S_LEVELS[-1])
+S_LATTICE, S_TOP_LEVEL = LatticeTableLayout(DType.IQ3_S, S_LEVELS, 4, 3, 48), single(S_LEVELS[-1])
 S_ROWS, S_VECTORS = S_LATTICE.rows_offset, S_LATTICE.neighbour_count // LANES
-write_s_list = make_quad_search(make_lane_constant(S_LEVELS * 2), False)
-write_plain_list = make_quad_search(levels, False)
-write_flipped_list = make_quad_search(levels, True)
-find_flip = make_sign_flip(levels, 3, 4)
+write_s_list = make_write_entry_list_of_quad(make_lane_constant(S_LEVELS * 2), False)
+write_plain_list = make_write_entry_list_of_quad(levels, False)
+write_flipped_list = make_write_entry_list_of_quad(levels, True)
+find_flip = make_find_cheapest_sign_flip(levels, 3, 4)
 SECOND = single(4096)
 """The factor of the code of the second entry in the code of a group."""
 
@@ -91,7 +91,7 @@ def make_iq3_s_table() -> np.ndarray:
 
 
 @subroutine
-def join_lists(first, second, part, flag, to):
+def join_two_entry_lists(first, second, part, flag, to):
     """Write the list of a group with two entries; lane i has the entries for probe i.
 
     Args:
@@ -112,10 +112,10 @@ def join_lists(first, second, part, flag, to):
 
 
 @subroutine
-def write_group_list(m, w, scratch, unit, is_odd, table, to):
+def write_iq3_entry_list(m, w, scratch, unit, is_odd, table, to):
     """Write the list of 8 numbers, which have an entry for each four."""
     first, second, other = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES, scratch + TEMPORARY + 2 * LIST_BYTES
-    products, rows, probes = scratch + PRODUCTS, table + ROWS, make_probes(unit, FIRST_PROBE, PROBE_STEP)
+    products, rows, probes = scratch + PRODUCTS, table + ROWS, compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)
     store(to, zeros())
     store(to + PRODUCT_LIST, splat(single(1e38)))
     store(to + CODE_LIST, zeros())
@@ -124,11 +124,11 @@ def write_group_list(m, w, scratch, unit, is_odd, table, to):
     write_plain_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, second)
     if is_odd:
         write_flipped_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
-        join_lists(other, second, probes, ZERO, to)
+        join_two_entry_lists(other, second, probes, ZERO, to)
         write_flipped_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
-        join_lists(first, other, probes, ONE, to)
+        join_two_entry_lists(first, other, probes, ONE, to)
     else:
-        join_lists(first, second, probes, ZERO, to)
+        join_two_entry_lists(first, second, probes, ZERO, to)
 
 
 @kernel
@@ -148,33 +148,33 @@ def quantise_iq3_xxs(a, thread, threads):
                 store_byte(scratch + SIGN_BYTES + k // 8, signs & 255)
                 store_byte(scratch + SIGN_BYTES + k // 8 + 1, signs >> 8)
             for j in range(BLOCKS):
-                unit, base = find_largest(m + 128 * j, 32) / TOP_LEVEL, LISTS + LIST_BYTES * GROUPS * j
+                unit, base = find_largest_magnitude(m + 128 * j, 32) / TOP_LEVEL, LISTS + LIST_BYTES * GROUPS * j
                 store_int(scratch + BASES + 4 * j, base)
                 for g in range(GROUPS):
                     k = GROUPS * j + g
-                    is_odd = is_odd_byte(load_byte(scratch + SIGN_BYTES + k))
+                    is_odd = has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k))
                     to = scratch + base + LIST_BYTES * g
-                    write_group_list(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
-                scale, _ = find_block_scale(scratch + base, GROUPS)
+                    write_iq3_entry_list(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
+                scale, _ = find_best_fit_block_scale(scratch + base, GROUPS)
                 store_scalar(scratch + SCALES + 4 * j, scale)
-            common = round_scalar_to_half(choose_common_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))
+            common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))
             store_lane_0_as_f16(block, splat(common))
             for j in range(BLOCKS):
                 lists = scratch + LISTS + LIST_BYTES * GROUPS * j
-                code = choose_scale_code(lists, GROUPS, common, MAX_SCALE_CODE)
+                code = choose_block_scale_code(lists, GROUPS, common, MAX_SCALE_CODE)
                 word, scale = code << 28, common * single(2 * code + 1)
                 for g in range(GROUPS):
                     k, at = GROUPS * j + g, lists + LIST_BYTES * g
-                    lane = choose_list_lane(at, scale)
+                    lane = choose_list_lane_for_scale(at, scale)
                     both, signs = to_int(load_scalar(at + CODE_LIST + 4 * lane)), load_byte(scratch + SIGN_BYTES + k)
-                    store_byte(block + 2 + 2 * k, find_entry_number(table, both & 4095))
-                    store_byte(block + 3 + 2 * k, find_entry_number(table, both >> 12))
-                    if is_odd_byte(signs):
+                    store_byte(block + 2 + 2 * k, find_entry_number_of_code(table, both & 4095))
+                    store_byte(block + 3 + 2 * k, find_entry_number_of_code(table, both >> 12))
+                    if has_odd_bit_count(signs):
                         part = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
                         entry, offset = (both >> (12 * part)) & 4095, 32 * k + 16 * part
                         signs ^= 1 << (4 * part + find_flip(m + offset, w + offset, entry))
                     word |= (signs & 127) << (7 * g)
-                store_long_word(block + 66 + 4 * j, word)
+                store_4_bytes(block + 66 + 4 * j, word)
     return 0
 
 
@@ -195,26 +195,26 @@ def quantise_iq3_s(a, thread, threads):
                 store_byte(block + 74 + k // 8, signs & 255)
                 store_byte(block + 75 + k // 8, signs >> 8)
             for j in range(BLOCKS):
-                unit, base = find_largest(m + 128 * j, 32) / S_TOP_LEVEL, LISTS + LIST_BYTES * 8 * j
+                unit, base = find_largest_magnitude(m + 128 * j, 32) / S_TOP_LEVEL, LISTS + LIST_BYTES * 8 * j
                 store_int(scratch + BASES + 4 * j, base)
                 for q in range(8):
                     at, to = 128 * j + 16 * q, scratch + base + LIST_BYTES * q
                     write_s_list(
                         m + at, w + at, products, unit, FIRST_PROBE, PROBE_STEP, table, table + S_ROWS, S_VECTORS, to
                     )
-                scale, _ = find_block_scale(scratch + base, 8)
+                scale, _ = find_best_fit_block_scale(scratch + base, 8)
                 store_scalar(scratch + SCALES + 4 * j, scale)
-            common = round_scalar_to_half(choose_common_scale(scratch, BLOCKS, 8, MAX_SCALE_CODE))
+            common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, 8, MAX_SCALE_CODE))
             store_lane_0_as_f16(block, splat(common))
             for j in range(BLOCKS):
                 lists = scratch + LISTS + LIST_BYTES * 8 * j
-                code = choose_scale_code(lists, 8, common, MAX_SCALE_CODE)
+                code = choose_block_scale_code(lists, 8, common, MAX_SCALE_CODE)
                 store_byte(scratch + SCALE_CODES + j, code)
                 high, scale = 0, common * single(2 * code + 1)
                 for q in range(8):
                     at = lists + LIST_BYTES * q
-                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane(at, scale)))
-                    number = find_entry_number(table, entry)
+                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
+                    number = find_entry_number_of_code(table, entry)
                     store_byte(block + 2 + 8 * j + q, number & 255)
                     high |= (number >> 8) << q
                 store_byte(block + 66 + j, high)

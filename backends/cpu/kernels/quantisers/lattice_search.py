@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.candidate_lanes import (
-    find_lane,
+    find_first_lane_equal_to,
     lane_numbers,
-    load_short,
+    load_u16,
     load_u16_lanes,
-    look_up_lanes,
+    look_up_lanes_in_16_numbers,
     make_lane_constant,
     round_even,
     select_lane,
@@ -81,30 +81,34 @@ COMMON_FIRST, COMMON_STEP, FINE_FIRST, FINE_STEP = single(0.85), single(0.03), s
 
 
 @subroutine
-def sum_look_ups(codes, shift, t0, t1, t2, t3):
+def sum_look_ups_in_four_tables(codes, shift, t0, t1, t2, t3):
     """Add the numbers that 16 codes select in four tables; table i is indexed by 4 bits from bit ``i * shift`` on."""
-    first = add(look_up_lanes(t0, codes), look_up_lanes(t1, shift_right(codes, splat_int(shift))))
-    third = look_up_lanes(t2, shift_right(codes, splat_int(2 * shift)))
-    return add(first, add(third, look_up_lanes(t3, shift_right(codes, splat_int(3 * shift)))))
+    first = add(
+        look_up_lanes_in_16_numbers(t0, codes), look_up_lanes_in_16_numbers(t1, shift_right(codes, splat_int(shift)))
+    )
+    third = look_up_lanes_in_16_numbers(t2, shift_right(codes, splat_int(2 * shift)))
+    return add(first, add(third, look_up_lanes_in_16_numbers(t3, shift_right(codes, splat_int(3 * shift)))))
 
 
 @subroutine
-def find_largest_look_up(codes, shift, t0, t1, t2, t3):
-    """Return the largest of the numbers that each of 16 codes selects, as in `sum_look_ups`."""
-    first = maximum(look_up_lanes(t0, codes), look_up_lanes(t1, shift_right(codes, splat_int(shift))))
-    third = look_up_lanes(t2, shift_right(codes, splat_int(2 * shift)))
-    return maximum(first, maximum(third, look_up_lanes(t3, shift_right(codes, splat_int(3 * shift)))))
+def find_largest_of_four_look_ups(codes, shift, t0, t1, t2, t3):
+    """Return the largest of the numbers that each of 16 codes selects, as in `sum_look_ups_in_four_tables`."""
+    first = maximum(
+        look_up_lanes_in_16_numbers(t0, codes), look_up_lanes_in_16_numbers(t1, shift_right(codes, splat_int(shift)))
+    )
+    third = look_up_lanes_in_16_numbers(t2, shift_right(codes, splat_int(2 * shift)))
+    return maximum(first, maximum(third, look_up_lanes_in_16_numbers(t3, shift_right(codes, splat_int(3 * shift)))))
 
 
 @subroutine
-def store_best_code(row, error, vector_numbers, to):
+def store_code_with_smallest_error(row, error, vector_numbers, to):
     """Store the code of a row with the smallest error as float32; a lane has the number of its best vector."""
-    lane = find_lane(error, lane_min(error))
+    lane = find_first_lane_equal_to(error, lane_min(error))
     entry = to_int(select_lane(vector_numbers, lane)) * LANES + lane
-    store_scalar(to, to_scalar(load_short(row + 2 * entry)))
+    store_scalar(to, to_scalar(load_u16(row + 2 * entry)))
 
 
-def make_row_search(flips: bool) -> Subroutine:
+def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
     """Make the subroutine that compares the entries of a row for four scales.
 
     Args:
@@ -132,37 +136,37 @@ def make_row_search(flips: bool) -> Subroutine:
         at0, at1, at2, at3 = zeros(), zeros(), zeros(), zeros()
         for v in range(vectors):
             codes = load_u16_lanes(row + 2 * LANES * v)
-            a = sum_look_ups(codes, shift, a0, a1, a2, a3)
-            c = sum_look_ups(codes, shift, c0, c1, c2, c3)
+            a = sum_look_ups_in_four_tables(codes, shift, a0, a1, a2, a3)
+            c = sum_look_ups_in_four_tables(codes, shift, c0, c1, c2, c3)
             if flips:
-                c = fma(splat(flip), find_largest_look_up(codes, shift, f0, f1, f2, f3), c)
+                c = fma(splat(flip), find_largest_of_four_look_ups(codes, shift, f0, f1, f2, f3), c)
             number = splat(to_scalar(v))
             e0, e1, e2, e3 = fma(s0, a, c), fma(s1, a, c), fma(s2, a, c), fma(s3, a, c)
             at0, best0 = where_less(e0, best0, number, at0), minimum(e0, best0)
             at1, best1 = where_less(e1, best1, number, at1), minimum(e1, best1)
             at2, best2 = where_less(e2, best2, number, at2), minimum(e2, best2)
             at3, best3 = where_less(e3, best3, number, at3), minimum(e3, best3)
-        store_best_code(row, best0, at0, to)
-        store_best_code(row, best1, at1, to + 4)
-        store_best_code(row, best2, at2, to + 8)
-        store_best_code(row, best3, at3, to + 12)
+        store_code_with_smallest_error(row, best0, at0, to)
+        store_code_with_smallest_error(row, best1, at1, to + 4)
+        store_code_with_smallest_error(row, best2, at2, to + 8)
+        store_code_with_smallest_error(row, best3, at3, to + 12)
 
     return search_row
 
 
 @subroutine
-def join_pair(first, second, low, high):
+def make_pair_sum_table(first, second, low, high):
     """Return a table for two numbers: ``first * low[i] + second * high[i]``; `first` and `second` are addresses."""
     return fma(splat_from(second), high, mul(splat_from(first), low))
 
 
 @subroutine
-def join_largest(first, second, low, high):
+def make_pair_maximum_table(first, second, low, high):
     """Return a table for two numbers: the larger of ``first * low[i]`` and ``second * high[i]``."""
     return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
 
 
-def make_octet_search(
+def make_write_entry_list_of_octet(
     low_levels: Intrinsic,
     high_levels: Intrinsic,
     low_threshold: float,
@@ -182,7 +186,7 @@ def make_octet_search(
         has_ones: whether code 0 is an entry of ones, which is the last lane of each list.
     """
     low_limit, high_limit = single(low_threshold), single(high_threshold)
-    search_row = make_row_search(flips)
+    search_row = make_compare_row_entries_for_four_scales(flips)
 
     @subroutine
     def write_list(m, w, products, unit, first, step, flip, table, rows, vectors, to):
@@ -205,13 +209,16 @@ def make_octet_search(
         low_energy, high_energy = mul(low, low), mul(high, high)
         numbers = load(m)
         store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
-        a0, a1 = join_pair(w, w + 4, low_energy, high_energy), join_pair(w + 8, w + 12, low_energy, high_energy)
-        a2 = join_pair(w + 16, w + 20, low_energy, high_energy)
-        a3 = join_pair(w + 24, w + 28, low_energy, high_energy)
-        c0, c1 = join_pair(p, p + 4, low, high), join_pair(p + 8, p + 12, low, high)
-        c2, c3 = join_pair(p + 16, p + 20, low, high), join_pair(p + 24, p + 28, low, high)
-        f0, f1 = join_largest(p, p + 4, low, high), join_largest(p + 8, p + 12, low, high)
-        f2, f3 = join_largest(p + 16, p + 20, low, high), join_largest(p + 24, p + 28, low, high)
+        a0, a1 = (
+            make_pair_sum_table(w, w + 4, low_energy, high_energy),
+            make_pair_sum_table(w + 8, w + 12, low_energy, high_energy),
+        )
+        a2 = make_pair_sum_table(w + 16, w + 20, low_energy, high_energy)
+        a3 = make_pair_sum_table(w + 24, w + 28, low_energy, high_energy)
+        c0, c1 = make_pair_sum_table(p, p + 4, low, high), make_pair_sum_table(p + 8, p + 12, low, high)
+        c2, c3 = make_pair_sum_table(p + 16, p + 20, low, high), make_pair_sum_table(p + 24, p + 28, low, high)
+        f0, f1 = make_pair_maximum_table(p, p + 4, low, high), make_pair_maximum_table(p + 8, p + 12, low, high)
+        f2, f3 = make_pair_maximum_table(p + 16, p + 20, low, high), make_pair_maximum_table(p + 24, p + 28, low, high)
         for part in range(4):
             scale = unit * (first + step * to_scalar(4 * part))
             middle = scale + unit * step * single(1.5)
@@ -225,27 +232,27 @@ def make_octet_search(
         if has_ones:
             store_scalar(to + CODE_LIST + 4 * (LANES - 1), ZERO)
         codes = round_small_floats_to_int(load(to + CODE_LIST))
-        c = sum_look_ups(codes, 4, c0, c1, c2, c3)
+        c = sum_look_ups_in_four_tables(codes, 4, c0, c1, c2, c3)
         if flips:
-            c = fma(splat(flip), find_largest_look_up(codes, 4, f0, f1, f2, f3), c)
-        store(to, sum_look_ups(codes, 4, a0, a1, a2, a3))
+            c = fma(splat(flip), find_largest_of_four_look_ups(codes, 4, f0, f1, f2, f3), c)
+        store(to, sum_look_ups_in_four_tables(codes, 4, a0, a1, a2, a3))
         store(to + PRODUCT_LIST, c)
 
     return write_list
 
 
-def make_quad_search(levels: Intrinsic, flips: bool) -> Subroutine:
+def make_write_entry_list_of_quad(levels: Intrinsic, flips: bool) -> Subroutine:
     """Make the subroutine that writes the list of 4 numbers for a code book with 8 levels.
 
     Args:
         levels: the levels, by the three low bits of a lane number.
         flips: whether one sign is flipped.
     """
-    search_row = make_row_search(flips)
+    search_row = make_compare_row_entries_for_four_scales(flips)
 
     @subroutine
     def write_list(m, w, products, unit, first, step, table, rows, vectors, to):
-        """Write the list of 4 numbers; the arguments are as for `make_octet_search`."""
+        """Write the list of 4 numbers; the arguments are as for `make_write_entry_list_of_octet`."""
         low, p, flip = levels(), products, MINUS_TWO
         energy, numbers = mul(low, low), load(m)
         store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
@@ -268,23 +275,23 @@ def make_quad_search(levels: Intrinsic, flips: bool) -> Subroutine:
             )
         store_scalar(to + CODE_LIST + 4 * (LANES - 1), ZERO)
         codes = round_small_floats_to_int(load(to + CODE_LIST))
-        c = sum_look_ups(codes, 3, c0, c1, c2, c3)
+        c = sum_look_ups_in_four_tables(codes, 3, c0, c1, c2, c3)
         if flips:
-            c = fma(splat(flip), find_largest_look_up(codes, 3, c0, c1, c2, c3), c)
-        store(to, sum_look_ups(codes, 3, a0, a1, a2, a3))
+            c = fma(splat(flip), find_largest_of_four_look_ups(codes, 3, c0, c1, c2, c3), c)
+        store(to, sum_look_ups_in_four_tables(codes, 3, a0, a1, a2, a3))
         store(to + PRODUCT_LIST, c)
 
     return write_list
 
 
 @subroutine
-def make_probes(unit, first, step):
+def compute_16_scale_probes(unit, first, step):
     """Return the 16 probes of a block, one in each lane."""
     return mul(splat(unit), fma(lane_numbers(), splat(step), splat(first)))
 
 
 @subroutine
-def find_block_scale(lists, groups):
+def find_best_fit_block_scale(lists, groups):
     """Return the least squares scale of a block, and its error without the constant part.
 
     Args:
@@ -299,13 +306,13 @@ def find_block_scale(lists, groups):
     error = where_less(zeros(), solution, mul(mul(c, solution), splat(HALF)), zeros())
     smallest = lane_min(error)
     if smallest < ZERO:
-        scale = select_lane(solution, find_lane(error, smallest))
+        scale = select_lane(solution, find_first_lane_equal_to(error, smallest))
         for _ in range(2):
             energy, products = ZERO, ZERO
             for g in range(groups):
                 at = lists + LIST_BYTES * g
                 e = fma(splat(scale), load(at), load(at + PRODUCT_LIST))
-                lane = find_lane(e, lane_min(e))
+                lane = find_first_lane_equal_to(e, lane_min(e))
                 energy += load_scalar(at + 4 * lane)
                 products += load_scalar(at + PRODUCT_LIST + 4 * lane)
             if energy > ZERO and products < ZERO:
@@ -315,7 +322,7 @@ def find_block_scale(lists, groups):
 
 
 @subroutine
-def sum_block_errors(lists, groups, scales):
+def compute_block_error_per_scale_lane(lists, groups, scales):
     """Return the error of a block for the scale in each lane, without the constant part."""
     total = zeros()
     for g in range(groups):
@@ -327,7 +334,7 @@ def sum_block_errors(lists, groups, scales):
 
 
 @subroutine
-def sum_nearby_errors(scratch, blocks, groups, commons, top):
+def compute_super_block_error_per_scale_lane(scratch, blocks, groups, commons, top):
     """Return the error of a super-block for the common scale in each lane, with the best of three integers each."""
     total, limit = zeros(), splat(to_scalar(top))
     for j in range(blocks):
@@ -338,13 +345,13 @@ def sum_nearby_errors(scratch, blocks, groups, commons, top):
         for k in range(-1, 2):
             code = clamp_max(clamp_min(add(nearest, splat(to_scalar(k))), zeros()), limit)
             scales = mul(commons, fma(code, splat(TWO), splat(single(1))))
-            best = minimum(best, sum_block_errors(lists, groups, scales))
+            best = minimum(best, compute_block_error_per_scale_lane(lists, groups, scales))
         total = add(total, best)
     return total
 
 
 @subroutine
-def choose_common_scale(scratch, blocks, groups, top):
+def choose_common_super_block_scale(scratch, blocks, groups, top):
     """Return the common scale of a super-block with the smallest error; 0 if all scales are 0.
 
     Args:
@@ -361,35 +368,35 @@ def choose_common_scale(scratch, blocks, groups, top):
     common = largest / to_scalar(2 * top + 1)
     for stage in range(2):
         first, step = (COMMON_FIRST, COMMON_STEP) if stage == 0 else (FINE_FIRST, FINE_STEP)
-        commons = make_probes(common, first, step)
-        error = sum_nearby_errors(scratch, blocks, groups, commons, top)
-        common = select_lane(commons, find_lane(error, lane_min(error)))
+        commons = compute_16_scale_probes(common, first, step)
+        error = compute_super_block_error_per_scale_lane(scratch, blocks, groups, commons, top)
+        common = select_lane(commons, find_first_lane_equal_to(error, lane_min(error)))
     return common
 
 
 @subroutine
-def choose_scale_code(lists, groups, common, top):
+def choose_block_scale_code(lists, groups, common, top):
     """Return the integer from 0 to `top` that stores the scale of a block with the smallest error."""
     scales = mul(splat(common), fma(lane_numbers(), splat(TWO), splat(single(1))))
-    error = sum_block_errors(lists, groups, scales)
+    error = compute_block_error_per_scale_lane(lists, groups, scales)
     error = where_less(splat(to_scalar(top) + HALF), lane_numbers(), splat(NO_FIT), error)
-    return find_lane(error, lane_min(error))
+    return find_first_lane_equal_to(error, lane_min(error))
 
 
 @subroutine
-def choose_list_lane(at, scale):
+def choose_list_lane_for_scale(at, scale):
     """Return the lane of a list with the smallest error for a scale."""
     e = fma(splat(scale), load(at), load(at + PRODUCT_LIST))
-    return find_lane(e, lane_min(e))
+    return find_first_lane_equal_to(e, lane_min(e))
 
 
 @subroutine
-def find_entry_number(table, code):
+def find_entry_number_of_code(table, code):
     """Return the number of the entry with a code, from the table of `make_lattice_table`."""
-    return load_short(table + POWERS_BYTES + 2 * code)
+    return load_u16(table + POWERS_BYTES + 2 * code)
 
 
-def make_sign_flip(levels: Intrinsic, bits: int, count: int) -> Subroutine:
+def make_find_cheapest_sign_flip(levels: Intrinsic, bits: int, count: int) -> Subroutine:
     """Make the subroutine that finds the number with the cheapest flip of its sign.
 
     Args:
@@ -403,15 +410,15 @@ def make_sign_flip(levels: Intrinsic, bits: int, count: int) -> Subroutine:
     def find_flip(m, w, code):
         """Return the i with the smallest ``w[i] * m[i] * level``; `code` has the levels of the entry."""
         digits = shift_right(splat_int(code), round_small_floats_to_int(shifts()))
-        costs = mul(look_up_lanes(levels(), digits), mul(load(m), load(w)))
+        costs = mul(look_up_lanes_in_16_numbers(levels(), digits), mul(load(m), load(w)))
         costs = where_less(lane_numbers(), splat(limit), costs, splat(NO_FIT))
-        return find_lane(costs, lane_min(costs))
+        return find_first_lane_equal_to(costs, lane_min(costs))
 
     return find_flip
 
 
 @subroutine
-def is_odd_byte(bits):
+def has_odd_bit_count(bits):
     """Return 1 if an odd number of the 8 bits are set, else 0."""
     bits ^= bits >> 4
     bits ^= bits >> 2
@@ -428,7 +435,7 @@ def write_magnitudes(x, scratch, count):
 
 
 @subroutine
-def find_largest(m, count):
+def find_largest_magnitude(m, count):
     """Return the largest magnitude of `count` numbers, which is a multiple of 16."""
     top = zeros()
     for i in range(0, count, LANES):
@@ -437,7 +444,7 @@ def find_largest(m, count):
 
 
 @subroutine
-def store_long_word(to, word):
+def store_4_bytes(to, word):
     """Store the low 32 bits of an integer as four bytes."""
     for k in range(4):
         store_byte(to + k, (word >> (8 * k)) & 255)

@@ -23,7 +23,7 @@ POINTS_PER_STEP = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Lattice:
+class LatticeTableLayout:
     """The layout of the table of a code book.
 
     - `dtype`: the dtype with the code book.
@@ -55,7 +55,7 @@ IQ3_LEVELS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5)
 IQ1_LEVELS = (-1.0, 0.0, 1.0)
 
 
-def make_lattice_table(lattice: Lattice) -> np.ndarray:
+def make_lattice_table(lattice: LatticeTableLayout) -> np.ndarray:
     """Make the table of a code book, as float32 words."""
     book = load_code_book(lattice.dtype)
     numbers = np.searchsorted(np.unique(book), book)

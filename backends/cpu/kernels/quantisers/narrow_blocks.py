@@ -11,7 +11,14 @@ import numpy as np
 
 from .....ops.quantisation import FP4_VALUES_TIMES_2, HALF_OF_E4M3
 from ...compilation.compiler import kernel, subroutine
-from ...simd.candidate_lanes import find_lane, lane_numbers, round_scalar_to_half, select_lane, to_int, to_scalar
+from ...simd.candidate_lanes import (
+    find_first_lane_equal_to,
+    lane_numbers,
+    round_scalar_to_half,
+    select_lane,
+    to_int,
+    to_scalar,
+)
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
@@ -41,17 +48,17 @@ from ...simd.vectors import (
     zeros,
 )
 from ...steps.partition import compute_thread_range
-from .code_blocks import ARGS, CELL_COUNT, look_up_cells, make_cell_table
+from .code_blocks import ARGS, CELL_COUNT, look_up_clamped_cells, make_nearest_value_table
 from .scale_search import (
     ONE,
     ZERO,
-    make_scale_candidates_of_both_signs,
+    make_inverse_scale_candidates_of_both_signs,
+    quantise_to_byte_codes,
     search_scale,
     single,
-    write_codes,
     write_error_weights,
 )
-from .small_blocks import find_inverse
+from .small_blocks import compute_reciprocal_or_zero
 from .super_blocks import ARGS as PLAIN_ARGS
 from .super_blocks import CODES, SCRATCH_BYTES, WEIGHTS
 
@@ -63,9 +70,13 @@ MAX_SCALE_CODE, LOWEST_STEP, LARGEST_FP4 = 126, 10, single(12)
 
 
 @cache
-def make_nvfp4_table() -> np.ndarray:
-    """Return the lookup table of 4-bit floats (see `make_cell_table`), and the scale of each code below 127."""
-    return np.concatenate([make_cell_table(FP4_VALUES_TIMES_2), HALF_OF_E4M3[: MAX_SCALE_CODE + 1]]).astype(np.float32)
+def make_nvfp4_value_and_scale_table() -> np.ndarray:
+    """Return the lookup table of 4-bit floats (see `make_nearest_value_table`), and the scale of each code below
+    127.
+    """
+    return np.concatenate([make_nearest_value_table(FP4_VALUES_TIMES_2), HALF_OF_E4M3[: MAX_SCALE_CODE + 1]]).astype(
+        np.float32
+    )
 
 
 @kernel
@@ -99,11 +110,11 @@ def quantise_q2_0(a, thread, threads):
         for c in range(0, columns, Q2_BLOCK):
             block, source = y + (i * columns + c) // Q2_BLOCK * 18, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, Q2_BLOCK)
-            spread = make_scale_candidates_of_both_signs(low, high, single(0.8), single(0.12))
+            spread = make_inverse_scale_candidates_of_both_signs(low, high, single(0.8), single(0.12))
             scale = search_scale(source, scratch + WEIGHTS, Q2_BLOCK, low, high, spread, 4)
             scale = round_scalar_to_half(scale)
             store_lane_0_as_f16(block, splat(scale))
-            write_codes(source, Q2_BLOCK, scale, ZERO, low, high, scratch + CODES)
+            quantise_to_byte_codes(source, Q2_BLOCK, scale, ZERO, low, high, scratch + CODES)
             for k in range(Q2_BLOCK // 4):
                 four = load_four(scratch + CODES + 4 * k)
                 store_byte(block + 2 + k, four & 3 | four >> 6 & 12 | four >> 12 & 48 | four >> 18 & 192)
@@ -111,7 +122,7 @@ def quantise_q2_0(a, thread, threads):
 
 
 @subroutine
-def find_scale_code(value, scales):
+def find_largest_scale_code_up_to(value, scales):
     """Return the largest code with a scale of at most `value`; `scales` is the address of the scales by code."""
     low, high = 0, MAX_SCALE_CODE + 1
     for _ in range(7):
@@ -127,16 +138,16 @@ def find_scale_code(value, scales):
 def choose_scale_code(x, w, table):
     """Return the code of the scale of 16 numbers with the smallest weighted squared error."""
     largest = lane_max(absolute(load(x)))
-    nearest = find_scale_code(largest / LARGEST_FP4, table + SCALE_TABLE)
+    nearest = find_largest_scale_code_up_to(largest / LARGEST_FP4, table + SCALE_TABLE)
     codes = add(lane_numbers(), splat(to_scalar(nearest - LOWEST_STEP)))
     codes = clamp_max(clamp_min(codes, zeros()), splat(single(MAX_SCALE_CODE)))
     scales = gather_lanes(table + SCALE_TABLE, round_small_floats_to_int(mul(codes, splat(single(4)))))
     inverse, error = where_less(zeros(), scales, div(splat(ONE), scales), zeros()), zeros()
     for i in range(LANES):
         v = splat_from(x + 4 * i)
-        difference = sub(mul(scales, look_up_cells(mul(v, inverse), table)), v)
+        difference = sub(mul(scales, look_up_clamped_cells(mul(v, inverse), table)), v)
         error = fma(mul(splat_from(w + 4 * i), difference), difference, error)
-    return to_int(select_lane(codes, find_lane(error, lane_min(error))))
+    return to_int(select_lane(codes, find_first_lane_equal_to(error, lane_min(error))))
 
 
 @kernel
@@ -153,8 +164,8 @@ def quantise_nvfp4(a, thread, threads):
                 xj = source + 64 * j
                 code = choose_scale_code(xj, scratch + WEIGHTS + 64 * j, table)
                 store_byte(block + j, code)
-                inverse = splat(find_inverse(load_scalar(table + SCALE_TABLE + 4 * code)))
-                indices = look_up_cells(mul(load(xj), inverse), table + 4 * CELL_COUNT)
+                inverse = splat(compute_reciprocal_or_zero(load_scalar(table + SCALE_TABLE + 4 * code)))
+                indices = look_up_clamped_cells(mul(load(xj), inverse), table + 4 * CELL_COUNT)
                 store_u8_lanes(scratch + CODES, round_small_floats_to_int(indices))
                 for k in range(8):
                     high = load_byte(scratch + CODES + 8 + k)

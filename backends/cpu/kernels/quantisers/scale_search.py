@@ -5,8 +5,8 @@
 3. Step 2 is repeated. Its error never grows, because codes and solution are optimal for each other in turn.
 4. The lane with the smallest error is selected.
 
-Scales are stored as small integers times a common scale. `choose_stored_pair` compares the errors of the integers that
-are nearest to the solution.
+Scales are stored as small integers times a common scale. `choose_scale_and_minimum_codes` compares the errors of the
+integers that are nearest to the solution.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.candidate_lanes import find_lane, lane_numbers, make_lane_constant, round_even, select_lane
+from ...simd.candidate_lanes import find_first_lane_equal_to, lane_numbers, make_lane_constant, round_even, select_lane
 from ...simd.vectors import (
     LANES,
     absolute,
@@ -93,7 +93,7 @@ def sum_weights(w, n):
 
 
 @subroutine
-def make_scale_candidates(limit, first, step):
+def make_inverse_scale_candidates(limit, first, step):
     """Return 16 candidates for the inverse scale of a block, times its peak: ``limit * (first + step * lane)``.
 
     The peak is the number of largest magnitude.
@@ -102,7 +102,7 @@ def make_scale_candidates(limit, first, step):
 
 
 @subroutine
-def make_scale_candidates_of_both_signs(low, high, first, step):
+def make_inverse_scale_candidates_of_both_signs(low, high, first, step):
     """Return 16 candidates for the inverse scale of a block, times its peak: `low` and `high`, each times 8 factors.
 
     The peak is the number of largest magnitude. The factors are ``first + step * i`` for i from 0 to 7.
@@ -112,7 +112,7 @@ def make_scale_candidates_of_both_signs(low, high, first, step):
 
 
 @subroutine
-def find_peak(x, n):
+def find_signed_peak(x, n):
     """Return the number of largest magnitude among `n` numbers at `x`, with its sign.
 
     The first of equal magnitudes is taken.
@@ -122,7 +122,7 @@ def find_peak(x, n):
         top = maximum(top, absolute(load(x + 4 * i)))
     largest = lane_max(top)
     for i in range(0, n, LANES):
-        lane = find_lane(absolute(load(x + 4 * i)), largest)
+        lane = find_first_lane_equal_to(absolute(load(x + 4 * i)), largest)
         if lane < LANES:
             return select_lane(load(x + 4 * i), lane)
     return ZERO
@@ -134,7 +134,7 @@ def round_to_codes(v, low, high):
     return clamp_max(clamp_min(round_even(v), splat(low)), splat(high))
 
 
-def make_scale_search(round_lanes: Subroutine) -> Subroutine:
+def make_search_best_scale(round_lanes: Subroutine) -> Subroutine:
     """Make a subroutine that finds the scale of a block with the smallest weighted squared error.
 
     Args:
@@ -155,7 +155,7 @@ def make_scale_search(round_lanes: Subroutine) -> Subroutine:
             numerators: one candidate in each lane: its inverse scale, multiplied by the peak of x.
             passes: count of alternations between rounding to codes and least squares solution.
         """
-        peak = find_peak(x, n)
+        peak = find_signed_peak(x, n)
         if abs(peak) < MIN_SPAN:
             return ZERO
         inverse = div(numerators, splat(peak))
@@ -173,12 +173,12 @@ def make_scale_search(round_lanes: Subroutine) -> Subroutine:
         best = lane_max(fit)
         if not best > ZERO:
             return ZERO
-        return select_lane(scale, find_lane(fit, best))
+        return select_lane(scale, find_first_lane_equal_to(fit, best))
 
     return search
 
 
-search_scale = make_scale_search(round_to_codes)
+search_scale = make_search_best_scale(round_to_codes)
 
 
 @subroutine
@@ -235,12 +235,12 @@ def search_scale_and_minimum(x, w, n, top, first, step, passes, signed):
     best = lane_min(error)
     if best >= NO_FIT:
         return span / top, low
-    lane = find_lane(error, best)
+    lane = find_first_lane_equal_to(error, best)
     return select_lane(scale, lane), select_lane(low_lanes, lane)
 
 
 @subroutine
-def sum_errors(x, w, n, scale, low, top):
+def sum_weighted_errors_per_lane(x, w, n, scale, low, top):
     """Return the weighted squared error of each lane's candidate, which stores x as ``scale * code + low``.
 
     Args:
@@ -262,7 +262,7 @@ def sum_errors(x, w, n, scale, low, top):
 
 
 @subroutine
-def choose_stored_pair(x, w, n, top, common_scale, common_minimum, scale, low, limit):
+def choose_scale_and_minimum_codes(x, w, n, top, common_scale, common_minimum, scale, low, limit):
     """Choose the integers that store the scale and the minimum of a block, with the smallest weighted squared error.
 
     16 pairs near the exact solution are compared: three scales with five minima, and one more minimum.
@@ -289,13 +289,13 @@ def choose_stored_pair(x, w, n, top, common_scale, common_minimum, scale, low, l
     scale_code = clamp_max(clamp_min(scale_code, zeros()), splat(limit))
     minimum_code = clamp_max(clamp_min(minimum_code, zeros()), splat(limit))
     lows = negative(mul(minimum_code, splat(common_minimum)))
-    error = sum_errors(x, w, n, mul(scale_code, splat(common_scale)), lows, top)
-    lane = find_lane(error, lane_min(error))
+    error = sum_weighted_errors_per_lane(x, w, n, mul(scale_code, splat(common_scale)), lows, top)
+    lane = find_first_lane_equal_to(error, lane_min(error))
     return select_lane(scale_code, lane), select_lane(minimum_code, lane)
 
 
 @subroutine
-def write_codes(x, n, scale, low, lowest, highest, to):
+def quantise_to_byte_codes(x, n, scale, low, lowest, highest, to):
     """Quantise `n` numbers: write the nearest code of each number as one byte.
 
     A number x is stored as ``scale * code + low``.
@@ -319,13 +319,13 @@ def write_codes(x, n, scale, low, lowest, highest, to):
             store_u8_lanes(to + i, round_small_floats_to_int(splat(-lowest)))
 
 
-def make_scale_choice(round_lanes: Subroutine) -> Subroutine:
+def make_choose_scale_code(round_lanes: Subroutine) -> Subroutine:
     """Make the subroutine that chooses the integer that stores the scale of a block, in units of a common scale.
 
     The choice has the smallest weighted squared error.
 
     Args:
-        round_lanes: rounds each lane to the nearest code, as in `make_scale_search`.
+        round_lanes: rounds each lane to the nearest code, as in `make_search_best_scale`.
     """
 
     @subroutine
@@ -353,9 +353,9 @@ def make_scale_choice(round_lanes: Subroutine) -> Subroutine:
             xi = splat_from(x + 4 * i)
             difference = sub(mul(scales, round_lanes(mul(xi, inverse), low, high)), xi)
             error = fma(mul(splat_from(w + 4 * i), difference), difference, error)
-        return select_lane(code, find_lane(error, lane_min(error)))
+        return select_lane(code, find_first_lane_equal_to(error, lane_min(error)))
 
     return choose
 
 
-choose_signed_scale = make_scale_choice(round_to_codes)
+choose_signed_scale = make_choose_scale_code(round_to_codes)

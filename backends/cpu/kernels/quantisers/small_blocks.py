@@ -38,13 +38,13 @@ from ...steps.partition import compute_thread_range
 from .scale_search import (
     ONE,
     ZERO,
-    find_peak,
-    make_scale_candidates_of_both_signs,
+    find_signed_peak,
+    make_inverse_scale_candidates_of_both_signs,
+    quantise_to_byte_codes,
     round_to_codes,
     search_scale,
     search_scale_and_minimum,
     single,
-    write_codes,
     write_error_weights,
 )
 from .super_blocks import ARGS, CODES, FIRST, SCRATCH_BYTES, STEP, WEIGHTS
@@ -54,13 +54,13 @@ HALF, LARGEST_INT8 = single(0.5), single(127)
 
 
 @subroutine
-def find_inverse(scale):
+def compute_reciprocal_or_zero(scale):
     """Return ``1 / scale``; return 0 if `scale` is 0."""
     return ONE / scale if scale != ZERO else ZERO
 
 
 @subroutine
-def round_up_from_half(v, top):
+def truncate_and_clamp_to_codes(v, top):
     """Truncate each lane to an integer code, clamped to the range from 0 to `top`.
 
     The caller has added 0.5 to the numbers, so that the truncation rounds halves up.
@@ -69,7 +69,7 @@ def round_up_from_half(v, top):
 
 
 @subroutine
-def write_symmetric_block(x, importance, scratch, middle, d):
+def quantise_symmetric_block(x, importance, scratch, middle, d):
     """Quantise 32 numbers with a scale and no minimum, to codes from 0 to ``2 * middle - 1``.
 
     Args:
@@ -81,21 +81,21 @@ def write_symmetric_block(x, importance, scratch, middle, d):
     """
     codes = scratch + CODES
     if importance == 0:
-        scale = find_peak(x, BLOCK) / -middle
-        inverse, shift = splat(find_inverse(scale)), splat(middle + HALF)
+        scale = find_signed_peak(x, BLOCK) / -middle
+        inverse, shift = splat(compute_reciprocal_or_zero(scale)), splat(middle + HALF)
         for i in range(0, BLOCK, LANES):
-            q = round_up_from_half(add(mul(load(x + 4 * i), inverse), shift), middle + middle - ONE)
+            q = truncate_and_clamp_to_codes(add(mul(load(x + 4 * i), inverse), shift), middle + middle - ONE)
             store_u8_lanes(codes + i, round_small_floats_to_int(q))
     else:
         write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
-        spread = make_scale_candidates_of_both_signs(-middle, middle - ONE, single(0.86), single(0.04))
+        spread = make_inverse_scale_candidates_of_both_signs(-middle, middle - ONE, single(0.86), single(0.04))
         scale = search_scale(x, scratch + WEIGHTS, BLOCK, -middle, middle - ONE, spread, 3)
-        write_codes(x, BLOCK, scale, ZERO, -middle, middle - ONE, codes)
+        quantise_to_byte_codes(x, BLOCK, scale, ZERO, -middle, middle - ONE, codes)
     store_lane_0_as_f16(d, splat(scale))
 
 
 @subroutine
-def write_block_with_minimum(x, importance, scratch, top, d, m):
+def quantise_block_with_minimum(x, importance, scratch, top, d, m):
     """Quantise 32 numbers with a scale and a minimum, to codes from 0 to `top`.
 
     Args:
@@ -111,20 +111,20 @@ def write_block_with_minimum(x, importance, scratch, top, d, m):
         first, second = load(x), load(x + 4 * LANES)
         low = lane_min(minimum(first, second))
         scale = (lane_max(maximum(first, second)) - low) / top
-        inverse, shift = splat(find_inverse(scale)), splat(HALF)
+        inverse, shift = splat(compute_reciprocal_or_zero(scale)), splat(HALF)
         for i in range(0, BLOCK, LANES):
-            q = round_up_from_half(add(mul(sub(load(x + 4 * i), splat(low)), inverse), shift), top)
+            q = truncate_and_clamp_to_codes(add(mul(sub(load(x + 4 * i), splat(low)), inverse), shift), top)
             store_u8_lanes(codes + i, round_small_floats_to_int(q))
     else:
         write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
         scale, low = search_scale_and_minimum(x, scratch + WEIGHTS, BLOCK, top, FIRST, STEP, 3, True)
-        write_codes(x, BLOCK, scale, low, ZERO, top, codes)
+        quantise_to_byte_codes(x, BLOCK, scale, low, ZERO, top, codes)
     store_lane_0_as_f16(d, splat(scale))
     store_lane_0_as_f16(m, splat(low))
 
 
 @subroutine
-def store_halves(codes, y):
+def store_32_nibbles(codes, y):
     """Store the low 4 bits of 32 codes at `codes` in 16 bytes at `y`: codes i and ``i + 16`` share a byte."""
     low, high = load_u8_lanes(codes), load_u8_lanes(codes + 16)
     low, high = and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(15)), splat_int(4))
@@ -132,7 +132,7 @@ def store_halves(codes, y):
 
 
 @subroutine
-def store_fifth_bits(codes, y):
+def store_32_fifth_bits(codes, y):
     """Store bit 4 (the fifth bit) of each of 32 codes at `codes` in 4 bytes at `y`."""
     for h in range(2):
         bits = greater_bitmask(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
@@ -149,8 +149,8 @@ def quantise_q4_0(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, BLOCK):
             block, weights = y + (i * columns + c) // BLOCK * 18, importance + 4 * c if importance != 0 else 0
-            write_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(8), block)
-            store_halves(scratch + CODES, block + 2)
+            quantise_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(8), block)
+            store_32_nibbles(scratch + CODES, block + 2)
     return 0
 
 
@@ -163,8 +163,8 @@ def quantise_q4_1(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, BLOCK):
             block, weights = y + (i * columns + c) // BLOCK * 20, importance + 4 * c if importance != 0 else 0
-            write_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(15), block, block + 2)
-            store_halves(scratch + CODES, block + 4)
+            quantise_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(15), block, block + 2)
+            store_32_nibbles(scratch + CODES, block + 4)
     return 0
 
 
@@ -177,9 +177,9 @@ def quantise_q5_0(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, BLOCK):
             block, weights = y + (i * columns + c) // BLOCK * 22, importance + 4 * c if importance != 0 else 0
-            write_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(16), block)
-            store_fifth_bits(scratch + CODES, block + 2)
-            store_halves(scratch + CODES, block + 6)
+            quantise_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(16), block)
+            store_32_fifth_bits(scratch + CODES, block + 2)
+            store_32_nibbles(scratch + CODES, block + 6)
     return 0
 
 
@@ -192,9 +192,9 @@ def quantise_q5_1(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, BLOCK):
             block, weights = y + (i * columns + c) // BLOCK * 24, importance + 4 * c if importance != 0 else 0
-            write_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(31), block, block + 2)
-            store_fifth_bits(scratch + CODES, block + 4)
-            store_halves(scratch + CODES, block + 8)
+            quantise_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(31), block, block + 2)
+            store_32_fifth_bits(scratch + CODES, block + 4)
+            store_32_nibbles(scratch + CODES, block + 8)
     return 0
 
 
@@ -208,7 +208,7 @@ def quantise_q8_0(a, thread, threads):
             block, source = y + (i * columns + c) // BLOCK * 34, x + 4 * (i * columns + c)
             low, high = load(source), load(source + 4 * LANES)
             scale = lane_max(maximum(absolute(low), absolute(high))) / LARGEST_INT8
-            inverse = splat(find_inverse(scale))
+            inverse = splat(compute_reciprocal_or_zero(scale))
             store_lane_0_as_f16(block, splat(scale))
             store_u8_lanes(block + 2, round_small_floats_to_int(round_away(mul(low, inverse))))
             store_u8_lanes(block + 2 + LANES, round_small_floats_to_int(round_away(mul(high, inverse))))

@@ -28,15 +28,15 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from .scale_search import (
     ZERO,
+    choose_scale_and_minimum_codes,
     choose_signed_scale,
-    choose_stored_pair,
-    make_scale_candidates,
-    make_scale_candidates_of_both_signs,
+    make_inverse_scale_candidates,
+    make_inverse_scale_candidates_of_both_signs,
+    quantise_to_byte_codes,
     search_scale,
     search_scale_and_minimum,
     single,
     sum_weights,
-    write_codes,
     write_error_weights,
 )
 
@@ -55,7 +55,7 @@ integer_steps = make_lane_constant([*range(-8, 8)])
 
 
 @subroutine
-def quantise_blocks_with_minima(x, importance, scratch, size, top, first, step, limit, d, dmin):
+def quantise_super_block_with_minima(x, importance, scratch, size, top, first, step, limit, d, dmin):
     """Quantise 256 numbers with a scale and a minimum for each block of `size` numbers.
 
     Codes, and the integers that store scales and minima, go to `scratch`.
@@ -83,7 +83,7 @@ def quantise_blocks_with_minima(x, importance, scratch, size, top, first, step, 
         store_scalar(scratch + SCALES + 4 * j, ZERO)
         store_scalar(scratch + MINIMA + 4 * j, ZERO)
         store_scalar(scratch + STRENGTHS + 4 * j, ZERO)
-    numerators = make_scale_candidates(limit, COMMON_FIRST, COMMON_STEP)
+    numerators = make_inverse_scale_candidates(limit, COMMON_FIRST, COMMON_STEP)
     strengths = scratch + STRENGTHS
     common = round_scalar_to_half(search_scale(scratch + SCALES, strengths, LANES, ZERO, limit, numerators, 2))
     unit = round_scalar_to_half(search_scale(scratch + MINIMA, strengths, LANES, ZERO, limit, numerators, 2))
@@ -91,7 +91,7 @@ def quantise_blocks_with_minima(x, importance, scratch, size, top, first, step, 
     store_lane_0_as_f16(dmin, splat(unit))
     for j in range(count):
         xj = x + 4 * size * j
-        scale_code, minimum_code = choose_stored_pair(
+        scale_code, minimum_code = choose_scale_and_minimum_codes(
             xj,
             w + 4 * size * j,
             size,
@@ -105,11 +105,11 @@ def quantise_blocks_with_minima(x, importance, scratch, size, top, first, step, 
         store_byte(scratch + SCALE_CODES + j, to_int(scale_code))
         store_byte(scratch + MINIMUM_CODES + j, to_int(minimum_code))
         low = -(minimum_code * unit)
-        write_codes(xj, size, scale_code * common, low, ZERO, top, scratch + CODES + size * j)
+        quantise_to_byte_codes(xj, size, scale_code * common, low, ZERO, top, scratch + CODES + size * j)
 
 
 @subroutine
-def store_6_bit_pairs(scratch, y):
+def store_6_bit_scales_and_minima(scratch, y):
     """Store 8 scales and 8 minima of 6 bits each in 12 bytes, in the layout of ``get_scale_min_k4`` of ggml."""
     for j in range(4):
         scale, minimum = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + MINIMUM_CODES + j)
@@ -120,7 +120,7 @@ def store_6_bit_pairs(scratch, y):
 
 
 @subroutine
-def join_fields(p, distance, width, mask):
+def pack_code_fields_into_bytes(p, distance, width, mask):
     """Pack the low `width` bits of ``8 / width`` codes into each byte.
 
     Args:
@@ -136,7 +136,7 @@ def join_fields(p, distance, width, mask):
 
 
 @subroutine
-def join_high_bits(p, distance, width, above, count):
+def pack_code_high_bits_into_bytes(p, distance, width, above, count):
     """Pack the high bits of `count` codes into each byte; the low bits of the codes are stored elsewhere.
 
     Args:
@@ -158,7 +158,7 @@ def store_2_bit_codes(codes, y):
     """Store the low 2 bits of 256 codes in 64 bytes: four codes that are 32 apart share a byte."""
     for h in range(0, 2):
         for c in range(0, 32, LANES):
-            store_u8_lanes(y + 32 * h + c, join_fields(codes + 128 * h + c, 32, 2, 3))
+            store_u8_lanes(y + 32 * h + c, pack_code_fields_into_bytes(codes + 128 * h + c, 32, 2, 3))
 
 
 @subroutine
@@ -166,7 +166,7 @@ def store_4_bit_codes(codes, y):
     """Store the low 4 bits of 256 codes in 128 bytes: two codes that are 32 apart share a byte."""
     for h in range(0, 4):
         for c in range(0, 32, LANES):
-            store_u8_lanes(y + 32 * h + c, join_fields(codes + 64 * h + c, 32, 4, 15))
+            store_u8_lanes(y + 32 * h + c, pack_code_fields_into_bytes(codes + 64 * h + c, 32, 4, 15))
 
 
 @kernel
@@ -180,7 +180,7 @@ def quantise_q2_k(a, thread, threads):
             block = y + (i * columns + c) // SUPER_BLOCK * 84
             weights = importance + 4 * c if importance != 0 else 0
             source = x + 4 * (i * columns + c)
-            quantise_blocks_with_minima(
+            quantise_super_block_with_minima(
                 source,
                 weights,
                 scratch,
@@ -209,10 +209,10 @@ def quantise_q4_k(a, thread, threads):
             block = y + (i * columns + c) // SUPER_BLOCK * 144
             weights = importance + 4 * c if importance != 0 else 0
             source = x + 4 * (i * columns + c)
-            quantise_blocks_with_minima(
+            quantise_super_block_with_minima(
                 source, weights, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2
             )
-            store_6_bit_pairs(scratch, block + 4)
+            store_6_bit_scales_and_minima(scratch, block + 4)
             store_4_bit_codes(scratch + CODES, block + 16)
     return 0
 
@@ -231,18 +231,18 @@ def quantise_q5_k(a, thread, threads):
             block = y + (i * columns + c) // SUPER_BLOCK * 176
             weights = importance + 4 * c if importance != 0 else 0
             source = x + 4 * (i * columns + c)
-            quantise_blocks_with_minima(
+            quantise_super_block_with_minima(
                 source, weights, scratch, 32, single(31), FIRST, STEP, single(63), block, block + 2
             )
-            store_6_bit_pairs(scratch, block + 4)
+            store_6_bit_scales_and_minima(scratch, block + 4)
             for k in range(0, 32, LANES):
-                store_u8_lanes(block + 16 + k, join_high_bits(scratch + CODES + k, 32, 1, 4, 8))
+                store_u8_lanes(block + 16 + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 4, 8))
             store_4_bit_codes(scratch + CODES, block + 48)
     return 0
 
 
 @subroutine
-def quantise_blocks_with_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
+def quantise_super_block_with_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
     """Quantise 256 numbers with a signed scale for each block of 16 numbers.
 
     The codes, and the integers that store the scales, go to `scratch`. Each integer is written minus `smallest`, so
@@ -256,7 +256,7 @@ def quantise_blocks_with_signed_scales(x, importance, scratch, lowest, highest, 
         highest: largest code.
         smallest: smallest integer of a scale.
         limit: largest integer of a scale.
-        numerators: numerators of the first candidates, as in `make_scale_search`.
+        numerators: numerators of the first candidates, as in `make_search_best_scale`.
         d: address for the unit of the scales, float16.
     """
     w = scratch + WEIGHTS
@@ -265,7 +265,7 @@ def quantise_blocks_with_signed_scales(x, importance, scratch, lowest, highest, 
         scale = search_scale(x + 64 * j, w + 64 * j, LANES, lowest, highest, numerators, 3)
         store_scalar(scratch + SCALES + 4 * j, scale)
         store_scalar(scratch + STRENGTHS + 4 * j, sum_weights(w + 64 * j, LANES))
-    spread = make_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
+    spread = make_inverse_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
     common = search_scale(scratch + SCALES, scratch + STRENGTHS, LANES, smallest, limit, spread, 2)
     common = round_scalar_to_half(common)
     store_lane_0_as_f16(d, splat(common))
@@ -275,7 +275,7 @@ def quantise_blocks_with_signed_scales(x, importance, scratch, lowest, highest, 
             x + 64 * j, w + 64 * j, LANES, lowest, highest, common, scale, integer_steps(), smallest, limit
         )
         store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
-        write_codes(x + 64 * j, LANES, code * common, ZERO, lowest, highest, scratch + CODES + 16 * j)
+        quantise_to_byte_codes(x + 64 * j, LANES, code * common, ZERO, lowest, highest, scratch + CODES + 16 * j)
 
 
 @kernel
@@ -291,8 +291,8 @@ def quantise_q3_k(a, thread, threads):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 110
             weights = importance + 4 * c if importance != 0 else 0
-            spread = make_scale_candidates_of_both_signs(single(-4), single(3), single(0.8), single(0.08))
-            quantise_blocks_with_signed_scales(
+            spread = make_inverse_scale_candidates_of_both_signs(single(-4), single(3), single(0.8), single(0.08))
+            quantise_super_block_with_signed_scales(
                 x + 4 * (i * columns + c),
                 weights,
                 scratch,
@@ -304,7 +304,7 @@ def quantise_q3_k(a, thread, threads):
                 block + 108,
             )
             for k in range(0, 32, LANES):
-                store_u8_lanes(block + k, join_high_bits(scratch + CODES + k, 32, 1, 2, 8))
+                store_u8_lanes(block + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 2, 8))
             store_2_bit_codes(scratch + CODES, block + 32)
             for j in range(8):
                 low, high = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + SCALE_CODES + 8 + j)
@@ -327,8 +327,8 @@ def quantise_q6_k(a, thread, threads):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 210
             weights = importance + 4 * c if importance != 0 else 0
-            spread = make_scale_candidates(single(-32), single(0.96), single(0.006))
-            quantise_blocks_with_signed_scales(
+            spread = make_inverse_scale_candidates(single(-32), single(0.96), single(0.006))
+            quantise_super_block_with_signed_scales(
                 x + 4 * (i * columns + c),
                 weights,
                 scratch,
@@ -342,9 +342,9 @@ def quantise_q6_k(a, thread, threads):
             codes = scratch + CODES
             for h in range(2):
                 for k in range(0, 64, LANES):
-                    store_u8_lanes(block + 64 * h + k, join_fields(codes + 128 * h + k, 64, 4, 15))
+                    store_u8_lanes(block + 64 * h + k, pack_code_fields_into_bytes(codes + 128 * h + k, 64, 4, 15))
                 for k in range(0, 32, LANES):
-                    high = join_high_bits(codes + 128 * h + k, 32, 2, 4, 4)
+                    high = pack_code_high_bits_into_bytes(codes + 128 * h + k, 32, 2, 4, 4)
                     store_u8_lanes(block + 128 + 32 * h + k, high)
             shifted = add_int(load_u8_lanes(scratch + SCALE_CODES), splat_int(-128))
             store_u8_lanes(block + 192, shifted)

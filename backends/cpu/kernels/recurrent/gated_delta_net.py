@@ -40,16 +40,16 @@ from ...simd.vectors import (
     zeros,
 )
 from ...simd.weighted_row_sums import (
-    add_weighted_rows,
+    add_weighted_rows_to_four_sums,
     row_bytes_per_step,
     rows_per_step,
-    store_weighted_sums,
+    store_four_weighted_sums,
     zero_sums,
 )
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..vector.vector_functions import exp
-from .head_addresses import compute_address_and_strides, compute_head_address
+from .head_addresses import compute_address_and_strides, compute_head_vector_address
 
 BLOCK_ROWS = 32
 """Rows of a state that process all tokens before the next rows do: they stay in the first cache."""
@@ -103,7 +103,7 @@ def transpose_row_block(source, step, to, pace, rows, columns):
 
 
 @cache
-def make_process_one_token(per_channel: bool) -> Subroutine:
+def make_delta_rule_of_one_token(per_channel: bool) -> Subroutine:
     """Make the subroutine that applies the gated delta rule for one token to rows `first` to `last` of a state.
 
     The subroutine is ``(a, n, h, source, t, first, last, memory)``: arguments, sequence, value head, key head, token,
@@ -117,10 +117,13 @@ def make_process_one_token(per_channel: bool) -> Subroutine:
         faded_q, faded_k = fades + step, fades + 2 * step
         after = ARGS.new(a, 0) + n * ARGS.new(a, 1) + t * ARGS.new(a, 2) + step * h * width
         before = after - ARGS.new(a, 2) if t > 0 else ARGS.state(a) + step * ((n * ARGS.heads(a) + h) * width)
-        q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
-        v, g = compute_head_address(a, V_WORD, n, t, h), compute_head_address(a, G_WORD, n, t, h)
-        out = compute_head_address(a, OUT_WORD, n, t, h)
-        beta = load_scalar(compute_head_address(a, BETA_WORD, n, t, h))
+        q, k = (
+            compute_head_vector_address(a, Q_WORD, n, t, source),
+            compute_head_vector_address(a, K_WORD, n, t, source),
+        )
+        v, g = compute_head_vector_address(a, V_WORD, n, t, h), compute_head_vector_address(a, G_WORD, n, t, h)
+        out = compute_head_vector_address(a, OUT_WORD, n, t, h)
+        beta = load_scalar(compute_head_vector_address(a, BETA_WORD, n, t, h))
         both, fade = zeros(), exp(splat_from(g))
         for c in range(0, step, 4 * LANES):
             both = fma(load(q + c), load(k + c), both)
@@ -148,11 +151,11 @@ def make_process_one_token(per_channel: bool) -> Subroutine:
 
 
 @cache
-def make_process_two_tokens(per_channel: bool) -> Subroutine:
+def make_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
     """Make the subroutine that applies the gated delta rule for two tokens to rows of a state, four rows at a time.
 
-    Arguments are as in `make_process_one_token`. The state is read twice and written once for both tokens. The reason:
-    the products of the second token follow from the old state. With decays f and g:
+    Arguments are as in `make_delta_rule_of_one_token`. The state is read twice and written once for both tokens. The
+    reason: the products of the second token follow from the old state. With decays f and g:
 
     ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``
     """
@@ -163,10 +166,13 @@ def make_process_two_tokens(per_channel: bool) -> Subroutine:
         fades, multiplied_vectors = memory + DECAYS_OFFSET, memory + DECAYS_OFFSET + step
         written = memory + DECAYS_OFFSET + 5 * step
         state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
-        q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
-        next_q = compute_head_address(a, Q_WORD, n, t + 1, source)
-        next_k = compute_head_address(a, K_WORD, n, t + 1, source)
-        g, next_g = compute_head_address(a, G_WORD, n, t, h), compute_head_address(a, G_WORD, n, t + 1, h)
+        q, k = (
+            compute_head_vector_address(a, Q_WORD, n, t, source),
+            compute_head_vector_address(a, K_WORD, n, t, source),
+        )
+        next_q = compute_head_vector_address(a, Q_WORD, n, t + 1, source)
+        next_k = compute_head_vector_address(a, K_WORD, n, t + 1, source)
+        g, next_g = compute_head_vector_address(a, G_WORD, n, t, h), compute_head_vector_address(a, G_WORD, n, t + 1, h)
         fade, then = exp(splat_from(g)), exp(splat_from(next_g))
         qk, ql, pk, pl = zeros(), zeros(), zeros(), zeros()
         for c in range(0, step, 4 * LANES):
@@ -190,10 +196,13 @@ def make_process_two_tokens(per_channel: bool) -> Subroutine:
             store(memory + 4 * CROSS_ROWS * (row - first), reduce_4x4_products(sums))
         own, next_own, key_first = splat(lane_sum(qk)), splat(lane_sum(pl)), splat(lane_sum(ql))
         key_last = splat(lane_sum(pk))
-        v, next_v = compute_head_address(a, V_WORD, n, t, h), compute_head_address(a, V_WORD, n, t + 1, h)
-        out, next_out = compute_head_address(a, OUT_WORD, n, t, h), compute_head_address(a, OUT_WORD, n, t + 1, h)
-        beta = splat_from(compute_head_address(a, BETA_WORD, n, t, h))
-        next_beta = splat_from(compute_head_address(a, BETA_WORD, n, t + 1, h))
+        v, next_v = compute_head_vector_address(a, V_WORD, n, t, h), compute_head_vector_address(a, V_WORD, n, t + 1, h)
+        out, next_out = (
+            compute_head_vector_address(a, OUT_WORD, n, t, h),
+            compute_head_vector_address(a, OUT_WORD, n, t + 1, h),
+        )
+        beta = splat_from(compute_head_vector_address(a, BETA_WORD, n, t, h))
+        next_beta = splat_from(compute_head_vector_address(a, BETA_WORD, n, t + 1, h))
         for row in range(first, last, LANES):
             at, left = memory + 4 * CROSS_ROWS * (row - first), last - row
             m0, m1, m2, m3 = load(at), load(at + 64), load(at + 128), load(at + 192)
@@ -226,7 +235,7 @@ def make_process_two_tokens(per_channel: bool) -> Subroutine:
 
 
 @cache
-def make_process_two_tokens_transposed(per_channel: bool) -> Subroutine:
+def make_transposed_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
     """Make the subroutine that applies the gated delta rule for two tokens to a transposed block of state rows.
 
     The subroutine is ``(a, n, h, source, t, first, memory)``. SIMD lanes are rows, so that no sum crosses lanes. A
@@ -237,10 +246,13 @@ def make_process_two_tokens_transposed(per_channel: bool) -> Subroutine:
     def process_two_transposed(a, n, h, source, t, first, memory):
         size = ARGS.size(a)
         scale, step, fades = splat(np.float32(1.0 / math.sqrt(size))), 4 * size, memory + DECAYS_OFFSET
-        q, k = compute_head_address(a, Q_WORD, n, t, source), compute_head_address(a, K_WORD, n, t, source)
-        next_q = compute_head_address(a, Q_WORD, n, t + 1, source)
-        next_k = compute_head_address(a, K_WORD, n, t + 1, source)
-        g, next_g = compute_head_address(a, G_WORD, n, t, h), compute_head_address(a, G_WORD, n, t + 1, h)
+        q, k = (
+            compute_head_vector_address(a, Q_WORD, n, t, source),
+            compute_head_vector_address(a, K_WORD, n, t, source),
+        )
+        next_q = compute_head_vector_address(a, Q_WORD, n, t + 1, source)
+        next_k = compute_head_vector_address(a, K_WORD, n, t + 1, source)
+        g, next_g = compute_head_vector_address(a, G_WORD, n, t, h), compute_head_vector_address(a, G_WORD, n, t + 1, h)
         fade, then = exp(splat_from(g)), exp(splat_from(next_g))
         both, written = mul(fade, then), k
         key, query, last_key, last_query = k, q, next_k, next_q
@@ -273,18 +285,20 @@ def make_process_two_tokens_transposed(per_channel: bool) -> Subroutine:
             sums, c = zero_sums(), 0
             while c < step:
                 rows = state + BLOCK_ROWS * c + at
-                sums = add_weighted_rows(sums, rows, 4 * BLOCK_ROWS, key + c, query + c, last_key + c, last_query + c)
+                sums = add_weighted_rows_to_four_sums(
+                    sums, rows, 4 * BLOCK_ROWS, key + c, query + c, last_key + c, last_query + c
+                )
                 c += 4 * rows_per_step()
-            store_weighted_sums(memory + at, 4 * BLOCK_ROWS, sums)
+            store_four_weighted_sums(memory + at, 4 * BLOCK_ROWS, sums)
             at += row_bytes_per_step()
         own, last_own = splat(lane_sum(qk)), splat(lane_sum(pl))
         key_first, key_last = mul(then, splat(lane_sum(ql))), mul(then, splat(lane_sum(pk)))
-        v = compute_head_address(a, V_WORD, n, t, h) + 4 * first
-        next_v = compute_head_address(a, V_WORD, n, t + 1, h) + 4 * first
-        out = compute_head_address(a, OUT_WORD, n, t, h) + 4 * first
-        next_out = compute_head_address(a, OUT_WORD, n, t + 1, h) + 4 * first
-        beta = splat_from(compute_head_address(a, BETA_WORD, n, t, h))
-        next_beta = splat_from(compute_head_address(a, BETA_WORD, n, t + 1, h))
+        v = compute_head_vector_address(a, V_WORD, n, t, h) + 4 * first
+        next_v = compute_head_vector_address(a, V_WORD, n, t + 1, h) + 4 * first
+        out = compute_head_vector_address(a, OUT_WORD, n, t, h) + 4 * first
+        next_out = compute_head_vector_address(a, OUT_WORD, n, t + 1, h) + 4 * first
+        beta = splat_from(compute_head_vector_address(a, BETA_WORD, n, t, h))
+        next_beta = splat_from(compute_head_vector_address(a, BETA_WORD, n, t + 1, h))
         deltas = memory + DELTAS_OFFSET
         for c in range(0, 4 * BLOCK_ROWS, 4 * LANES):
             prefetch(out + 2 * (next_out - out) + c)
@@ -325,7 +339,12 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
     """
 
     process_one_token, process_two_tokens, process_two_transposed = (
-        of(per_channel) for of in (make_process_one_token, make_process_two_tokens, make_process_two_tokens_transposed)
+        of(per_channel)
+        for of in (
+            make_delta_rule_of_one_token,
+            make_delta_rule_of_two_tokens,
+            make_transposed_delta_rule_of_two_tokens,
+        )
     )
 
     def body(a, thread, threads):

@@ -8,7 +8,7 @@ from ...simd.vectors import load_argument_word
 
 
 @subroutine
-def compute_head_address(a, first, n, t, h):
+def compute_head_vector_address(a, first, n, t, h):
     """Return the address of the vector of sequence `n`, token `t` and head `h` in an operand.
 
     Word `first` of the arguments `a` is the address of the operand. The next three words are the strides of n, t and h

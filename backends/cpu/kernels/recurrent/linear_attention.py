@@ -27,7 +27,7 @@ The other operands are dense.
 
 
 @cache
-def make_key_major_scan_kernel(bonus: bool) -> Kernel:
+def make_key_major_linear_attention_kernel(bonus: bool) -> Kernel:
     """Make the linear attention kernel for a state [key, value]: ``S = fading * S + k v^T``, ``out = scale * S^T r``.
 
     A `bonus` gives the token itself another weight: ``out = (S + bonus * k v^T)^T r`` with the old S.
@@ -80,7 +80,7 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
 
 
 @kernel
-def scan_value_major(a, thread, threads):
+def compute_value_major_linear_attention(a, thread, threads):
     """Compute linear attention with a state [value, key], token by token.
 
     ``S = S * fading + (S read_key) write_key^T + v k^T``, then ``out = S r``.
@@ -151,7 +151,7 @@ def scan_value_major(a, thread, threads):
     return 0
 
 
-def _has_scan_kernel(call: BoundInstruction, walked: list[Operand], state: Operand, lanes: int) -> bool:
+def _has_linear_attention_kernel(call: BoundInstruction, walked: list[Operand], state: Operand, lanes: int) -> bool:
     """Return whether linear attention kernels can read all operands; they need at least one token.
 
     Args:
@@ -165,14 +165,14 @@ def _has_scan_kernel(call: BoundInstruction, walked: list[Operand], state: Opera
     return dense and state.is_float and len(shape) in (3, 4) and shape[-3] > 0 and lanes > 0 and not lanes % LANES
 
 
-def _make_size_args(keys: Operand, values: Operand) -> dict[str, int]:
+def _make_scan_size_args(keys: Operand, values: Operand) -> dict[str, int]:
     """Make the size arguments of a scan kernel: sequences, tokens, heads, keys, values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
     return {"sequences": sequences, "tokens": tokens, "heads": heads, "keys": size, "values": values.shape[-1]}
 
 
-def _bind_key_major_scan(
+def _bind_key_major_linear_attention(
     steps: StepTableBuilder, call: BoundInstruction, walked: list[Operand], bonus: Operand | None, scale: int
 ) -> bool:
     """Add the step of linear attention with a state [key, value]; return False if kernels cannot read the operands.
@@ -187,11 +187,11 @@ def _bind_key_major_scan(
     k, v, r, fading = walked
     out, state = call.dst[0], call.operand(len(walked) + (bonus is not None))
     plain = bonus is None or (bonus.is_float and bonus.is_dense)
-    if not (plain and _has_scan_kernel(call, [*walked, out], state, v.shape[-1])):
+    if not (plain and _has_linear_attention_kernel(call, [*walked, out], state, v.shape[-1])):
         return False
     named = {"k": k, "v": v, "r": r, "fading": fading, "out": out}
     block = BY_KEY_ARGS(
-        **_make_size_args(k, v),
+        **_make_scan_size_args(k, v),
         **{name: compute_address_and_strides(o, 3, len(k.shape) == 4) for name, o in named.items()},
         bonus=0 if bonus is None else bonus.address,
         state=state.address,
@@ -199,17 +199,17 @@ def _bind_key_major_scan(
         scale=scale,
     )
     reads = [*walked, state] if bonus is None else [*walked, state, bonus]
-    steps.add(make_key_major_scan_kernel(bonus is not None), block, reads=reads, writes=[out, call.dst[1]])
+    steps.add(make_key_major_linear_attention_kernel(bonus is not None), block, reads=reads, writes=[out, call.dst[1]])
     return True
 
 
 def _bind_rwkv_wkv6(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     k, v, r, bonus, fading = (call.operand(i) for i in range(5))
-    return _bind_key_major_scan(steps, call, [k, v, r, fading], bonus, float32_bits(1.0))
+    return _bind_key_major_linear_attention(steps, call, [k, v, r, fading], bonus, float32_bits(1.0))
 
 
 def _bind_gated_linear_attn(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return _bind_key_major_scan(
+    return _bind_key_major_linear_attention(
         steps, call, [call.operand(i) for i in range(4)], None, call.float_attribute_bits("scale")
     )
 
@@ -218,12 +218,12 @@ def _bind_rwkv_wkv7(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     r, fading, k, v, read_key, write_key, state = (call.operand(i) for i in range(7))
     out, new = call.dst
     walked = [r, fading, k, v, read_key, write_key]
-    if not _has_scan_kernel(call, [*walked, out], state, k.shape[-1]):
+    if not _has_linear_attention_kernel(call, [*walked, out], state, k.shape[-1]):
         return False
     named = {"r": r, "fading": fading, "k": k, "v": v, "read_key": read_key, "write_key": write_key, "out": out}
     strides = {name: compute_address_and_strides(o, 3, len(k.shape) == 4) for name, o in named.items()}
-    block = BY_VALUE_ARGS(**_make_size_args(k, v), **strides, state=state.address, new=new.address)
-    steps.add(scan_value_major, block, reads=[*walked, state], writes=[out, new])
+    block = BY_VALUE_ARGS(**_make_scan_size_args(k, v), **strides, state=state.address, new=new.address)
+    steps.add(compute_value_major_linear_attention, block, reads=[*walked, state], writes=[out, new])
     return True
 
 

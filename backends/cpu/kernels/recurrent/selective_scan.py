@@ -30,7 +30,7 @@ from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, store_lanes
 from ..vector.vector_functions import exp, softplus
-from .head_addresses import compute_address_and_strides, compute_head_address
+from .head_addresses import compute_address_and_strides, compute_head_vector_address
 
 BLOCK_ROWS = 16
 """Rows of a state that see all tokens before the next rows do."""
@@ -54,7 +54,7 @@ def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
         tokens, heads = STEP_SIZES.tokens(a), STEP_SIZES.heads(a)
         first, last = compute_thread_range(STEP_SIZES.sequences(a) * tokens, thread, threads)
         for i in range(first, last):
-            dt, to = compute_head_address(a, DT, i // tokens, i % tokens, 0), 4 * heads * i
+            dt, to = compute_head_vector_address(a, DT, i // tokens, i % tokens, 0), 4 * heads * i
             for h in range(0, heads, LANES):
                 size = softplus(load_lanes(dt, h, heads, 4))
                 store_lanes(STEP_SIZES.sizes(a) + to, h, heads, size)
@@ -71,7 +71,7 @@ def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
 
 
 @cache
-def make_compute_decay_columns(per_head: bool) -> Subroutine:
+def make_compute_decays_of_16_columns(per_head: bool) -> Subroutine:
     """Make the subroutine that returns the decays of 16 columns of a state row for one token.
 
     The subroutine is ``(size, decay, rates, column, columns)``. With `per_head` the decay is the same in all columns:
@@ -96,7 +96,7 @@ def make_update_state_row(per_head: bool) -> Subroutine:
     - `decay` is the decay of the head, `rates` the address of the decay rates of the columns.
     - `b` and `c` are the addresses of the vectors that write and read the state.
     """
-    decay_columns = make_compute_decay_columns(per_head)
+    decay_columns = make_compute_decays_of_16_columns(per_head)
 
     def update_row(old, new, columns, x, size, decay, rates, b, c, out):
         write, y = mul(size, splat_from(x)), zeros()
@@ -116,7 +116,7 @@ def make_update_four_state_rows(per_head: bool) -> Subroutine:
 
     It loads the vectors `b` and `c` once for all four rows. Parameters are as in `make_update_state_row`.
     """
-    decay_columns = make_compute_decay_columns(per_head)
+    decay_columns = make_compute_decays_of_16_columns(per_head)
 
     def update_four_rows(old, new, columns, x, size, decay, rates, b, c, out):
         row = 4 * columns
@@ -172,8 +172,11 @@ def make_selective_scan_kernel(per_head: bool) -> Kernel:
                 at, old = 4 * heads * (n * tokens + t), state if t == 0 else new
                 for h in range(first_head, last_head):
                     group = h // heads_per_group
-                    x, out = compute_head_address(a, X, n, t, h), compute_head_address(a, OUT, n, t, h)
-                    b, c = compute_head_address(a, B, n, t, group), compute_head_address(a, C, n, t, group)
+                    x, out = compute_head_vector_address(a, X, n, t, h), compute_head_vector_address(a, OUT, n, t, h)
+                    b, c = (
+                        compute_head_vector_address(a, B, n, t, group),
+                        compute_head_vector_address(a, C, n, t, group),
+                    )
                     size, decay = splat_from(SCAN.sizes(a) + at + 4 * h), splat_from(SCAN.decays(a) + at + 4 * h)
                     rates, e = SCAN.rates(a) + row_bytes * h, first
                     while e < last:

@@ -15,12 +15,12 @@ from ...compilation.kernel_args import declare_args
 from ...simd.permute_lanes import fourth_0, fourth_1, fourth_2, fourth_3
 from ...simd.vectors import (
     LANES,
-    clamped_lane_indices,
     fma,
     gather_lanes,
     load,
     load_int,
     load_long,
+    make_clamped_lane_indices,
     mul,
     mul_int,
     splat,
@@ -82,7 +82,7 @@ TAPPED = declare_args("sequences tokens channels x x_between x_row w w_row y y_b
 
 
 @kernel
-def convolve_with_any_taps(a, thread, threads):
+def convolve_tokens_with_any_taps(a, thread, threads):
     """Convolve tokens with any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``.
 
     Each thread has `taps` vectors of scratch.
@@ -94,7 +94,7 @@ def convolve_with_any_taps(a, thread, threads):
     for unit in range(first, last):
         n, c = unit // blocks, unit % blocks * LANES
         x, y = TAPPED.x(a) + n * TAPPED.x_between(a), TAPPED.y(a) + n * TAPPED.y_between(a)
-        rows = mul_int(clamped_lane_indices(c, channels), splat_int(TAPPED.w_row(a)))
+        rows = mul_int(make_clamped_lane_indices(c, channels), splat_int(TAPPED.w_row(a)))
         for j in range(taps):
             store(columns + 4 * LANES * j, gather_lanes(TAPPED.w(a) + 4 * j, rows))
         for t in range(tokens):
@@ -135,7 +135,7 @@ def _bind_short_convolution(steps: StepTableBuilder, call: BoundInstruction) -> 
     nbytes = 4 * LANES * taps * steps.threads
     scratch = steps.scratch(f"taps {nbytes}", nbytes)
     words = TAPPED(**shared, w_row=4 * w.strides[0], taps=taps, scratch=scratch.address)
-    steps.add(convolve_with_any_taps, words, reads=[x, w], writes=[y])
+    steps.add(convolve_tokens_with_any_taps, words, reads=[x, w], writes=[y])
     return True
 
 
@@ -182,7 +182,7 @@ def load_row_id(ids, nbytes, i):
 
 
 @subroutine
-def save_and_update_state_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
+def save_and_overwrite_state_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
     """Copy the three state rows of a head to `saved_state` and `old`, then overwrite them by the rows that `ids` names.
 
     Args:
@@ -247,7 +247,7 @@ def make_convolution_and_head_norm_kernel(norm: str) -> Kernel:
                         rows = ids + 3 * n * HEAD_ARGS.id_bytes(a)
                         state = HEAD_ARGS.state(a) + 12 * n * channels + at
                         saved_state = HEAD_ARGS.saved_state(a) + 12 * n * channels + at
-                        save_and_update_state_rows(
+                        save_and_overwrite_state_rows(
                             state, saved_state, old, rows, HEAD_ARGS.id_bytes(a), x + at, step, channels, size
                         )
                     low, high, to = HEAD_ARGS.first(a, 0), HEAD_ARGS.first(a, 1), HEAD_ARGS.first(a, 2)
@@ -304,7 +304,9 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
     require_supported(size % LANES == y.shape[2] % size == saved_state.address % 64 == 0, "heads are not whole vectors")
     require_supported(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
     normed = [
-        c for n in norms if (c := _find_column_range(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0
+        c
+        for n in norms
+        if (c := _find_columns_viewed_as_heads(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0
     ]
     require_supported(len(normed) == 2, "the normed columns are not whole heads")
     others = [flow.bound_instruction(n) for n in flow.require_readers(chain.activation) if n not in chain.norms]
@@ -348,7 +350,7 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
     )
 
 
-def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
+def _find_columns_viewed_as_heads(x: Operand, y: Operand) -> tuple[int, int] | None:
     """Find the columns of ``y`` [n, t, c] that `x` views as heads [n, t, heads, numbers]; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
@@ -386,7 +388,7 @@ def _require_disjoint_results(
     """
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
-        low, high = _find_column_range(seen, y) or (0, y.shape[-1])
+        low, high = _find_columns_viewed_as_heads(seen, y) or (0, y.shape[-1])
         require_supported(
             not any(first < high and low < last for first, last in normed), "another op reads the normed heads"
         )

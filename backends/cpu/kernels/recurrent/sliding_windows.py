@@ -26,7 +26,7 @@ from ...simd.vectors import LANES, gather_lanes, load_int, load_ints
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..matmul import batched_matmul
-from ..vector.elementwise import FILL_ARGS, add_row_step, add_unary_step, can_copy, fill, store_lanes
+from ..vector.elementwise import FILL_ARGS, add_row_step_after_dense_copies, add_unary_step, can_copy, fill, store_lanes
 
 Offsets = npt.NDArray[np.int32]
 ARGS = declare_args("x images between count columns windows entries y")
@@ -80,7 +80,9 @@ class SlidingWindowShape:
         shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
-        is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float32_bits(self.padding_value)}), [], whole)
+        is_filled = add_row_step_after_dense_copies(
+            steps, (fill, FILL_ARGS, {"value": float32_bits(self.padding_value)}), [], whole
+        )
         is_copied = add_unary_step(steps, "copy", x, inner)
         assert (is_filled, is_copied) == (True, True), "`_can_read_windows` has checked the walk"
         return whole
@@ -163,7 +165,7 @@ def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
     require_supported(
-        _can_read_windows(x, windows) and batched_matmul.has_readable_float_rows(product.operand(1), product.out),
+        _can_read_windows(x, windows) and batched_matmul.can_read_and_write_f32_rows(product.operand(1), product.out),
         "operands have no rows",
     )
     require_supported(
@@ -177,7 +179,7 @@ def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
     require_supported(
         read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "the product reads parts of windows"
     )
-    before = batched_matmul.compute_matrix_addresses(product)[:, 0] - w.address
+    before = batched_matmul.compute_operand_addresses_per_product(product)[:, 0] - w.address
     require_supported((before % (4 * w.strides[0]) % (4 * entries) == 0).all(), "a product begins within a window")
     require_supported(
         (before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window"
@@ -194,7 +196,10 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
     The windows are not written to memory. Each address in them becomes an address in the image.
     """
     x, w, windows = slide.operand(0), slide.out, SlidingWindowShape.from_attributes(slide.attrs)
-    image, table = windows.make_padded_image(steps, x, product.out), batched_matmul.compute_matrix_addresses(product)
+    image, table = (
+        windows.make_padded_image(steps, x, product.out),
+        batched_matmul.compute_operand_addresses_per_product(product),
+    )
     number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
     table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
     batched_matmul.add_batched_matmul_step(

@@ -20,13 +20,13 @@ from ...simd.vectors import LANES, load, load_int, load_long
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.format_table import FORMATS
-from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_unpack_rows_kernel
+from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_dequantise_rows_by_id_kernel
 from ..vector import block_rows
 from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import (
     FILL_ARGS,
     LANE_STORERS,
-    add_row_step,
+    add_row_step_after_dense_copies,
     add_unary_step,
     can_copy,
     fill,
@@ -99,7 +99,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 
 
 @cache
-def make_widen_rows_kernel(dtype: DType) -> Kernel:
+def make_widen_16_bit_rows_kernel(dtype: DType) -> Kernel:
     """Make the kernel that converts rows of a 16-bit type to rows of float32; `x_row` and `y_row` are their bytes."""
     copy = _make_convert_row_to_f32(dtype)
 
@@ -144,7 +144,9 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
             count=math.prod(ids.shape),
             scratch=scratch.address,
         )
-        _add_move_rows_step(steps, make_unpack_rows_kernel(form), words, [table, ids], [out, scratch], out)
+        _add_gather_or_scatter_step(
+            steps, make_dequantise_rows_by_id_kernel(form), words, [table, ids], [out, scratch], out
+        )
         return True
     if table.dtype not in CELLS_BY_DTYPE or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
@@ -161,7 +163,9 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         tables=math.prod(leading),
         between=table.dtype.bytes_of(table.strides[0]) if leading else 0,
     )
-    _add_move_rows_step(steps, make_gather_or_scatter_rows_kernel(False, table.dtype), words, [table, ids], [out], out)
+    _add_gather_or_scatter_step(
+        steps, make_gather_or_scatter_rows_kernel(False, table.dtype), words, [table, ids], [out], out
+    )
     return True
 
 
@@ -182,8 +186,8 @@ def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     if into.address != out.address and not (out.is_float and add_unary_step(steps, "copy", into, out)):
         return False
-    words = _make_move_rows_args(out, rows, ids, size)
-    _add_move_rows_step(
+    words = _make_gather_or_scatter_args(out, rows, ids, size)
+    _add_gather_or_scatter_step(
         steps, make_gather_or_scatter_rows_kernel(True, out.dtype), words, [rows, ids, out], [out], rows
     )
     return True
@@ -209,10 +213,10 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
         table.strides[-1] == 1 and len(ids.shape) == 1 and _find_id_bytes(ids) is not None,
         "the table is strided, or ids are not a dense vector",
     )
-    return FusedBinding(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
+    return FusedBinding(chain, partial(_add_save_and_set_rows_by_columns, save=save, change=change, numbers=chain))
 
 
-def _add_save_and_set_rows(
+def _add_save_and_set_rows_by_columns(
     steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
 ) -> None:
     """Add the steps that save rows of a table and then overwrite them, in which each thread moves its own columns.
@@ -239,19 +243,19 @@ def _add_save_and_set_rows(
 
     steps.instruction_number = numbers.save
     saves = [
-        ThreadWork(_make_move_rows_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
+        ThreadWork(_make_gather_or_scatter_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
         for table, _, saved_rows in parts
     ]
     steps.add_by_columns(make_gather_or_scatter_rows_kernel(False, table.dtype), saves, saved_rows, bounds)
     steps.instruction_number = numbers.update
     changes = [
-        ThreadWork(_make_move_rows_args(table, rows, ids, size), [rows, ids, table], [table])
+        ThreadWork(_make_gather_or_scatter_args(table, rows, ids, size), [rows, ids, table], [table])
         for table, rows, _ in parts
     ]
     steps.add_per_thread(make_gather_or_scatter_rows_kernel(True, table.dtype), changes)
 
 
-def _make_move_rows_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
+def _make_gather_or_scatter_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
     """Make the arguments of the kernel that gathers or scatters rows of one table.
 
     `table` and `other` have two axes. A row has `size` elements.
@@ -272,7 +276,7 @@ def _make_move_rows_args(table: Operand, other: Operand, ids: Operand, size: int
     )
 
 
-def _add_move_rows_step(
+def _add_gather_or_scatter_step(
     steps: StepTableBuilder,
     kernel: Kernel,
     words: Sequence[int],
@@ -293,7 +297,7 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
     pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
-    if not all(can_copy(*pair) or _can_widen_rows(*pair) for pair in pairs):
+    if not all(can_copy(*pair) or _can_widen_16_bit_rows(*pair) for pair in pairs):
         return False
     for source, target in pairs:
         if can_copy(source, target):
@@ -307,12 +311,14 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
                 y=target.address,
                 y_row=target.row_stride_bytes,
             )
-            steps.add(make_widen_rows_kernel(source.dtype), words, reads=[source], writes=[target])
+            steps.add(make_widen_16_bit_rows_kernel(source.dtype), words, reads=[source], writes=[target])
     return True
 
 
-def _can_widen_rows(source: Operand, target: Operand) -> bool:
-    """Return whether `make_widen_rows_kernel` can convert 16-bit rows of `source` to float32 rows of `target`."""
+def _can_widen_16_bit_rows(source: Operand, target: Operand) -> bool:
+    """Return whether `make_widen_16_bit_rows_kernel` can convert 16-bit rows of `source` to float32 rows of
+    `target`.
+    """
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
     return halves and source.has_uniform_row_stride and target.is_float and target.has_uniform_row_stride
 
@@ -330,8 +336,8 @@ def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         inner = inner.slice_axis(axis, left, n)
     zeros = {"value": 0}
     if not x.tensor.spec.size:
-        return add_row_step(steps, (fill, FILL_ARGS, zeros), [], out)
-    if not can_copy(x, inner) or not add_row_step(steps, (fill, FILL_ARGS, zeros), [], out):
+        return add_row_step_after_dense_copies(steps, (fill, FILL_ARGS, zeros), [], out)
+    if not can_copy(x, inner) or not add_row_step_after_dense_copies(steps, (fill, FILL_ARGS, zeros), [], out):
         return False
     return add_unary_step(steps, "copy", x, inner)
 

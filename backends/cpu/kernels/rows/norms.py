@@ -12,17 +12,17 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_scaled_norm
 from ...compilation.compiler import Kernel, kernel, subroutine
 from ...simd.vectors import LANES, add, fma, lane_sum, mask_with_zeros, mul, splat, sqrt_scalar, sub, zeros
-from ...steps.column_split import find_column_split
+from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, InstructionBinder, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import find_result_consumers, make_result_copy_per_thread
-from ..packed.activation_quantisation import QuantisedTarget, quantise_row_to_targets
+from ..matmul.packed_matmul import find_result_read_forms, make_result_copy_per_thread
+from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
     load_lanes,
     make_row_args,
     make_row_loop_args,
-    make_whole_row_loop_args,
+    make_whole_row_args_and_dense_copy,
     store_lanes,
 )
 
@@ -46,27 +46,27 @@ def compute_sum_of_squares(x, n):
 
 
 @subroutine
-def compute_rms_factor(square_sum, n, eps):
+def compute_rms_norm_factor(square_sum, n, eps):
     """Return the factor of RMS norm: ``1 / sqrt(square_sum / n + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum / np.float32(n) + eps)
 
 
 @subroutine
-def compute_l2_factor_with_limit(square_sum, n, eps):
+def compute_l2_norm_factor_with_limit(square_sum, n, eps):
     """Return the factor of L2 norm with a lower limit: ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
     return FLOAT_ONE / max(sqrt_scalar(square_sum), eps)
 
 
 @subroutine
-def compute_l2_factor_with_added_eps(square_sum, n, eps):
+def compute_l2_norm_factor_with_added_eps(square_sum, n, eps):
     """Return the factor of L2 norm with added eps: ``1 / sqrt(square_sum + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum + eps)
 
 
 NORM_FACTORS = {
-    "rms_norm": compute_rms_factor,
-    "l2_norm": compute_l2_factor_with_limit,
-    "l2_norm_added": compute_l2_factor_with_added_eps,
+    "rms_norm": compute_rms_norm_factor,
+    "l2_norm": compute_l2_norm_factor_with_limit,
+    "l2_norm_added": compute_l2_norm_factor_with_added_eps,
 }
 
 
@@ -95,7 +95,7 @@ def make_rms_or_l2_norm_kernel(name: str) -> Kernel:
 
 
 @kernel
-def unweighted_layer_norm(a, thread, threads):
+def compute_unweighted_layer_norm(a, thread, threads):
     """Compute the layer norm of each row, without weights: ``(x - mean) / sqrt(variance + eps)``."""
     n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
     lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
@@ -110,14 +110,14 @@ def unweighted_layer_norm(a, thread, threads):
             if n - c < LANES:
                 v = mask_with_zeros(v, n - c)
             square_sum = fma(v, v, square_sum)
-        f = splat(compute_rms_factor(lane_sum(square_sum), n, eps))
+        f = splat(compute_rms_norm_factor(lane_sum(square_sum), n, eps))
         for c in range(0, n, LANES):
             store_lanes(y, c, n, mul(sub(load_lanes(x, c, n, 4), mean), f))
     return 0
 
 
 SCALED_NORM_ARGS = make_row_args("x w y", "eps:f32 between rounding[*]")
-"""`between`: bytes from thread to thread of the result; `rounding`: `QuantisedTarget.rounding_words`."""
+"""`between`: bytes from thread to thread of the result; `rounding`: `ThreadResultTarget.rounding_words`."""
 ROUNDING_WORD = SCALED_NORM_ARGS.first_word_index("rounding")
 
 
@@ -129,7 +129,7 @@ def scaled_rms_norm(a, thread, threads):
     for i in range(lo, hi):
         x, w = SCALED_NORM_ARGS.x(a, i), SCALED_NORM_ARGS.w(a, i)
         y = SCALED_NORM_ARGS.y(a, i) + thread * SCALED_NORM_ARGS.between(a)
-        f = splat(compute_rms_factor(compute_sum_of_squares(x, n), n, eps))
+        f = splat(compute_rms_norm_factor(compute_sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
             store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
         quantise_row_to_targets(a, ROUNDING_WORD, i, y, n)
@@ -141,17 +141,19 @@ def select_norm_factor_name(call: BoundInstruction) -> str:
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
 
-def _make_norm_binding(name: str) -> InstructionBinder:
+def _make_unfused_norm_binding(name: str) -> InstructionBinder:
     """Make the function that binds a norm op without fusion to its kernel."""
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
-        walked = make_whole_row_loop_args(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+        walked = make_whole_row_args_and_dense_copy(steps, x, y) if y.shape and y.is_dense_along(-1) else None
         if walked is None:
             return False
         walk, x = walked
         kernel = (
-            unweighted_layer_norm if call.op == "norm" else make_rms_or_l2_norm_kernel(select_norm_factor_name(call))
+            compute_unweighted_layer_norm
+            if call.op == "norm"
+            else make_rms_or_l2_norm_kernel(select_norm_factor_name(call))
         )
         steps.add(kernel, NORM_ARGS(walk=walk, eps=call.float_attribute_bits("eps")), reads=[x], writes=[y])
         return True
@@ -182,7 +184,7 @@ def _add_scaled_rms_norm(
     If only matmuls read the result, each thread computes all of it for itself.
     """
     x, factors, y = norm.operand(0), product.operand(1), product.out
-    if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+    if (column_split := find_continued_column_split(steps, [x], y, whole_rows=True)) is not None:
         slices = zip(*(column_split.slice_by_thread(o) for o in (x, factors, y)), strict=True)
         shares = [None if None in each else _make_scaled_rms_norm_work(norm, *each) for each in slices]
         steps.add_by_columns(scaled_rms_norm, shares, y, column_split.column_bounds)
@@ -202,8 +204,8 @@ def _add_quantised_scaled_rms_norm(
 
     A plain norm is better if all readers use float32, or if a separate quantisation step is faster.
     """
-    consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
-    each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
+    consumers, x, y = find_result_read_forms(steps, product), norm.operand(0), product.out
+    each = steps.threads > 1 and consumers.is_shared_by_threads and steps.is_cheap_to_repeat_per_thread([y])
     shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
     if not consumers.quantised_tensors or shares_columns:
         return False
@@ -211,7 +213,7 @@ def _add_quantised_scaled_rms_norm(
     if each and consumers.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # a thread would overwrite operands of other threads
     records, passing = (
-        consumers.make_quantised_row_operands(steps, shared=not each),
+        consumers.make_quantised_row_memory_per_thread(steps, shared=not each),
         consumers.make_scratch_row_per_thread(steps),
     )
     alone: Sequence[Operand | None] = [y if consumers.needs_floats else None, *[None] * (steps.threads - 1)]
@@ -229,10 +231,10 @@ def _add_quantised_scaled_rms_norm(
 
 
 def _make_scaled_rms_norm_work(
-    norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
+    norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: ThreadResultTarget | None = None
 ) -> ThreadWork | None:
     """Make the work of one thread for the kernel `scaled_rms_norm`; None if the kernel cannot loop over the rows."""
-    walk, to = make_row_loop_args(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
+    walk, to = make_row_loop_args(y.shape, [x, factors, y], whole_rows=True), to or ThreadResultTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None
     words = SCALED_NORM_ARGS(
@@ -242,4 +244,4 @@ def _make_scaled_rms_norm_work(
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_rms_norm,)}
-BINDINGS = {name: _make_norm_binding(name) for name in ("rms_norm", "l2_norm", "norm")}
+BINDINGS = {name: _make_unfused_norm_binding(name) for name in ("rms_norm", "l2_norm", "norm")}

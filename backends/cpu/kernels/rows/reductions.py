@@ -41,7 +41,7 @@ from ...simd.vectors import (
 )
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import InstructionBinder, StepTableBuilder
-from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_loop_args, store_lanes
+from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_args_and_dense_copy, store_lanes
 from ..vector.vector_functions import exp
 
 FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
@@ -108,7 +108,7 @@ def make_row_reduction_kernel(kind: str) -> Kernel:
 
 
 @cache
-def make_row_accumulation_kernel(kind: str) -> Kernel:
+def make_running_reduction_kernel(kind: str) -> Kernel:
     """Make the kernel that computes running reductions of each row, such as a cumulative sum.
 
     ``y[c] = x[0] op ... op x[c]``, in which `kind` names the operation.
@@ -178,7 +178,7 @@ TOP_K_ARGS = declare_args("rows x step n y pace k")
 
 
 @kernel
-def top_k(a, thread, threads):
+def find_top_k_indices(a, thread, threads):
     """Find the indices of the `k` largest of the `n` elements of each row.
 
     The largest comes first, equal elements keep their order, and NaN is last. 16 elements are skipped at once if all
@@ -238,7 +238,7 @@ def _make_reduction_binding(name: str) -> InstructionBinder:
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
-        walked = make_whole_row_loop_args(steps, x, y) if y.is_dense and x.shape[-1] else None
+        walked = make_whole_row_args_and_dense_copy(steps, x, y) if y.is_dense and x.shape[-1] else None
         if walked is None:
             return False
         walk, x = walked
@@ -255,12 +255,12 @@ def _make_reduction_binding(name: str) -> InstructionBinder:
 
 def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
-    walked = make_whole_row_loop_args(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+    walked = make_whole_row_args_and_dense_copy(steps, x, y) if y.shape and y.is_dense_along(-1) else None
     if walked is None:
         return False
     walk, x = walked
     steps.add(
-        make_row_accumulation_kernel(str(call.attrs.get("kind", "sum"))), SUM_ARGS(walk=walk), reads=[x], writes=[y]
+        make_running_reduction_kernel(str(call.attrs.get("kind", "sum"))), SUM_ARGS(walk=walk), reads=[x], writes=[y]
     )
     return True
 
@@ -268,7 +268,7 @@ def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 def _bind_softmax(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
     alone = call.optional_operand(1) is None and call.optional_operand(2) is None
-    walked = make_whole_row_loop_args(steps, x, y) if alone and y.is_dense_along(-1) else None
+    walked = make_whole_row_args_and_dense_copy(steps, x, y) if alone and y.is_dense_along(-1) else None
     if walked is None:
         return False
     walk, x = walked
@@ -283,7 +283,7 @@ def _bind_top_k(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     k = y.shape[-1]
     rows = int(np.prod(x.shape[:-1]))
     words = TOP_K_ARGS(rows=rows, x=x.address, step=x.row_stride_bytes, n=x.shape[-1], y=y.address, pace=4 * k, k=k)
-    steps.add(top_k, words, reads=[x], writes=[y])
+    steps.add(find_top_k_indices, words, reads=[x], writes=[y])
     return True
 
 

@@ -23,7 +23,7 @@ from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.permute_lanes import evens, first_pairs, last_pairs, odds
 from ...simd.vectors import LANES, add, load_double, load_int, load_long, load_scalar, mul, splat, store_scalar, sub
-from ...steps.column_split import find_column_split
+from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range as share_of
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..vector.elementwise import (
@@ -34,7 +34,7 @@ from ..vector.elementwise import (
     make_row_loop_args,
     store_lanes,
 )
-from .norms import compute_rms_factor, compute_sum_of_squares
+from .norms import compute_rms_norm_factor, compute_sum_of_squares
 
 ANGLE_ARGS = declare_args(
     "positions count run run_bytes position_bytes further frequency divisors pairs magnitude:f32 cosines sines"
@@ -157,7 +157,7 @@ def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
         lo, hi = share_of(SCALED_ROTATION_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
             x, w, y = SCALED_ROTATION_ARGS.x(a, i), SCALED_ROTATION_ARGS.w(a, i), SCALED_ROTATION_ARGS.y(a, i)
-            f = splat(compute_rms_factor(compute_sum_of_squares(x, n), n, eps))
+            f = splat(compute_rms_norm_factor(compute_sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
                 store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
             at = 4 * pairs * ((first + i) // rows)
@@ -168,7 +168,7 @@ def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class RotationPlan:
+class RopePairsAndTables:
     """The rotation of a `rope`: its pairs of elements, and the tables of their cosines and sines.
 
     Attributes:
@@ -191,17 +191,17 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
     if not x.is_float or _make_rotation_loop_args(x, y) is None:
         return False
-    if not _int_attribute(call, "n_dims"):
+    if not _read_int_attribute(call, "n_dims"):
         return add_unary_step(steps, "copy", x, y)
     if not is_rope_supported(call):
         return False
-    turning = make_rotation_plan(steps, call)
+    turning = find_or_add_rope_tables(steps, call)
     size, pairs, neighbours = y.shape[-1], turning.pair_count, turning.uses_neighbours
     if neighbours and turning.first_element == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
         size = math.gcd(size, *(steps.find_column_bounds([x]) or ()))  # each cut keeps pairs of neighbours
     rows_per_head = y.shape[-1] // size
     column_split = (
-        find_column_split(
+        find_continued_column_split(
             steps, [_split_head_rows(x, rows_per_head)], _split_head_rows(y, rows_per_head), whole_rows=True
         )
         if size % 2 == 0
@@ -253,7 +253,7 @@ def _split_head_rows(x: Operand, rows_per_head: int) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=(size, 1)))
 
 
-def _int_attribute(call: BoundInstruction, name: str) -> int:
+def _read_int_attribute(call: BoundInstruction, name: str) -> int:
     """Return an integer attribute of an instruction."""
     return int(np.asarray(call.attrs[name]))
 
@@ -266,14 +266,14 @@ def is_rope_supported(call: BoundInstruction) -> bool:
     return pos.dtype is DType.I32 and (pos.is_dense or len(pos.shape) <= 2 + multi)
 
 
-def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> RotationPlan:
+def find_or_add_rope_tables(steps: StepTableBuilder, call: BoundInstruction) -> RopePairsAndTables:
     """Return the pairs of a `rope` or `rope_multi`, and the tables of their cosines and sines.
 
     The step that computes the tables is added unless an earlier step did. The instruction must satisfy
     `is_rope_supported`.
     """
     pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
-    half, mode = _int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
+    half, mode = _read_int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
@@ -286,7 +286,9 @@ def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> Rotat
         )
         angle_tables = _add_cos_and_sin_step(steps, call, compute_rope_frequencies(half, call.attrs, index), plane)
         steps.register_derived_operands(key, angle_tables, [pos] if factors is None else [pos, factors])
-    return RotationPlan(mode == "normal", pairs, _int_attribute(call, "offset"), angle_tables[0], angle_tables[1])
+    return RopePairsAndTables(
+        mode == "normal", pairs, _read_int_attribute(call, "offset"), angle_tables[0], angle_tables[1]
+    )
 
 
 def _sections_attribute(call: BoundInstruction) -> tuple[int, ...]:
@@ -338,7 +340,8 @@ def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
     norm, product, rope = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
     require_supported(
-        rope.op == "rope" and _int_attribute(rope, "n_dims") and is_rope_supported(rope), "the rotation has no kernel"
+        rope.op == "rope" and _read_int_attribute(rope, "n_dims") and is_rope_supported(rope),
+        "the rotation has no kernel",
     )
     require_supported(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
     require_supported(_make_norm_rotation_loop_args(x, factors, y) is not None, "operands have no rows")
@@ -350,7 +353,7 @@ def _add_norm_and_rotation(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, rope: BoundInstruction
 ) -> None:
     """Add the step of an RMS norm with weights, followed by the rotation (RoPE)."""
-    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
+    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, find_or_add_rope_tables(steps, rope)
 
     def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
         walk = _make_norm_rotation_loop_args(x, factors, y)
@@ -368,7 +371,7 @@ def _add_norm_and_rotation(
         return ThreadWork(words, [x, factors, turning.cosines, turning.sines], [y])
 
     kernel = make_norm_and_rope_kernel(turning.uses_neighbours)
-    if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
+    if (column_split := find_continued_column_split(steps, [x], y, whole_rows=True)) is not None:
         slices = zip(
             *(column_split.slice_by_thread(o) for o in (x, factors, y)), column_split.axis_bounds, strict=False
         )

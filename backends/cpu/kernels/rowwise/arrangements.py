@@ -26,20 +26,27 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..packed.weight_packing import INVALID_ROW
-from ..vector.elementwise import UNARY_ARGS, add_row_step, add_unary_step, load_lanes, make_unary_kernel, store_lanes
+from ..vector.elementwise import (
+    UNARY_ARGS,
+    add_row_step_after_dense_copies,
+    add_unary_step,
+    load_lanes,
+    make_unary_kernel,
+    store_lanes,
+)
 
 BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed y y_row")
 """`experts` rows of `bias` belong to the ids from `first` on; `routed` is the number of all experts."""
 
 
 @subroutine
-def int32_bits_to_float(x):
+def convert_int32_bits_to_float(x):
     """Convert int32 lanes to float32; the operand has the int32 bits in lanes of type float32."""
     return to_float(float_to_bits(x))
 
 
 @subroutine
-def float_to_int32_bits(x):
+def truncate_float_to_int32_bits(x):
     """Truncate float32 lanes to int32; the result has the int32 bits in lanes of type float32."""
     return bits_to_float(truncate_to_int(x))
 
@@ -47,8 +54,8 @@ def float_to_int32_bits(x):
 CASTS = {
     (DType.F32, DType.F16): subroutine(lambda x: round_to_f16(x)),
     (DType.F32, DType.BF16): subroutine(lambda x: round_to_bf16(x)),
-    (DType.I32, DType.F32): int32_bits_to_float,
-    (DType.F32, DType.I32): float_to_int32_bits,
+    (DType.I32, DType.F32): convert_int32_bits_to_float,
+    (DType.F32, DType.I32): truncate_float_to_int32_bits,
 }
 """The conversion of 16 lanes by the dtype of the operand and the attribute `dtype`; floats are stored as f32."""
 
@@ -78,7 +85,7 @@ def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...
     return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
 
 
-def _as_float_elements(operand: Operand) -> Operand:
+def _view_bits_as_float32(operand: Operand) -> Operand:
     """Return a 32-bit operand with type float32 and unchanged bits, so that float kernels can copy it."""
     return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
 
@@ -118,10 +125,12 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if (x.dtype, target) not in CASTS:
         return False
     cast_kernel = make_unary_kernel(f"{x.dtype}_to_{target}", CASTS[x.dtype, target])
-    return add_row_step(steps, (cast_kernel, UNARY_ARGS, {}), [_as_float_elements(x)], _as_float_elements(y))
+    return add_row_step_after_dense_copies(
+        steps, (cast_kernel, UNARY_ARGS, {}), [_view_bits_as_float32(x)], _view_bits_as_float32(y)
+    )
 
 
-def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_arange_as_constant_copy(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of an arange: copy a constant with its numbers, which are computed once."""
     y = call.out
     start, step = (np.float64(np.asarray(call.attrs[name])) for name in ("start", "step"))
@@ -156,4 +165,4 @@ def _bind_add_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-BINDINGS = {"repeat": _bind_repeat, "cast": _bind_cast, "arange": _bind_arange, "add_id": _bind_add_id}
+BINDINGS = {"repeat": _bind_repeat, "cast": _bind_cast, "arange": _bind_arange_as_constant_copy, "add_id": _bind_add_id}

@@ -10,7 +10,7 @@ from ...compilation.compiler import kernel, subroutine
 from ...simd.vectors import LANES, add, clamp_max, clamp_min, div, fma, mul, splat, sub, where_less, zeros
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
-from ..vector.elementwise import add_row_step, load_lanes, make_row_args, store_lanes
+from ..vector.elementwise import add_row_step_after_dense_copies, load_lanes, make_row_args, store_lanes
 from ..vector.vector_functions import exp, expm1
 
 XIELU = make_row_args("x y", "positive:f32 negative:f32 beta:f32 eps:f32")
@@ -68,13 +68,15 @@ def _bind_xielu(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     positive = float(np.logaddexp(0.0, float_attribute(call.attrs, "alpha_p")))
     numbers = {"positive": positive, "negative": negative, "beta": beta, "eps": float_attribute(call.attrs, "eps")}
     bits = {name: float32_bits(value) for name, value in numbers.items()}
-    return add_row_step(steps, (xielu, XIELU, bits), [call.operand(0)], call.out)
+    return add_row_step_after_dense_copies(steps, (xielu, XIELU, bits), [call.operand(0)], call.out)
 
 
 def _bind_limited(steps: StepTableBuilder, call: BoundInstruction, alpha: float, offset: float) -> bool:
     numbers = {"alpha": alpha, "limit": float_attribute(call.attrs, "limit"), "offset": offset}
     bits = {name: float32_bits(value) for name, value in numbers.items()}
-    return add_row_step(steps, (apply_limited_swiglu, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
+    return add_row_step_after_dense_copies(
+        steps, (apply_limited_swiglu, LIMITED, bits), [call.operand(0), call.operand(1)], call.out
+    )
 
 
 def _bind_swiglu_oai(steps: StepTableBuilder, call: BoundInstruction) -> bool:

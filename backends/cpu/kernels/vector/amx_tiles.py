@@ -60,12 +60,18 @@ def select_amx_tile_operations() -> AmxTileOperations:
         for make in (_make_emulated_tile_clear, _make_emulated_tile_load, _make_emulated_tile_store)
     )
     return AmxTileOperations(
-        do_nothing, do_nothing, clear, load_rows, load_rows, store_rows, _make_emulated_tile_multiply
+        skip_tile_configuration,
+        skip_tile_configuration,
+        clear,
+        load_rows,
+        load_rows,
+        store_rows,
+        _make_emulated_tile_multiply,
     )
 
 
 @subroutine
-def do_nothing(memory):
+def skip_tile_configuration(memory):
     """Do nothing and return 0, as `configure` and `release` of emulated tile registers."""
     return 0
 

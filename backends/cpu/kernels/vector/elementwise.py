@@ -19,11 +19,11 @@ from ...compilation.kernel_args import KernelArgs, declare_args
 from ...simd.half_memory import store_first_bf16, store_first_f16
 from ...simd.vectors import (
     LANES,
-    clamped_lane_indices,
     gather_lanes,
     load,
     load_argument_word,
     load_first_lanes,
+    make_clamped_lane_indices,
     mul_int,
     splat,
     splat_from,
@@ -32,7 +32,7 @@ from ...simd.vectors import (
     store_first_lanes,
     where_nonzero,
 )
-from ...steps.column_split import find_column_split
+from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
 from . import vector_functions
@@ -55,7 +55,7 @@ def make_row_args(operands: str, more: str = "") -> KernelArgs:
     parts = {"columns": load_row_length, "rows": load_row_count}
     for index, name in enumerate(names):
         first = HEADER_WORDS + OPERAND_WORDS * index
-        parts |= {name: _make_compute_row_address(first), f"{name}_step": _make_load_element_step(first)}
+        parts |= {name: _make_compute_row_address(first), f"{name}_step": _make_load_element_stride(first)}
     return declare_args(f"walk[{HEADER_WORDS + OPERAND_WORDS * len(names)}] {more}", parts)
 
 
@@ -82,7 +82,7 @@ def _make_compute_row_address(at: int) -> Subroutine:
     return subroutine(compute_row_address)
 
 
-def _make_load_element_step(at: int) -> Subroutine:
+def _make_load_element_stride(at: int) -> Subroutine:
     """Make the subroutine ``(a)`` that returns the element stride in bytes of the operand at argument word `at`."""
 
     def load_element_step(a):
@@ -150,7 +150,7 @@ def copy_strided_rows(a, thread, threads):
     for i in range(lo, hi):
         x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
         for c in range(0, n, LANES):
-            store_lanes(y, c, n, gather_lanes(x, mul_int(clamped_lane_indices(c, n), apart)))
+            store_lanes(y, c, n, gather_lanes(x, mul_int(make_clamped_lane_indices(c, n), apart)))
     return 0
 
 
@@ -186,7 +186,7 @@ NUMBER_ARGS = make_row_args("x y", "first:f32 second:f32")
 
 
 @cache
-def make_two_number_kernel(name: str) -> Kernel:
+def make_elementwise_kernel_with_two_numbers(name: str) -> Kernel:
     """Make the elementwise kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
     function = NUMBER_FUNCTIONS[name]
 
@@ -284,18 +284,20 @@ RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
 """A kernel of this file, its words, and the values of the words behind the walk."""
 
 
-def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand) -> bool:
+def add_row_step_after_dense_copies(
+    steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand
+) -> bool:
     """Add the step of a kernel over rows, after copies of strided operands; False if that is impossible."""
     whole = _make_row_thread_work(of, sources, out)
     if whole is None:
-        dense = [_make_dense_scratch(steps, o, k) for k, o in enumerate(sources)]
+        dense = [_make_scratch_for_dense_copy(steps, o, k) for k, o in enumerate(sources)]
         if _make_row_thread_work(of, dense, out) is None:
             return False
         for source, to in zip(sources, dense, strict=True):
             if to is not source:
                 _add_strided_copy_step(steps, source, to)
-        return add_row_step(steps, of, dense, out)
-    if (column_split := find_column_split(steps, sources, out)) is not None:
+        return add_row_step_after_dense_copies(steps, of, dense, out)
+    if (column_split := find_continued_column_split(steps, sources, out)) is not None:
         slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
         parts = [None if None in each else _make_row_thread_work(of, each[:-1], each[-1]) for each in slices]
         if all(
@@ -309,7 +311,7 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
     return True
 
 
-def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
+def _make_scratch_for_dense_copy(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
     """Return scratch memory for a dense copy of `x`; return `x` itself if it is dense or cannot be copied."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
@@ -344,9 +346,11 @@ def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> 
     return True
 
 
-def make_whole_row_loop_args(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
+def make_whole_row_args_and_dense_copy(
+    steps: StepTableBuilder, x: Operand, y: Operand
+) -> tuple[list[int], Operand] | None:
     """Make the loop arguments over whole rows of `x` and `y`; return them with `x`, or with a dense copy of `x`."""
-    for source in (x, _make_dense_scratch(steps, x, 0)):
+    for source in (x, _make_scratch_for_dense_copy(steps, x, 0)):
         walk = make_row_loop_args(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
             if source is not x:
@@ -372,12 +376,12 @@ def add_unary_step(steps: StepTableBuilder, name: str, x: Operand, out: Operand)
     of: RowKernel = (make_unary_kernel(name), UNARY_ARGS, {})
     if name == "copy" and _make_row_thread_work(of, [x], out) is None:
         return _add_strided_copy_step(steps, x, out)
-    return add_row_step(steps, of, [x], out)
+    return add_row_step_after_dense_copies(steps, of, [x], out)
 
 
 def add_binary_step(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
     """Add the elementwise step of one of `BINARY`; return False if the kernel cannot loop over the operands."""
-    return add_row_step(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
+    return add_row_step_after_dense_copies(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
 
 
 def _make_unary_binding(name: str) -> InstructionBinder:
@@ -392,7 +396,9 @@ def _add_number_step(
     steps: StepTableBuilder, call: BoundInstruction, name: str, first: float, second: float = 0.0
 ) -> bool:
     numbers = {"first": float32_bits(first), "second": float32_bits(second)}
-    return add_row_step(steps, (make_two_number_kernel(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out)
+    return add_row_step_after_dense_copies(
+        steps, (make_elementwise_kernel_with_two_numbers(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out
+    )
 
 
 def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -419,11 +425,15 @@ def _bind_compare(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_where(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_row_step(steps, (select_elements, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out)
+    return add_row_step_after_dense_copies(
+        steps, (select_elements, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out
+    )
 
 
 def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_row_step(steps, (fill, FILL_ARGS, {"value": call.float_attribute_bits("value")}), [], call.out)
+    return add_row_step_after_dense_copies(
+        steps, (fill, FILL_ARGS, {"value": call.float_attribute_bits("value")}), [], call.out
+    )
 
 
 BINDINGS = {

@@ -21,7 +21,7 @@ from .....graph.spec import Spec
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import build_iteration_axes
+from ...binding.iteration_axes import build_merged_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, as_float
 from .kinds import (
@@ -32,8 +32,8 @@ from .kinds import (
     CELL_SOURCES,
     FEW_ROWS_SOURCES,
     TILED_SOURCES,
-    PipelinedVariant,
-    TiledVariant,
+    KeyTiledVariant,
+    Pipelined16BitCacheVariant,
 )
 from .kinds import SOURCES as SOURCES
 
@@ -122,7 +122,8 @@ def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float |
     shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
     many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
     is_short = many and any(
-        isinstance(t, PipelinedVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype) for t in TILED_SOURCES
+        isinstance(t, Pipelined16BitCacheVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype)
+        for t in TILED_SOURCES
     )
     return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
 
@@ -172,11 +173,13 @@ def _swap_axes(x: Operand, one: int, other: int) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
 
 
-def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
+def _iterate_batches_with_one_leading_axis(
+    leading: Sequence[int], operands: AttentionOperands
+) -> Iterator[AttentionOperands]:
     """Yield the operands in batches that have at most one leading axis; several if the leading axes cannot merge."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
-    axes = build_iteration_axes(leading, heads)
+    axes = build_merged_iteration_axes(leading, heads)
     sizes = axes.sizes or (1,)
     for index in np.ndindex(sizes[:-1]):
         variants = iter(
@@ -217,7 +220,7 @@ def _is_vector_loadable(x: Operand, columns: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _SplitKeysValues:
+class _HalvedKeysValuesScratch:
     """Scratch for keys and values that are split into two halves, with one scale per row."""
 
     k: Operand
@@ -226,7 +229,7 @@ class _SplitKeysValues:
     v_units: Operand
 
     @classmethod
-    def allocate(cls, launches: LaunchBuilder, kind: TiledVariant, count: int) -> _SplitKeysValues:
+    def allocate(cls, launches: LaunchBuilder, kind: KeyTiledVariant, count: int) -> _HalvedKeysValuesScratch:
         """Allocate the scratch for `count` rows of keys and of values."""
         k, v = (launches.allocate_scratch((count, n)) for n in (kind.size, kind.width))
         return cls(k, v, launches.allocate_scratch((count,)), launches.allocate_scratch((count,)))
@@ -267,9 +270,9 @@ class _AttentionBinder:
         kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
         tiled = next((t for t in kinds if t.can_process(s.key_columns, s.value_columns, cells)), None)
         if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
-            self._launch_tiled(tiled, operands, leading)
+            self._launch_key_tiled_variant(tiled, operands, leading)
         else:
-            self._launch_few_rows(operands, leading)
+            self._launch_few_query_rows_variant(operands, leading)
 
     def _make_argument_words(
         self, operands: AttentionOperands, splits: int, sums: list[LaunchWord]
@@ -307,7 +310,7 @@ class _AttentionBinder:
                 kernel, (count, count_blocks(self.shape.value_columns, 32) if few else 1), ATTENTION_THREADS, words
             )
 
-    def _launch_few_rows(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
+    def _launch_few_query_rows_variant(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch the fastest variant for few query rows, then the combination of the key splits."""
         s = self.shape
         cells = operands[1].dtype
@@ -323,7 +326,7 @@ class _AttentionBinder:
                 count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS
             )
         sums = self._allocate_partial_sums(splits)
-        for batch in _iterate_batches(leading, operands):
+        for batch in _iterate_batches_with_one_leading_axis(leading, operands):
             q, k, v, _, out = batch
             words = self._make_argument_words(batch, splits, sums)
             if fast is not None and _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8):
@@ -347,7 +350,9 @@ class _AttentionBinder:
             )
             self._launch_combine_splits(batch, words, splits)
 
-    def _launch_tiled(self, kind: TiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
+    def _launch_key_tiled_variant(
+        self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]
+    ) -> None:
         """Launch a tiled variant for many query rows.
 
         Launches before it split float32 keys and values into halves, and find the tiles that the mask leaves visible. A
@@ -368,15 +373,15 @@ class _AttentionBinder:
         sums = self._allocate_partial_sums(splits)
         copies = (
             None
-            if isinstance(kind, PipelinedVariant)
-            else _SplitKeysValues.allocate(launches, kind, s.batch * s.key_heads * tiles * kind.tile)
+            if isinstance(kind, Pipelined16BitCacheVariant)
+            else _HalvedKeysValuesScratch.allocate(launches, kind, s.batch * s.key_heads * tiles * kind.tile)
         )
         seen = (
             None
             if operands[3] is None
             else launches.allocate_scratch((s.batch, s.key_heads, row_tiles, tiles), DType.I32)
         )
-        for batch in _iterate_batches(leading, operands):
+        for batch in _iterate_batches_with_one_leading_axis(leading, operands):
             q, k, v, mask, out = batch
             require_supported(
                 out.shape[0] * s.key_heads <= MAX_GRID_SIZE, f"{out.shape[0]} batches are too many for a grid"
@@ -389,7 +394,7 @@ class _AttentionBinder:
                 self._launch_split_into_halves(k, kind.size, kind.tile, copies.k, copies.k_units)
                 self._launch_split_into_halves(v, kind.width, kind.tile, copies.v, copies.v_units)
             words = self._make_argument_words(batch, splits, sums)
-            step = [0, 0] if mask is None else self._compute_visibility_strides(mask, row_tiles * tiles)
+            step = [0, 0] if mask is None else self._compute_visibility_table_strides(mask, row_tiles * tiles)
             with_tiles = [*words, *([0] * 4 if copies is None else copies.words), seen or 0, *step, tiles]
             with_tiles += [
                 kind.tile,
@@ -408,7 +413,7 @@ class _AttentionBinder:
             )
             self._launch_combine_splits(batch, words, splits)
 
-    def _compute_visibility_strides(self, mask: Operand, tiles: int) -> list[int]:
+    def _compute_visibility_table_strides(self, mask: Operand, tiles: int) -> list[int]:
         """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
         return [tiles * groups if _compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]

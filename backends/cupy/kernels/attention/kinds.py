@@ -18,7 +18,7 @@ TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 
 
 @dataclass(frozen=True, slots=True)
-class FewRowsVariant:
+class FewQueryRowsVariant:
     """The kernel `attend_few`, for few query rows. The fields are the sizes of keys and values that it supports.
 
     - `lanes`: warp lanes that share a key.
@@ -62,7 +62,7 @@ class FewRowsVariant:
 
 
 @dataclass(frozen=True, slots=True)
-class TiledVariant:
+class KeyTiledVariant:
     """The kernel `attend_tiles`, for many query rows: it processes the keys in tiles of `tile` keys.
 
     Keys have at most `size` columns, values at most `width` columns. Queries are in registers (`has_register_queries`)
@@ -109,7 +109,7 @@ class TiledVariant:
 
 
 @dataclass(frozen=True, slots=True)
-class WideTiledVariant(TiledVariant):
+class WideKeyTiledVariant(KeyTiledVariant):
     """The kernel `attend_wide`, for long keys and values. Queries use the shared memory before keys do."""
 
     rows: int = 32
@@ -129,7 +129,7 @@ class WideTiledVariant(TiledVariant):
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinedVariant(TiledVariant):
+class Pipelined16BitCacheVariant(KeyTiledVariant):
     """The kernel `attend_short`, for 16-bit KV caches. It loads tiles in pipeline stages, without conversion."""
 
     stages: int = 2
@@ -157,7 +157,7 @@ class PipelinedVariant(TiledVariant):
 
 
 @dataclass(frozen=True, slots=True)
-class WarpgroupVariant(PipelinedVariant):
+class WarpgroupVariant(Pipelined16BitCacheVariant):
     """The kernel `attend_warpgroups`, for 16-bit KV caches on devices with warpgroup products.
 
     Its operands in shared memory begin at a multiple of 1024 bytes.
@@ -185,7 +185,7 @@ class WarpgroupVariant(PipelinedVariant):
 
 
 @dataclass(frozen=True, slots=True)
-class FewRowsTensorCoreVariant:
+class FewQueryRowsTensorCoreVariant:
     """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
 
     Keys have at most `size` columns, values at most `width` columns. Their rows must be aligned for vector loads.
@@ -216,14 +216,14 @@ class FewRowsTensorCoreVariant:
         return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
 
-_FLOAT_VARIANTS = (FewRowsVariant(8, 2, 2), FewRowsVariant(8, 4, 4), FewRowsVariant(16, 4, 4))
-_GENERAL_VARIANTS = tuple(FewRowsVariant(32, fours, 4, cells) for fours in (5, 0) for cells in CELL_DTYPES)
+_FLOAT_VARIANTS = (FewQueryRowsVariant(8, 2, 2), FewQueryRowsVariant(8, 4, 4), FewQueryRowsVariant(16, 4, 4))
+_GENERAL_VARIANTS = tuple(FewQueryRowsVariant(32, fours, 4, cells) for fours in (5, 0) for cells in CELL_DTYPES)
 FEW_ROWS_SOURCES = {f: f.make_source() for f in (*_FLOAT_VARIANTS, *_GENERAL_VARIANTS)}
 """Sources of variants for few rows. The first variant that supports the sizes is the best; the last supports any."""
 CELL_SOURCES = {
     c: c.make_source()
     for c in (
-        FewRowsTensorCoreVariant(*sizes, t)
+        FewQueryRowsTensorCoreVariant(*sizes, t)
         for t in HALF_DTYPES
         for sizes in ((64, 64), (128, 128), (192, 128), (256, 256))
     )
@@ -244,12 +244,12 @@ TILED_SOURCES = {
     t: t.make_source()
     for t in (
         *(WarpgroupVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _WARPGROUP_SIZES),
-        *(PipelinedVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _PIPELINED_SIZES),
-        TiledVariant(64, 64, 64, True),
-        TiledVariant(128, 128, 32, True),
-        TiledVariant(192, 128, 32, False),
-        TiledVariant(256, 256, 16, False),
-        WideTiledVariant(576, 512, 16, has_register_queries=True),
+        *(Pipelined16BitCacheVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _PIPELINED_SIZES),
+        KeyTiledVariant(64, 64, 64, True),
+        KeyTiledVariant(128, 128, 32, True),
+        KeyTiledVariant(192, 128, 32, False),
+        KeyTiledVariant(256, 256, 16, False),
+        WideKeyTiledVariant(576, 512, 16, has_register_queries=True),
     )
 }
 """Sources of tiled variants. The first variant that supports the sizes is the best."""

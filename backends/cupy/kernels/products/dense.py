@@ -9,7 +9,7 @@ from ....fusion.operands import Operand
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
-from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, pad_product_fields
+from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
 ROWS_PER_BLOCK = 16
 """Weight rows of a block. Each warp has two rows and all their columns."""
@@ -78,7 +78,7 @@ def launch_gemv(
         for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
     words = [
-        *pad_product_fields(fields),
+        *join_and_pad_product_words(fields),
         len(products),
         unit,
         parts,
@@ -94,7 +94,7 @@ def launch_gemv(
     launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + other_entries), 256, words)
 
 
-def launch_summed_gemv(
+def launch_gemv_with_expert_sum(
     launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
 ) -> None:
     """Launch a GEMV with the float weights of chosen experts that also sums the weighted products of each token.
@@ -111,7 +111,7 @@ def launch_summed_gemv(
         [m, o, 0, *_make_weight_stride_words(m), compute_row_stride(o)] for m, o in products
     ]
     words = [
-        *pad_product_fields(fields),
+        *join_and_pad_product_words(fields),
         1,
         NO_UNIT,
         1,

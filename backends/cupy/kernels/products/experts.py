@@ -18,13 +18,13 @@ from . import dense, packed
 from .matmul import (
     MAX_GRID_SIZE,
     has_few_slots_per_expert,
+    is_complete_packed_weight,
     is_gemv_readable,
-    is_packed_weight,
     launch_gemv,
     make_routing_fields,
 )
 from .routes import GATED_UNIT_CODES, WeightedExpertSum, WeightsAndResults
-from .same_rows import as_matrix, find_gated_unit, match_gated_products
+from .same_rows import as_matrix, find_gated_unit_as_only_reader, match_gated_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ def _fuse_expert_gated_units(launches: LaunchBuilder, flow: Dataflow, number: in
 def _fuse_expert_and_shared_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the gated units of the chosen experts and of the shared expert into one launch."""
     readers = [
-        n for n in flow.require_readers(flow.require_producer(number, 1)) if find_gated_unit(flow, n) is not None
+        n
+        for n in flow.require_readers(flow.require_producer(number, 1))
+        if find_gated_unit_as_only_reader(flow, n) is not None
     ]
     of_op = {flow.bound_instruction(n).op: n for n in reversed(readers)}
     require_supported(of_op.keys() == {"mul_mat_id", "mul_mat"}, "there are no experts of both kinds")
@@ -126,7 +128,7 @@ def _fuse_expert_and_shared_gated_units(launches: LaunchBuilder, flow: Dataflow,
     return numbers
 
 
-def _launch_expert_sum(
+def _launch_weighted_expert_sum(
     launches: LaunchBuilder,
     down: BoundInstruction,
     total: BoundInstruction,
@@ -182,23 +184,23 @@ def _launch_expert_sum(
     require_no_alias(out, [x, ids, shares, other_x, gate])
     by_token = replace(shares, tensor=replace(shares.tensor, shape=(tokens, used), strides=(used, 1)))
     summed = WeightedExpertSum(by_token, make_routing_fields(launches, down)[1], matrix, other_x, gate)
-    (packed if is_packed_weight(w) else dense).launch_summed_gemv(launches, w, x, as_matrix(out), summed)
+    (packed if is_complete_packed_weight(w) else dense).launch_summed_gemv(launches, w, x, as_matrix(out), summed)
 
 
-def _fuse_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_weighted_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the down projections of chosen experts and their weighted sum."""
     chain = match_expert_sum(flow, number)
     down, total = map(flow.bound_instruction, chain)
-    _launch_expert_sum(launches, down, total, total.out)
+    _launch_weighted_expert_sum(launches, down, total, total.out)
     return chain
 
 
-def _fuse_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_weighted_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the down projections of chosen experts and of the shared expert, and the weighted sum of all."""
     chain = match_expert_sum_with_shared(flow, number)
     down, total, both, other = (flow.bound_instruction(n) for n in chain[:4] if n is not None)
     gate = None if chain.sigmoid is None else flow.bound_instruction(chain.sigmoid).operand(0)
-    _launch_expert_sum(launches, down, total, both.out, other, gate)
+    _launch_weighted_expert_sum(launches, down, total, both.out, other, gate)
     return chain.instruction_numbers
 
 
@@ -207,7 +209,7 @@ FUSED: Mapping[str, Sequence[FusionBinder]] = {
     "mul_mat_id": (
         _fuse_expert_gated_units,
         _fuse_expert_and_shared_gated_units,
-        _fuse_expert_sum,
-        _fuse_expert_and_shared_sum,
+        _fuse_weighted_expert_sum,
+        _fuse_weighted_expert_and_shared_sum,
     ),
 }

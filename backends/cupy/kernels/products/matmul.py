@@ -35,29 +35,29 @@ TiledLauncher = Callable[..., None]
 """A function that multiplies a table of tiles: x, out, tiles, route."""
 
 
-def is_packed_weight(w: Operand) -> bool:
+def is_complete_packed_weight(w: Operand) -> bool:
     """Return whether an operand is a complete weight in packed layout, not a view of a part."""
     return w.dtype in PLANE_LAYOUTS and w.is_whole_buffer
 
 
-def _as_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
+def _as_matmul_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
     """Return a weight in a form that matmul kernels read: packed or float as it is, anything else converted."""
-    if is_packed_weight(w):
+    if is_complete_packed_weight(w):
         return w
     return w if w.dtype in dense.GEMV_SOURCE_BY_DTYPE else as_float(launches, w)
 
 
 def is_gemv_readable(w: Operand) -> bool:
     """Return whether GEMV kernels can read the weight in its stored form."""
-    return is_packed_weight(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
+    return is_complete_packed_weight(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
 
 
 def _has_tensor_core_kernel(w: Operand) -> bool:
     """Return whether there is a tensor-core kernel for the weight."""
-    return is_packed_weight(w) or w.dtype in tiled.FLOAT_DTYPES
+    return is_complete_packed_weight(w) or w.dtype in tiled.FLOAT_DTYPES
 
 
-def _choose_tiled_launcher(
+def _choose_tensor_core_launcher(
     launches: LaunchBuilder, call: BoundInstruction, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[int, TiledLauncher]:
     """Choose the launch function of a tiled matmul on tensor cores, and the maximum rows of x of its tiles.
@@ -73,15 +73,17 @@ def _choose_tiled_launcher(
     Returns:
         The maximum rows of x of a tile, and the launch function.
     """
-    is_exact = bool(call.attrs["exact"]) and not is_packed_weight(w)
-    if is_even and is_packed_weight(w) and math.prod(w.shape[:-2]) == 1:
+    is_exact = bool(call.attrs["exact"]) and not is_complete_packed_weight(w)
+    if is_even and is_complete_packed_weight(w) and math.prod(w.shape[:-2]) == 1:
         w = tiled.unpack_to_bf16_if_faster(launches, w, int(entries)) or w
     if found := tiled.choose_tile_shape(launches, w, entries, matrices, is_even):
         tile, shares = found
         terms = tiled.count_activation_terms(w.dtype, tile, is_exact)
-        return tile.entries, partial(tiled.launch_tiled_matmul, launches, w, tile=tile, shares=shares, terms=terms)
+        return tile.entries, partial(
+            tiled.launch_tiled_tensor_core_matmul, launches, w, tile=tile, shares=shares, terms=terms
+        )
     shape = packed.choose_tile_shape(w, entries, matrices)
-    return 8 * shape[0], partial(packed.launch_tiled_matmul, launches, w, shape=shape)
+    return 8 * shape[0], partial(packed.launch_int8_tiled_matmul, launches, w, shape=shape)
 
 
 def launch_gemv(
@@ -96,7 +98,7 @@ def launch_gemv(
     other_entries: int = 0,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
-    (packed if is_packed_weight(products[0][0]) else dense).launch_gemv(
+    (packed if is_complete_packed_weight(products[0][0]) else dense).launch_gemv(
         launches, products, x, entries, tokens, route, unit, other_products, other_entries
     )
 
@@ -104,7 +106,7 @@ def launch_gemv(
 # -------------------------------------------------------------------------------------------------------- mul_mat
 
 
-def _compute_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
+def _compute_weight_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
     """Return, for each matrix of `x`, the index of the weight matrix that multiplies it.
 
     If `w` has fewer matrices than `x` along an axis, adjacent matrices of `x` share a weight matrix.
@@ -118,14 +120,14 @@ def _compute_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
 
 
 def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    w, x, out = _as_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
-    matrices, tokens = _compute_matrix_indices(w, x), x.shape[-2]
+    w, x, out = _as_matmul_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    matrices, tokens = _compute_weight_matrix_indices(w, x), x.shape[-2]
     if math.prod(w.shape[:-2]) == 1:
         matrices, tokens = np.zeros(1, np.int32), math.prod(x.shape[:-1])
     even = (
         w.strides[-1] == 1 and (len(w.shape) == 2 or _has_uniform_matrix_stride(w)) and len(matrices) <= MAX_GRID_SIZE
     )
-    if not is_packed_weight(w) and (
+    if not is_complete_packed_weight(w) and (
         not even or not x.has_uniform_row_stride or (tokens > MAX_GEMV_ROWS and not _has_tensor_core_kernel(w))
     ):
         return products.launch_strided_matmul(launches, w, x, out)
@@ -135,7 +137,7 @@ def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
         # Every index is valid, so the fault fields stay 0.
         route: list[LaunchWord] = [1, 1, launches.upload_constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
         return launch_gemv(launches, [(w, out)], x, len(matrices), tokens, route)
-    size, many = _choose_tiled_launcher(launches, call, w, tokens, len(matrices), is_even=True)
+    size, many = _choose_tensor_core_launcher(launches, call, w, tokens, len(matrices), is_even=True)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
         for entry, matrix in enumerate(matrices.tolist())
@@ -155,7 +157,7 @@ def _has_uniform_matrix_stride(w: Operand) -> bool:
 
 
 def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    w, x, out = _as_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
+    w, x, out = _as_matmul_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     require_supported(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
     compute_row_stride(x), compute_row_stride(out)
     experts, total, slots = w.shape[0], _count_all_experts(call), math.prod(call.operand(2).shape)
@@ -163,7 +165,7 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     if has_few_slots_per_expert(call) or not _has_tensor_core_kernel(w):
         require_supported(slots <= MAX_GRID_SIZE, f"{slots} slots are too many for one launch")
         return launch_gemv(launches, [(w, out)], x, slots, 1, [*spread, *choice])
-    size, many = _choose_tiled_launcher(launches, call, w, slots / total, experts, is_even=False)
+    size, many = _choose_tensor_core_launcher(launches, call, w, slots / total, experts, is_even=False)
     count = experts + 1 + slots // size
     require_supported(count <= MAX_GRID_SIZE, f"{count} tiles are too many for one launch")
     tiles, order = launches.allocate_scratch((count, 4), DType.I32), launches.allocate_scratch((slots,), DType.I32)

@@ -9,12 +9,12 @@ from itertools import accumulate
 from .....graph.dtypes import DType
 from ....base import Tensor, contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import build_iteration_axes
+from ...binding.iteration_axes import build_merged_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
-from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, pad_product_fields
+from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
 CODE_BOOK_ENTRIES = {
     **{DType.IQ1_S: 2048, DType.IQ1_M: 2048},
@@ -103,7 +103,7 @@ def _count_row_units(w: Operand) -> int:
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
+def _choose_gemv_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
     """Return the number of weight rows and of 32-column blocks that a GEMV warp processes at a time.
 
     The struct ``Part`` in C++ has the same numbers.
@@ -113,7 +113,7 @@ def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
     return rows, 32 // rows * own
 
 
-def _count_shared_memory_items(columns: int, tokens: int) -> int:
+def _count_shared_activation_items(columns: int, tokens: int) -> int:
     """Return the number of shared-memory items for the quantised activations of all tokens in a GEMV.
 
     The function ``place`` in C++ computes the positions of these items.
@@ -150,7 +150,7 @@ def launch_gemv(
         other_entries: The number of additional entries.
     """
     count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
-    rows, columns = _choose_warp_tile(w.dtype, count)
+    rows, columns = _choose_gemv_warp_tile(w.dtype, count)
     groups = [count_blocks(matrix.shape[-2], rows) for matrix, _ in products]
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[LaunchWord]] = [
@@ -162,12 +162,12 @@ def launch_gemv(
     all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
     of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
     room = DEFAULT_SHARED_BYTES - count_code_book_bytes(w.dtype) - of_sums
-    fit = room // (SHARED_ITEM_BYTES * _count_shared_memory_items(8, count)) * 8 // columns
+    fit = room // (SHARED_ITEM_BYTES * _count_shared_activation_items(8, count)) * 8 // columns
     chunks = count_blocks(all_chunks, count_blocks(all_chunks, fit))
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
     words = [
-        *pad_product_fields(fields),
+        *join_and_pad_product_words(fields),
         len(products),
         unit,
         x,
@@ -177,13 +177,13 @@ def launch_gemv(
     ]
     words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
     kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    shared = SHARED_ITEM_BYTES * _count_shared_memory_items(chunks * columns, count) + of_sums
+    shared = SHARED_ITEM_BYTES * _count_shared_activation_items(chunks * columns, count) + of_sums
     launches.add_launch(
         kernel, (count_blocks(sum(groups), of_block), entries + other_entries), 32 * warps, words, shared
     )
 
 
-def launch_summed_gemv(
+def launch_gemv_with_expert_sum(
     launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
 ) -> None:
     """Launch a GEMV with the packed weights of chosen experts that also sums the weighted products of each token.
@@ -195,14 +195,14 @@ def launch_summed_gemv(
         out: Results [tokens, rows].
         summed: The factors of the products, and the weight of an additional product.
     """
-    rows, columns = _choose_warp_tile(w.dtype, 1)
+    rows, columns = _choose_gemv_warp_tile(w.dtype, 1)
     tokens, entries, groups = out.shape[0], summed.products_per_token, count_blocks(w.shape[-2], rows)
     even = count_blocks(groups, max(1, launches.multiprocessor_count // tokens))
     of_block = entries * max(1, min(even, MAX_BLOCK_RESULTS // (rows * entries)))
     chunks = count_blocks(w.shape[-1], BLOCK_COLUMNS * columns)
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
-    shared = SHARED_ITEM_BYTES * _count_shared_memory_items(
+    shared = SHARED_ITEM_BYTES * _count_shared_activation_items(
         entries * count_blocks(chunks * columns, 8) * 8, 1
     ) + 4 * rows * (MAX_GEMV_WARPS + 2 * of_block)
     room = DEFAULT_SHARED_BYTES - count_code_book_bytes(w.dtype)
@@ -212,7 +212,7 @@ def launch_summed_gemv(
         [m, o, 0, _count_row_units(m), m.shape[-2], compute_row_stride(o)] for m, o in products
     ]
     words = [
-        *pad_product_fields(fields),
+        *join_and_pad_product_words(fields),
         1,
         NO_UNIT,
         x,
@@ -258,7 +258,7 @@ def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, i
     )
 
 
-def launch_tiled_matmul(
+def launch_int8_tiled_matmul(
     launches: LaunchBuilder,
     w: Operand,
     x: Operand,
@@ -349,8 +349,8 @@ def _launch_row_dequantisation(
     """
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
-    axes = build_iteration_axes((count,), []) if ids is None else build_iteration_axes(ids.shape, [ids])
-    walk: list[LaunchWord] = [0] * 11 if ids is None else axes.make_operand_stride_fields(0, ids)
+    axes = build_merged_iteration_axes((count,), []) if ids is None else build_merged_iteration_axes(ids.shape, [ids])
+    walk: list[LaunchWord] = [0] * 11 if ids is None else axes.make_address_and_stride_fields(0, ids)
     words = [
         table,
         *_make_row_size_words(table),
@@ -359,7 +359,7 @@ def _launch_row_dequantisation(
         math.prod(table.shape[:-1]),
         compute_row_stride(out),
     ]
-    words += [*axes.axes_fields, *walk, out, *fault]
+    words += [*axes.axes_struct_fields, *walk, out, *fault]
     threads = min(256, count_blocks(max(1, columns // 8), 32) * 32)
     kernel = TILED_SOURCE_BY_DTYPE[table.dtype][
         f"unpack<{table.dtype.name}, {ID_TYPE_NAMES[ids.dtype] if ids is not None else 'i32'}>"

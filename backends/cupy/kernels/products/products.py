@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import IterationAxes, build_iteration_axes, split_tiled_axes
+from ...binding.iteration_axes import IterationAxes, build_merged_iteration_axes, split_tiled_axes_for_broadcast
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import CUDA_TYPE_NAMES, MAX_ELEMENTS, as_float
@@ -49,7 +49,7 @@ def build_matmul_batch_axes(w: Operand, x: Operand, out: Operand) -> IterationAx
         out: Results [..., m, n].
     """
     heads = [as_matrix_starts(o) for o in (w, x, out)]
-    return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, tiled_index=0))
+    return build_merged_iteration_axes(*split_tiled_axes_for_broadcast(x.shape[:-2], heads, tiled_index=0))
 
 
 def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand) -> None:
@@ -72,8 +72,8 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
     alone = m <= MAX_MATVEC_ROWS or w.dtype is not DType.F32
     splits, run = (1, k) if alone else _choose_k_split(k, math.prod(tiles) * axes.element_count)
     parts: LaunchWord = launches.allocate_scratch((axes.element_count, splits, m, n)) if splits > 1 else 0
-    words: list[LaunchWord] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.axes_fields]
-    words += [word for i, o in enumerate((w, x, out)) for word in axes.make_operand_stride_fields(i, o)]
+    words: list[LaunchWord] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.axes_struct_fields]
+    words += [word for i, o in enumerate((w, x, out)) for word in axes.make_address_and_stride_fields(i, o)]
     if m <= MAX_MATVEC_ROWS:
         kernel, rows = (
             ("across", MATVEC_THREADS)
@@ -86,7 +86,13 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
         SOURCE[f"matmul<{CUDA_TYPE_NAMES[w.dtype]}>"], (*tiles, axes.element_count * splits), 256, words
     )
     if splits > 1:
-        added: list[LaunchWord] = [m * n, splits, parts, *axes.axes_fields, *axes.make_operand_stride_fields(2, out)]
+        added: list[LaunchWord] = [
+            m * n,
+            splits,
+            parts,
+            *axes.axes_struct_fields,
+            *axes.make_address_and_stride_fields(2, out),
+        ]
         launches.add_launch(SOURCE["add_parts"], (count_blocks(m * n, 256), axes.element_count), 256, added)
     return None
 
@@ -106,11 +112,11 @@ def _choose_k_split(k: int, tiles: int) -> tuple[int, int]:
 def _bind_solve_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
     a, b, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     n, m = out.shape[-2:]
-    axes = build_iteration_axes(out.shape[:-2], [as_matrix_starts(o) for o in (a, b, out)])
+    axes = build_merged_iteration_axes(out.shape[:-2], [as_matrix_starts(o) for o in (a, b, out)])
     count = axes.element_count * m
     require_supported(count < MAX_ELEMENTS, f"{count} columns are too many for one launch")
-    words: list[LaunchWord] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.axes_fields]
-    words += [word for i, o in enumerate((a, b, out)) for word in axes.make_operand_stride_fields(i, o)]
+    words: list[LaunchWord] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.axes_struct_fields]
+    words += [word for i, o in enumerate((a, b, out)) for word in axes.make_address_and_stride_fields(i, o)]
     launches.add_launch(SOURCE["solve_triangular"], count_blocks(count, 64), 64, words)
 
 

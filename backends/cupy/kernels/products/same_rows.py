@@ -16,7 +16,7 @@ from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv
 from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 
 
-def _launch_matmuls_of_same_rows(
+def _launch_matmuls_of_same_rows_as_gemv(
     launches: LaunchBuilder, flow: Dataflow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
 ) -> None:
     """Launch several matmuls of the same few rows as one GEMV.
@@ -59,7 +59,7 @@ def as_matrix(out: Operand) -> Operand:
     return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
-def find_gated_unit(flow: Dataflow, number: int) -> int | None:
+def find_gated_unit_as_only_reader(flow: Dataflow, number: int) -> int | None:
     """Return the index of the gated unit that reads a matmul, if nothing else reads the matmul; else `None`."""
     readers = flow.find_readers(number)
     return (
@@ -77,7 +77,8 @@ def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], 
     """
     products, unit = match_gated_unit(flow, number, GATED_UNIT_CODES)
     require_supported(
-        len(products) == 2 and all(flow.is_operand_of(p, unit, k) for k, p in enumerate(products)), "a part is read"
+        len(products) == 2 and all(flow.is_whole_result_operand_of(p, unit, k) for k, p in enumerate(products)),
+        "a part is read",
     )
     require_supported(
         all(flow.bound_instruction(p).out.shape == flow.bound_instruction(unit).out.shape for p in products),
@@ -90,25 +91,31 @@ def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
     """Fuse two matmuls of the same few rows and their gated unit."""
     products, unit = match_gated_products(flow, number)
     call = flow.bound_instruction(unit)
-    _launch_matmuls_of_same_rows(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
+    _launch_matmuls_of_same_rows_as_gemv(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
     return *products, unit
 
 
 def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the matmuls that have the same few rows of x into one launch, except matmuls of gated units."""
     own = flow.bound_instruction(number)
-    require_supported(find_gated_unit(flow, number) is None, "it belongs to a gated unit")
+    require_supported(find_gated_unit_as_only_reader(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]
     for other in flow.require_readers(flow.require_producer(number, 1)):
         call = flow.bound_instruction(other)
         reads_same_rows = other > number and call.op == "mul_mat" and has_same_elements(call.operand(1), own.operand(1))
-        if not reads_same_rows or len(chosen) == MAX_PRODUCTS or find_gated_unit(flow, other) is not None:
+        if (
+            not reads_same_rows
+            or len(chosen) == MAX_PRODUCTS
+            or find_gated_unit_as_only_reader(flow, other) is not None
+        ):
             continue
         same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
         if same and flow.can_group([*chosen, other]):
             chosen.append(other)
     require_supported(len(chosen) > 1, "no other product has these rows")
-    _launch_matmuls_of_same_rows(launches, flow, chosen, [flow.bound_instruction(n).out for n in chosen], NO_UNIT)
+    _launch_matmuls_of_same_rows_as_gemv(
+        launches, flow, chosen, [flow.bound_instruction(n).out for n in chosen], NO_UNIT
+    )
     return chosen
 
 

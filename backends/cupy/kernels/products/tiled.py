@@ -112,7 +112,7 @@ SOURCES = (
 )
 
 
-def _compute_shared_bytes(dtype: DType, tile: TileShape) -> int:
+def _compute_stage_shared_bytes(dtype: DType, tile: TileShape) -> int:
     """Compute the shared-memory bytes that a block needs for its pipeline stages of weights and activations.
 
     - In general, rows have 8 additional columns, so that different rows begin in different banks.
@@ -148,7 +148,7 @@ def choose_tile_shape(
     def has_enough_tiles(tile: TileShape, shares: int, many: int) -> bool:
         """Return whether this many blocks have work, and a block has enough shared memory."""
         tiles = count_blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
-        shared_bytes = _compute_shared_bytes(w.dtype, tile) + count_code_book_bytes(w.dtype)
+        shared_bytes = _compute_stage_shared_bytes(w.dtype, tile) + count_code_book_bytes(w.dtype)
         return launches.can_allocate_shared_bytes(shared_bytes) and shares * tiles >= many
 
     if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
@@ -158,7 +158,7 @@ def choose_tile_shape(
     shares = [n for n in COLUMN_SPLITS if n <= max(1, max_shares)]
     tall = [(largest, n) for n in shares] if entries >= largest.entries else []
     if w.dtype in FLOAT_DTYPES:
-        if largest == WARPGROUP_TILE and is_even and _is_cluster_faster(w.shape[-2], int(entries)):
+        if largest == WARPGROUP_TILE and is_even and _is_cluster_faster_than_warpgroup(w.shape[-2], int(entries)):
             both = [*((CLUSTER_TILE, n) for n in shares), *tall]
             tall = sorted(both, key=lambda choice: choice[1] > 2)  # above two only if no other choice fills a device
         return next(
@@ -202,7 +202,7 @@ def unpack_to_bf16_if_faster(launches: LaunchBuilder, w: Operand, entries: int) 
     return to
 
 
-def _is_cluster_faster(rows: int, entries: int) -> bool:
+def _is_cluster_faster_than_warpgroup(rows: int, entries: int) -> bool:
     """Return whether cluster tiles are faster than warpgroup tiles, which hold half as many rows of x.
 
     They are if both conditions hold:
@@ -215,10 +215,10 @@ def _is_cluster_faster(rows: int, entries: int) -> bool:
         entries: The number of rows of x.
     """
     room, half = (count_blocks(entries, tile.entries) * tile.entries for tile in (CLUSTER_TILE, WARPGROUP_TILE))
-    return _choose_cluster_size(count_blocks(rows, CLUSTER_TILE.rows)) > 1 and 4 * room <= 5 * half
+    return _choose_cluster_size_with_few_idle_blocks(count_blocks(rows, CLUSTER_TILE.rows)) > 1 and 4 * room <= 5 * half
 
 
-def _choose_cluster_size(row_blocks: int) -> int:
+def _choose_cluster_size_with_few_idle_blocks(row_blocks: int) -> int:
     """Choose the largest number of blocks in a cluster for which rounding up leaves almost no block without work.
 
     A cluster has complete blocks, so the last one may have blocks without weight rows. At most 1/8 of `row_blocks` may
@@ -293,7 +293,7 @@ def _select_tiled_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelIns
     ]
 
 
-def launch_tiled_matmul(
+def launch_tiled_tensor_core_matmul(
     launches: LaunchBuilder,
     w: Operand,
     x: Operand,
@@ -320,7 +320,7 @@ def launch_tiled_matmul(
     taken_apart, undo = _split_activations_into_terms(launches, w, x, terms, tile, tiles.shape[0])
     rows, count = w.shape[-2], math.prod(out.shape[:-1])
     row_blocks = count_blocks(rows, tile.rows)
-    cluster = _choose_cluster_size(row_blocks) if tile == CLUSTER_TILE else 1
+    cluster = _choose_cluster_size_with_few_idle_blocks(row_blocks) if tile == CLUSTER_TILE else 1
     grid = (tiles.shape[0], count_blocks(row_blocks, cluster) * cluster, shares)
     run = count_blocks(w.shape[-1], shares * STAGE_COLUMNS) * STAGE_COLUMNS
     parts = None
@@ -340,7 +340,7 @@ def launch_tiled_matmul(
         rows if parts else compute_row_stride(out),
     ]
     words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
-    kernel, shared_bytes = _select_tiled_kernel(w.dtype, tile, terms), _compute_shared_bytes(w.dtype, tile)
+    kernel, shared_bytes = _select_tiled_kernel(w.dtype, tile, terms), _compute_stage_shared_bytes(w.dtype, tile)
     launches.add_launch(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
     if parts:
         words = [parts, out, shares, count * rows, rows, compute_row_stride(out)]

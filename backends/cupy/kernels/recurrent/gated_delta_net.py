@@ -24,7 +24,14 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count
 from ...device.device_limits import KIB
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import as_float
-from .states import RECURRENT_HEADER, STATES_SOURCE, StateOperands, bind_states, is_vector_aligned, make_rows_fields
+from .states import (
+    RECURRENT_HEADER,
+    STATES_SOURCE,
+    StateOperands,
+    bind_states_and_prepare_memory,
+    is_vector_aligned,
+    make_rows_struct_fields,
+)
 
 DELTA_NET_THREADS = 128
 TOKENS_PER_TILE = 8
@@ -153,16 +160,16 @@ def launch_delta_rule_by_token(
     tile = min(TOKENS_PER_TILE, max(rule.tokens, 1))
     token = 2 * size + (size if rule.has_channel_decay else 0) + block_rows + 4
     words = [
-        *make_rows_fields(rule.q),
-        *make_rows_fields(rule.k),
-        *make_rows_fields(rule.v),
-        *make_rows_fields(rule.g),
-        *make_rows_fields(rule.beta, 2),
-        *make_rows_fields(rule.out),
+        *make_rows_struct_fields(rule.q),
+        *make_rows_struct_fields(rule.k),
+        *make_rows_struct_fields(rule.v),
+        *make_rows_struct_fields(rule.g),
+        *make_rows_struct_fields(rule.beta, 2),
+        *make_rows_struct_fields(rule.out),
     ]
     words += [
         *begin,
-        *carried.make_snapshot_fields(),
+        *carried.make_fields_without_newer_snapshots(),
         *carried.fault_fields,
         rule.tokens,
         rule.k.shape[-2],
@@ -202,7 +209,7 @@ CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkVariant:
+class ChunkedDeltaRuleVariant:
     """A variant of the kernels that process the delta rule in chunks of tokens.
 
     - `size`: the size of a key.
@@ -259,19 +266,19 @@ class ChunkVariant:
 
 
 CHUNK_VARIANTS = tuple(
-    ChunkVariant(size, c, x) for size in CHUNKED_KEY_SIZES for c in (False, True) for x in (True, False)
+    ChunkedDeltaRuleVariant(size, c, x) for size in CHUNKED_KEY_SIZES for c in (False, True) for x in (True, False)
 )
 _CHUNK_HEADERS = (RECURRENT_HEADER, CHUNKS_FILE)
-PREPARE_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
+PREPARE_SOURCES: Mapping[ChunkedDeltaRuleVariant, KernelSource] = MappingProxyType(
     {c: KernelSource("gated_delta_net_prepare.cu", (c.prepare_name,), before=_CHUNK_HEADERS) for c in CHUNK_VARIANTS}
 )
-SCAN_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
+SCAN_SOURCES: Mapping[ChunkedDeltaRuleVariant, KernelSource] = MappingProxyType(
     {
         c: KernelSource(SCAN_FILE, tuple(map(c.format_scan_name, SLICE_ROWS)), before=_CHUNK_HEADERS)
         for c in CHUNK_VARIANTS
     }
 )
-CLUSTER_SCAN_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
+CLUSTER_SCAN_SOURCES: Mapping[ChunkedDeltaRuleVariant, KernelSource] = MappingProxyType(
     {
         c: KernelSource(
             "gated_delta_net_clusters.cu",
@@ -294,7 +301,7 @@ def uses_chunk_kernels(rule: DeltaRuleOperands, tokens: int) -> bool:
 
 
 def allocate_chunk_scratch(
-    launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkVariant
+    launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkedDeltaRuleVariant
 ) -> tuple[Operand, Operand]:
     """Allocate scratch for all chunks of `tokens` tokens: an array for keys, and one for data of the value heads."""
     count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
@@ -308,7 +315,7 @@ def launch_delta_rule_by_chunks(
     rule: DeltaRuleOperands,
     carried: StateOperands,
     memory: tuple[Operand, Operand],
-    chunk: ChunkVariant,
+    chunk: ChunkedDeltaRuleVariant,
     values: int | None = None,
 ) -> None:
     """Launch the delta rule for all tokens in chunks; the final state becomes the oldest snapshot.
@@ -323,10 +330,10 @@ def launch_delta_rule_by_chunks(
     """
     count, heads, sequences = count_blocks(rule.tokens, CHUNK_TOKENS), rule.value_heads, rule.sequences
     words = [
-        *make_rows_fields(rule.q),
-        *make_rows_fields(rule.k),
-        *make_rows_fields(rule.g),
-        *make_rows_fields(rule.beta, 2),
+        *make_rows_struct_fields(rule.q),
+        *make_rows_struct_fields(rule.k),
+        *make_rows_struct_fields(rule.g),
+        *make_rows_struct_fields(rule.beta, 2),
         *memory,
     ]
     together = _choose_heads_per_block(rule)
@@ -335,14 +342,14 @@ def launch_delta_rule_by_chunks(
     launches.add_launch(
         chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, chunk.compute_prepare_shared_bytes(together)
     )
-    values = values or _choose_state_slice_rows(launches, rule, chunk)
+    values = values or _choose_state_rows_per_scan_block(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.value_heads_per_key_head)
     words = [
         *memory,
-        *make_rows_fields(rule.v),
-        *make_rows_fields(rule.out),
+        *make_rows_struct_fields(rule.v),
+        *make_rows_struct_fields(rule.out),
         *carried.begin_fields,
-        *carried.make_snapshot_fields(carried.snapshots - 1),
+        *carried.make_fields_without_newer_snapshots(carried.snapshots - 1),
     ]
     words += [carried.snapshots, *carried.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
     slices = rule.value_size // values
@@ -364,16 +371,18 @@ def _choose_heads_per_block(rule: DeltaRuleOperands) -> int:
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
 
-def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkVariant) -> bool:
+def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> bool:
     """Return whether blocks of both chunk kernels can fit into the shared memory of the device."""
     return launches.can_allocate_shared_bytes(
         chunk.compute_prepare_shared_bytes(_choose_heads_per_block(rule))
     ) and launches.can_allocate_shared_bytes(
-        chunk.compute_scan_shared_bytes(_choose_state_slice_rows(launches, rule, chunk))
+        chunk.compute_scan_shared_bytes(_choose_state_rows_per_scan_block(launches, rule, chunk))
     )
 
 
-def _choose_state_slice_rows(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkVariant) -> int:
+def _choose_state_rows_per_scan_block(
+    launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant
+) -> int:
     """Choose how many state rows a scan block has: as many as fit into shared memory and leave enough blocks.
 
     Many rows are better, because each block reads all prepared values.
@@ -403,10 +412,10 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
         rule: The other operands.
         exact: Whether operands in chunks are pairs of bfloat16 numbers.
     """
-    carried = bind_states(launches, call, rule.sequences, rule.tokens)
+    carried = bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
     first = rule.tokens - last
-    chunk = ChunkVariant(rule.key_size, rule.has_channel_decay, exact)
+    chunk = ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, exact)
     if uses_chunk_kernels(rule, first) and _can_fit_shared_memory(launches, rule, chunk):
         memory = allocate_chunk_scratch(launches, rule, first, chunk)
         if rule.is_vector_aligned:
@@ -434,7 +443,7 @@ def _fuse_state_save_and_delta_rule(launches: LaunchBuilder, flow: Dataflow, num
     require_supported(not uses_chunk_kernels(rule, rule.tokens), "prompts go by chunks")
     require_no_alias(save.out, [*sources, state])
     launches.number = writer
-    carried = bind_states(launches, call, rule.sequences, rule.tokens)
+    carried = bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
     launch_delta_rule_by_token(launches, rule, carried.begin_fields, carried, carried.stored_snapshots, save.out)
     return number, writer
 

@@ -11,7 +11,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import as_float
-from .states import RECURRENT_HEADER, bind_states, make_rows_fields
+from .states import RECURRENT_HEADER, bind_states_and_prepare_memory, make_rows_struct_fields
 
 VALUE_WARPS, COLUMN_WARPS = 8, 16
 ELEMENTS_PER_LANE = (1, 2, 4, 8, 0)
@@ -51,18 +51,26 @@ def _bind_ssm_scan(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, dt, a, b, c = _as_float_operands(launches, call, 5)
     require_supported(a.is_dense, "rates have to be dense")
     none: list[LaunchWord] = [0] * 10
-    walked = [*make_rows_fields(x), *make_rows_fields(dt, 2), *make_rows_fields(b), *make_rows_fields(c), *none]
+    walked = [
+        *make_rows_struct_fields(x),
+        *make_rows_struct_fields(dt, 2),
+        *make_rows_struct_fields(b),
+        *make_rows_struct_fields(c),
+        *none,
+    ]
     heads = x.shape[-2]
-    _launch_recurrence_by_value(launches, call, x, walked, a, heads // max(b.shape[-2], 1), b.shape[-1], a.shape[-1])
+    _launch_recurrence_with_warp_per_value_row(
+        launches, call, x, walked, a, heads // max(b.shape[-2], 1), b.shape[-1], a.shape[-1]
+    )
 
 
 def _bind_rwkv_wkv7(launches: LaunchBuilder, call: BoundInstruction) -> None:
     r, decay, k, v, a, b = _as_float_operands(launches, call, 6)
-    walked = [word for x in (v, decay, k, r, a, b) for word in make_rows_fields(x)]
-    _launch_recurrence_by_value(launches, call, v, walked, None, 1, k.shape[-1], 1)
+    walked = [word for x in (v, decay, k, r, a, b) for word in make_rows_struct_fields(x)]
+    _launch_recurrence_with_warp_per_value_row(launches, call, v, walked, None, 1, k.shape[-1], 1)
 
 
-def _launch_recurrence_by_value(
+def _launch_recurrence_with_warp_per_value_row(
     launches: LaunchBuilder,
     call: BoundInstruction,
     x: Operand,
@@ -85,13 +93,13 @@ def _launch_recurrence_by_value(
         rates_per_head: Decay rates of a head: 1, or one for each element of a key.
     """
     *leading, tokens, heads, values = x.shape
-    carried = bind_states(launches, call, prod(leading), tokens, operand=5 if a is not None else 6)
+    carried = bind_states_and_prepare_memory(launches, call, prod(leading), tokens, operand=5 if a is not None else 6)
     words = [
         *token_fields,
-        *make_rows_fields(call.out),
+        *make_rows_struct_fields(call.out),
         0 if a is None else a,
         *carried.begin_fields,
-        *carried.make_snapshot_fields(),
+        *carried.make_fields_without_newer_snapshots(),
         *carried.fault_fields,
     ]
     words += [tokens, heads, max(heads_per_group, 1), values, keys, rates_per_head]
@@ -108,15 +116,17 @@ def _launch_recurrence_by_value(
 def _bind_rwkv_wkv6(launches: LaunchBuilder, call: BoundInstruction) -> None:
     k, v, r, bonus, decay, state = _as_float_operands(launches, call, 6)
     require_supported(bonus.is_dense, "the bonus has to be dense")
-    _launch_recurrence_by_key(launches, call, [k, v, r, decay], state, bonus, 1.0)
+    _launch_recurrence_with_lane_per_value_column(launches, call, [k, v, r, decay], state, bonus, 1.0)
 
 
 def _bind_gated_linear_attn(launches: LaunchBuilder, call: BoundInstruction) -> None:
     k, v, q, g, state = _as_float_operands(launches, call, 5)
-    _launch_recurrence_by_key(launches, call, [k, v, q, g], state, None, float(float_attribute(call.attrs, "scale")))
+    _launch_recurrence_with_lane_per_value_column(
+        launches, call, [k, v, q, g], state, None, float(float_attribute(call.attrs, "scale"))
+    )
 
 
-def _launch_recurrence_by_key(
+def _launch_recurrence_with_lane_per_value_column(
     launches: LaunchBuilder,
     call: BoundInstruction,
     token_operands: list[Operand],
@@ -138,7 +148,7 @@ def _launch_recurrence_by_key(
     require_supported(state.is_dense and new.is_dense, "states have to be dense")
     *leading, tokens, heads, values = v.shape
     keys = token_operands[0].shape[-1]
-    words = [word for x in (*token_operands, call.out) for word in make_rows_fields(x)]
+    words = [word for x in (*token_operands, call.out) for word in make_rows_struct_fields(x)]
     words += [0 if bonus is None else bonus, state, new, tokens, heads, keys, values, scale]
     grid = count_blocks(values, 32), heads, prod(leading)
     kernel = KEY_SOURCE[

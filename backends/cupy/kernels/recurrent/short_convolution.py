@@ -17,7 +17,7 @@ from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import as_float
-from .states import RECURRENT_HEADER, is_vector_aligned, make_rows_fields
+from .states import RECURRENT_HEADER, is_vector_aligned, make_rows_struct_fields
 
 CONVOLUTION_THREADS = 256
 TOKENS_PER_THREAD = 16
@@ -45,8 +45,8 @@ def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, w, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     *leading, tokens, channels = out.shape
     words = [
-        *make_rows_fields(_add_head_axis(x)),
-        *make_rows_fields(_add_head_axis(out)),
+        *make_rows_struct_fields(_add_head_axis(x)),
+        *make_rows_struct_fields(_add_head_axis(out)),
         w,
         *w.strides,
         tokens,
@@ -127,9 +127,9 @@ def launch_delta_net_inputs(
     value_heads = inputs.v.shape[-2]
     heads_of_block = CONVOLUTION_THREADS * 4 // size
     words = [
-        *make_rows_fields(_add_head_axis(x)),
-        *make_rows_fields(alpha),
-        *make_rows_fields(beta),
+        *make_rows_struct_fields(_add_head_axis(x)),
+        *make_rows_struct_fields(alpha),
+        *make_rows_struct_fields(beta),
         alpha.shape[-1],
         layer.w,
         0 if valid is None else valid,
@@ -146,7 +146,7 @@ def launch_delta_net_inputs(
         inputs.g,
         inputs.beta,
     ]
-    words += [*make_rows_fields(inputs.v), *fault, tokens, key_heads, value_heads, eps]
+    words += [*make_rows_struct_fields(inputs.v), *fault, tokens, key_heads, value_heads, eps]
     grid = (
         count_blocks(tokens, TOKENS_PER_THREAD),
         count_blocks(2 * key_heads + value_heads, heads_of_block) + 1,
@@ -172,7 +172,16 @@ def launch_gated_rms_norm(
     require_supported(size in NORM_SIZES, f"heads of {size} have no gated norm")
     sequences = prod(leading)
     lanes = min(size // 4, 32)
-    words = [*make_rows_fields(x), *make_rows_fields(z), *make_rows_fields(out), w, sequences, tokens, heads, eps]
+    words = [
+        *make_rows_struct_fields(x),
+        *make_rows_struct_fields(z),
+        *make_rows_struct_fields(out),
+        w,
+        sequences,
+        tokens,
+        heads,
+        eps,
+    ]
     grid = count_blocks(sequences * tokens * heads, CONVOLUTION_THREADS // lanes)
     launches.add_launch(NORM_SOURCE[f"gated_norm<{size}>"], grid, CONVOLUTION_THREADS, words)
 
@@ -181,7 +190,7 @@ def launch_gated_rms_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class _GateInstructions:
+class _DecayAndRateInstructions:
     """The indices of the instructions that compute log decays and learning rates; `None` for a copy that is absent."""
 
     shifted: int
@@ -194,13 +203,19 @@ class _GateInstructions:
     dense_beta: int | None
 
 
-def _match_gates(flow: Dataflow, rule: int) -> _GateInstructions:
+def _match_gates(flow: Dataflow, rule: int) -> _DecayAndRateInstructions:
     decay, beta = flow.require_producer(rule, 3), flow.require_producer(rule, 4)
     rates, logistic = flow.require_producer(decay, 0), flow.require_producer(beta, 0)
     steps = flow.require_producer(rates, 0)
     shifted = flow.require_producer(steps, 0)
-    gates = _GateInstructions(
-        shifted, steps, rates, decay, logistic, beta, *(_find_dense_copy(flow, n) for n in (shifted, logistic))
+    gates = _DecayAndRateInstructions(
+        shifted,
+        steps,
+        rates,
+        decay,
+        logistic,
+        beta,
+        *(_find_dense_copy_for_only_reader(flow, n) for n in (shifted, logistic)),
     )
     require_supported(flow.require_sole_reader(gates.shifted, "softplus") == steps, "the steps are made otherwise")
     require_supported(
@@ -215,7 +230,7 @@ def _match_gates(flow: Dataflow, rule: int) -> _GateInstructions:
     return gates
 
 
-def _find_dense_copy(flow: Dataflow, reader: int) -> int | None:
+def _find_dense_copy_for_only_reader(flow: Dataflow, reader: int) -> int | None:
     """Return the instruction that makes a contiguous copy which only instruction `reader` reads, or `None`."""
     maker = flow.require_producer(reader, 0)
     return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
@@ -259,7 +274,16 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
         (silu, q, k),
         fault,
     )
-    chain = [number, last, conv, silu, q, k, *(getattr(gates, name) for name in _GateInstructions.__slots__), save]
+    chain = [
+        number,
+        last,
+        conv,
+        silu,
+        q,
+        k,
+        *(getattr(gates, name) for name in _DecayAndRateInstructions.__slots__),
+        save,
+    ]
     return [n for n in chain if n is not None]
 
 
@@ -273,7 +297,7 @@ class _MatchedConvolution:
     both: BoundInstruction
     conv: BoundInstruction
     next_rows: BoundInstruction
-    gates: _GateInstructions
+    gates: _DecayAndRateInstructions
 
 
 def _launch_matched_delta_net_inputs(

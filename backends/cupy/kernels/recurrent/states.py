@@ -18,7 +18,7 @@ STATES_SOURCE = KernelSource("states.cu", ("shelter",), before=(RECURRENT_HEADER
 SHELTER_THREADS = 256
 
 
-def make_rows_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
+def make_rows_struct_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
     """Return the fields of the C struct `Rows` for x [..., tokens, heads, elements]: its address and strides.
 
     Args:
@@ -67,7 +67,7 @@ class StateOperands:
     slots: Operand | None
     fault_fields: tuple[LaunchWord, ...]
 
-    def make_snapshot_fields(self, snapshot: int = 0) -> list[LaunchWord]:
+    def make_fields_without_newer_snapshots(self, snapshot: int = 0) -> list[LaunchWord]:
         """Return the fields of the C struct `States` without the snapshots that are newer than snapshot `snapshot`.
 
         In the struct, state ``n * snapshots`` is snapshot `snapshot` of sequence n.
@@ -82,10 +82,10 @@ class StateOperands:
 
     def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
         """Return the fields of the C struct `Beginning` for a launch that resumes from a snapshot."""
-        return [*self.make_snapshot_fields(snapshot), self.snapshots, 0, 0]
+        return [*self.make_fields_without_newer_snapshots(snapshot), self.snapshots, 0, 0]
 
 
-def bind_states(
+def bind_states_and_prepare_memory(
     launches: LaunchBuilder, call: BoundInstruction, sequences: int, tokens: int, operand: int = 5
 ) -> StateOperands:
     """Bind the states of a recurrence as operands, and add the launches that prepare the memory of the states.
