@@ -17,7 +17,8 @@ from types import MappingProxyType
 
 from ..backends import find_device
 from ..backends.progress_bar import open_progress_bar
-from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
+from ..frontends.flag_values import parse_natural, parse_positive
+from ..frontends.terminal.arguments import CommandParser, describe_os_error
 from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY

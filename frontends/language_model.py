@@ -16,8 +16,8 @@ from ..graph import validate_arguments
 from ..graph.old_names import RenamedAttribute
 from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
-from .adapters import ScaledFile
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
+from .config_options import describe_options, takes_config
 from .errors import ModelError
 from .generation import speculative
 from .generation.generate import GenerationParams, generate_texts, sample_tokens, stream_text
@@ -27,9 +27,10 @@ from .gguf.tokenization.tokenizer import Tokenizer, has_vocabulary, tokenizer_fr
 from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling_function
 from .inference.prefill_chunks import TokenIds, convert_to_token_ids
 from .inference.saved_state import convert_os_errors, load_state, save_state
-from .inference.session import DEFAULT_BATCH, F32, DeviceGroup, Session
+from .inference.session import F32, Session
 from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device_and_kind
 from .open_model import open_adapted_model, open_model, open_session
+from .run_config import RunConfig
 from .serving.requests import GenerationRequest, TokenEvent
 from .serving.running_requests import make_token_event
 from .serving.shared_engine import SharedEngine, can_share_steps
@@ -47,21 +48,8 @@ class Model:
     call is read from there on. A forked process opens a model of its own. Raises `hocket.ModelError` if a file or an
     option cannot be used, or if a text is longer than the context.
 
-    Args:
-        path: A GGUF file, a Hugging Face folder, or `None` for the embedded model.
-        devices, split_mode, tensor_split, place: The devices and how they share the model, as in `hocket.plan`.
-        context, batch: Maximum tokens of a text, and prompt tokens of one run.
-        threads: Threads of each device; by default the devices share the processors.
-        exact: Compute in float32 throughout. SmolLM2 on three devices differs by an NMSE of 5e-4, with `exact` by
-            2.5e-13.
-        fast: Let backends round to 16 bits where they compute exactly by default.
-        cache_type_k, cache_type_v: Dtypes of cached keys and values: f16, f32, bf16, q8_0, q4_0. Default: f16, or f32
-            if `exact`.
-        keep_packed: Keep packed weights on disk for later processes.
-        draft, draft_max: The file of a small model with the same tokens that drafts up to `draft_max` (4) tokens. With
-            `draft_max` alone the MTP blocks of the model draft them.
-        lora, control_vectors: Files, or pairs of a file and its scale; all add up.
-        control_layers: The first and the last layer that control vectors change.
+    The arguments are the fields of `run_config.RunConfig`. `path` is a GGUF file, a Hugging Face folder, or `None` for
+    the embedded model.
 
     >>> with hocket.Model() as model:
     ...     text = "".join(model.generate("It is a truth", max_tokens=8, temperature=0))
@@ -71,43 +59,13 @@ class Model:
 
     _first = RenamedAttribute("session")
 
-    @validate_arguments(
-        ModelError,
-        devices=TEXT | list_of(TEXT, "a sequence of texts"),
-        tensor_split=list_of(ANY, "a sequence"),
-        draft=instance_of(str, Path) | NONE,
-        draft_max=integer_between(1) | NONE,
-    )
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        devices: str | Sequence[str] = "cpu:0",
-        split_mode: str = "auto",
-        tensor_split: Sequence[float] = (),
-        place: Sequence[tuple[str, str]] = (),
-        context: int | None = None,
-        batch: int = DEFAULT_BATCH,
-        threads: int | None = None,
-        exact: bool = False,
-        fast: bool = False,
-        cache_type_k: str | None = None,
-        cache_type_v: str | None = None,
-        keep_packed: bool = False,
-        draft: str | Path | None = None,
-        draft_max: int | None = None,
-        lora: Sequence[ScaledFile] = (),
-        control_vectors: Sequence[ScaledFile] = (),
-        control_layers: tuple[int, int] | None = None,
-    ) -> None:
-        names, shares = tuple(devices.split(",") if isinstance(devices, str) else devices), tuple(tensor_split)
-        computed = {"exact": exact, "fast": fast, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
-        computed["keep_packed"] = keep_packed
-        group = DeviceGroup(names, split_mode, shares, place, threads, **computed)  # type: ignore[arg-type]  # it checks
-        model = open_adapted_model(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
+    @validate_arguments(ModelError)
+    @takes_config(RunConfig)
+    def __init__(self, config: RunConfig) -> None:
+        model, draft, draft_max = open_adapted_model(config), config.draft, config.draft_max
         self._model = model.with_mtp_blocks() if draft is None and draft_max else model
-        self._group, self._lock = group, threading.Lock()
-        first = open_session(self._model, on=group, context=context, batch=batch)
+        self._group, self._lock = config.group, threading.Lock()
+        first = open_session(self._model, on=self._group, context=config.context, batch=config.batch)
         self._idle_sessions, self._draft_max = IdleSessions(first), draft_max or speculative.DEFAULT_DRAFT_TOKENS
         self._drafting = None if draft is None else self._open_draft_session(draft)
         self._can_share_steps = draft is None and can_share_steps(first)
@@ -457,3 +415,6 @@ class Model:
             if self._shared_engine is None or self._shared_engine.failure:
                 self._shared_engine = SharedEngine(first, shares_states=self._idle_sessions.withdraw_first())
             return self._shared_engine
+
+
+Model.__doc__ = f"{Model.__doc__}\n    Args:\n{describe_options(RunConfig)}"

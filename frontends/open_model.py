@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import as_file, files
@@ -12,12 +11,13 @@ from pathlib import Path
 from ..backends.progress_bar import is_progress_visible, open_progress_bar
 from ..distributed import SINGLE_PROCESS, World
 from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
-from .adapters import ScaledFile, read_adapters
+from .adapters import read_adapters
 from .errors import ModelError
 from .gguf import Gguf, open_gguf
-from .inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT, DeviceGroup, LoadProgress, Session
+from .inference.session import DEFAULT_CONTEXT, LoadProgress, Session
 from .inference.value_watch import StepWatch
 from .models import Model, load_model
+from .run_config import DEFAULT_BATCH, DeviceGroup, RunConfig
 from .safetensors import is_model_folder, open_folder
 
 EMBEDDED_MODEL_FILE = "hocket-tiny-q8_0.gguf"
@@ -49,32 +49,20 @@ def open_model_file(path: str | Path, *, header_only: bool = False) -> Gguf:
     return open_folder(path) if is_model_folder(path) else open_gguf(path, header_only=header_only)
 
 
-def open_adapted_model(
-    path: str | Path | None,
-    *,
-    lora: Sequence[ScaledFile] = (),
-    control_vectors: Sequence[ScaledFile] = (),
-    control_layers: tuple[int, int] | None = None,
-) -> Model:
-    """Open the model in a GGUF file, or the embedded model, with LoRA adapters and control vectors.
-
-    Args:
-        path: The model file; `None` is the embedded model.
-        lora: Files, or pairs of a file and its scale. All add up.
-        control_vectors: Files, or pairs of a file and its scale. All add up.
-        control_layers: The first and the last block after which control vectors are added.
+def open_adapted_model(config: RunConfig) -> Model:
+    """Open the model of a configuration, with its LoRA adapters and control vectors.
 
     Raises:
         ModelError: A file does not fit the model. A session checks later that all changed matrices are used.
     """
-    model = open_model(path)
+    model = open_model(config.path)
     adapters = read_adapters(
         model.gguf,
         model.hyper.width,
         model.layer_count_without_mtp,
-        lora=lora,
-        control_vectors=control_vectors,
-        control_layers=control_layers,
+        lora=config.lora,
+        control_vectors=config.control_vectors,
+        control_layers=config.control_layers,
     )
     return replace(model, adapters=adapters)
 

@@ -27,6 +27,14 @@ def to_json(graph: Graph) -> str:
 
     Operands are pairs [node number, result number].
     """
+    data = graph_to_data(graph)
+    rows = ",\n    ".join(json.dumps(node, allow_nan=False) for node in data["nodes"])
+    ends = f'"outputs": {json.dumps(data["outputs"])},\n  "updates": {json.dumps(data["updates"])}'
+    return f'{{\n  "format": "{GRAPH_JSON_FORMAT}",\n  "nodes": [\n    {rows}\n  ],\n  {ends}\n}}'
+
+
+def graph_to_data(graph: Graph) -> dict[str, Any]:
+    """Return a graph as plain data for JSON, which `graph_from_data` reads."""
     number = {node: i for i, node in enumerate(graph.nodes)}
 
     def ref(value: Value | None) -> list[int] | None:
@@ -44,16 +52,23 @@ def to_json(graph: Graph) -> str:
     ]
     outputs = {name: ref(v) for name, v in graph.outputs.items()}
     updates = [[ref(old), ref(new)] for old, new in graph.updates.items()]
-    rows = ",\n    ".join(json.dumps(node, allow_nan=False) for node in nodes)
-    ends = f'"outputs": {json.dumps(outputs)},\n  "updates": {json.dumps(updates)}'
-    return f'{{\n  "format": "{GRAPH_JSON_FORMAT}",\n  "nodes": [\n    {rows}\n  ],\n  {ends}\n}}'
+    return {"format": GRAPH_JSON_FORMAT, "nodes": nodes, "outputs": outputs, "updates": updates}
 
 
 @validate_arguments(GraphError, text=TEXT)
 def from_json(text: str) -> Graph:
     """Build the graph from the JSON text of `to_json`. Raises `GraphError` for any other text."""
+    return graph_from_data(text)
+
+
+def graph_from_data(data: Any) -> Graph:
+    """Build the graph from the plain data of `graph_to_data`, or from their JSON text.
+
+    Raises:
+        GraphError: It is no such data.
+    """
     try:
-        document = json.loads(text)
+        document = json.loads(data) if isinstance(data, str) else data
         if document["format"] != GRAPH_JSON_FORMAT:
             raise GraphError(f"format is {document['format']!r}; this reads {GRAPH_JSON_FORMAT}")
         nodes: list[Node] = []

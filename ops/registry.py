@@ -23,12 +23,14 @@ from .recurrent import gated_delta_net, linear_attention
 from .reduction import norms, reductions, sorting
 
 R = TypeVar("R", Value, tuple[Value, Value])
-OP_MODULES = (
+OP_FAMILIES = (
     *(views, binary, unary, activations, gated_units, norms, reductions, sorting, matmul, rows, arrange),
     *(triangular, generators, comparisons, integers, gather_scatter, sliding_windows),
-    *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer, collectives),
+    *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer),
 )
-"""The modules with the ops of hocket, one for each family."""
+"""The modules with the ops that graphs of users have, one for each family. `hocket.ops` has these ops."""
+OP_MODULES = (*OP_FAMILIES, collectives)
+"""The modules with all ops of hocket."""
 
 BUILTIN_OPS = {op.name: op for module in OP_MODULES for op in vars(module).values() if isinstance(op, Op)}
 """The ops of hocket by name."""
@@ -130,6 +132,13 @@ def find_inplace_operand(result: Value) -> Value | None:
     return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
+def find_view_base(value: Value) -> Value:
+    """Return the value that has the memory of `value`, through any number of views such as reshapes and transposes."""
+    while not value.node.is_leaf and op_of(value.node).is_view:
+        value = value.node.inputs[0]
+    return value
+
+
 def find_storage_kind(value: Value) -> str:
     """Return the storage kind of a value: its role in the graph, from which a backend chooses the storage dtype.
 
@@ -141,12 +150,11 @@ def find_storage_kind(value: Value) -> str:
     if node.is_leaf:
         return node.op
     while not node.is_leaf:
-        declared = op_of(node)
-        if declared.is_view:
-            value = node.inputs[0]
-            node = value.node
-            continue
-        if declared.overwritten_entries(node.attrs) is None:
+        value = find_view_base(value)
+        node = value.node
+        if node.is_leaf:
+            break
+        if op_of(node).overwritten_entries(node.attrs) is None:
             return "value"
         if (before := find_inplace_operand(value)) is None:
             return "value"

@@ -26,17 +26,17 @@ from ..graph.node import Value
 
 
 def build_ops_stub() -> str:
-    """Return the type stub of `hocket.ops`: the exports of its ``__init__.py``, with ops as functions."""
+    """Return the type stub of `hocket.ops`: the imports of its ``__init__.py``, and its ops as functions."""
     package = import_module(__package__)
     tree = ast.parse(Path(str(package.__file__)).read_bytes())
-    others, ops = [], {}
-    for node in (n for n in tree.body if isinstance(n, ast.ImportFrom)):
-        for alias in node.names:
-            exported = getattr(package, alias.asname or alias.name)
-            if isinstance(exported, Op):
-                ops[alias.asname or alias.name] = exported
-            elif node.level:
-                others.append(f"from .{node.module} import {alias.name} as {alias.asname}\n")
+    others = [
+        f"from .{node.module} import {alias.name} as {alias.asname}\n"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+        if not str(alias.asname).startswith("_")
+    ]
+    ops = {name: thing for name, thing in vars(package).items() if isinstance(thing, Op)}
     entries = "".join(line for name in sorted(ops) for line in format_op_stub(name, ops[name]))
     return HEAD + "".join(others) + "\n" + entries.rstrip("\n") + "\n"
 

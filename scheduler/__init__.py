@@ -6,69 +6,14 @@ folders use.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..graph.old_names import warn_of_old_name
 from .ir.execution_plan import SPLIT_MODE_NAMES as SPLIT_MODE_NAMES
 from .ir.execution_plan import HostOffload as HostOffload
 from .ir.execution_plan import Plan as Plan
 
-if TYPE_CHECKING:
-    from .costs.hardware import DEFAULT_HARDWARE as DEFAULT_HARDWARE
-    from .costs.hardware import Hardware as Hardware
-    from .costs.simulated_devices import parse_simulated_group as parse_simulated_group
-    from .ir.formatting import format_bytes as format_bytes
-    from .ir.formatting import format_seconds as format_seconds
-    from .ir.layout import Layout as Layout
-    from .lowering.device_plan import DevicePlan as DevicePlan
-    from .lowering.lower import lower_graph as lower_graph
-    from .measurement.compare_devices import NodeComparer as NodeComparer
-    from .measurement.compare_devices import ValueDifference as ValueDifference
-    from .measurement.compare_devices import format_surrounding_nodes as format_surrounding_nodes
-    from .measurement.observe_values import (
-        Statistics as Statistics,
-    )
-    from .measurement.observe_values import (
-        select_matching_values as select_matching_values,
-    )
-    from .measurement.observe_values import (
-        select_observed_outputs as select_observed_outputs,
-    )
-    from .measurement.observe_values import (
-        with_observed_values as with_observed_values,
-    )
-    from .pipelining.stage_times import count_pipeline_stages as count_pipeline_stages
-    from .pipelining.stage_times import estimate_pipeline_speedup as estimate_pipeline_speedup
-    from .pipelining.stage_times import format_stage_count as format_stage_count
-    from .plan_cache import plan_with_cache as plan_with_cache
-    from .planning.memory_fit import compute_missing_bytes as compute_missing_bytes
-    from .planning.memory_fit import describe_memory_problem as describe_memory_problem
-    from .planning.micro_batches import MicroBatchChoice as MicroBatchChoice
-    from .planning.micro_batches import choose_micro_batches as choose_micro_batches
-    from .planning.planner import plan as plan
-    from .planning.planner import plan_for_group as plan_for_group
-    from .planning.prefill_chunks import ChunkTimeModel as ChunkTimeModel
-    from .planning.prefill_chunks import choose_prefill_chunks as choose_prefill_chunks
-    from .planning.workload import Workload as Workload
-    from .reports.pass_dumps import PASS_DUMPS as PASS_DUMPS
-    from .reports.plan_diff import diff_plans as diff_plans
-    from .run_once import run as run
-    from .runtime.communicators import SingleDeviceComm as SingleDeviceComm
-    from .runtime.executor import Executor as Executor
-    from .runtime.executor import load as load
-    from .runtime.interrupts import DeferredInterrupts as DeferredInterrupts
-    from .runtime.interrupts import ImmediateInterrupts as ImmediateInterrupts
-    from .runtime.pipeline import PipelinedPlan as PipelinedPlan
-    from .runtime.pipeline import PipelinedRuns as PipelinedRuns
-    from .runtime.pipeline import run_pipelined as run_pipelined
-    from .runtime.store import Store as Store
-    from .runtime.trace import Trace as Trace
-    from .serialisation.plan_json import plan_from_json as plan_from_json
-    from .serialisation.plan_json import plan_to_json as plan_to_json
-    from .sharding.layer_split import compute_balanced_proportions as compute_balanced_proportions
-    from .verifier.memory.program_verifier import verify_program as verify_program
-
-_LAZY_NAMES = {
+LAZY_NAMES = {
     "run": ".run_once",
     **dict.fromkeys(("describe_memory_problem", "compute_missing_bytes"), ".planning.memory_fit"),
     **dict.fromkeys(("MicroBatchChoice", "choose_micro_batches"), ".planning.micro_batches"),
@@ -102,7 +47,10 @@ _LAZY_NAMES = {
     **dict.fromkeys(("format_bytes", "format_seconds"), ".ir.formatting"),
     "verify_program": ".verifier.memory.program_verifier",
 }
-"""The module of each name that is imported at first use. A plan from the plan cache needs no planner."""
+"""The module of each name that is imported at first use; `docs/write_stubs.py` writes a stub.
+
+A plan from the plan cache needs no planner.
+"""
 
 
 _OLD_NAMES = {
@@ -125,10 +73,10 @@ def __getattr__(name: str) -> Any:
     if name in _OLD_NAMES:
         warn_of_old_name(__name__, name, _OLD_NAMES[name])
         name = _OLD_NAMES[name]
-    if name not in _LAZY_NAMES:
+    if name not in LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY_NAMES[name], __name__), name)
+    return getattr(import_module(LAZY_NAMES[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY_NAMES})
+    return sorted({*globals(), *LAZY_NAMES})

@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..backends.capabilities import SupportsPlanCache
-from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..graph.storage.disk_cache import make_cache_path, read_cached, write_cached
 from ..ops.registry import BUILTIN_OPS
 from .costs.calibration_file import choose_calibrated_or_built_in_hardware
 from .costs.hardware import Hardware
-from .ir.execution_plan import HostOffload, PinnedNodes, Plan
-from .lowering.device_plan import DevicePlan, Devices, find_first_devices_with_same_program
+from .ir.execution_plan import HostOffload, Plan
+from .lowering.device_plan import Devices, find_first_devices_with_same_program
 from .planning.decompose import decompose_unsupported_ops
-from .serialisation.program_data import layout_from_data, layout_to_data, program_from_data, program_to_data
+from .serialisation.plan_data import build_graph_key, plan_from_data, plan_to_data
 
 if TYPE_CHECKING:
     from .planning.workload import Workload
@@ -98,7 +96,8 @@ def plan_with_cache(
         )
     if file is not None and (data := read_cached(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
-            return _name_programs_for_binding_cache(_deserialise_plan(data, graph, asked), file)
+            plan = plan_from_data(json.loads(data), lambda entry: asked[entry["device"]], graph)
+            return _name_programs_for_binding_cache(plan, file)
     from .planning.planner import plan_for_group
 
     plan = plan_for_group(
@@ -114,7 +113,9 @@ def plan_with_cache(
     )
     if file is None:
         return plan
-    write_cached(file, _serialise_plan(plan, asked))
+    numbers = {str(device): number for number, (_, device) in enumerate(asked)}
+    document = plan_to_data(plan, lambda one: {"device": numbers[str(one.device)]}, plan.graph)
+    write_cached(file, json.dumps(document, allow_nan=False, separators=(",", ":")).encode())
     return _name_programs_for_binding_cache(plan, file)
 
 
@@ -175,7 +176,7 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
     devices = [
         (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
     ]
-    return make_cache_path("plans", _build_graph_key(graph), devices, options, _list_planner_source_file_versions())
+    return make_cache_path("plans", build_graph_key(graph), devices, options, _list_planner_source_file_versions())
 
 
 def _list_planner_source_file_versions() -> list[tuple[str, int, int]]:
@@ -186,69 +187,3 @@ def _list_planner_source_file_versions() -> list[tuple[str, int, int]]:
     """
     files = sorted(file for folder in PLAN_SOURCE_FOLDERS for file in PACKAGE_FOLDER.glob(f"{folder}/*.py"))
     return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
-
-
-# ----------------------------------------------------------------------------------------------------------- as data
-
-
-def _serialise_plan(plan: Plan, group: Devices) -> bytes:
-    """Return a plan as JSON bytes for the cache; device graphs that equal the user's graph are left out."""
-    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(group)}
-    first_equal = find_first_devices_with_same_program(plan.device_plans)
-    document = {
-        "lanes": [
-            {
-                "device": numbers[str(device_plan.device)],
-                "like": first,
-                "graph": None
-                if first < number or _build_graph_key(device_plan.graph) == own
-                else to_json(device_plan.graph),
-                "program": None if first < number else program_to_data(device_plan.program),
-            }
-            for number, (device_plan, first) in enumerate(zip(plan.device_plans, first_equal, strict=True))
-        ],
-        "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
-        "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
-        "cuts": sorted(map(list, plan.sharded_factors)),
-        "reasons": list(plan.reasons),
-        "placed": [asdict(placed) for placed in plan.pinned_nodes],
-        "hardware": asdict(plan.hardware),
-        "host": None if plan.host is None else asdict(plan.host),
-        "shares": list(plan.shares),
-        "spare": list(plan.unused_devices),
-    }
-    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
-    document = json.loads(data)
-    device_plans: list[DevicePlan] = []
-    for entry in document["lanes"]:
-        backend, device = asked[entry["device"]]
-        if entry["like"] < len(device_plans):
-            equal_plan = device_plans[entry["like"]]
-            device_plans.append(DevicePlan(device, backend, equal_plan.graph, equal_plan.program))
-        else:
-            own = graph if entry["graph"] is None else from_json(entry["graph"])
-            device_plans.append(DevicePlan(device, backend, own, program_from_data(entry["program"], own)))
-    return Plan(
-        graph,
-        tuple(device_plans),
-        MappingProxyType({name: layout_from_data(layout) for name, layout in document["leaves"].items()}),
-        MappingProxyType({name: layout_from_data(layout) for name, layout in document["outputs"].items()}),
-        frozenset((name, axis, segment, place) for name, axis, segment, place in document["cuts"]),
-        tuple(document["reasons"]),
-        Hardware(**document["hardware"]),
-        tuple(PinnedNodes(p["device"], p["because"], tuple(p["nodes"])) for p in document["placed"]),
-        None if document["host"] is None else Hardware(**document["host"]),
-        tuple(document["shares"]),
-        tuple(document["spare"]),
-    )
-
-
-def _build_graph_key(graph: Graph) -> tuple[object, ...]:
-    """Return the part of a cache key that identifies a graph: its digest, its node names and the order of its outputs.
-
-    A cached plan is used for another graph only if all three are equal.
-    """
-    return graph.digest(), tuple(node.name for node in graph.nodes), tuple(graph.outputs)

@@ -17,10 +17,9 @@ from ...graph.dtypes import DType
 from ...graph.errors import StepError
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
-from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import dequantise, encode_array
-from ...ops.registry import find_storage_kind
+from ...ops.registry import find_storage_kind, find_view_base
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
 from ..capabilities import KernelCall, TimedKernel
 from ..fusion.dataflow import Dataflow
@@ -144,9 +143,7 @@ class DriverBackend:
         """Convert a value of a graph to an operand without an address; `None` stays `None`."""
         if value is None:
             return None
-        base = value
-        while not base.node.is_leaf and op_of(base.node).is_view:
-            base = base.node.inputs[0]
+        base = find_view_base(value)
         return _make_unbound_operand(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:

@@ -70,7 +70,7 @@ def _check_fixture(bench: BenchmarkDevice, name: str, entry: dict[str, object]) 
     tokens = np.load(folder / "tokens.npy").tolist()[:count]
     golden = np.load(folder / "logits.npy").astype(np.float64)[:count]
     caches = {"cache_type_k": "f32", "cache_type_v": "f32"}  # as in the llama.cpp run that wrote the goldens
-    session = Session(open_model(folder / "model.gguf"), on=DeviceGroup((str(bench.on),), **caches))
+    session = Session(open_model(folder / "model.gguf"), on=DeviceGroup(devices=(str(bench.on),), **caches))
     batch = session.evaluate([tokens], every_position=True)[0]
     session.reset(0)
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]

@@ -63,7 +63,7 @@ def _measure_model(
         yield {"step": "written", "s": time.perf_counter() - start, "GB": path.stat().st_size / 1e9}
     start, model = time.perf_counter(), open_model(path)
     context = min(model.context_length, max(*prompts, new + deep) + 8)
-    on = DeviceGroup((str(bench.on),))
+    on = DeviceGroup(devices=(str(bench.on),))
     session = Session(model, on=on, context=context, batch=max(prompts))
     nbytes = counting.count_weight_bytes_per_token(model)
     yield {"step": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}

@@ -22,10 +22,10 @@ from hocket.frontends.open_model import open_model, open_session
 
 DEVICES = ("cpu:0", "cpu:1")
 GROUP_BY_CHOICE = {
-    "one device": DeviceGroup(DEVICES[:1], threads=1),
-    "layer": DeviceGroup(DEVICES, "layer", threads=1),
-    "tensor": DeviceGroup(DEVICES, "tensor", threads=1),
-    "auto": DeviceGroup(DEVICES, "auto", threads=1),
+    "one device": DeviceGroup(devices=DEVICES[:1], threads=1),
+    "layer": DeviceGroup(devices=DEVICES, split_mode="layer", threads=1),
+    "tensor": DeviceGroup(devices=DEVICES, split_mode="tensor", threads=1),
+    "auto": DeviceGroup(devices=DEVICES, split_mode="auto", threads=1),
 }
 HEAD = (
     "model",

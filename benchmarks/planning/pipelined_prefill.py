@@ -49,8 +49,10 @@ def measure_rounds(path: Path, tokens: int, rounds: int) -> list[dict[str, objec
     """Return the seconds of the three runs in every round, after a round that warms up."""
     model = open_model(path)
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, model.vocabulary_size, tokens)]
-    one, other = (open_session(model, on=DeviceGroup(STAGE_DEVICES[:1], threads=1), context=tokens) for _ in range(2))
-    stages = open_session(model, on=DeviceGroup(STAGE_DEVICES, "layer", threads=1), context=tokens)
+    one, other = (
+        open_session(model, on=DeviceGroup(devices=STAGE_DEVICES[:1], threads=1), context=tokens) for _ in range(2)
+    )
+    stages = open_session(model, on=DeviceGroup(devices=STAGE_DEVICES, split_mode="layer", threads=1), context=tokens)
 
     def read(session: Session) -> None:
         session.evaluate([prompt])

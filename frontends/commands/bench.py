@@ -6,7 +6,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import prod
@@ -22,29 +22,27 @@ from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
 from ...ops import op_of
 from ..errors import ModelError
-from ..inference.session import DEFAULT_BATCH, DeviceGroup, Session
+from ..flag_values import parse_naturals, parse_positive, parse_positives
+from ..inference.session import Session
 from ..models import Model, Step
-from ..open_model import open_session
-from ..terminal.arguments import parse_naturals, parse_positive, parse_positives
+from ..open_model import open_adapted_model, open_session
+from ..run_config import DEFAULT_BATCH, DeviceGroup
 from ..terminal.bench_rows import ROW_FORMATS, format_benchmark_rows
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from .bench_batched import BATCHED_TABLE, BatchedBenchmark
 from .shared_flags import (
-    add_adapter_flags,
-    add_batch_flag,
-    add_cache_flags,
-    add_device_flags,
+    SESSION_OPTIONS,
     add_model_flags,
-    add_packed_flag,
+    add_option_flags,
     add_trace_flag,
-    add_transfer_dtype_flag,
-    cache_dtypes_from_flags,
-    device_group_from_flags,
-    load_model_from_flags,
+    config_from_flags,
     mark_as_multi_rank_command,
     trace_to_file,
 )
+
+BENCH_OPTIONS = SESSION_OPTIONS - {"context", "threads", "exact", "fast"}
+"""The options of a model run that all benchmarks of a call share."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -66,12 +64,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "-r", "--repetitions", type=parse_positive, default=5, metavar="N", help="timed runs of each test (5)"
     )
-    add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
-    add_device_flags(sub, sub)
-    add_adapter_flags(sub)
-    add_transfer_dtype_flag(sub)
-    add_cache_flags(sub)
-    add_packed_flag(sub)
+    add_option_flags(sub, BENCH_OPTIONS)
     sub.add_argument("-o", "--output", choices=tuple(ROW_FORMATS), default="md", help="output format (md)")
     timed = sub.add_mutually_exclusive_group()
     timed.add_argument("--profile", action="store_true", help="print the time of each kernel in a run instead")
@@ -80,12 +73,12 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model, todo = load_model_from_flags(args), list_benchmark_tests(args.prompts, args.new, args.depths)
+    config, todo = config_from_flags(args), list_benchmark_tests(args.prompts, args.new, args.depths)
+    model = open_adapted_model(config)
     work = BenchmarkSettings(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
-    computed = {"wire": args.wire, "keep_packed": args.keep_packed, **cache_dtypes_from_flags(args)}
-    groups = [device_group_from_flags(args, threads=threads, **computed) for threads in args.counts or [None]]
+    groups = [replace(config.group, threads=threads) for threads in args.counts or [None]]
     if args.parallel:
         return run_batched_benchmark(args, model, groups)
     for line in (

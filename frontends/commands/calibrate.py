@@ -14,8 +14,8 @@ from ...scheduler.measurement.calibrate import (
     measure_speeds,
 )
 from ..errors import ModelError
+from ..flag_values import parse_devices
 from ..inference.device_group import DeviceGroup, resolve_devices
-from ..terminal.arguments import parse_devices
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))

@@ -21,7 +21,7 @@ from ..gguf.metadata import LazyMetadataArray
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
 from ..models import Model
-from ..open_model import choose_context, open_model, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_final_newline
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from .perplexity import (
@@ -33,7 +33,7 @@ from .perplexity import (
     compute_token_nll,
     count_complete_chunks,
 )
-from .shared_flags import add_session_flags, broadcast_text_from_rank_0, load_model_from_flags, open_session_from_flags
+from .shared_flags import add_session_flags, broadcast_text_from_rank_0, config_from_flags, open_session_from_flags
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
@@ -48,7 +48,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model, other = load_model_from_flags(args), open_model(args.other)
+    model, other = open_adapted_model(config_from_flags(args)), open_model(args.other)
     require_same_vocabulary(model, other)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file)))

@@ -9,11 +9,11 @@ from ...graph.graph import assign_names
 from ...graph.layer_folding import find_layer_nodes
 from ...ops.text import dump
 from ...view.dot import to_dot
+from ..flag_values import parse_natural
 from ..graph_file import read_graph
 from ..inference.device_group import DeviceGroup
-from ..terminal.arguments import parse_natural
 from ..terminal.output import write_to_stdout_unless_closed
-from .shared_flags import add_batch_flag, add_cache_flags, add_context_flag, add_model_flags
+from .shared_flags import add_model_flags, add_option_flags
 
 DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
@@ -28,9 +28,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--layer", type=parse_natural, metavar="N", help="only this layer; the values that it reads become inputs"
     )
-    add_context_flag(sub)
-    add_batch_flag(sub, 1, "new tokens of the step (1)")
-    add_cache_flags(sub)
+    step = {"default": 1, "help": "new tokens of the step (1)"}
+    add_option_flags(sub, ("context", "batch", "cache_type_k", "cache_type_v"), batch=step)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,13 +10,11 @@ import sys
 import numpy as np
 
 from ..errors import ModelError
-from ..inference.session import DEFAULT_BATCH
 from ..language_model import Model
-from ..terminal.arguments import parse_natural, parse_positive
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from ..text_limits import require_nonempty_texts_fit
-from .shared_flags import add_batch_flag, add_device_flags, add_model_flags
+from .shared_flags import SESSION_OPTIONS, add_model_flags, add_option_flags, options_from_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -29,11 +27,6 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="a text; may be repeated (the lines of stdin)",
     )
-    sub.add_argument(
-        "-c", "--ctx-size", type=parse_natural, metavar="N", help="maximum tokens of a text (the context of the model)"
-    )
-    sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
-    add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
     sub.add_argument("--no-normalise", action="store_true", help="do not normalise the vectors")
     sub.add_argument(
         "-o",
@@ -42,7 +35,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         default="jsonl",
         help="a JSON list for each text, or an array [texts, width] (jsonl)",
     )
-    add_device_flags(sub, sub)
+    add_option_flags(
+        sub, SESSION_OPTIONS, context={"help": "maximum tokens of a text (at most 4096, or the context of the model)"}
+    )
 
 
 @show_compile_progress()
@@ -50,14 +45,7 @@ def run(args: argparse.Namespace) -> int:
     texts = args.prompt or _read_stdin_lines()
     if not texts:
         raise ModelError("got no text; give some with -p, or a line each on stdin")
-    where = {"devices": args.devices, "split_mode": args.split_mode, "tensor_split": args.tensor_split}
-    where |= {
-        "place": tuple(args.place),
-        "threads": args.threads,
-        "batch": args.batch,
-        "context": args.ctx_size or None,
-    }
-    with Model(args.model, **where) as model:
+    with Model(args.model, **options_from_flags(args) | {"context": args.context or None}) as model:
         ids = [model.tokenize(text) for text in texts]
         require_nonempty_texts_fit(ids, model.context, "text" if args.prompt else "line")
         vectors = model.embed(ids, normalise=not args.no_normalise)

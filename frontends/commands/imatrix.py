@@ -13,12 +13,13 @@ from tqdm import tqdm
 
 from ...graph.storage.files import require_writable
 from ..errors import ModelError
+from ..flag_values import parse_natural, parse_positive
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.product_inputs import InputEnergyWatch
 from ..inference.session import Session
-from ..open_model import choose_context, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, read_text_without_final_newline
 from ..quantisation.importance import ImportanceSums, read_importance_sums
-from ..terminal.arguments import PositionalAliasAction, parse_natural, parse_positive
+from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .perplexity import DEFAULT_CONTEXT_TOKENS, count_complete_chunks
@@ -26,7 +27,7 @@ from .shared_flags import (
     add_model_flags,
     add_session_flags,
     broadcast_text_from_rank_0,
-    load_model_from_flags,
+    config_from_flags,
     open_session_from_flags,
     trace_to_file,
 )
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def accumulate_and_write_importances(args: argparse.Namespace, sums: ImportanceSums) -> None:
     """Run the model on the text of the flags, add the sums of its products, and write them from time to time."""
-    model = load_model_from_flags(args)
+    model = open_adapted_model(config_from_flags(args))
     sources = [*model.gguf.part_paths, *([] if args.file == "-" else [args.file])]
     require_writable(args.output, sources)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)

@@ -13,17 +13,17 @@ import numpy as np
 
 from ...graph.storage.files import replacing, require_writable
 from ..errors import ModelError
+from ..flag_values import parse_token_ids
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
 from ..models import Model
-from ..open_model import choose_context
-from ..terminal.arguments import parse_token_ids
+from ..open_model import choose_context, open_adapted_model
 from ..terminal.compile_progress import show_compile_progress
 from .shared_flags import (
     add_model_flags,
     add_session_flags,
     broadcast_text_from_rank_0,
-    load_model_from_flags,
+    config_from_flags,
     open_session_from_flags,
     trace_to_file,
 )
@@ -47,7 +47,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model = load_model_from_flags(args)
+    model = open_adapted_model(config_from_flags(args))
     if args.prompt is not None:
         tokens = tokenizer_from_metadata(model.gguf.metadata).encode(args.prompt, parse_special=True)
     elif args.tokens is not None:

@@ -18,7 +18,7 @@ from ...backends.progress_bar import open_progress_bar
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
-from ..open_model import choose_context, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, read_text_without_final_newline
 from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
@@ -26,7 +26,7 @@ from .shared_flags import (
     add_model_flags,
     add_session_flags,
     broadcast_text_from_rank_0,
-    load_model_from_flags,
+    config_from_flags,
     open_session_from_flags,
     trace_to_file,
 )
@@ -50,7 +50,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model = load_model_from_flags(args)
+    model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)

@@ -32,24 +32,17 @@ from ...scheduler import (
 )
 from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware, describe_speed_source
 from ..errors import ModelError
+from ..flag_values import parse_positive
 from ..graph_file import MAX_GRAPH_FILE_BYTES, is_gguf_or_hf_folder, read_graph
-from ..inference.device_group import ONE_DEVICE, resolve_devices
+from ..inference.device_group import resolve_devices
 from ..inference.model_layout import OFFLOAD_DEVICE, create_layout_workload, find_speeds_of_first_device_alone
 from ..inference.prefill_chunks import explain_prefill_chunks
-from ..inference.session import DEFAULT_BATCH, DeviceGroup
 from ..models import Step
 from ..open_model import choose_context, open_model
-from ..terminal.arguments import parse_positive, replace_arguments_by_flag_names
+from ..run_config import ONE_DEVICE, DeviceGroup
+from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
-from .shared_flags import (
-    add_batch_flag,
-    add_cache_flags,
-    add_context_flag,
-    add_device_flags,
-    add_model_flags,
-    cache_dtypes_from_flags,
-    device_group_from_flags,
-)
+from .shared_flags import PLAN_OPTIONS, add_model_flags, add_option_flags, config_from_flags
 
 SIMULATE_HELP = "simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file"
 
@@ -62,11 +55,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         "MODEL|GRAPH",
     )
     where = sub.add_mutually_exclusive_group()
-    add_device_flags(sub, where)
     where.add_argument("--simulate", metavar="SPEC", help=SIMULATE_HELP)
-    add_context_flag(sub)
-    add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
-    add_cache_flags(sub)
+    add_option_flags(sub, PLAN_OPTIONS, devices_in=where, batch={"help": "tokens of a prefill (512)"})
     sub.add_argument(
         "--phase",
         choices=("decode", "prefill"),
@@ -102,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.out, [args.model])
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
-    on = device_group_from_flags(args, **cache_dtypes_from_flags(args))
+    on = config_from_flags(args).group
     if args.parallel > 1 and args.phase == "prefill":
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
     graph_of = partial(

@@ -12,13 +12,13 @@ from ...backends.progress_bar import open_progress_bar
 from ...graph.dtypes import DTYPE_BY_NAME, DType
 from ...graph.storage.files import require_writable
 from ...graph.validation import did_you_mean
+from ..flag_values import parse_positive
 from ..gguf import open_gguf
 from ..gguf.mapped_file import format_name_for_message
 from ..quantisation.conversion import ConversionPlan, TensorConversion, plan_conversion, write_model
 from ..quantisation.file_types import FILE_TYPES, find_writable_dtype, parse_file_type
 from ..quantisation.importance import read_importance_matrix
 from ..quantisation.type_choice import TypeRequest
-from ..terminal.arguments import parse_positive
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 

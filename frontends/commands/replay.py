@@ -13,24 +13,7 @@ from ..language_model import Model
 from ..serving.replay import LogReplay, ReplayCounts, ReplayDifferenceError, read_complete_log_lines
 from ..serving.served_model import ServedModel
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
-
-MODEL_OPTIONS = (
-    "devices",
-    "split_mode",
-    "tensor_split",
-    "place",
-    "context",
-    "batch",
-    "threads",
-    "exact",
-    "fast",
-    "cache_type_k",
-    "cache_type_v",
-    "lora",
-    "control_vectors",
-    "control_layers",
-)
-"""The arguments of `Model` in the header of a log."""
+from .shared_flags import SESSION_OPTIONS
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -81,9 +64,9 @@ def open_model_with_logged_options(header: Mapping[str, Any], path: str | None) 
         ModelError: The file has another model, or the header has wrong options.
     """
     options = header["options"]
-    if not isinstance(options, dict) or set(options) - {*MODEL_OPTIONS, "model"}:
+    if not isinstance(options, dict) or set(options) - {*SESSION_OPTIONS, "model"}:
         raise ModelError("the header of the log has unknown options; give a log of this version")
-    chosen = {name: _as_tuples(options[name]) for name in MODEL_OPTIONS if name in options}
+    chosen = {name: value for name, value in options.items() if name != "model"}
     model = Model(options["model"] if path is None else path, **chosen)
     if compute_model_digest(model.session.model) != header["model_digest"]:
         model.close()
@@ -92,10 +75,6 @@ def open_model_with_logged_options(header: Mapping[str, Any], path: str | None) 
     if served.fingerprint != header["fingerprint"]:
         write_line_to_stderr("hocket: the plans or the processor differ from those of the server; so may the results")
     return model
-
-
-def _as_tuples(value: object) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _find_tokenizer(model: Model) -> Tokenizer | None:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from ...backends.base import find_device
 from ...graph.storage.files import require_writable
 from ...scheduler import format_bytes
+from ..config_options import list_options
 from ..errors import ModelError
+from ..flag_values import parse_json_object, parse_natural_or_minus_one
 from ..generation.conversation import Conversation
 from ..generation.generate import (
     EMPTY_PROMPT_ERROR,
@@ -38,22 +40,18 @@ from ..inference.device_group import resolve_exact_device_name
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
-from ..open_model import choose_context, open_model, read_text_without_final_newline
-from ..terminal.arguments import (
-    parse_json_object,
-    parse_logit_bias,
-    parse_natural_or_minus_one,
-    parse_number,
-    parse_positive,
-)
+from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_final_newline
+from ..run_config import options_of
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .shared_flags import (
+    SESSION_OPTIONS,
     add_model_flags,
+    add_option_flags,
     add_session_flags,
     broadcast_text_from_rank_0,
-    load_model_from_flags,
+    config_from_flags,
     open_session_from_flags,
     trace_to_file,
 )
@@ -61,6 +59,7 @@ from .shared_flags import (
 DEFAULT_PROMPT = "It is a truth universally acknowledged, that"
 """Default prompt of the embedded model."""
 DEFAULT_NEW_TOKENS = 128
+SAMPLING_OPTIONS = list_options(Sampling)
 FLAGS_WITHOUT_COMPARE = ("chat", "trace", "watch", "save_state", "load_state", "predict")
 """Flags that `--compare` excludes."""
 
@@ -72,7 +71,15 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue; - is stdin")
     new = "new tokens; -1: until the context is full (128; with --chat -1)"
     sub.add_argument("-n", "--predict", "--n-predict", type=parse_natural_or_minus_one, metavar="N", help=new)
-    add_sampling_flags(sub)
+    add_option_flags(sub, SAMPLING_OPTIONS, SAMPLING_OPTIONS, temperature={"default": 0.8})
+    sub.add_argument(
+        "-s",
+        "--seed",
+        type=parse_natural_or_minus_one,
+        default=-1,
+        metavar="N",
+        help="seed of the sampling; -1: a random seed (-1)",
+    )
     help_text = "use the chat template; on a terminal /help lists commands"
     sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=help_text)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="system prompt")
@@ -80,28 +87,13 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--save-state", metavar="FILE", help="write the state of the session to a file, to continue later")
     sub.add_argument("--load-state", metavar="FILE", help="continue from a saved state, on any number of devices")
     sub.add_argument(
-        "-md",
-        "--model-draft",
-        "--spec-draft-model",
-        dest="draft",
-        metavar="FILE",
-        help="small model that drafts the next tokens",
-    )
-    sub.add_argument(
-        *("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max"),
-        dest="draft_max",
-        type=parse_positive,
-        metavar="N",
-        help="draft tokens per run (4), from the model of -md or else from the MTP blocks of the model",
-    )
-    sub.add_argument(
         "--compare",
         metavar="DEVICE",
         help="debug: compute each node of the prompt again on this device, as reference:0, from the same operands, and "
         "print the first node with another result",
     )
     add_grammar_and_stop_flags(sub)
-    add_session_flags(sub)
+    add_session_flags(sub, SESSION_OPTIONS | options_of("generate"))
 
 
 def add_chat_template_flags(sub: argparse.ArgumentParser) -> None:
@@ -133,79 +125,8 @@ def add_grammar_and_stop_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--schema-lenient", action="store_true", help=lenient)
 
 
-def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the sampling flags, with the defaults of llama.cpp."""
-    add = sub.add_argument
-    add(
-        "--temp",
-        "--temperature",
-        type=parse_number,
-        default=0.8,
-        metavar="T",
-        help="temperature; 0 takes the most probable token (0.8)",
-    )
-    add(
-        "--top-k",
-        type=parse_natural_or_minus_one,
-        default=40,
-        metavar="K",
-        help="keep the K most probable tokens; 0 or -1: all (40)",
-    )
-    add("--top-p", type=parse_number, default=0.95, metavar="P", help="keep the most probable up to P in sum (0.95)")
-    add("--min-p", type=parse_number, default=0.05, metavar="P", help="keep those above P times the maximum (0.05)")
-    add("--repeat-penalty", type=parse_number, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
-    add(
-        "--repeat-last-n",
-        type=parse_natural_or_minus_one,
-        default=64,
-        metavar="N",
-        help="number of recent tokens; -1: all (64)",
-    )
-    add(
-        "--presence-penalty",
-        type=parse_number,
-        default=0.0,
-        metavar="X",
-        help="subtract X from logits of recent tokens (0)",
-    )
-    add(
-        "--frequency-penalty",
-        type=parse_number,
-        default=0.0,
-        metavar="X",
-        help="subtract X times the number of occurrences from logits of recent tokens (0)",
-    )
-    add(
-        "-l",
-        "--logit-bias",
-        type=parse_logit_bias,
-        action="append",
-        default=[],
-        metavar="ID=X",
-        help="add X to the logit of a token",
-    )
-    add(
-        "-s",
-        "--seed",
-        type=parse_natural_or_minus_one,
-        default=-1,
-        metavar="N",
-        help="seed of the sampling; -1: a random seed (-1)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
-    sampling = Sampling(
-        args.temp,
-        max(args.top_k, 0),
-        args.top_p,
-        args.min_p,
-        args.repeat_penalty,
-        args.repeat_last_n,
-        args.presence_penalty,
-        args.frequency_penalty,
-        tuple(args.logit_bias),
-    )
+    sampling = sampling_from_flags(args)
     if args.seed < 0:
         args.seed = int(broadcast_text_from_rank_0(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
     if args.system is not None and not args.chat:
@@ -214,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("--chat-template, --chat-template-kwargs and --tools are for a talk; add --chat")
     if args.save_state and not args.world.rank:
         require_writable(args.save_state, [args.model] if args.model else [])
-    model = load_model_from_flags(args)
+    model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
         return print_first_wrong_device_value(args, model, tokenizer)
@@ -233,6 +154,10 @@ def run(args: argparse.Namespace) -> int:
         tokenizer.n_tokens,
     )
     return (answer_message_or_chat if args.chat else print_completion)(args, model, tokenizer, params)
+
+
+def sampling_from_flags(args: argparse.Namespace) -> Sampling:
+    return Sampling(**{name: getattr(args, name) for name in SAMPLING_OPTIONS} | {"bias": tuple(args.bias)})
 
 
 def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None:
@@ -439,7 +364,7 @@ def is_stdin_terminal() -> bool:
 
 def format_seed_flag(args: argparse.Namespace) -> str:
     """Format the text ``; --seed N`` that tells how to generate the same text again; empty at temperature 0."""
-    return f"; --seed {args.seed}" if args.temp else ""
+    return f"; --seed {args.seed}" if args.temperature else ""
 
 
 def format_bytes_in_use_by_device(session: Session) -> str:

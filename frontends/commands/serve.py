@@ -18,20 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ...graph.errors import format_install_hint
 from ...graph.storage.files import open_log
 from ...scheduler import describe_memory_problem
+from ..config_options import list_options
 from ..errors import ModelError
+from ..flag_values import parse_json_object, parse_natural, parse_natural_or_minus_one, parse_number, parse_positive
 from ..generation.sampling import Sampling
-from ..inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT
+from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open_model import read_text_without_final_newline
-from ..terminal.arguments import (
-    parse_json_object,
-    parse_natural,
-    parse_natural_or_minus_one,
-    parse_number,
-    parse_positive,
-    replace_arguments_by_flag_names,
-)
-from ..terminal.blas_threads import set_blas_threads
+from ..open_model import open_model, read_text_without_final_newline
+from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
     create_session_layout_workload,
@@ -40,20 +34,17 @@ from .plan import (
     read_step_graph_and_context,
 )
 from .shared_flags import (
-    EXACT_HELP,
-    add_adapter_flags,
-    add_batch_flag,
-    add_cache_flags,
-    add_device_flags,
+    SESSION_OPTIONS,
+    add_cache_folder_flag,
     add_model_flags,
-    add_packed_flag,
-    cache_dtypes_from_flags,
-    device_group_from_flags,
+    add_option_flags,
+    apply_process_flags,
+    config_from_flags,
+    options_from_flags,
 )
 
 if TYPE_CHECKING:
     from ...server.options import ServerOptions
-    from ..inference.device_group import DeviceGroup
     from ..serving.request_log import RequestLog
 
 API_KEY_VARIABLE = "HOCKET_API_KEY"
@@ -76,13 +67,6 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         default=DEFAULT_SLOTS,
         metavar="N",
         help=f"requests that run at once; each has a slot ({DEFAULT_SLOTS})",
-    )
-    sub.add_argument(
-        *("-c", "--ctx-size"),
-        dest="context",
-        type=parse_natural,
-        metavar="N",
-        help=f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})",
     )
     sub.add_argument(
         "--queue", type=parse_natural, metavar="N", help=f"requests that wait for a slot ({QUEUE_PER_SLOT} per slot)"
@@ -108,9 +92,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="new tokens of a request that gives no limit (4096)",
     )
-    sub.add_argument(
-        "--temp", type=parse_number, default=0.8, metavar="T", help="temperature of requests without one (0.8)"
-    )
+    temperature = {"default": 0.8, "help": "temperature of requests without one (0.8)"}
+    add_option_flags(sub, ("temperature",), list_options(Sampling), temperature=temperature)
     sub.add_argument(
         *("-s", "--seed"),
         type=parse_natural_or_minus_one,
@@ -137,15 +120,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--no-slots", action="store_true", help="/slots answers 501")
     sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
-    add_batch_flag(sub, DEFAULT_BATCH, "most prompt tokens of a run (512)")
-    sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
-    add_device_flags(sub, sub)
-    add_adapter_flags(sub)
-    sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
-    sub.add_argument("--fast", action="store_true", help="compute in 16 bits where that is faster")
-    add_cache_flags(sub)
-    add_packed_flag(sub)
-    sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
+    slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})"
+    add_option_flags(sub, SESSION_OPTIONS, context={"help": slot_tokens})
+    add_cache_folder_flag(sub)
 
 
 def parse_duration(text: str) -> float:
@@ -184,10 +161,7 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.world.size > 1:
         raise ModelError("hocket serve runs in one process; start it without mpiexec")
-    if args.cache_dir:
-        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
-    if args.threads:
-        set_blas_threads(args.threads)
+    apply_process_flags(args)
     if args.dry_run:
         return print_dry_run_prediction(args)
     options = read_server_options_and_files(args)
@@ -274,37 +248,16 @@ def lower_gc_threshold() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    group = make_device_group(args)
-    model = Model(args.model, keep_packed=args.keep_packed, **collect_result_changing_options(args, group))
+    model = Model(args.model, **served_options_from_flags(args))
     return model, args.alias[0] if args.alias else Path(args.model).stem
 
 
-def make_device_group(args: argparse.Namespace) -> DeviceGroup:
-    """Make the group of devices that the flags describe."""
-    return device_group_from_flags(
-        args, threads=args.threads, exact=args.exact, fast=args.fast, **cache_dtypes_from_flags(args)
-    )
-
-
-def collect_result_changing_options(args: argparse.Namespace, group: DeviceGroup) -> dict[str, Any]:
-    """Collect the arguments of `Model` that may change its results."""
-    span = args.control_vector_layer_range
-    return {
-        "devices": group.devices,
-        "split_mode": group.split_mode,
-        "tensor_split": group.tensor_split,
-        "place": group.place,
-        "context": args.context,
-        "batch": args.batch,
-        "threads": args.threads,
-        "exact": args.exact,
-        "fast": args.fast,
-        "cache_type_k": args.cache_type_k,
-        "cache_type_v": args.cache_type_v,
-        "lora": args.lora,
-        "control_vectors": args.control_vector,
-        "control_layers": None if span is None else (span[0], span[1]),
-    }
+def served_options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `Model` that the flags give; a context of 0 is the context of the model."""
+    options = options_from_flags(args)
+    if args.context == 0:
+        options["context"] = open_model(args.model, header_only=True).context_length
+    return options
 
 
 def open_request_log(args: argparse.Namespace) -> RequestLog | None:
@@ -317,8 +270,7 @@ def open_request_log(args: argparse.Namespace) -> RequestLog | None:
         return None
     from ..serving.request_log import RequestLog
 
-    options = collect_result_changing_options(args, make_device_group(args))
-    options["model"] = str(Path(args.model).absolute())
+    options = {**served_options_from_flags(args), "model": str(Path(args.model).absolute())}
     return RequestLog(open_log(args.log_requests), partial(_announce_log_error, args.log_requests), options)
 
 
@@ -356,7 +308,7 @@ def read_server_options_and_files(args: argparse.Namespace) -> ServerOptions:
         model_file=Path(args.model).name,
         aliases=tuple(args.alias),
         strict_model=args.strict_model,
-        sampling=Sampling(temperature=args.temp),
+        sampling=Sampling(temperature=args.temperature),
         seed=args.seed,
         default_max_tokens=args.default_max_tokens,
         chat_template=None if args.chat_template is None else read_text_without_final_newline(args.chat_template),
@@ -430,7 +382,7 @@ def print_dry_run_prediction(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 1 if memory is too small, else 0.
     """
-    group = device_group_from_flags(args, **cache_dtypes_from_flags(args))
+    group = config_from_flags(args).group
     graph_of = partial(
         read_step_graph_and_context, args.model, context=args.context, tokens=1, caches=group.cache_dtypes
     )

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from ...graph.storage.files import require_writable
-from ...scheduler import SPLIT_MODE_NAMES
+from ..config_options import ConfigOption
 from ..errors import ModelError
-from ..inference.device_group import CACHE_DTYPES
-from ..inference.session import DEFAULT_BATCH, DeviceGroup, Session
+from ..inference.session import Session
 from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
-from ..open_model import open_adapted_model, open_session
-from ..terminal.arguments import (
-    PositionalAliasAction,
-    parse_devices,
-    parse_natural,
-    parse_placement,
-    parse_positive,
-    parse_scaled_file,
-    parse_shares,
-)
+from ..open_model import open_session
+from ..run_config import RUN_OPTIONS, RunConfig, options_of
+from ..terminal.arguments import PositionalAliasAction
 from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_line_to_stderr
 
-DEVICES_HELP = (
-    "devices, as cpu:0,cpu:1 (cpu:0). Parts of one device are cuda:0.0 and cuda:0.1. Under mpiexec, cpu:0@1 is a "
-    "device of rank 1, and cpu:0 is this device of every rank"
-)
-EXACT_HELP = (
-    "compute in float32 throughout, on CPUs with plain NumPy, which is slower. Results of SmolLM2 on one and on three "
-    "devices then differ by an NMSE of 2.5e-13, otherwise by an NMSE of 5e-4"
-)
+PLAN_OPTIONS, SESSION_OPTIONS = options_of("plan"), options_of("plan", "run")
+"""The options of commands that plan a model, and of commands that run it."""
 
 
 def add_model_flags(
@@ -54,55 +39,60 @@ def add_model_flags(
     sub.add_argument("-m", "--model", action=PositionalAliasAction, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
-def add_session_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands that run a model in a session."""
-    add_device_flags(sub, sub)
-    add_adapter_flags(sub)
-    sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
-    add_transfer_dtype_flag(sub)
-    add_cache_flags(sub)
-    add_packed_flag(sub)
-    sub.add_argument(
-        "--fast",
-        action="store_true",
-        help="compute the delta rule and products with 16-bit weights in 16 bits where that is faster",
-    )
-    add_context_flag(sub)
-    add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
+def add_session_flags(sub: argparse.ArgumentParser, names: Container[str] = SESSION_OPTIONS) -> None:
+    """Add the flags of all commands that run a model in a session; `names` are the options of the model run."""
+    add_option_flags(sub, names)
     mark_as_multi_rank_command(sub)
-    sub.add_argument(
-        "-t", "--threads", type=parse_positive, metavar="N", help="threads of each device (its share of the processors)"
-    )
-    sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
+    add_cache_folder_flag(sub)
     add_trace_flag(sub)
     sub.add_argument(
         "--watch", metavar="REGEX", help="print statistics of values with matching names to stderr after each step"
     )
 
 
-def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of LoRA adapters and control vectors."""
-    add = partial(sub.add_argument, type=parse_scaled_file, action="append", default=[], metavar="FILE[:SCALE]")
-    add("--lora", help="apply a LoRA adapter; may be repeated")
-    add("--control-vector", help="add a control vector; may be repeated")
-    sub.add_argument(
-        "--control-vector-layer-range",
-        type=parse_natural,
-        nargs=2,
-        metavar=("START", "END"),
-        help="the first and the last layer after which control vectors are added (all except layer 0)",
-    )
+def add_option_flags(
+    sub: argparse.ArgumentParser,
+    names: Container[str],
+    table: Mapping[str, ConfigOption] = RUN_OPTIONS,
+    *,
+    devices_in: argparse._ActionsContainer | None = None,
+    **changes: Mapping[str, Any],
+) -> None:
+    """Add the flags of options.
+
+    Args:
+        sub: Parser of the command.
+        names: Names of the options.
+        table: All options of a configuration, by name.
+        devices_in: Receives `--devices` in place of `sub`; a mutually exclusive group of `sub`.
+        changes: Arguments of ``add_argument`` that differ in this command, by option name.
+    """
+    for name, row in table.items():
+        if name in names:
+            is_list = row.argparse.get("action") == "append"
+            default, help = ([], f"{row.help}; may be repeated") if is_list else (row.default, row.help)
+            arguments = {"default": default, "help": help, **row.argparse, **changes.get(name, {})}
+            (devices_in if devices_in and name == "devices" else sub).add_argument(*row.flags, dest=name, **arguments)
 
 
-def load_model_from_flags(args: argparse.Namespace) -> Model:
-    """Load the model that the flags name, with its adapters."""
-    span = args.control_vector_layer_range
-    return open_adapted_model(
-        args.model,
-        lora=args.lora,
-        control_vectors=args.control_vector,
-        control_layers=None if span is None else (span[0], span[1]),
-    )
+def options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the model run that the flags give, as arguments of `RunConfig` and `hocket.Model`.
+
+    Raises:
+        ModelError: `--tensor-split` has fewer shares than devices.
+    """
+    options = {name: getattr(args, name) for name in RUN_OPTIONS if name in args}
+    share_count, device_count = len(options["tensor_split"]), len(options["devices"])
+    if 0 < share_count < device_count and args.world.size == 1 and not getattr(args, "simulate", None):
+        raise ModelError(
+            f"--tensor-split has {share_count} shares for {device_count} devices; give each one, which may be 0"
+        )
+    return options
+
+
+def config_from_flags(args: argparse.Namespace) -> RunConfig:
+    """Return the configuration of the model run that the flags describe; see `options_from_flags`."""
+    return RunConfig(args.model, **options_from_flags(args))
 
 
 def mark_as_multi_rank_command(sub: argparse.ArgumentParser) -> None:
@@ -110,58 +100,16 @@ def mark_as_multi_rank_command(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(in_ranks=True)
 
 
-def add_device_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
-    """Add the flags of the device group: devices, split mode, tensor split and placement.
-
-    Args:
-        sub: Parser of the command.
-        where: Receives `--devices`; it may be a mutually exclusive group of `sub`.
-    """
-    where.add_argument("--devices", type=parse_devices, default=("cpu:0",), metavar="LIST", help=DEVICES_HELP)
-    sub.add_argument(
-        *("-sm", "--split-mode"),
-        default="auto",
-        metavar="MODE",
-        help=f"how devices share the graph: {'; '.join(SPLIT_MODE_NAMES)} (auto). A long prompt is pipelined through "
-        "devices with different layers",
-    )
-    sub.add_argument(
-        *("-ts", "--tensor-split"), type=parse_shares, default=(), metavar="LIST", help="shares of the devices, as 3,1"
-    )
-    sub.add_argument(
-        "--place",
-        type=parse_placement,
-        action="append",
-        default=[],
-        metavar="REGEX=DEVICE",
-        help="run nodes with a matching name on one device, as 'ffn_up=cpu:1'. Nodes that read a weight or state with "
-        "a matching name also run there. May be repeated; the first match applies",
-    )
+def add_cache_folder_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
 
 
-def add_transfer_dtype_flag(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--wire", choices=("f32", "bf16"), default="f32", help="dtype in which large sums are sent between GPUs (f32)"
-    )
-
-
-def add_cache_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of the dtypes of the KV cache."""
-    for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
-        sub.add_argument(short, name, choices=(*CACHE_DTYPES,), help=f"dtype of cached {what} (f16; with --exact f32)")
-
-
-def add_packed_flag(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--keep-packed",
-        action="store_true",
-        help="keep the repacked weights in the cache folder, so that later runs start sooner",
-    )
-
-
-def cache_dtypes_from_flags(args: argparse.Namespace) -> dict[str, str | None]:
-    """Return the KV-cache dtypes that the flags give, as fields of `DeviceGroup`."""
-    return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
+def apply_process_flags(args: argparse.Namespace) -> None:
+    """Set the cache folder and the BLAS threads of this process as the flags say."""
+    if args.cache_dir:
+        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
+    if args.threads:
+        set_blas_threads(args.threads)
 
 
 def add_trace_flag(sub: argparse._ActionsContainer) -> None:
@@ -197,31 +145,6 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
             )
 
 
-def add_context_flag(sub: argparse.ArgumentParser) -> None:
-    help = "tokens of context; 0: the longest context of the model"
-    sub.add_argument("-c", "--ctx-size", dest="context", type=parse_natural, metavar="N", help=help)
-
-
-def add_batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> None:
-    sub.add_argument(
-        "-b", "--batch-size", dest="batch", type=parse_positive, default=default, metavar="N", help=meaning
-    )
-
-
-def device_group_from_flags(args: argparse.Namespace, **others: Any) -> DeviceGroup:
-    """Return the device group that the flags describe; `others` are further fields of it.
-
-    Raises:
-        ModelError: `--tensor-split` has fewer shares than devices.
-    """
-    share_count, device_count = len(args.tensor_split), len(args.devices)
-    if 0 < share_count < device_count and args.world.size == 1 and not getattr(args, "simulate", None):
-        raise ModelError(
-            f"--tensor-split has {share_count} shares for {device_count} devices; give each one, which may be 0"
-        )
-    return DeviceGroup(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
-
-
 def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
     """Return the value watch that `--watch` describes, which prints statistics to stderr, or None."""
     return (
@@ -243,15 +166,10 @@ def open_session_from_flags(
         watched: False ignores the flag `--watch`.
         watch: An observer of the steps, in place of the flag `--watch`.
     """
-    if args.cache_dir:
-        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
-    if args.threads:
-        set_blas_threads(args.threads)
-    computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **cache_dtypes_from_flags(args)}
-    computed["keep_packed"] = args.keep_packed
-    group = device_group_from_flags(args, threads=args.threads, **computed)
+    apply_process_flags(args)
+    config = config_from_flags(args)
     watch = watch or (value_watch_from_flags(args) if watched else None)
-    return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)
+    return open_session(model, on=config.group, context=context, batch=config.batch, watch=watch, world=args.world)
 
 
 def broadcast_text_from_rank_0(args: argparse.Namespace, read: Callable[[], str]) -> str:

@@ -10,7 +10,6 @@ from ...graph.storage.files import require_writable
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..graph_file import STDIN
-from ..inference.session import DEFAULT_BATCH
 from ..terminal.output import write_line_to_stderr
 from .plan import (
     SIMULATE_HELP,
@@ -19,15 +18,7 @@ from .plan import (
     read_plan,
     read_step_graph_and_context,
 )
-from .shared_flags import (
-    add_batch_flag,
-    add_cache_flags,
-    add_context_flag,
-    add_device_flags,
-    add_model_flags,
-    cache_dtypes_from_flags,
-    device_group_from_flags,
-)
+from .shared_flags import PLAN_OPTIONS, add_model_flags, add_option_flags, config_from_flags
 
 PLAN_MARKER_BYTES = 200
 """Bytes at the start of a JSON file that are searched for the marker of plans."""
@@ -41,12 +32,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the name of the model with .html)")
     where = sub.add_mutually_exclusive_group()
-    add_device_flags(sub, where)
     where.add_argument("--simulate", metavar="SPEC", help=SIMULATE_HELP)
     where.add_argument("--graph", action="store_true", help="the graph alone, without a plan")
-    add_context_flag(sub)
-    add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
-    add_cache_flags(sub)
+    add_option_flags(sub, PLAN_OPTIONS, devices_in=where, batch={"help": "tokens of a prefill (512)"})
     sub.add_argument(
         "--phase",
         choices=("decode", "prefill"),
@@ -85,7 +73,7 @@ def build_plan_or_graph_page(args: argparse.Namespace, title: str) -> Page:
         plan = read_plan(args.model)
         return view_graph(plan.graph, title=title) if args.graph else make_page(plan)
     tokens = 1 if args.phase == "decode" else args.batch
-    on = device_group_from_flags(args, **cache_dtypes_from_flags(args))
+    on = config_from_flags(args).group
     graph, context = read_step_graph_and_context(
         args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes
     )

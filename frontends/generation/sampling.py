@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +17,11 @@ from ...graph.validation import (
     list_of,
     number_between,
     pair_of,
-    require,
     validate_constructor,
 )
+from ..config_options import check_options, option
 from ..errors import ModelError
+from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k
 
 MAX_PARTIAL_SORT = 256
 """Largest top-k that is selected by a partial sort; a larger one sorts all logits."""
@@ -41,21 +41,7 @@ BIAS_KIND = ArgumentKind(
     ).accepts,
 )
 AT_LEAST_0 = ArgumentKind("a number of at least 0", number_between(0, MAX_LOGIT_CHANGE).accepts)
-SAMPLING_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
-    {
-        "temperature": AT_LEAST_0,
-        "top_k": integer_between(0, 2**31),
-        "top_p": ArgumentKind("a number above 0 and at most 1", lambda v: number_between(0, 1).accepts(v) and v > 0),
-        "min_p": ArgumentKind(
-            "a number of at least 0 and below 1", lambda v: number_between(0, 1).accepts(v) and v < 1
-        ),
-        "repeat_penalty": ArgumentKind("a number above 0", lambda v: AT_LEAST_0.accepts(v) and v > 0),
-        "repeat_last_n": integer_between(-1, 2**31),
-        "presence_penalty": number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
-        "frequency_penalty": number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
-        "bias": BIAS_KIND,
-    }
-)
+UNIT_KIND = number_between(0, 1)
 
 
 @validate_constructor(ModelError)
@@ -81,19 +67,91 @@ class Sampling:
         ModelError: A value is out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bias: tuple[tuple[int, float], ...] = ()
+    temperature: float = option(
+        0.0,
+        AT_LEAST_0,
+        *("--temp", "--temperature"),
+        llama_cpp="c",
+        type=parse_number,
+        metavar="T",
+        help="temperature; 0 takes the most probable token (0.8)",
+    )
+    top_k: int = option(
+        40,
+        integer_between(0, 2**31),
+        "--top-k",
+        llama_cpp="c",
+        type=parse_top_k,
+        metavar="K",
+        help="keep the K most probable tokens; 0 or -1: all (40)",
+    )
+    top_p: float = option(
+        0.95,
+        ArgumentKind("a number above 0 and at most 1", lambda v: UNIT_KIND.accepts(v) and v > 0),
+        "--top-p",
+        llama_cpp="c",
+        type=parse_number,
+        metavar="P",
+        help="keep the most probable up to P in sum (0.95)",
+    )
+    min_p: float = option(
+        0.05,
+        ArgumentKind("a number of at least 0 and below 1", lambda v: UNIT_KIND.accepts(v) and v < 1),
+        "--min-p",
+        llama_cpp="c",
+        type=parse_number,
+        metavar="P",
+        help="keep those above P times the maximum (0.05)",
+    )
+    repeat_penalty: float = option(
+        1.0,
+        ArgumentKind("a number above 0", lambda v: AT_LEAST_0.accepts(v) and v > 0),
+        "--repeat-penalty",
+        llama_cpp="c",
+        type=parse_number,
+        metavar="X",
+        help="divide logits of recent tokens by X (1)",
+    )
+    repeat_last_n: int = option(
+        64,
+        integer_between(-1, 2**31),
+        "--repeat-last-n",
+        llama_cpp="c",
+        type=parse_natural_or_minus_one,
+        metavar="N",
+        help="number of recent tokens; -1: all (64)",
+    )
+    presence_penalty: float = option(
+        0.0,
+        number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
+        "--presence-penalty",
+        llama_cpp="c",
+        type=parse_number,
+        metavar="X",
+        help="subtract X from logits of recent tokens (0)",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
+        "--frequency-penalty",
+        llama_cpp="c",
+        type=parse_number,
+        metavar="X",
+        help="subtract X times the number of occurrences from logits of recent tokens (0)",
+    )
+    bias: tuple[tuple[int, float], ...] = option(
+        (),
+        BIAS_KIND,
+        *("-l", "--logit-bias"),
+        llama_cpp="c",
+        type=parse_logit_bias,
+        action="append",
+        metavar="ID=X",
+        help="add X to the logit of a token",
+    )
 
     def __post_init__(self) -> None:
-        for name, kind in SAMPLING_FIELD_KINDS.items():
-            require(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
+        check_options(self, "sampling", "-")
 
     check = RenamedAttribute("check_logit_bias_tokens")
     candidates = RenamedAttribute("filter_tokens")

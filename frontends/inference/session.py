@@ -21,8 +21,9 @@ from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..errors import ModelError
 from ..models import Batch, Model, Step
 from ..models.inputs.step import count_cache_rows_with_spare
+from ..run_config import DEFAULT_BATCH, ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup
 from ..text_limits import require_tokens_fit_context
-from .device_group import ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup, resolve_exact_device_name
+from .device_group import resolve_exact_device_name
 from .model_digest import compute_model_digest
 from .model_layout import LoadProgress as LoadProgress
 from .model_layout import load_weights_largest_first, plan_model_layout
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 MIN_CONTEXT_BUCKET = 256
 """Tokens of the smallest context bucket; each larger bucket is twice as long."""
 DEFAULT_CONTEXT = 4096
-DEFAULT_BATCH = 512
 COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,26 +34,22 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else message
 
 
-FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
+OTHER_FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
     {
-        "context": "--ctx-size",
         "context_shift": "--context-shift",
         "max_tokens": "-n",
-        "split_mode": "--split-mode",
-        "place": "--place",
         "slots": "--parallel",
-        "cache_type_k": "--cache-type-k",
-        "cache_type_v": "--cache-type-v",
         "schema_lenient": "--schema-lenient",
-        "draft": "-md",
-        "draft_max": "--draft-max",
     }
 )
-"""Command-line flags by argument of `hocket.Model`, of its methods and of `EngineOptions`.
+"""Command-line flags by argument of methods of `hocket.Model` and of `EngineOptions`."""
 
-Messages write arguments as ``argument=value``.
-"""
-_ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|'([^']*)'|(\w+))")
+
+def list_flags_by_argument() -> Mapping[str, str]:
+    """Return the flags of all arguments; messages write arguments as ``argument=value``."""
+    from ..run_config import RUN_OPTIONS  # only messages about mistakes need it
+
+    return {**OTHER_FLAGS_BY_ARGUMENT, **{name: row.flags[-1] for name, row in RUN_OPTIONS.items()}}
 
 
 def replace_arguments_by_flag_names(message: str) -> str:
@@ -64,11 +58,13 @@ def replace_arguments_by_flag_names(message: str) -> str:
     Example: ``context=64`` becomes ``--ctx-size 64``.
     """
 
+    flags = list_flags_by_argument()
+
     def as_flag(match: re.Match[str]) -> str:
         name, is_switch, quoted, plain = match.groups()
-        return FLAGS_BY_ARGUMENT[name] + ("" if is_switch else f" {plain if quoted is None else quoted}")
+        return flags[name] + ("" if is_switch else f" {plain if quoted is None else quoted}")
 
-    return _ARGUMENT_PATTERN.sub(as_flag, message)
+    return re.sub(rf"\b({'|'.join(flags)})=(?:(True)\b|'([^']*)'|(\w+))", as_flag, message)
 
 
 class PositionalAliasAction(argparse._StoreAction):
@@ -139,98 +135,3 @@ class CommandParser(argparse.ArgumentParser):
         kind = "flag" if is_flag else "place for the argument"
         hint = did_you_mean(flag, self._option_string_actions, min_ratio=0.7) if is_flag else ""
         self.error(f"there is no {kind} {flag!r:.80}{hint}")
-
-
-def parse_devices(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def parse_shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
-
-
-def parse_placement(text: str) -> tuple[str, str]:
-    pattern, _, device = text.rpartition("=")
-    if not pattern or not device:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
-    return pattern, device
-
-
-def parse_scaled_file(text: str) -> tuple[str, float]:
-    """Parse ``FILE`` or ``FILE:SCALE``; the default scale is 1."""
-    path, _, scale = text.rpartition(":")
-    try:
-        factor = float(scale)
-    except ValueError:
-        path, factor = text, 1.0  # a colon of the file name
-    if not path or not math.isfinite(factor):
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a file and perhaps a number, as tone.gguf:0.5")
-    return path, factor
-
-
-def parse_logit_bias(text: str) -> tuple[int, float]:
-    """Parse ``15043=-2.5``, or ``15043-2.5`` of llama.cpp, as a token id and a logit bias."""
-    parts = re.fullmatch(r"(\d{1,10})(?:=|(?=[+-]))(\S+)", text)
-    try:
-        if parts is None:
-            raise ValueError
-        return int(parts[1]), float(parts[2])
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a token id and a number, as 15043=-2.5") from None
-
-
-def parse_json_object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a JSON object, as '{{\"enable_thinking\": false}}'")
-    return value
-
-
-def parse_token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need token ids, as 1,2,3") from None
-
-
-def parse_naturals(text: str) -> list[int]:
-    return [parse_natural(part) for part in text.split(",")]
-
-
-def parse_positives(text: str) -> list[int]:
-    return [parse_positive(part) for part in text.split(",")]
-
-
-def parse_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a number") from None
-
-
-def parse_positive(text: str) -> int:
-    return _parse_integer(text, 1)
-
-
-def parse_natural(text: str) -> int:
-    return _parse_integer(text, 0)
-
-
-def parse_natural_or_minus_one(text: str) -> int:
-    return _parse_integer(text, -1)
-
-
-def _parse_integer(text: str, minimum: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = minimum - 1
-    if value < minimum:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {minimum}")
-    return value

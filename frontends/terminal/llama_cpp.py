@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..config_options import list_options
+from ..generation.sampling import Sampling
+from ..run_config import RunConfig
+
 COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 """The hocket command for llama-cli and llama-completion (``c``), llama-bench (``b``) and llama-perplexity (``p``)."""
 
@@ -47,12 +51,6 @@ PLACE_EXPERTS_REMEDY = "place weights by name, as --place 'ffn_.*_exps=cpu:0'"
 COMMON_FLAGS = f"""
 -h --help
 -m --model
--t --threads
--b --batch-size
--ctk --cache-type-k
--ctv --cache-type-v
--sm --split-mode
--ts --tensor-split
 -ngl --gpu-layers --n-gpu-layers: layers go to GPUs by --devices cuda:0
 -fa --flash-attn: {FUSED_ATTENTION_REMEDY}
 -hf -hfr --hf-repo: {NO_DOWNLOAD_REMEDY}
@@ -88,11 +86,7 @@ COMMON_FLAGS = f"""
 """
 
 MODEL_FLAGS = f"""
--c --ctx-size
 -f --file
---lora
---control-vector
---control-vector-layer-range
 --version: the command is hocket --version
 --usage: the flag is --help
 --license: hocket has the MIT licence; see the file LICENSE
@@ -145,15 +139,6 @@ CLI_FLAGS = f"""
 -p --prompt
 -s --seed
 -n --predict --n-predict
---temp --temperature
---top-k
---top-p
---min-p
---repeat-last-n
---repeat-penalty
---presence-penalty
---frequency-penalty
--l --logit-bias
 --ignore-eos
 --grammar
 --grammar-file
@@ -162,8 +147,6 @@ CLI_FLAGS = f"""
 -sys --system-prompt
 --context-shift
 -cnv --conversation
--md --model-draft --spec-draft-model
---draft-max --draft --draft-n --spec-draft-n-max
 -no-cnv --no-conversation: leave it out; a text is continued unless --chat is given
 -st --single-turn: give the message with --chat and -p or -f; one answer follows
 -i --interactive: the flag is --chat; messages are typed on a terminal
@@ -305,6 +288,12 @@ PERPLEXITY_FLAGS = """
 """
 
 FLAGS: tuple[LlamaCppFlag, ...] = (
+    *(
+        LlamaCppFlag(row.flags, row.llama_cpp)
+        for config in (RunConfig, Sampling)
+        for row in list_options(config).values()
+        if row.llama_cpp
+    ),
     *_parse_flag_table("cbp", COMMON_FLAGS),
     *_parse_flag_table("cp", MODEL_FLAGS),
     *_parse_flag_table("c", CLI_FLAGS),

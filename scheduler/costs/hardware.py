@@ -336,14 +336,6 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
     return read
 
 
-def find_view_base_node(value: Value) -> Node:
-    """Return the node that has the memory of `value`, through any number of views such as reshapes and transposes."""
-    node = value.node
-    while not node.is_leaf and op_of(node).is_view:
-        node = node.inputs[0].node
-    return node
-
-
 def find_memory_owner(value: Value) -> Node:
     """Return the node that owns the memory of `value`: views and in-place updates are followed to their operand.
 

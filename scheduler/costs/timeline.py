@@ -21,6 +21,7 @@ from ...backends.capabilities import OTHER_OPS, can_group_overlap
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
 from ...ops.collectives import POINT_TO_POINT_OPS, find_collective_sequence_number, narrow_to_integer
+from ...ops.registry import find_view_base
 from ..lowering.device_plan import (
     DevicePlan,
     KernelLaunchesAndFallbacks,
@@ -28,7 +29,7 @@ from ..lowering.device_plan import (
     find_first_devices_with_same_program,
 )
 from ..lowering.structural_equality import make_program_key_without_names
-from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_view_base_node
+from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate
 from .stand_ins import NUMPY_SLOWDOWNS
 
 COMPUTE = "work"
@@ -164,7 +165,7 @@ class InstructionCosts:
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
-            leaf = find_view_base_node(source)
+            leaf = find_view_base(source).node
             if leaf.name in self.unsharded_bytes and leaf.op in ("weight", "state"):
                 whole, own = self.unsharded_bytes[leaf.name], leaf.specs[0].nbytes
                 if 0 < own < whole:

@@ -21,7 +21,7 @@ from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import cont, op_of
 from ...ops.collectives import COLLECTIVES, find_collective_sequence_number
-from ...ops.registry import find_inplace_operand
+from ...ops.registry import find_inplace_operand, find_view_base
 from .strides import StridedView
 
 
@@ -166,15 +166,10 @@ def insert_copies_against_update_conflicts(graph: Graph) -> Graph:
     Afterwards no leaf is read after the last node has run.
     """
 
-    def base(value: Value) -> Node:
-        node = value.node
-        while not node.is_leaf and op_of(node).is_view:
-            node = node.inputs[0].node
-        return node
-
     updated = {state.node for state in graph.updates}
-    copied = {v for v in graph.outputs.values() if base(v) in updated or (base(v).is_leaf and v.dtype.is_quantised)}
-    renewed = {k for k, v in graph.updates.items() if base(v).is_leaf and k != v}
+    base = {v: find_view_base(v).node for v in (*graph.outputs.values(), *graph.updates.values())}
+    copied = {v for v in graph.outputs.values() if base[v] in updated or (base[v].is_leaf and v.dtype.is_quantised)}
+    renewed = {k for k, v in graph.updates.items() if base[v].is_leaf and k != v}
     if not copied and not renewed:
         return graph
     outputs = {

@@ -16,7 +16,8 @@ from itertools import product
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ..costs.hardware import STORED_LEAF_OPS, Hardware, find_view_base_node
+from ...ops.registry import find_view_base
+from ..costs.hardware import STORED_LEAF_OPS, Hardware
 from ..sharding.layer_split import Placement, order_nodes_by_preceding_message_count
 from .clusters import Cluster, find_clusters, link_clusters_by_operands, split_cluster
 
@@ -357,7 +358,7 @@ class _ListScheduler:
 
 def find_weights_and_states_read_by(node: Node) -> set[Value]:
     """Find the weights and states that a node reads, directly or through views."""
-    leaves = (find_view_base_node(source) for source in node.inputs)
+    leaves = (find_view_base(source).node for source in node.inputs)
     return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
 
 

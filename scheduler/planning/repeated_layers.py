@@ -20,7 +20,7 @@ from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, RepeatedRuns, ShortenedGraph, shorten_graph, split_numbered_name
-from ...ops import op_of
+from ...ops.registry import find_view_base
 from ..costs.hardware import Hardware
 from ..ir.execution_plan import ShardedFactors
 from ..ir.layout import Layout
@@ -381,15 +381,6 @@ def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -
     """List the values that a repeated layer reads from the layer before it; views are replaced by their base values."""
     for node in graph.nodes:
         for source in node.inputs:
-            base = _find_memory_owner(source)
+            base = find_view_base(source)
             if repetition_of_node[base.node] == repetition_of_node[node] - 1:
                 yield base
-
-
-def _find_memory_owner(value: Value) -> Value:
-    """Find the value that owns the memory of `value`: the base value of a view, or else `value` itself."""
-    node: Node = value.node
-    while not node.is_leaf and op_of(node).is_view:
-        value = node.inputs[0]
-        node = value.node
-    return value

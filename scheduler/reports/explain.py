@@ -13,7 +13,7 @@ from ...graph.layer_folding import find_adjacent_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import find_collective_sequence_number
-from ..costs.hardware import find_view_base_node
+from ...ops.registry import find_view_base
 from ..costs.timeline import COMPUTE, TimelineEntry, count_collective_bytes
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds, format_table
@@ -281,7 +281,7 @@ class TimelineReasons:
             hints_by_weight: The placement hints of the plan, by weight name.
         """
         read = (
-            (find_view_base_node(s).name for n in self._list_entry_nodes(entry) for s in n.inputs)
+            (find_view_base(s).node.name for n in self._list_entry_nodes(entry) for s in n.inputs)
             if entry.op == COMPUTE
             else ()
         )
@@ -302,7 +302,7 @@ class TimelineReasons:
         neither, the text has the reason why a node is pinned to a device, or explains the unsharded work.
         """
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
-        leaves = {find_view_base_node(s).name: find_view_base_node(s) for n in nodes for s in n.inputs}
+        leaves = {find_view_base(s).node.name: find_view_base(s).node for n in nodes for s in n.inputs}
         stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in stored_leaves if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
@@ -323,7 +323,7 @@ class TimelineReasons:
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
         """Return why a compute span without sharded or placed weights runs where it does, from the values it reads."""
-        read = [(s, find_view_base_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        read = [(s, find_view_base(s).node) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
             return f"a part of %{part[0].label}, which is whole on each device"
@@ -405,7 +405,7 @@ def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.pinned_nodes for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():
-        for leaf in map(find_view_base_node, node.inputs):
+        for leaf in (find_view_base(source).node for source in node.inputs):
             if name in pins_by_name:
                 reasons.setdefault(leaf.name, pins_by_name[name])
     return reasons

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..costs.hardware import WorkCounter, find_view_base_node
+from ...ops.registry import find_view_base
+from ..costs.hardware import WorkCounter
 from ..costs.timeline import InstructionCosts
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds
@@ -156,9 +157,9 @@ class _PlacementHintFinder:
         seconds = 0.0
         fed: set[Node] = set()
         for node in (n for n in self.plan.graph.nodes if n in skipped_nodes and not n.is_leaf and not op_of(n).is_view):
-            sources = {find_view_base_node(s) for s in node.inputs} - skipped_nodes
+            sources = {find_view_base(s).node for s in node.inputs} - skipped_nodes
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
-            if computed or not fed.isdisjoint(find_view_base_node(s) for s in node.inputs):
+            if computed or not fed.isdisjoint(find_view_base(s).node for s in node.inputs):
                 fed.add(node)
             is_read = any(u not in skipped_nodes for v in node.results for u in self._list_readers_through_views(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):

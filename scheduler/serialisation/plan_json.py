@@ -7,54 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any
 
 from ...backends.base import Backend, Device, find_device
 from ...graph.errors import BackendError, GraphError, PlanError
-from ...graph.export import from_json as graph_from_json
-from ...graph.export import to_json as graph_to_json
 from ...graph.graph import assign_names
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..costs.device_catalogue import DATA_SHEETS, DataSheet
-from ..costs.hardware import BUILT_IN_SOURCE, Hardware
 from ..costs.simulated_devices import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
-from ..ir.execution_plan import PinnedNodes, Plan
+from ..ir.execution_plan import Plan
 from ..ir.layout import Layout, Local, Shard, compute_local_shape
-from ..lowering.device_plan import DevicePlan, find_first_devices_with_same_program
+from ..lowering.device_plan import DevicePlan
 from ..verifier.plan_verifier import verify_plan
-from .program_data import (
-    layout_from_data,
-    layout_to_data,
-    program_from_data,
-    program_to_data,
-    require_nonnegative_integer,
-    require_text,
-)
-
-PLAN_JSON_FORMAT = "hocket-plan-3"
-"""The name and the version of the format."""
+from .plan_data import PLAN_FORMAT, executable_parts_to_data, plan_from_data, plan_to_data
+from .program_data import require_nonnegative_integer, require_nonnegative_number, require_text
 
 
 @validate_arguments(PlanError, plan=instance_of(Plan))
 def plan_to_json(plan: Plan) -> str:
-    """Return a plan as the text of one JSON object, which `plan_from_json` reads.
-
-    Devices with equal programs share one program in the JSON.
-    """
-    document = _executable_parts_to_data(plan)
-    document["reasons"] = list(plan.reasons)
-    document["placed"] = [asdict(placed) for placed in plan.pinned_nodes]
-    document["hardware"] = asdict(plan.hardware)
-    document["shares"] = list(plan.shares)
-    document["spare"] = list(plan.unused_devices)
-    document["host"] = None if plan.host is None else asdict(plan.host)
+    """Return a plan as the text of one JSON object, which `plan_from_json` reads."""
+    document = plan_to_data(plan, _device_to_data)
     document["cost"] = asdict(plan.cost)
     kinds = {
         device_plan.device.kind: device_plan.backend.data_sheet
@@ -75,7 +52,7 @@ def compute_plan_digest(plan: Plan) -> str:
 
     Reasons, predictions and memory sizes do not change the digest.
     """
-    text = json.dumps(_executable_parts_to_data(plan), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(executable_parts_to_data(plan, _device_to_data), allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -88,9 +65,10 @@ def plan_from_json(text: str) -> Plan:
     """
     try:
         document = json.loads(text)
-        if document["format"] != PLAN_JSON_FORMAT:
-            raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_JSON_FORMAT}")
-        plan = _plan_from_document(document)
+        if document["format"] != PLAN_FORMAT:
+            raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_FORMAT}")
+        machines = document.get("machines", {})
+        plan = plan_from_data(document, lambda entry: _device_from_data(entry, machines))
         _verify_plan_is_well_formed(plan)
         verify_plan(plan)
         return plan
@@ -106,85 +84,13 @@ def _format_one_line(why: Exception) -> str:
     return " ".join(str(why).split())[:200]
 
 
-# ------------------------------------------------------------------------------------------------------------ writing
+# ----------------------------------------------------------------------------------------------------------- devices
 
 
-def _executable_parts_to_data(plan: Plan) -> dict[str, Any]:
-    """Return the parts of a plan that devices execute as plain data: graphs, programs, devices and layouts.
-
-    The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
-    numbers of unnamed nodes.
-    """
-    first_equal = find_first_devices_with_same_program(plan.device_plans)
-    own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
-    programs = [
-        {
-            "graph": json.loads(graph_to_json(plan.device_plans[first].graph)),
-            **program_to_data(plan.device_plans[first].program),
-        }
-        for first in own
-    ]
-    return {
-        "format": PLAN_JSON_FORMAT,
-        "graph": json.loads(graph_to_json(plan.graph)),
-        "lanes": [
-            {
-                "backend": device_plan.backend.name,
-                "kind": device_plan.device.kind,
-                "index": device_plan.device.index,
-                **({} if device_plan.device.part is None else {"part": device_plan.device.part}),
-                "program": own[first],
-            }
-            for device_plan, first in zip(plan.device_plans, first_equal, strict=True)
-        ],
-        "programs": programs,
-        "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
-        "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
-        "cuts": sorted(map(list, plan.sharded_factors)),
-    }
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
-
-
-def _plan_from_document(document: dict[str, Any]) -> Plan:
-    """Build a plan from its JSON document, without a verification of the plan."""
-    graph = graph_from_json(json.dumps(document["graph"]))
-    graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
-    programs = [program_from_data(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
-    device_plans = []
-    for entry in document["lanes"]:
-        backend, device = _device_from_data(entry, document.get("machines", {}))
-        number = require_nonnegative_integer(entry["program"])
-        device_plans.append(DevicePlan(device, backend, graphs[number], programs[number]))
-    return Plan(
-        graph,
-        tuple(device_plans),
-        MappingProxyType({name: layout_from_data(v) for name, v in document["leaves"].items()}),
-        MappingProxyType({name: layout_from_data(v) for name, v in document["outputs"].items()}),
-        frozenset(
-            (
-                require_text(n),
-                require_nonnegative_integer(a),
-                require_nonnegative_integer(s),
-                require_nonnegative_integer(i),
-            )
-            for n, a, s, i in document["cuts"]
-        ),
-        tuple(map(require_text, document["reasons"])),
-        _hardware_from_data(document["hardware"]),
-        tuple(
-            PinnedNodes(
-                require_nonnegative_integer(p["device"]),
-                require_text(p["because"]),
-                tuple(map(require_text, p["nodes"])),
-            )
-            for p in document["placed"]
-        ),
-        None if document["host"] is None else _hardware_from_data(document["host"]),
-        tuple(map(_require_nonnegative_number, document["shares"])),
-        tuple(map(require_text, document["spare"])),
-    )
+def _device_to_data(device_plan: DevicePlan) -> dict[str, Any]:
+    device = device_plan.device
+    part = {} if device.part is None else {"part": device.part}
+    return {"backend": device_plan.backend.name, "kind": device.kind, "index": device.index, **part}
 
 
 def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
@@ -208,35 +114,8 @@ def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> 
 
 def _machine_from_data(entry: Mapping[str, Any]) -> DataSheet:
     words: dict[str, Any] = {key: require_text(entry[key]) for key in ("link", "capability", "backend", "like")}
-    figures: dict[str, Any] = {key: _require_nonnegative_number(entry[key]) for key in ("flops", "bandwidth", "launch")}
+    figures: dict[str, Any] = {key: require_nonnegative_number(entry[key]) for key in ("flops", "bandwidth", "launch")}
     return DataSheet(**words, **figures, memory=require_nonnegative_integer(entry["memory"]))
-
-
-def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
-    figures: dict[str, Any] = {
-        key: _hardware_field_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
-    }
-    source = require_text(entry.get("source", BUILT_IN_SOURCE))
-    hardware = Hardware(**figures, machine=require_nonnegative_integer(entry.get("machine", 0)), source=source)
-    if not hardware.is_valid:
-        raise ValueError(f"hardware has a speed of zero: {hardware}")
-    return hardware
-
-
-def _hardware_field_from_data(value: Any) -> Any:
-    """Read one field of `Hardware` from plain data: a number, or a number for each op."""
-    return (
-        {op: _require_nonnegative_number(speed) for op, speed in value.items()}
-        if isinstance(value, dict)
-        else _require_nonnegative_number(value)
-    )
-
-
-def _require_nonnegative_number(value: Any) -> float:
-    """Return `value` as a float; raise `ValueError` unless it is a finite number of at least 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{value!r:.60} is no finite number from zero on")
-    return float(value)
 
 
 # ----------------------------------------------------------------------------------------------------------- checking

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -164,3 +165,10 @@ def require_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")
     return value
+
+
+def require_nonnegative_number(value: Any) -> float:
+    """Return `value` as a float; raise `ValueError` unless it is a finite number of at least 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.60} is no finite number from zero on")
+    return float(value)

@@ -18,6 +18,7 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
+from ...ops.registry import find_view_base
 from ..ir.execution_plan import PinnedNodes
 from ..ir.layout import Layout, Local, Replicate, Shard
 from .factor_layouts import FixedShard
@@ -52,9 +53,7 @@ NO_PINS = Pins()
 
 def find_weight_or_state_under_views(value: Value) -> Node | None:
     """Find the weight or state that `value` is or views; None if it is neither."""
-    node = value.node
-    while not node.is_leaf and op_of(node).is_view:
-        node = node.inputs[0].node
+    node = find_view_base(value).node
     return node if node.op in ("weight", "state") else None
 
 

@@ -92,7 +92,7 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
     model, tokens = open_model(path_of("qwen3")), tokens_of("qwen3")[:12]
 
     def session(on: str, kind: str) -> Session:
-        return Session(model, on=DeviceGroup((on,), cache_type_k=kind, cache_type_v=kind))
+        return Session(model, on=DeviceGroup(devices=(on,), cache_type_k=kind, cache_type_v=kind))
 
     short, wide, cpu = session(ONE, dtype), session(ONE, "f32"), session("cpu:0", dtype)
     halves_bytes, floats = (s.store.nbytes()[0]["state"] for s in (short, wide))
@@ -111,7 +111,8 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
 def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
     model = open_model(path_of("qwen3"))
     usual, exact = (
-        Session(model, on=DeviceGroup((ONE,), exact=exact)).store.nbytes()[0]["state"] for exact in (False, True)
+        Session(model, on=DeviceGroup(devices=(ONE,), exact=exact)).store.nbytes()[0]["state"]
+        for exact in (False, True)
     )
     assert 2 * usual == exact
 
@@ -123,7 +124,7 @@ def test_a_prompt_that_is_to_be_exact_rounds_nothing_to_the_type_of_its_caches(d
     model, tokens = open_model(path_of("qwen3")), (2 * tokens_of("qwen3"))[:40]
 
     def session(exact: bool) -> Session:
-        return Session(model, on=DeviceGroup((ONE,), exact=exact, cache_type_k=dtype, cache_type_v=dtype))
+        return Session(model, on=DeviceGroup(devices=(ONE,), exact=exact, cache_type_k=dtype, cache_type_v=dtype))
 
     one_by_one, exact, usual = (session(exact) for exact in (True, True, False))
     expected = np.concatenate([one_by_one.evaluate([[token]], every_position=True)[0] for token in tokens])

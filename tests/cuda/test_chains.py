@@ -78,7 +78,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
         if not fused:
             patch.setattr(program_binding, "FUSED", {})
         names = tuple(f"cuda-emulated:{i}" for i in range(devices))
-        group = DeviceGroup(names, "tensor" if devices > 1 else "none", **FLOAT_CACHES)
+        group = DeviceGroup(devices=names, split_mode="tensor" if devices > 1 else "none", **FLOAT_CACHES)
         session = Session(open_model(path_of(name)), on=group)
         parts = [session.evaluate([p], every_position=True)[0] for p in (tokens[:8], *([t] for t in tokens[8:]))]
         replay = session.executor(session.make_step(1, len(tokens)))._program_runners[0]

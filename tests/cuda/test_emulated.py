@@ -229,7 +229,7 @@ def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
 def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_exact():
     model = open_model(path_of("qwen35"))
     for fast in (False, True):
-        session = Session(model, on=DeviceGroup(("numpy:0",), fast=fast))
+        session = Session(model, on=DeviceGroup(devices=("numpy:0",), fast=fast))
         (lane,) = session.plan(session.make_step(4, 4)).device_plans
         asked = {i.op: i.attrs["exact"] for i in lane.program.instructions if "exact" in i.attrs}
         assert asked.items() >= {"gated_delta_net": not fast, "mul_mat": not fast}.items()

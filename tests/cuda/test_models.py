@@ -13,8 +13,8 @@ from ..given.models.goldens import FLOAT_CACHES, INDEX, allowed_nmse, golden, nm
 
 pytestmark = needs_compiler
 GROUPS = {
-    "one": DeviceGroup(("cuda-emulated:0",), **FLOAT_CACHES),
-    "two": DeviceGroup(("cuda-emulated:0", "cuda-emulated:1"), "tensor", **FLOAT_CACHES),
+    "one": DeviceGroup(devices=("cuda-emulated:0",), **FLOAT_CACHES),
+    "two": DeviceGroup(devices=("cuda-emulated:0", "cuda-emulated:1"), split_mode="tensor", **FLOAT_CACHES),
 }
 STEPS = 3
 
@@ -42,7 +42,9 @@ def test_an_exact_model_computes_in_float32_throughout(name):
     tokens = golden(name)[0][:20]
 
     def logits(device, exact):
-        session = Session(open_model(path_of(name)), on=DeviceGroup((device,), exact=exact, **FLOAT_CACHES), context=32)
+        session = Session(
+            open_model(path_of(name)), on=DeviceGroup(devices=(device,), exact=exact, **FLOAT_CACHES), context=32
+        )
         parts = [tokens[:-STEPS], *([token] for token in tokens[-STEPS:])]
         return np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
 

@@ -23,11 +23,13 @@ from ..given.models.goldens import TINY
 from ..given.ranks.thread_link import in_threads
 
 SPLIT_GROUPS = {
-    "tensor": DeviceGroup(("cpu:0",), "tensor", threads=1),
-    "layer": DeviceGroup(("cpu:0",), "layer", threads=1),
-    "uneven": DeviceGroup(("cpu:0",), "tensor", tensor_split=(3.0, 1.0), threads=1),
-    "layer,tensor": DeviceGroup(("cpu:0@0", "cpu:1@0", "cpu:0@1", "cpu:1@1"), "layer,tensor", threads=1),
-    "none": DeviceGroup(("cpu:0@1",), threads=1),
+    "tensor": DeviceGroup(devices=("cpu:0",), split_mode="tensor", threads=1),
+    "layer": DeviceGroup(devices=("cpu:0",), split_mode="layer", threads=1),
+    "uneven": DeviceGroup(devices=("cpu:0",), split_mode="tensor", tensor_split=(3.0, 1.0), threads=1),
+    "layer,tensor": DeviceGroup(
+        devices=("cpu:0@0", "cpu:1@0", "cpu:0@1", "cpu:1@1"), split_mode="layer,tensor", threads=1
+    ),
+    "none": DeviceGroup(devices=("cpu:0@1",), threads=1),
 }
 LARGE = "blk.7.ffn_gate.weight"
 """A tensor of 78,336 bytes in the last block, with its end on the last rank in each split mode."""

@@ -24,12 +24,14 @@ from ..given.ranks.thread_link import in_threads
 MODEL = FIXTURES / "qwen35" / "model.gguf"
 TOKENS = [3, 17, 5, 9, 11, 2, 40, 8]
 SPLITS = {
-    "tensor": DeviceGroup(("numpy:0",), "tensor"),
-    "layer": DeviceGroup(("numpy:0",), "layer"),
-    "uneven": DeviceGroup(("numpy:0",), "tensor", tensor_split=(3.0, 1.0)),
-    "two devices on a rank": DeviceGroup(("numpy:0@0", "numpy:1@0", "numpy:0@1"), "tensor"),
-    "layers, each cut on a rank": DeviceGroup(("numpy:0@0", "numpy:1@0", "numpy:0@1", "numpy:1@1"), "layer,tensor"),
-    "one rank idle": DeviceGroup(("numpy:0@1",)),
+    "tensor": DeviceGroup(devices=("numpy:0",), split_mode="tensor"),
+    "layer": DeviceGroup(devices=("numpy:0",), split_mode="layer"),
+    "uneven": DeviceGroup(devices=("numpy:0",), split_mode="tensor", tensor_split=(3.0, 1.0)),
+    "two devices on a rank": DeviceGroup(devices=("numpy:0@0", "numpy:1@0", "numpy:0@1"), split_mode="tensor"),
+    "layers, each cut on a rank": DeviceGroup(
+        devices=("numpy:0@0", "numpy:1@0", "numpy:0@1", "numpy:1@1"), split_mode="layer,tensor"
+    ),
+    "one rank idle": DeviceGroup(devices=("numpy:0@1",)),
 }
 
 
@@ -43,7 +45,7 @@ def logits(session):
 @pytest.mark.parametrize("on", SPLITS.values(), ids=SPLITS)
 def test_ranks_compute_what_one_device_does(on):
     model = open_model(MODEL)
-    alone = logits(Session(model, on=DeviceGroup(("numpy:0",)), context=16))
+    alone = logits(Session(model, on=DeviceGroup(devices=("numpy:0",)), context=16))
     everyones = in_threads(2, lambda world: logits(Session(model, on=on, context=16, world=world)))
     for one in everyones:
         assert nmse(one, alone) <= 1e-10
@@ -54,7 +56,7 @@ def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", 2)
     monkeypatch.setattr(prefill_chunks, "list_allowed_chunk_sizes", lambda max_tokens: (2,))
     model = open_model(MODEL)
-    alone = logits(Session(model, on=DeviceGroup(("numpy:0",)), context=16))
+    alone = logits(Session(model, on=DeviceGroup(devices=("numpy:0",)), context=16))
 
     def run(world):
         session = Session(model, on=SPLITS["layer"], context=16, world=world)
@@ -68,7 +70,7 @@ def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
 def test_a_rank_reads_its_own_part_of_the_weights():
     model = open_model(MODEL)
     stores = in_threads(2, lambda world: Session(model, on=SPLITS["tensor"], context=16, world=world).store)
-    whole = Session(model, on=DeviceGroup(("numpy:0",)), context=16).store.loaded_byte_count
+    whole = Session(model, on=DeviceGroup(devices=("numpy:0",)), context=16).store.loaded_byte_count
     assert all(0 < store.loaded_byte_count < 0.7 * whole for store in stores)
 
 
@@ -88,7 +90,7 @@ def test_a_state_goes_on_in_any_number_of_ranks(ranks, tmp_path):
         return np.concatenate([*session.evaluate([TOKENS[6:7]]), *session.evaluate([TOKENS[7:]])])
 
     in_threads(2, first)
-    alone = logits(Session(model, on=DeviceGroup(("numpy:0",)), context=16))[-2:]
+    alone = logits(Session(model, on=DeviceGroup(devices=("numpy:0",)), context=16))[-2:]
     assert all(nmse(one, alone) <= 1e-10 for one in in_threads(ranks, second))
 
 

@@ -82,7 +82,9 @@ def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(saved, known, ranks_wi
     model = open_model(FIXTURES / "llama" / "model.gguf")
 
     def run(world):
-        session = Session(model, on=DeviceGroup(("numpy:0",), "layer"), context=128, batch=64, world=world)
+        session = Session(
+            model, on=DeviceGroup(devices=("numpy:0",), split_mode="layer"), context=128, batch=64, world=world
+        )
         plans = session._layout_plan, session.plan(session.make_step(64, 128))
         return [
             (plan.digest(), plan.hardware, plan.cost, plan.hardware == expected_hardware(plan.graph)) for plan in plans

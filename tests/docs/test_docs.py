@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import textwrap
@@ -23,9 +24,9 @@ from hocket.backends.numpy import kernel_table
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance import parse_case, run_case
 from hocket.frontends import models
-from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.family import FamilyTraits
+from hocket.frontends.run_config import RUN_OPTIONS
 from hocket.ops.page import build_op_reference
 from hocket.scheduler import SPLIT_MODE_NAMES
 from hocket.scheduler.planning import planner
@@ -61,9 +62,20 @@ def test_a_page_with_another_text_than_the_stored_fact_is_found():
 
 def test_docstrings_and_help_state_how_equal_devices_are():
     facts = runpy.run_path(str(DOCS / "write_facts.py"))["STORED_FACTS"]
-    texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), EXACT_HELP]
+    texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), RUN_OPTIONS["exact"].help]
     for name in ("equality", "equality-exact"):
         assert all(facts[name]["text"] in " ".join(text.split()) for text in texts), name
+
+
+@pytest.mark.parametrize("package", ["hocket", "hocket.scheduler"])
+def test_the_stub_of_a_package_has_the_names_of_its_table(package):
+    writer = runpy.run_path(str(DOCS / "write_stubs.py"))
+    text = writer["PACKAGES"][package].read_text("utf-8")
+    assert text == writer["build_stub"](package), "run python docs/write_stubs.py"
+    exports = re.findall(r"^from \S+ import (\w+) as \1$", text, re.MULTILINE)
+    module = importlib.import_module(package)
+    assert {*module.LAZY_NAMES} <= {*exports}
+    assert all(getattr(module, name) is not None for name in exports)
 
 
 def test_everything_public_is_on_the_page_of_python():

@@ -284,7 +284,7 @@ def _arrays_of_leaves(leaves: Sequence[Any]) -> dict[str, Any]:
 @cache
 def session() -> Session:
     model = open_model(TESTS / "fixtures" / "qwen35" / "model.gguf")
-    return Session(model, on=DeviceGroup(("numpy:0",)), context=16, batch=4)
+    return Session(model, on=DeviceGroup(devices=("numpy:0",)), context=16, batch=4)
 
 
 def saved_states() -> list[bytes]:

@@ -64,7 +64,7 @@ def works() -> dict[str, Work]:
     graph, weights = layer(96)
     plans = [hocket.plan(graph, devices, split_mode="tensor") for devices in GROUPS]
     shared = [hocket.load(plan, weights) for plan in plans[:1] + plans[3:]]
-    model, on = open_model(MODEL), DeviceGroup(("cpu:0",), threads=2)
+    model, on = open_model(MODEL), DeviceGroup(devices=("cpu:0",), threads=2)
     alone = Session(model, on=on, context=64)
     logits = [alone.evaluate([new])[0] for new in TOKENS]
     state = hocket.state("s", (4,))

@@ -86,7 +86,7 @@ def model() -> Model:
 
 @cache
 def session() -> Session:
-    return Session(model(), on=DeviceGroup(("numpy:0",)), context=64)
+    return Session(model(), on=DeviceGroup(devices=("numpy:0",)), context=64)
 
 
 @cache
@@ -129,7 +129,7 @@ def relatives() -> tuple[Any, ...]:
         base.find_device("cpu:0"),
         scheduler.parse_simulated_group("cpu:3"),
         hocket.Trace(),
-        DeviceGroup(("numpy:0", "numpy:1")),
+        DeviceGroup(devices=("numpy:0", "numpy:1")),
     )
     steps = (Step(2, 3, 16, 16, 3), Step(sequences=1, tokens=1, cells=10**6, context=10**6, outputs=1))
     ended = hocket.Model(None, devices="numpy:0", context=8)
@@ -247,9 +247,9 @@ def cases() -> Iterator[tuple[str, Case]]:
 def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Token", (hocket.Token, {"id": 1, "text": "a", "logprob": -0.5})
     yield "open_model", (open_model, {"path": None, "header_only": False})
-    yield "DeviceGroup", (DeviceGroup, dataclasses.asdict(DeviceGroup(("numpy:0",), threads=1)))
+    yield "DeviceGroup", (DeviceGroup, dataclasses.asdict(DeviceGroup(devices=("numpy:0",), threads=1)))
     yield "Sampling", (Sampling, SAMPLING)
-    on = DeviceGroup(("numpy:0",))
+    on = DeviceGroup(devices=("numpy:0",))
     arguments = {"model": model(), "on": on, "sequences": 1, "context": 8, "batch": 4}
     yield "Session", (Session, arguments)
     path = str(FIXTURES / "llama/model.gguf")

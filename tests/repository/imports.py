@@ -182,8 +182,14 @@ class ImportGraph(NamedTuple):
 
 @cache
 def read_package() -> ImportGraph:
-    """Return the import graph of the package."""
-    return ImportGraph.from_sources({p.relative_to(ROOT).as_posix(): p.read_text("utf-8") for p in list_sources()})
+    """Return the import graph of the package; the imports of a stub are imports of its module."""
+    stubs = {p: p.with_suffix(".pyi") for p in list_sources()}
+    return ImportGraph.from_sources(
+        {
+            p.relative_to(ROOT).as_posix(): p.read_text("utf-8") + (stub.read_text("utf-8") if stub.exists() else "")
+            for p, stub in stubs.items()
+        }
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from ...given.models.goldens import FLOAT_CACHES, INDEX, allowed_nmse, golden, n
 GROUPS = {
     "one": DeviceGroup(threads=1, **FLOAT_CACHES),
     "two threads": DeviceGroup(threads=2, **FLOAT_CACHES),
-    "tensor": DeviceGroup(("cpu:0", "cpu:1", "cpu:2"), "tensor", threads=1, **FLOAT_CACHES),
-    "layer": DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=2, **FLOAT_CACHES),
+    "tensor": DeviceGroup(devices=("cpu:0", "cpu:1", "cpu:2"), split_mode="tensor", threads=1, **FLOAT_CACHES),
+    "layer": DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="layer", threads=2, **FLOAT_CACHES),
 }
 
 

@@ -204,7 +204,8 @@ def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeyp
 
     def logits():
         session = Session(
-            open_model(folder / "model.gguf"), on=DeviceGroup(("cuda-emulated:0", "cuda-emulated:1"), "tensor")
+            open_model(folder / "model.gguf"),
+            on=DeviceGroup(devices=("cuda-emulated:0", "cuda-emulated:1"), split_mode="tensor"),
         )
         return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
 

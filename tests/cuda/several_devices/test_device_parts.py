@@ -135,7 +135,7 @@ def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices():
     path = path_of("qwen3")
 
     def logits(*devices):
-        session = Session(open_model(path), on=DeviceGroup(devices, "tensor"), context=64)
+        session = Session(open_model(path), on=DeviceGroup(devices=devices, split_mode="tensor"), context=64)
         return [session.evaluate([part])[0].tobytes() for part in ([3, 4, 5], [6])]
 
     assert logits("cuda-emulated:0.0", "cuda-emulated:0.1") == logits("cuda-emulated:0", "cuda-emulated:1")

@@ -118,12 +118,12 @@ def test_a_model_keeps_its_tokens_with_rounded_sums_and_exact_ones_are_refused(m
     devices = ("cuda-emulated:0", "cuda-emulated:1")
 
     def logits(wire):
-        return Session(open_model(None), on=DeviceGroup(devices, "tensor", wire=wire), context=64).evaluate(
-            [[1, 2, 3]]
-        )[0]
+        return Session(
+            open_model(None), on=DeviceGroup(devices=devices, split_mode="tensor", wire=wire), context=64
+        ).evaluate([[1, 2, 3]])[0]
 
     plain, sent = logits("f32"), logits("bf16")
     off = nmse(sent, plain)
     assert 0 < off < 1e-3
     with pytest.raises(ModelError, match="exact are not sent as bf16"):
-        Session(open_model(None), on=DeviceGroup(devices, exact=True, wire="bf16"))
+        Session(open_model(None), on=DeviceGroup(devices=devices, exact=True, wire="bf16"))

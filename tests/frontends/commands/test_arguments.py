@@ -6,7 +6,7 @@ import pytest
 
 import hocket
 from hocket.cli import main
-from hocket.frontends.terminal.arguments import FLAGS_BY_ARGUMENT, replace_arguments_by_flag_names
+from hocket.frontends.terminal.arguments import list_flags_by_argument, replace_arguments_by_flag_names
 
 ONE = ("-p", "It is a truth", "--temp", "0", "-n", "8", "-c", "64")
 TEXT = "It is a truth which I am not at all in love"
@@ -112,7 +112,7 @@ def test_a_full_context_ends_in_one_line_or_shifts(capsys):
 )
 def test_arguments_in_a_message_become_flags(message, line):
     assert replace_arguments_by_flag_names(message) == line
-    assert not any(flag in message for flag in FLAGS_BY_ARGUMENT.values())
+    assert not any(flag in message for flag in list_flags_by_argument().values())
 
 
 def test_python_names_arguments_where_the_command_line_names_flags(capsys):

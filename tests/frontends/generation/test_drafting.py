@@ -46,7 +46,9 @@ def session(name: str, on: DeviceGroup = EXACT) -> Session:
     ("name", "devices"), [("qwen3", 1), ("qwen35", 1), ("qwen35", 2)], ids=["cache", "states", "states cut"]
 )
 def test_a_draft_changes_no_token_and_leaves_nothing_behind(name: str, devices: int, sampling: Sampling) -> None:
-    group = DeviceGroup(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
+    group = DeviceGroup(
+        devices=tuple(f"cpu:{i}" for i in range(devices)), split_mode="tensor" if devices > 1 else "auto", exact=True
+    )
     alone, drafted = session(name, group), session(name, group)
     ahead = SpeculativeDecoder(drafted, Wrong(session(name)), 3)
     prompt, more = tokens_of(name)[:5], tokens_of(name)[5:7]

@@ -27,8 +27,8 @@ from ...given.devices.faulty import FaultyCpu
 from ...given.models.goldens import TINY, nmse, path_of, tokens_of
 from ...given.ranks.thread_link import in_threads
 
-LAYERS = DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=1)
-STAGES_OF_GROUPS = DeviceGroup(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
+LAYERS = DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="layer", threads=1)
+STAGES_OF_GROUPS = DeviceGroup(devices=("cpu:0", "cpu:1", "cpu:2", "cpu:3"), split_mode="layer,tensor", threads=1)
 ON_SPLIT_LAYERS = pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 GREEDY = Sampling(temperature=0)
 MODELS = ["llama", "qwen35", "qwen3moe"]
@@ -95,10 +95,12 @@ def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
 def test_ranks_decode_micro_batches_as_one_device_does():
     prompts, new = texts_of("llama", 4)
     model = open_model(path_of("llama"))
-    expected = read_by(Session(model, on=DeviceGroup(("numpy:0",)), context=64, sequences=4, batch=16), prompts, new)
+    expected = read_by(
+        Session(model, on=DeviceGroup(devices=("numpy:0",)), context=64, sequences=4, batch=16), prompts, new
+    )
 
     def run(world):
-        root = Session(model, on=DeviceGroup(("numpy:0",), "layer"), context=64, world=world)
+        root = Session(model, on=DeviceGroup(devices=("numpy:0",), split_mode="layer"), context=64, world=world)
         return read_by(in_batches(root, 2, 2), prompts, new)
 
     for results in in_threads(2, run):
@@ -266,7 +268,9 @@ def test_sequences_are_split_only_where_a_gain_is_predicted():
     assert isinstance(make_session(root, 1, context=64), Session)
     one_device = Session(open_model(None), on=DeviceGroup(threads=1), context=64)
     assert isinstance(make_session(one_device, 16, context=64), Session)
-    tensor = Session(open_model(None), on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", threads=1), context=64)
+    tensor = Session(
+        open_model(None), on=DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", threads=1), context=64
+    )
     assert isinstance(make_session(tensor, 16, context=64), Session)
 
 

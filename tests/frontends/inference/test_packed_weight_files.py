@@ -30,7 +30,9 @@ def file(tmp_path: Path) -> Path:
 
 def session(file: Path, keep: bool = True, devices: str = "cpu:0", mode: str = "auto") -> Session:
     return Session(
-        open_model(file), on=DeviceGroup(tuple(devices.split(",")), mode, threads=1, keep_packed=keep), context=64
+        open_model(file),
+        on=DeviceGroup(devices=tuple(devices.split(",")), split_mode=mode, threads=1, keep_packed=keep),
+        context=64,
     )
 
 

@@ -19,9 +19,9 @@ from hocket.scheduler.pipelining import stage_times
 from ...given.devices.faulty import FaultyCpu
 from ...given.models.goldens import TINY, nmse, path_of, tokens_of
 
-ONE, LAYERS = DeviceGroup(threads=1), DeviceGroup(("cpu:0", "cpu:1"), "layer", threads=1)
+ONE, LAYERS = DeviceGroup(threads=1), DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="layer", threads=1)
 FOUR = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
-STAGES_OF_GROUPS = DeviceGroup(FOUR, "layer,tensor", threads=1)
+STAGES_OF_GROUPS = DeviceGroup(devices=FOUR, split_mode="layer,tensor", threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_pipelined_prefill_chunks_give_the_results_of_single_ones(name):
 def test_exact_results_are_those_of_one_device(mode, devices):
     model, tokens = open_model(path_of("qwen35")), tokens_of("qwen35")[:14]
     one = Session(model, on=DeviceGroup(exact=True), context=64).evaluate([tokens], every_position=True)[0]
-    several = Session(model, on=DeviceGroup(devices, mode, exact=True), context=64)
+    several = Session(model, on=DeviceGroup(devices=devices, split_mode=mode, exact=True), context=64)
     assert nmse(several.evaluate([tokens], every_position=True)[0], one) <= 1e-10
     assert several._pipelines
 
@@ -116,7 +116,9 @@ def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
         session.evaluate([tokens])
     assert len(trace.runs) == 1
     assert not session._pipelines
-    assert not Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor"), context=64)._can_pipeline_chunks(12)
+    assert not Session(
+        model, on=DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor"), context=64
+    )._can_pipeline_chunks(12)
 
 
 @pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])

@@ -23,9 +23,9 @@ from ...given.models.goldens import nmse, path_of
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
 DEVICE_GROUPS = {
     "one": DeviceGroup(exact=True),
-    "two": DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True),
-    "three": DeviceGroup(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1), exact=True),
-    "layers": DeviceGroup(("cpu:0", "cpu:1"), "layer", exact=True),
+    "two": DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", exact=True),
+    "three": DeviceGroup(devices=("cpu:0", "cpu:1", "cpu:2"), split_mode="tensor", tensor_split=(3, 1, 1), exact=True),
+    "layers": DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="layer", exact=True),
 }
 
 
@@ -183,7 +183,7 @@ DAMAGE = {
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A session of a small model, and a state that it saved."""
-    session = Session(open_model(path_of("qwen35")), on=DeviceGroup(("numpy:0",)), context=16, batch=8)
+    session = Session(open_model(path_of("qwen35")), on=DeviceGroup(devices=("numpy:0",)), context=16, batch=8)
     session.evaluate([[1, 2, 3]])
     path = tmp_path_factory.mktemp("small") / "state.npz"
     save_state(session, [[1, 2, 3]], path)

@@ -16,6 +16,7 @@ from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.language_model import Model as Language
 from hocket.frontends.models import Model
 from hocket.frontends.open_model import open_adapted_model, open_model
+from hocket.frontends.run_config import RunConfig
 
 from ...given.models.goldens import TINY, nmse, path_of
 from ...given.models.rewritten import Array, tensors_of, write_fixture
@@ -66,7 +67,7 @@ def change(name: str, tensors: Mapping[str, Array]) -> Array:
 
 
 def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> Array:
-    session = Session(model, on=DeviceGroup(tuple(devices.split(",")), mode), context=8)
+    session = Session(model, on=DeviceGroup(devices=tuple(devices.split(",")), split_mode=mode), context=8)
     return session.evaluate([TOKENS], every_position=True)[0]
 
 
@@ -96,7 +97,7 @@ def test_two_adapters_equal_the_merged_model(
         both = {t: array for pair in pairs.values() for t, array in pair.items()}
         files.append((adapter(tmp_path / f"{alpha}.gguf", base.architecture, both, alpha), scale))
     expected = logits(write_fixture(tmp_path / "merged.gguf", name, merged))
-    adapted = open_adapted_model(base.gguf.path, lora=files)
+    adapted = open_adapted_model(RunConfig(base.gguf.path, lora=files))
     for group in groups:
         assert nmse(logits(adapted, *group), expected) < SAME, group
     assert nmse(logits(base), expected) > 1e-3
@@ -118,7 +119,7 @@ def test_control_vectors_equal_biases_behind_blocks(span: tuple[int, int] | None
     if span is None:
         tensors["blk.1.ffn_down.bias"] = one / 2
     expected = logits(write_fixture(tmp_path / "biased.gguf", "qwen35", tensors))
-    steered = open_adapted_model(path_of("qwen35"), control_vectors=files, control_layers=span)
+    steered = open_adapted_model(RunConfig(path_of("qwen35"), control_vectors=files, control_layers=span))
     assert nmse(logits(steered, *DEVICE_GROUPS[0]), expected) < SAME
 
 
@@ -143,7 +144,9 @@ def test_models_with_other_adapters_are_others(tmp_path: Path) -> None:
     shape = tensors_of("llama")[Q].shape
     files = [adapter(tmp_path / f"{i}.gguf", "llama", factors(np.random.default_rng(i), Q, shape)) for i in (0, 1)]
     kinds = ([], [files[0]], [files[1]], [(files[0], 0.5)], files)
-    assert len({compute_model_digest(open_adapted_model(path_of("llama"), lora=some)) for some in kinds}) == len(kinds)
+    assert len(
+        {compute_model_digest(open_adapted_model(RunConfig(path_of("llama"), lora=some))) for some in kinds}
+    ) == len(kinds)
 
 
 Q = "blk.1.attn_q.weight"
@@ -173,7 +176,7 @@ def test_wrong_adapters_cost_one_line(case: str, tmp_path: Path) -> None:
     keys = dict(keys)
     path = adapter(tmp_path / "x.gguf", keys.pop("general.architecture", "llama"), tensors, **keys)
     with pytest.raises(ModelError) as refusal:
-        open_adapted_model(path_of("llama"), lora=[path])
+        open_adapted_model(RunConfig(path_of("llama"), lora=[path]))
     assert message in str(refusal.value)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -182,9 +185,9 @@ def test_wrong_adapters_cost_one_line(case: str, tmp_path: Path) -> None:
 def test_matrices_that_are_not_read_as_such_are_refused(tmp_path: Path) -> None:
     name = "blk.0.ssm_conv1d.weight"
     pair = factors(np.random.default_rng(1), name, tensors_of("qwen35")[name].shape)
-    model = open_adapted_model(path_of("qwen35"), lora=[adapter(tmp_path / "x.gguf", "qwen35", pair)])
+    model = open_adapted_model(RunConfig(path_of("qwen35"), lora=[adapter(tmp_path / "x.gguf", "qwen35", pair)]))
     with pytest.raises(ModelError, match=r"reads blk.0.ssm_conv1d.weight in .*conv.*, where hocket cannot change it"):
-        Session(model, on=DeviceGroup(("reference:0",)), context=8)
+        Session(model, on=DeviceGroup(devices=("reference:0",)), context=8)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_wrong_control_vectors_cost_one_line(
     vectors = {n: np.zeros(width, np.float32) for n, width in (some or {}).items()}
     files = [] if some is None else [directions(tmp_path / "v.gguf", vectors)]
     with pytest.raises(ModelError, match=message):
-        open_adapted_model(path_of("qwen35"), control_vectors=files, control_layers=span)
+        open_adapted_model(RunConfig(path_of("qwen35"), control_vectors=files, control_layers=span))
 
 
 def test_a_scale_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

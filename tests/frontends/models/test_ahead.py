@@ -149,7 +149,9 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
     ],
 )
 def test_drafts_of_the_model_change_no_token(name: str, devices: int, blocks: int, tmp_path: Path) -> None:
-    group = DeviceGroup(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
+    group = DeviceGroup(
+        devices=tuple(f"cpu:{i}" for i in range(devices)), split_mode="tensor" if devices > 1 else "auto", exact=True
+    )
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 30.0, blocks)
     plain, guessing = Session(model, on=group, context=64), Session(model.with_mtp_blocks(), on=group, context=64)
     ahead = SpeculativeDecoder(guessing, MtpDrafter(guessing), 3)

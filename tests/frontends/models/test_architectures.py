@@ -91,7 +91,7 @@ def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     tokens, _ = golden(name)
     model = open_model(write_model(name, tmp_path))
     one = Session(model, on=DeviceGroup(exact=True)).evaluate([tokens], every_position=True)[0]
-    two = Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate(
+    two = Session(model, on=DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", exact=True)).evaluate(
         [tokens], every_position=True
     )[0]
     assert nmse(two, one) <= 1e-10
@@ -105,7 +105,7 @@ def test_encoders_of_texts_side_by_side_agree_with_pytorch_or_llama_cpp_on_any_d
     tokens, want = golden(name)
     model = open_model(write_model(name, tmp_path))
     for devices in (("cpu:0",), ("cpu:0", "cpu:1")):
-        session = Session(model, on=DeviceGroup(devices, "tensor", exact=True), sequences=2)
+        session = Session(model, on=DeviceGroup(devices=devices, split_mode="tensor", exact=True), sequences=2)
         _, rows = session.evaluate([tokens[:5], tokens], every_position=True, hidden=True)
         assert nmse(rows[-ROWS:], want) <= 1e-10
         assert not session.state_names

@@ -93,7 +93,7 @@ def test_a_llama_equals_attention_to_all_tokens_written_out() -> None:
     tokens = [3, 9, 27, 4, 60, 11]
     want = reference(model, tokens, mixer.heads, mixer.kv_heads, model.hyper.norm.eps)  # type: ignore[attr-defined]
     assert nmse(compute_hidden(model, tokens), want) <= 1e-12
-    rows = Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), exact=True), sequences=2)
+    rows = Session(model, on=DeviceGroup(devices=("cpu:0", "cpu:1"), exact=True), sequences=2)
     _, got = rows.evaluate([tokens[:2], tokens], every_position=True, hidden=True)
     assert nmse(got, want) <= 1e-9
 

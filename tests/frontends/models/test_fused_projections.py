@@ -58,7 +58,7 @@ def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> np
     """Of a few tokens, computed in float64."""
     tokens = np.random.default_rng(1).integers(0, model.vocabulary_size, 24).tolist()
     return (
-        Session(model, on=DeviceGroup(tuple(devices.split(",")), mode))
+        Session(model, on=DeviceGroup(devices=tuple(devices.split(",")), split_mode=mode))
         .evaluate([tokens], every_position=True)[0]
         .astype(np.float64)
     )

@@ -185,7 +185,7 @@ def test_the_divisor_of_the_shares_has_the_lower_bound_of_llama_cpp() -> None:
 def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: str, n: int) -> None:
     model, (tokens, want) = load_model(open_fixture(name)), golden(name)
     one = single_device_logits(name).astype(np.float64)
-    many = Session(model, on=DeviceGroup(devices(n), mode, **FLOAT_CACHES))
+    many = Session(model, on=DeviceGroup(devices=devices(n), split_mode=mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
     many.reset(0)

@@ -52,7 +52,7 @@ def test_padded_steps_side_by_side_equal_one_batch(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", rwkv.KINDS)
 def test_devices_share_the_heads_and_a_saved_state_goes_on(kind: str, tmp_path: Path) -> None:
     model, want = open_model(rwkv.write_rwkv_model(kind, tmp_path / "model.gguf")), reference_logits(kind)
-    sharded = Session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True), context=32)
+    sharded = Session(model, on=DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", exact=True), context=32)
     assert nmse(sharded.evaluate([TOKENS[:-1]], every_position=True)[0], want[:-1]) <= 1e-10
     assert str(sharded.plan(sharded.make_step(1, 1)).leaves["wkv_state.1"]) == "S1(2|2)"
     save_state(sharded, [TOKENS[:-1]], tmp_path / "state")

@@ -53,7 +53,7 @@ def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, 
 def test_sequences_that_turn_at_different_times_equal_each_alone(tmp_path: Path) -> None:
     model, _, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     wants = [logits(session(model, 256), tokens[at:])[-1] for at in (0, 40)]
-    both = session(model, on=DeviceGroup(("cpu:0", "cpu:1"), "tensor", exact=True), sequences=2)
+    both = session(model, on=DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", exact=True), sequences=2)
     both.evaluate([tokens[:33], []])
     both.evaluate([tokens[33:35], tokens[40:61]])
     got = both.evaluate([tokens[35:], tokens[61:]])

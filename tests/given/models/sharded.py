@@ -38,7 +38,9 @@ def measure_errors(name: str) -> dict[str, float]:
             return session.evaluate([tokens], every_position=True, hidden=model.is_encoder_without_logits)[0]
 
         one = logits(DeviceGroup(exact=True))
-        groups = {n: DeviceGroup(tuple(f"cpu:{i}" for i in range(n)), "tensor", exact=True) for n in COUNTS}
+        groups = {
+            n: DeviceGroup(devices=tuple(f"cpu:{i}" for i in range(n)), split_mode="tensor", exact=True) for n in COUNTS
+        }
         return {str(n): float(f"{nmse(logits(group), one):.1e}") for n, group in groups.items()}
 
 

@@ -233,7 +233,7 @@ def test_an_interrupt_takes_the_step_back_too():
 def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
     model = load_model(open_gguf(path_of("qwen35")))
     tokens = tokens_of("qwen35")
-    group = sessions.DeviceGroup(devices, "tensor", threads=2)
+    group = sessions.DeviceGroup(devices=devices, split_mode="tensor", threads=2)
     whole, interrupted = (sessions.Session(model, on=group) for _ in range(2))
     expected = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
     executor = interrupted.executor(interrupted.make_step(4, 4))
@@ -314,7 +314,7 @@ def faulty(monkeypatch):
 def test_a_session_goes_on_after_a_step_that_failed(name, devices, faulty):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    group = sessions.DeviceGroup(devices, "tensor")
+    group = sessions.DeviceGroup(devices=devices, split_mode="tensor")
     whole, broken = (sessions.Session(model, on=group) for _ in range(2))
     for start, stop in ((0, 9), (9, 10), (10, 13)):
         part = [tokens[start:stop]]

@@ -45,8 +45,10 @@ MIXED = ("cpu:0", "reference:0", "cpu:1")
 def test_a_model_on_mixed_backends_gives_the_logits_of_one_device(name, mode):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    one = Session(model, on=DeviceGroup(("reference:0",), **FLOAT_CACHES)).evaluate([tokens], every_position=True)[0]
-    many = Session(model, on=DeviceGroup(MIXED, mode, **FLOAT_CACHES))
+    one = Session(model, on=DeviceGroup(devices=("reference:0",), **FLOAT_CACHES)).evaluate(
+        [tokens], every_position=True
+    )[0]
+    many = Session(model, on=DeviceGroup(devices=MIXED, split_mode=mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
     assert nmse(stepped, one) <= 1e-10

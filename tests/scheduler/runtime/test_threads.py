@@ -112,7 +112,7 @@ def test_threads_that_load_one_plan_get_memory_of_their_own():
 
 
 def test_threads_that_share_a_session_append_whole_calls():
-    session = Session(open_model(FIXTURES / "llama/model.gguf"), on=DeviceGroup(("numpy:0",)), context=64)
+    session = Session(open_model(FIXTURES / "llama/model.gguf"), on=DeviceGroup(devices=("numpy:0",)), context=64)
     at_once(lambda n: [session.evaluate([[n, n]]) for _ in range(2)])
     assert session.lengths == [4 * STARTS]
 

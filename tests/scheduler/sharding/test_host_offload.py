@@ -147,7 +147,7 @@ def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
     small = Small(int(total * 0.6))
     known = {"small:0": (small, small.device(0))}
     monkeypatch.setattr(device_group, "find_device", lambda name: known.get(name) or find_device(name))
-    many = Session(model, on=DeviceGroup(("small:0",), mode, **FLOAT_CACHES))
+    many = Session(model, on=DeviceGroup(devices=("small:0",), split_mode=mode, **FLOAT_CACHES))
     assert [str(device) for _, device in many.group] == ["small:0", "cpu:0"]
     parts = [tokens[:5], *([t] for t in tokens[5:])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])

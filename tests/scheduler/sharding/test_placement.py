@@ -51,7 +51,9 @@ def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, pl
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
     one = single_device_logits(name)
-    many = Session(model, on=DeviceGroup(devices(3), mode, (), place, **FLOAT_CACHES))
+    many = Session(
+        model, on=DeviceGroup(devices=devices(3), split_mode=mode, tensor_split=(), place=place, **FLOAT_CACHES)
+    )
     half = len(tokens) // 2
     parts = [tokens[:half], *([t] for t in tokens[half:])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
@@ -60,7 +62,10 @@ def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, pl
 
 def test_where_results_are_to_be_exact_a_place_on_the_cpu_means_its_exact_backend():
     model = load_model(open_gguf(path_of("llama")))
-    exact = Session(model, on=DeviceGroup(devices(2), "tensor", (), (("ffn", "cpu:1"),), exact=True))
+    exact = Session(
+        model,
+        on=DeviceGroup(devices=devices(2), split_mode="tensor", tensor_split=(), place=(("ffn", "cpu:1"),), exact=True),
+    )
     assert [str(device) for _, device in exact.group] == ["numpy:0", "numpy:1"]
     assert exact._layout_plan.leaves["blk.0.ffn_up.weight"] == Local((1,))
 

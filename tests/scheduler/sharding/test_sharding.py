@@ -45,7 +45,9 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     golden = np.load(FIXTURES / name / "logits.npy")
     exact = "q4" in name  # rounding to 8 bits would differ wherever a sum differs in its last bit
     one = single_device_logits(name, exact)
-    many = Session(model, on=DeviceGroup(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
+    many = Session(
+        model, on=DeviceGroup(devices=devices(n), split_mode=mode, tensor_split=split, exact=exact, **FLOAT_CACHES)
+    )
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]

@@ -11,7 +11,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import as_float
-from .states import RECURRENT_HEADER, bind_states_and_prepare_memory, is_dense, make_rows_struct_fields
+from .states import RECURRENT_HEADER, bind_states_and_prepare_memory, make_rows_struct_fields
 
 VALUE_WARPS, COLUMN_WARPS = 8, 16
 ELEMENTS_PER_LANE = (1, 2, 4, 8, 0)
@@ -49,7 +49,7 @@ def _as_float_operands(launches: LaunchBuilder, call: BoundInstruction, count: i
 
 def _bind_ssm_scan(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, dt, a, b, c = _as_float_operands(launches, call, 5)
-    require_supported(is_dense(a), "rates have to be dense")
+    require_supported(a.is_dense, "rates have to be dense")
     none: list[LaunchWord] = [0] * 10
     walked = [
         *make_rows_struct_fields(x),
@@ -115,7 +115,7 @@ def _launch_recurrence_with_warp_per_value_row(
 
 def _bind_rwkv_wkv6(launches: LaunchBuilder, call: BoundInstruction) -> None:
     k, v, r, bonus, decay, state = _as_float_operands(launches, call, 6)
-    require_supported(is_dense(bonus), "the bonus has to be dense")
+    require_supported(bonus.is_dense, "the bonus has to be dense")
     _launch_recurrence_with_lane_per_value_column(launches, call, [k, v, r, decay], state, bonus, 1.0)
 
 
@@ -145,7 +145,7 @@ def _launch_recurrence_with_lane_per_value_column(
         scale: Factor of the results.
     """
     new, v = call.dst[1], token_operands[1]
-    require_supported(is_dense(state) and is_dense(new), "states have to be dense")
+    require_supported(state.is_dense and new.is_dense, "states have to be dense")
     *leading, tokens, heads, values = v.shape
     keys = token_operands[0].shape[-1]
     words = [word for x in (*token_operands, call.out) for word in make_rows_struct_fields(x)]

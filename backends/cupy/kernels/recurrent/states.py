@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute
-from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.launch_builder import LaunchBuilder, LaunchWord
 from ...device.driver import KernelSource
@@ -31,12 +30,6 @@ def make_rows_struct_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
     lead = len(x.shape) - inner
     steps = x.strides[lead:] if inner == 3 else (*x.strides[lead:], 0)
     return [x, _compute_merged_stride(x.shape[:lead], x.strides[:lead]), *steps]
-
-
-def is_dense(x: Operand) -> bool:
-    """Return whether the elements are contiguous in row-major order; strides of axes with one entry do not count."""
-    dense_strides = contiguous_strides(x.shape)
-    return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, dense_strides, strict=True))
 
 
 def is_vector_aligned(x: Operand) -> bool:
@@ -111,9 +104,9 @@ def bind_states_and_prepare_memory(
     state, new = call.operand(operand), call.dst[1]
     slots_in, slots_out = call.optional_operand(operand + 1), call.optional_operand(operand + 2)
     snapshots = int(float_attribute(call.attrs, "snapshots")) if "snapshots" in call.attrs else 1
-    require_supported(state.is_float and is_dense(state) and is_dense(new), "states have to be dense and in float32")
+    require_supported(state.is_float and state.is_dense and new.is_dense, "states have to be dense and in float32")
     for slots in (slots_in, slots_out):
-        require_supported(slots is None or (is_dense(slots) and slots.dtype is DType.I32), "slots have to be dense")
+        require_supported(slots is None or (slots.is_dense and slots.dtype is DType.I32), "slots have to be dense")
     size = math.prod(state.shape[-3:])
     require_supported(size < 2**31, "a state is too large for one launch")
     stored = min(snapshots, max(tokens, 1))
