@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter, dequantize, quantize
 
 from hocket.graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
-from hocket.ops.quantisation import BLOCK_LAYOUTS, f32_to_bf16
+from hocket.ops.block_layouts import BLOCK_LAYOUTS
+from hocket.ops.quantisation import f32_to_bf16
 
 VOCABULARY_SIZE, GEMMA_VOCABULARY_SIZE = 49152, 262144
 UNUSED_TOKEN_TYPE = 5

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..backends.base import THREADS_KIND
-from ..graph.dtypes import STATE_DTYPES, DType
+from ..graph.dtypes import CACHE_DTYPES as KEY_VALUE_DTYPES
+from ..graph.dtypes import DType
 from ..graph.lazy_dataclass import dataclass
 from ..graph.storage.disk_cache import cache_folder
 from ..graph.validation import (
@@ -42,7 +43,7 @@ DEFAULT_BATCH = 512
 NATURAL_KIND = integer_between(0)
 TRANSFER_DTYPES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
 """Dtypes in which GPUs may exchange large sums."""
-CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
+CACHE_DTYPES = {str(dtype): dtype for dtype in KEY_VALUE_DTYPES}
 """Dtypes that KV caches may have."""
 TRANSFER_DTYPE_KIND, CACHE_DTYPE_KIND = (
     ArgumentKind(" or ".join(known), lambda v, known=known: isinstance(v, str) and v in known)  # type: ignore[misc]
@@ -70,7 +71,7 @@ class DeviceGroup:
     - `wire` is the dtype in which GPUs exchange large sums: ``f32``, or ``bf16``, which has half the bytes and is not
       exact (`hocket.backends.base.Comm.wire`).
     - `cache_type_k` and `cache_type_v` are the dtypes of cached keys and values: ``f16`` by default, ``f32`` with
-      `exact`; ``q8_0`` and ``q4_0`` take blocks of 32 numbers.
+      `exact`. The quantised ones of `hocket.graph.dtypes.CACHE_DTYPES` take blocks of 32 numbers.
     - `keep_packed` keeps the packed weights of ``cpu`` on disk, next to its kernels. Later processes map these weights,
       share their memory and start without packing.
     """

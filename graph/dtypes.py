@@ -107,7 +107,12 @@ DType.__hash__ = object.__hash__  # type: ignore[method-assign]  # Enum would ha
 FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
 INTEGER_DTYPES = (DType.I8, DType.I16, DType.I32, DType.I64)
 QUANTISED_DTYPES = tuple(d for d in DType if d.is_quantised)
-STATE_DTYPES = (*FLOAT_DTYPES, DType.Q8_0, DType.Q4_0)
+CACHE_DTYPES = (
+    *FLOAT_DTYPES,
+    *(DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.IQ4_NL),
+)
+"""The dtypes of cached keys and values, as in llama.cpp; quantised ones have blocks of 32 numbers."""
+STATE_DTYPES = (*CACHE_DTYPES, DType.MXFP4, DType.NVFP4, DType.Q1_0, DType.Q2_0, DType.TQ1_0, DType.TQ2_0)
 """The dtypes of states into which a run can write rows; the rows are rounded to that dtype."""
 DTYPE_BY_NAME = {d.text: d for d in DType}
 DTYPE_BY_GGML_NUMBER = {d.ggml: d for d in DType}

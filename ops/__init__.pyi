@@ -110,7 +110,10 @@ def calculate(a: Value, b: Value, *, kind: str, name: str = "") -> Value:
     """
 
 def cast(x: Value, *, dtype: DTypeLike, name: str = "") -> Value:
-    """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
+    """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type.
+
+    For a quantised dtype the range of a block determines its scale, as in ggml (`ops.block_quantisers`).
+    """
 
 def causal_mask(pos: Value, *, cells: int, window: int = 0, name: str = "") -> Value:
     """Build the causal attention mask: 0 where a token may attend to a KV cache cell, else -inf.

@@ -1,23 +1,22 @@
 """Stored elements as float32 numbers, and back: the quantisation blocks of GGML, f16 and bf16.
 
-A quantised row is a sequence of blocks of fixed size, laid out as in ``ggml-common.h`` of llama.cpp. `BLOCK_LAYOUTS`
-has the NumPy record of each block type, and `EXPANDERS` the function from records to numbers. Results equal the
-results of the ``gguf`` package bit for bit, because each element has the same float32 operations in the same order.
+A quantised row is a sequence of blocks of fixed size, which `block_layouts` describes. `EXPANDERS` has the function
+from records to numbers of each dtype, and `block_quantisers` the functions from numbers to records. Dequantised numbers
+equal the numbers of the ``gguf`` package bit for bit: each element has the same float32 operations in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..graph.dtypes import DType
 from ..graph.errors import GraphError
+from .block_layouts import BLOCK_LAYOUTS, F32, FP4_VALUES_TIMES_2, HALF_OF_E4M3, IQ4_NL_CODE_BOOK, U8
+from .block_quantisers import QUANTISERS
 
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 ExpandBlocks = Callable[[np.ndarray, F32], None]
 """A function of block records [n] that writes float32 [n, elements of a block]."""
 
@@ -92,11 +91,14 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
 def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     """Round numbers to `dtype` and convert them to its storage format: the inverse of `decode_array`.
 
-    Quantised blocks become bytes [..., row bytes]. The largest number of a block determines its scale, so encoding the
-    decoded numbers again changes nothing. Sources: ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of
-    ggml-quants.c.
+    Quantised blocks become bytes [..., row bytes]; `block_quantisers` explains their rounding.
+
+    Raises:
+        GraphError: the dtype has no quantiser.
     """
     if dtype.is_quantised:
+        if dtype not in QUANTISERS:
+            raise GraphError(f"cannot round to {dtype} in a graph; need one of {', '.join(map(str, QUANTISERS))}")
         blocks = np.ascontiguousarray(numbers, np.float32).reshape(-1, dtype.block)
         with np.errstate(all="ignore"):
             return QUANTISERS[dtype](blocks).view(np.uint8).reshape(*numbers.shape[:-1], -1)
@@ -155,63 +157,6 @@ def load_code_book(dtype: DType) -> F32:
     known = getattr(gguf.quants, dtype.name)
     known.init_grid()
     return np.asarray(known.grid, np.float32).reshape(known.grid_shape)
-
-
-def _make_record_dtype(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
-    return np.dtype(list(fields))
-
-
-D, DMIN = ("d", "<f2"), ("dmin", "<f2")
-"""Fields of records: the scale and the minimum of a block, float16."""
-
-BLOCK_LAYOUTS = {
-    DType.Q4_0: _make_record_dtype(D, ("qs", "u1", 16)),
-    DType.Q4_1: _make_record_dtype(D, DMIN, ("qs", "u1", 16)),
-    DType.Q5_0: _make_record_dtype(D, ("qh", "u1", 4), ("qs", "u1", 16)),
-    DType.Q5_1: _make_record_dtype(D, DMIN, ("qh", "u1", 4), ("qs", "u1", 16)),
-    DType.Q8_0: _make_record_dtype(D, ("qs", "i1", 32)),
-    DType.Q2_K: _make_record_dtype(("scales", "u1", 16), ("qs", "u1", 64), D, DMIN),
-    DType.Q3_K: _make_record_dtype(("qh", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), D),
-    DType.Q4_K: _make_record_dtype(D, DMIN, ("scales", "u1", 12), ("qs", "u1", 128)),
-    DType.Q5_K: _make_record_dtype(D, DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)),
-    DType.Q6_K: _make_record_dtype(("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), D),
-    DType.IQ2_XXS: _make_record_dtype(D, ("qs", "<u4", 16)),
-    DType.IQ2_XS: _make_record_dtype(D, ("qs", "<u2", 32), ("scales", "u1", 8)),
-    DType.IQ3_XXS: _make_record_dtype(D, ("qs", "u1", 64), ("signs", "<u4", 8)),
-    DType.IQ1_S: _make_record_dtype(D, ("qs", "u1", 32), ("qh", "<u2", 8)),
-    DType.IQ4_NL: _make_record_dtype(D, ("qs", "u1", 16)),
-    DType.IQ3_S: _make_record_dtype(D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)),
-    DType.IQ2_S: _make_record_dtype(D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)),
-    DType.IQ4_XS: _make_record_dtype(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
-    DType.IQ1_M: _make_record_dtype(("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)),
-    DType.TQ1_0: _make_record_dtype(("qs", "u1", 48), ("qh", "u1", 4), D),
-    DType.TQ2_0: _make_record_dtype(("qs", "u1", 64), D),
-    DType.MXFP4: _make_record_dtype(("e", "u1"), ("qs", "u1", 16)),
-    DType.NVFP4: _make_record_dtype(("scales", "u1", 4), ("qs", "u1", 32)),
-    DType.Q1_0: _make_record_dtype(D, ("qs", "u1", 16)),
-    DType.Q2_0: _make_record_dtype(D, ("qs", "u1", 16)),
-}
-"""The NumPy record of a quantised block by dtype; the field names are the names in ggml."""
-
-IQ4_NL_CODE_BOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-"""The 4-bit code book ``kvalues_iq4nl`` of ggml."""
-FP4_VALUES_TIMES_2 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-"""Twice the values of a 4-bit float (``kvalues_mxfp4``); ggml drops the sign of minus zero."""
-
-
-def _compute_half_e4m3_values() -> F32:
-    """Return a table of half the value of each 8-bit E4M3 float (4 exponent bits, 3 fraction bits): float32 [256].
-
-    The sign is ignored, and NaN gives 0. Source: ``ue4m3_to_fp32`` of ggml.
-    """
-    bits = np.arange(256, dtype=np.uint32)
-    halves = ((bits & 127) << 20).view(np.float32) * np.float32(2.0**119)
-    halves[127] = 0
-    return halves
-
-
-HALF_OF_E4M3 = _compute_half_e4m3_values()
-"""Half of the value of each E4M3 byte."""
 
 
 def _as_float32_column(values: np.ndarray) -> F32:
@@ -386,34 +331,3 @@ EXPANDERS: dict[DType, ExpandBlocks] = {
     DType.Q2_0: _expand_q2_0,
 }
 """The function from block records to numbers by dtype."""
-
-
-def _safe_reciprocal(scale: F32) -> F32:
-    """Return ``1 / scale``, or 0 for a scale of 0."""
-    return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-
-
-def _build_block_records(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
-    """Build the structured array of quantised blocks from one scale per block and the codes `qs` of each block."""
-    blocks = np.empty(len(scale), BLOCK_LAYOUTS[dtype])
-    blocks["d"], blocks["qs"] = scale[:, 0], qs
-    return blocks
-
-
-def _quantise_q8_0(x: F32) -> np.ndarray:
-    d = np.abs(x).max(1, keepdims=True) / np.float32(127)
-    scaled = x * _safe_reciprocal(d)
-    whole = np.trunc(scaled)
-    away = whole + np.copysign(np.float32(1), scaled) * (np.abs(scaled - whole) >= 0.5)
-    return _build_block_records(DType.Q8_0, d, np.nan_to_num(away).astype(np.int8))
-
-
-def _quantise_q4_0(x: F32) -> np.ndarray:
-    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
-    d = np.where(-low < high, high, low) / np.float32(-8)
-    q = np.minimum(np.nan_to_num(np.trunc(x * _safe_reciprocal(d) + np.float32(8.5))), 15).astype(np.uint8)
-    return _build_block_records(DType.Q4_0, d, q[:, :16] | q[:, 16:] << 4)
-
-
-QUANTISERS = {DType.Q8_0: _quantise_q8_0, DType.Q4_0: _quantise_q4_0}
-"""By dtype, a function from float32 [n, elements of a block] to block records [n]."""

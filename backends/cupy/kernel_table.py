@@ -10,6 +10,7 @@ from .binding.fused_binding import FusionBinder
 from .binding.launch_builder import OpBinder
 from .device.driver import KernelSource
 from .kernels import (
+    blocks,
     choosing,
     collective,
     elementwise,
@@ -31,6 +32,7 @@ KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     elementwise,
     moves,
     integers,
+    blocks,
     choosing,
     sliding,
     matmul,

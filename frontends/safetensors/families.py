@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ...graph.lazy_dataclass import dataclass
 from .json_files import JsonObject
+from .linear_attention import read_delta_net_pairs
 from .write_gguf import Pair
 
 LLAMA_BLOCK = {
@@ -23,10 +24,17 @@ LLAMA_BLOCK = {
 }
 """Module names inside a layer, and their names inside a block of GGUF."""
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+QWEN_DELTA_BLOCK = LLAMA_BLOCK | HEAD_NORMS | {"post_attention_layernorm": "post_attention_norm"}
+DELTA_NET_ARCHITECTURES = ("qwen3next", "qwen35")
+EXPERT_ARCHITECTURES = ("qwen3moe", "qwen3next")
+"""Architectures with each matrix of each expert as a tensor of its own in the folder."""
 OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-SKIPPED_NAME = re.compile(r".*\.rotary_emb\.inv_freq")
+DEFAULT_ROPE_SECTIONS = (11, 11, 10, 0)
+"""Rotated pairs for time, height and width if a folder of qwen3_5 states none; texts use one position for all."""
+SKIPPED_NAME = re.compile(r".*\.rotary_emb\.inv_freq|mtp\..*")
 EXPERT_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
 LAYER_NAME = re.compile(r"model\.layers\.(\d{1,5})\.(.+)\.(weight|bias)")
+SINKS_NAME = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.sinks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class FolderFamily:
     activation: str = "silu"
     """Required activation of the feed-forward layers."""
     writes_rope_dimensions: bool = False
+    rotary_share: float = 1.0
+    """The rotated share of a head, if the folder states none."""
     rope_kinds: tuple[str, ...] = ("default", "linear", "yarn")
     """Supported values of ``rope_type``."""
     scales: Mapping[str, str] | None = None
@@ -61,6 +71,22 @@ FAMILIES = {
     "qwen2": FolderFamily("qwen2", LLAMA_BLOCK),
     "qwen3": FolderFamily("qwen3", LLAMA_BLOCK | HEAD_NORMS),
     "qwen3_moe": FolderFamily("qwen3moe", LLAMA_BLOCK | HEAD_NORMS | {"mlp.gate": "ffn_gate_inp"}),
+    "qwen3_next": FolderFamily(
+        "qwen3next",
+        QWEN_DELTA_BLOCK
+        | {
+            "mlp.gate": "ffn_gate_inp",
+            "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_expert.up_proj": "ffn_up_shexp",
+            "mlp.shared_expert.down_proj": "ffn_down_shexp",
+        },
+        norm_offset=1.0,
+        writes_rope_dimensions=True,
+        rotary_share=0.25,
+    ),
+    "qwen3_5_text": FolderFamily(
+        "qwen35", QWEN_DELTA_BLOCK, norm_offset=1.0, writes_rope_dimensions=True, rotary_share=0.25
+    ),
     "granite": FolderFamily(
         "granite",
         LLAMA_BLOCK,
@@ -86,6 +112,11 @@ FAMILIES = {
         activation="gelu_pytorch_tanh",
         rope_kinds=("default", "linear"),
     ),
+    "gpt_oss": FolderFamily(
+        "gpt-oss",
+        LLAMA_BLOCK | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+        rope_kinds=("default", "yarn"),
+    ),
     "phi3": FolderFamily(
         "phi3",
         LLAMA_BLOCK | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
@@ -107,8 +138,6 @@ def choose_family(config: JsonObject) -> FolderFamily:
         raise config.make_error(
             f"model_type {reprlib.repr(kind)} is not supported as a folder; need {', '.join(FAMILIES)}, or a GGUF file"
         )
-    if config.pairs.get("quantization_config") is not None:
-        raise config.make_error("quantization_config: quantised folders are not supported; use the original weights")
     family = FAMILIES[kind]
     activation = config.get_text("hidden_act", config.get_text("hidden_activation", family.activation))
     if activation != family.activation:
@@ -118,6 +147,8 @@ def choose_family(config: JsonObject) -> FolderFamily:
 
 def map_tensor_name(family: FolderFamily, name: str) -> str | None:
     """Translate a tensor name of a Hugging Face folder to GGUF; None if the family has no such tensor."""
+    if family.architecture == "gpt-oss" and (match := SINKS_NAME.fullmatch(name)):
+        return f"blk.{int(match[1])}.attn_sinks.weight"
     if match := LAYER_NAME.fullmatch(name):
         part = family.block_names.get(match[2])
         return part and f"blk.{int(match[1])}.{part}.{match[3]}"
@@ -173,7 +204,7 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
         pairs |= {f"{arch}.attention.key_length": head_size, f"{arch}.attention.value_length": head_size}
     if family.writes_rope_dimensions:
         factor = read_rope_parameters(config).get_finite_number(
-            "partial_rotary_factor", config.get_finite_number("partial_rotary_factor", 1.0)
+            "partial_rotary_factor", config.get_finite_number("partial_rotary_factor", family.rotary_share)
         )
         pairs[f"{arch}.vocab_size"] = config.require_positive_integer("vocab_size")
         pairs[f"{arch}.rope.dimension_count"] = int(head_size * factor)
@@ -181,8 +212,15 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
         pairs[f"{arch}.{name}"] = config.get_finite_number(source, 1.0)
     if arch == "phi3":
         pairs[f"{arch}.attention.sliding_window"] = config.get_nonnegative_integer("sliding_window", 0) or 0
-    if arch == "qwen3moe":
-        pairs |= _read_expert_pairs(config)
+    if arch in EXPERT_ARCHITECTURES:
+        pairs |= {f"{arch}.{name}": value for name, value in _read_expert_pairs(config).items()}
+    if arch in DELTA_NET_ARCHITECTURES:
+        pairs |= {f"{arch}.{name}": value for name, value in read_delta_net_pairs(config).items()}
+    if arch == "qwen35":
+        sections = read_rope_parameters(config).get_list_or_empty("mrope_section") or DEFAULT_ROPE_SECTIONS
+        pairs["qwen35.rope.dimension_sections"] = [int(n) for n in (*sections, 0, 0, 0, 0)[:4] if type(n) is int]
+    if arch == "gpt-oss":
+        pairs |= _read_gpt_oss_pairs(config)
     if arch == "gemma3":
         pairs |= _read_gemma_pairs(config, head_size)
     return pairs
@@ -191,7 +229,7 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
 def _read_context(family: FolderFamily, config: JsonObject) -> int:
     context = config.require_positive_integer("max_position_embeddings")
     window = config.get_nonnegative_integer("sliding_window")
-    if not window or family.architecture in ("gemma3", "phi3"):
+    if not window or family.architecture in ("gemma3", "phi3", "gpt-oss"):
         return context
     uses_window = config.get_boolean("use_sliding_window", config.get_text("model_type", "") == "mistral")
     return min(context, window) if uses_window else context
@@ -226,13 +264,31 @@ def read_expert_count(config: JsonObject) -> int:
 
 def _read_expert_pairs(config: JsonObject) -> dict[str, Pair]:
     if not config.get_boolean("norm_topk_prob", False):
-        raise config.make_error("norm_topk_prob is false; qwen3_moe needs true")
+        raise config.make_error("norm_topk_prob is false; need true")
     if config.get_list_or_empty("mlp_only_layers") or config.get_nonnegative_integer("decoder_sparse_step", 1) != 1:
         raise config.make_error("mlp_only_layers and decoder_sparse_step give layers without experts; need none")
+    pairs: dict[str, Pair] = {
+        "expert_count": read_expert_count(config),
+        "expert_used_count": config.require_positive_integer("num_experts_per_tok"),
+        "expert_feed_forward_length": config.require_positive_integer("moe_intermediate_size"),
+    }
+    if shared := config.get_nonnegative_integer("shared_expert_intermediate_size"):
+        pairs["expert_shared_feed_forward_length"] = shared
+    return pairs
+
+
+def _read_gpt_oss_pairs(config: JsonObject) -> dict[str, Pair]:
+    layers = config.require_positive_integer("num_hidden_layers")
+    need = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if config.get_list_or_empty("layer_types") not in ([], need):
+        raise config.make_error("layer_types: every second layer needs full_attention, the others sliding_attention")
+    if (config.get_finite_number("swiglu_alpha", 1.702), config.get_finite_number("swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise config.make_error("swiglu_alpha and swiglu_limit differ from 1.702 and 7")
     return {
-        "qwen3moe.expert_count": read_expert_count(config),
-        "qwen3moe.expert_used_count": config.require_positive_integer("num_experts_per_tok"),
-        "qwen3moe.expert_feed_forward_length": config.require_positive_integer("moe_intermediate_size"),
+        "gpt-oss.attention.sliding_window": config.require_positive_integer("sliding_window"),
+        "gpt-oss.expert_count": read_expert_count(config),
+        "gpt-oss.expert_used_count": config.require_positive_integer("num_experts_per_tok"),
+        "gpt-oss.expert_feed_forward_length": config.require_positive_integer("intermediate_size"),
     }
 
 

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import zlib
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +26,8 @@ from ..gguf.mapped_file import MappedFile, format_name_for_message
 from ..gguf.writer import WRITTEN_VERSION
 from .derived_tensor import derive_tensor
 from .families import (
+    DELTA_NET_ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
     EXPERT_NAME,
     SKIPPED_NAME,
     FolderFamily,
@@ -35,8 +38,11 @@ from .families import (
     read_hyperparameter_pairs,
     read_rope_parameters,
 )
+from .joined_experts import split_experts
 from .json_files import JsonObject, read_json
-from .shards import read_shards
+from .linear_attention import convert_delta_net
+from .packed_checkpoints import STORED_DTYPES, join_blocks_and_scales, read_quantisation_method
+from .shards import DTYPES, read_shards
 from .tokenizer_files import read_tokenizer_pairs
 from .write_gguf import Pair, decode_metadata_pairs, encode_metadata_pairs, write_gguf_atomically
 
@@ -76,8 +82,8 @@ def write_folder_as_gguf(path: str | os.PathLike[str], output: str | os.PathLike
 def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tuple[Path, ...]]:
     config = read_json(folder / CONFIG_NAME)
     family = choose_family(config)
-    stored = read_shards(folder)
-    tensors = _map_tensors(family, config, stored)
+    stored = read_shards(folder, DTYPES | STORED_DTYPES.get(read_quantisation_method(config), {}))
+    tensors = _map_tensors(family, config, join_blocks_and_scales(config, stored))
     if read_rope_parameters(config).get_text("rope_type", "") == "llama3":
         tensors["rope_freqs.weight"] = _compute_llama3_rope_divisors(config)
     embedding = tensors.get("token_embd.weight")
@@ -104,8 +110,16 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
     for name, tensor in stored.items():
         if SKIPPED_NAME.fullmatch(name) or (is_tied and name == "lm_head.weight"):
             continue
-        if family.architecture == "qwen3moe" and (match := EXPERT_NAME.fullmatch(name)):
+        if family.architecture in EXPERT_ARCHITECTURES and (match := EXPERT_NAME.fullmatch(name)):
             experts.setdefault(f"blk.{int(match[1])}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = tensor
+            continue
+        if family.architecture == "gpt-oss" and (parts_by_name := split_experts(name, tensor)):
+            tensors |= parts_by_name
+            continue
+        if family.architecture in DELTA_NET_ARCHITECTURES and (
+            parts_by_name := convert_delta_net(config, name, tensor)
+        ):
+            tensors |= parts_by_name
             continue
         new_name = map_tensor_name(family, name)
         if new_name is None:
@@ -137,7 +151,7 @@ def _rename_and_derive_tensor(family: FolderFamily, config: JsonObject, tensor: 
     # llama.cpp's converter stores vectors and the router as float32
     dtype = DType.F32 if len(tensor.shape) == 1 or part == "ffn_gate_inp" else tensor.dtype
     if not heads and not offset and dtype is tensor.dtype and tensor.offset % tensor.dtype.block_bytes == 0:
-        return Tensor(name, tensor.shape, dtype, tensor.file, tensor.offset)
+        return replace(tensor, name=name)
     return derive_tensor(
         tensor,
         name,

@@ -6,6 +6,7 @@ Every size and offset is compared with the size of the file before a read. A vio
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -23,7 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"F32": DType.F32, "F16": DType.F16, "BF16": DType.BF16}
 
 
-def read_shards(folder: Path) -> dict[str, Tensor]:
+def read_shards(folder: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str, Tensor]:
     """Return the tensors of all safetensors files that the index of a folder names, or of its only file.
 
     Raises:
@@ -37,7 +38,7 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
                 f"{format_name_for_message(str(folder))}: has no model.safetensors and no {INDEX_NAME}; "
                 "download the weights as safetensors"
             )
-        return read_shard(path)
+        return read_shard(path, dtypes)
     index = read_json(index_path)
     weight_map = index.get_object_or_empty("weight_map").pairs
     names: dict[str, None] = {}
@@ -47,7 +48,7 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
         names[file_name] = None
     tensors: dict[str, Tensor] = {}
     for file_name in sorted(names):
-        for name, tensor in read_shard(folder / file_name).items():
+        for name, tensor in read_shard(folder / file_name, dtypes).items():
             if weight_map.get(name) != file_name:
                 raise tensor.file.make_error(
                     f"tensor {format_name_for_message(name)} is not in this file by {INDEX_NAME}"
@@ -60,11 +61,11 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_shard(path: Path) -> dict[str, Tensor]:
+def read_shard(path: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file, in the order of their bytes.
 
     Raises:
-        ModelError: The file is damaged; a tensor overlaps another one, or has a dtype other than F32, F16 and BF16.
+        ModelError: The file is damaged; a tensor overlaps another one, or has a dtype that is not in `dtypes`.
     """
     file = map_file(path)
     if file.size < LENGTH_FIELD.size:
@@ -80,7 +81,9 @@ def read_shard(path: Path) -> dict[str, Tensor]:
     names = [name for name in header.pairs if name != "__metadata__"]
     if len(names) > MAX_TENSORS:
         raise file.make_error(f"announces {len(names)} tensors; at most {MAX_TENSORS} are accepted")
-    tensors = sorted((_read_entry(header, name, file, start) for name in names), key=lambda tensor: tensor.offset)
+    tensors = sorted(
+        (_read_entry(header, name, file, start, dtypes) for name in names), key=lambda tensor: tensor.offset
+    )
     for first, second in pairwise(tensors):
         if first.offset + first.nbytes > second.offset:
             raise file.make_error(
@@ -89,7 +92,7 @@ def read_shard(path: Path) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _read_entry(header: JsonObject, name: str, file: MappedFile, start: int) -> Tensor:
+def _read_entry(header: JsonObject, name: str, file: MappedFile, start: int, dtypes: Mapping[str, DType]) -> Tensor:
     entry = header.get_object_or_empty(name)
     shape, offsets, dtype = (
         entry.get_list_or_empty("shape"),
@@ -97,9 +100,9 @@ def _read_entry(header: JsonObject, name: str, file: MappedFile, start: int) -> 
         entry.get_text("dtype", ""),
     )
     who = f"tensor {format_name_for_message(name)}"
-    if dtype not in DTYPES:
+    if dtype not in dtypes:
         raise file.make_error(
-            f"{who} has the dtype {format_name_for_message(dtype)!r}; need {', '.join(DTYPES)}",
+            f"{who} has the dtype {format_name_for_message(dtype)!r}; need {', '.join(dtypes)}",
             "save the model in bfloat16",
         )
     if len(shape) > MAX_AXES or any(type(n) is not int or not 0 < n < 1 << 48 for n in shape):
@@ -108,9 +111,9 @@ def _read_entry(header: JsonObject, name: str, file: MappedFile, start: int) -> 
         raise file.make_error(f"{who} has the offsets {reprlib.repr(offsets)}; need the first and the last byte")
     begin, end = (int(n) for n in offsets)  # type: ignore[call-overload]  # integers by the check above
     sizes = tuple(int(n) for n in shape) or (1,)  # type: ignore[call-overload]  # integers by the check above
-    need = prod(sizes) * DTYPES[dtype].block_bytes
+    need = prod(sizes) * dtypes[dtype].block_bytes
     if end - begin != need or start + end > file.size:
         raise file.make_error(
             f"{who} ({dtype}{list(sizes)}) needs {need} bytes, but has bytes {begin} to {end} of {file.size - start}"
         )
-    return Tensor(name, sizes, DTYPES[dtype], file, start + begin)
+    return Tensor(name, sizes, dtypes[dtype], file, start + begin)

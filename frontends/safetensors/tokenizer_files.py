@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder as GGUF metadata: ``tokenizer.json``, ``tokenizer_config.json``, the chat template.
+"""The tokenizer of a model folder as GGUF metadata: ``tokenizer.json`` or ``tokenizer.model``, settings, chat template.
 
 Two kinds are read: BPE over bytes, and SentencePiece BPE with byte tokens. The regular expressions of a pre-tokenizer
 decide its name. The score of a SentencePiece token is the negated rank of its first merge.
@@ -13,6 +13,7 @@ from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS
 from .json_files import MAX_JSON_BYTES, JsonObject, read_json
+from .sentencepiece_model import read_sentencepiece_model
 from .write_gguf import Pair
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -20,13 +21,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 GPT2_PATTERN = PRE_TOKENIZERS["gpt-2"].patterns[0]
 """The pattern of the pre-tokenizer ByteLevel with ``use_regex``."""
 SPACE_MARK = "▁"
+SENTENCEPIECE_NAME = "tokenizer.model"
 KEY = "tokenizer.ggml."
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Prefixes of the keys in ``tokenizer_config.json`` and of the keys in GGUF."""
 
 
 def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> dict[str, Pair]:
-    """Return the ``tokenizer.*`` metadata pairs of a folder; without ``tokenizer.json`` they state no vocabulary.
+    """Return the ``tokenizer.*`` metadata pairs of a folder; without a tokenizer they state no vocabulary.
 
     Args:
         folder: The model folder.
@@ -37,20 +39,17 @@ def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> d
         ModelError: The tokenizer is damaged or of another kind.
     """
     path = folder / "tokenizer.json"
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path) if settings_path.exists() else JsonObject(settings_path, {})
     if not path.exists():
-        if (folder / "tokenizer.model").exists():
-            raise ModelError(
-                f"{format_name_for_message(str(folder))}: has tokenizer.model but no tokenizer.json; "
-                "save the tokenizer with transformers' AutoTokenizer.save_pretrained"
-            )
+        if (folder / SENTENCEPIECE_NAME).exists():
+            return _read_sentencepiece(folder, config, settings, vocabulary) | _read_chat_template(folder, settings)
         return {f"{KEY}model": "no_vocab"}
     whole = read_json(path)
     model = whole.get_object_or_empty("model")
     kind = model.get_text("type", "BPE")
     if kind != "BPE":
         raise whole.make_error(f"model.type is {format_name_for_message(kind)!r}, which is not supported; need BPE")
-    settings_path = folder / "tokenizer_config.json"
-    settings = read_json(settings_path) if settings_path.exists() else JsonObject(settings_path, {})
     is_sentencepiece = model.get_boolean("byte_fallback", False)
     tokens, types = _read_tokens(whole, model, vocabulary, is_sentencepiece)
     merges = _read_merges(model)
@@ -68,6 +67,43 @@ def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> d
     if is_sentencepiece:
         pairs[f"{KEY}add_space_prefix"] = _has_space_prefix(whole)
     return pairs | _read_chat_template(folder, settings)
+
+
+def _read_sentencepiece(folder: Path, config: JsonObject, settings: JsonObject, vocabulary: int) -> dict[str, Pair]:
+    """Return the metadata pairs of ``tokenizer.model``, with the tokens that ``tokenizer_config.json`` adds."""
+    path = folder / SENTENCEPIECE_NAME
+    model = read_sentencepiece_model(path)
+    if len(model.texts) > vocabulary:
+        raise ModelError(
+            f"{format_name_for_message(str(path))}: has {len(model.texts)} tokens, but the embedding has {vocabulary} "
+            "rows; download the folder again"
+        )
+    padding = range(len(model.texts), vocabulary)
+    tokens = [*model.texts, *(f"[PAD{i}]" for i in padding)]
+    scores, types = [*model.scores, *(-1e3 for _ in padding)], [*model.kinds, *(UNUSED for _ in padding)]
+    for number, entry in settings.get_object_or_empty("added_tokens_decoder").pairs.items():
+        if not isinstance(entry, dict):
+            raise settings.make_error("added_tokens_decoder has an element that is no object")
+        token = JsonObject(settings.path, entry)
+        text = token.get_text("content", "")
+        i = _require_id(settings, text, int(number) if number.isdecimal() else number, vocabulary)
+        is_special = token.get_boolean("special", False)
+        tokens[i] = text
+        if i >= len(model.texts):
+            types[i] = CONTROL if is_special else USER_DEFINED
+    stated = {f"{KEY}{SPECIAL_TOKENS[name]}_token_id": number for name, number in model.special_ids.items()}
+    return {
+        f"{KEY}model": "llama",
+        f"{KEY}pre": "default",
+        f"{KEY}tokens": tokens,
+        f"{KEY}scores": scores,
+        f"{KEY}token_type": types,
+        **stated,
+        **_read_special_tokens(settings, config, {text: i for i, text in enumerate(tokens)}),
+        f"{KEY}add_bos_token": settings.get_boolean("add_bos_token", True),
+        f"{KEY}add_eos_token": settings.get_boolean("add_eos_token", False),
+        f"{KEY}add_space_prefix": model.adds_prefix,
+    }
 
 
 def _read_tokens(

@@ -340,9 +340,15 @@ def _parse_operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
             dtypes.append(DTYPE_BY_NAME[word])
         else:
             dtype_of = word
-    text = f"{match['name']}[{match['dims'].strip()}]"
+    known, text = tuple(dict.fromkeys(dtypes)), f"{match['name']}[{match['dims'].strip()}]"
     return Operand(
-        match["name"], leading, tuple(dims), bool(match["optional"]), tuple(dtypes) or default, dtype_of, text
+        match["name"],
+        leading,
+        tuple(dims),
+        bool(match["optional"]),
+        known or default,
+        dtype_of,
+        text,
     )
 
 

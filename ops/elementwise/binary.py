@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from ...graph.attrs import Attrs
-from ...graph.dtypes import DType
+from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.spec import Spec
 from ..declaration.broadcasting import tile_to_shape
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
 from ..declaration.signature import SignatureMismatch
+from ..quantisation import decode_array, encode_array
 
 BINARY_SIGNATURE = "a[...], b[~...] -> [...]"
 """The signature of elementwise ops of two operands."""
@@ -127,13 +128,16 @@ def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
     dtype = attrs["dtype"]
     if not isinstance(dtype, DType):
         raise SignatureMismatch(f"dtype is {dtype!r}; it must be a DType")
-    if dtype.is_quantised:
-        raise SignatureMismatch(f"cannot cast to {dtype}: quantising is done when a file is written, not in a graph")
+    if dtype.is_quantised and dtype not in STATE_DTYPES:
+        allowed = ", ".join(str(d) for d in STATE_DTYPES if d.is_quantised)
+        raise SignatureMismatch(f"cannot cast to {dtype}, which only hocket quantize writes; need one of {allowed}")
     return Spec(specs[0].shape, dtype)
 
 
 def round_to_dtype(x: Array, dtype: DType) -> Array:
-    """Round numbers to values of a float `dtype`, as float64; for an integer dtype, truncate them to that dtype."""
+    """Round numbers to values of a float or quantised `dtype`, as float64; truncate them for an integer dtype."""
+    if dtype.is_quantised:
+        return decode_array(encode_array(np.asarray(x, np.float32), dtype), dtype).astype(np.float64)
     if dtype is DType.BF16:
         bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -144,14 +148,24 @@ def round_to_dtype(x: Array, dtype: DType) -> Array:
 @op(
     "x[...]: any -> [...]",
     infer=_infer_cast,
-    samples=expand_template(
-        "x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")
+    samples=(
+        *expand_template(
+            "x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")
+        ),
+        *expand_template("x=f32[3,256], dtype={to}", to=tuple(str(d) for d in STATE_DTYPES if d.is_quantised)),
     ),
-    errors=(("x=f32[32], dtype=q8_0", "cannot cast to q8_0"), ("x=f32[32], dtype=3", "dtype is 3")),
+    errors=(
+        ("x=f32[256], dtype=q4_K", "cannot cast to q4_K"),
+        ("x=f32[48], dtype=q8_0", "the last axis must be a multiple"),
+        ("x=f32[32], dtype=3", "dtype is 3"),
+    ),
     compare="exact",
 )
 def cast(x: Array, *, dtype: DType) -> Array:
-    """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
+    """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type.
+
+    For a quantised dtype the range of a block determines its scale, as in ggml (`ops.block_quantisers`).
+    """
     return round_to_dtype(x, dtype)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...graph.attrs import Attrs
+from ...graph.dtypes import CACHE_DTYPES
 from ...graph.node import Node
 from ..declaration.attributes import float_attribute
 from ..declaration.broadcasting import tile_to_shape
@@ -38,6 +39,7 @@ def causal_mask(pos: Array, *, cells: int, window: int = 0) -> Array:
     return np.where(seen, 0.0, -np.inf)
 
 
+QUANTISED_CACHE_NAMES = tuple(str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised)
 _MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(kv_heads query_heads), t, *s", "tiled": "*m, t, *s"}
 
 
@@ -82,7 +84,7 @@ def _compute_visible_cell_fraction(node: Node) -> float:
         *expand_template(
             "q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")
         ),
-        *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=("q8_0", "q4_0")),
+        *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=QUANTISED_CACHE_NAMES),
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,16], mask=f16[3,9], scale=0.25, max_bias=8.0",
         "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
@@ -104,7 +106,7 @@ def _compute_visible_cell_fraction(node: Node) -> float:
         ("q=f32[3,4,16], k=f32[9,2,8], v=f32[9,2,16], scale=1.0", "d is 16"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[8,2,16], scale=1.0", "s is 9"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16]", "scale is missing"),
-        ("q=f32[3,4,32], k=q4_1[9,2,32], v=f32[9,2,32], scale=1.0", "k is q4_1"),
+        ("q=f32[3,4,256], k=q4_K[9,2,256], v=f32[9,2,32], scale=1.0", "k is q4_K"),
         (
             'q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[3,3,7], mask_heads="tiled", scale=1.0',
             "mask has 3 heads",

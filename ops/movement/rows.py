@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...graph.attrs import Attrs
-from ...graph.dtypes import QUANTISED_DTYPES
+from ...graph.dtypes import QUANTISED_DTYPES, STATE_DTYPES
 from ...graph.spec import Spec
 from ..declaration.axis_links import AxisLink
 from ..declaration.broadcasting import repeat_leading_axes
@@ -16,6 +16,8 @@ from ..declaration.samples import LegalRange, expand_template
 from ..declaration.shape_rules import axis_attribute
 from ..declaration.signature import SignatureMismatch
 from .sharded_tables import require_row_numbers
+
+QUANTISED_STATE_NAMES = tuple(str(dtype) for dtype in STATE_DTYPES if dtype.is_quantised)
 
 
 def _count_gather_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
@@ -55,7 +57,7 @@ def get_rows(table: Array, ids: Array) -> Array:
         *expand_template(
             "into={x}[17,8], rows=f32[{k},8], ids={i}[{k}]", x=("f32", "f16"), k=(0, 1, 5), i=("i32", "i64")
         ),
-        *expand_template("into={x}[5,64], rows=f32[2,64], ids=i32[2]", x=("q8_0", "q4_0")),
+        *expand_template("into={x}[5,256], rows=f32[2,256], ids=i32[2]", x=QUANTISED_STATE_NAMES),
         "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[2,3]",
         "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[3]",
     ),
@@ -97,7 +99,7 @@ def _concat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
 
 
 @op(
-    "a[~...]: number|q8_0|q4_0, b[~...]: number|q8_0|q4_0 -> [...]",
+    "a[~...]: number|written, b[~...]: number|written -> [...]",
     linear=("a+b",),
     infer=_infer_concat,
     links=_concat_links,
@@ -106,6 +108,7 @@ def _concat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
         "a=f32[3,4], b=f32[2,4], axis=0",
         "a=f16[3,4], b=f16[3,0], axis=1",
         "a=i32[3], b=i32[4], axis=0",
+        *expand_template("a={x}[3,256], b={x}[2,256], axis=0", x=QUANTISED_STATE_NAMES),
     ),
     errors=(
         ("a=f32[3,4], b=f32[3,5], axis=0", "all axes but 0"),

@@ -44,6 +44,8 @@ from .probe_graphs import (
 PROBED_DTYPES = (
     *(DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K),
     *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
+    *(DType.IQ1_S, DType.IQ1_M, DType.IQ2_XXS, DType.IQ2_XS, DType.IQ2_S, DType.IQ3_XXS, DType.IQ3_S),
+    *(DType.TQ1_0, DType.TQ2_0, DType.Q1_0, DType.Q2_0, DType.NVFP4),
 )
 """The dtypes of weights that are measured."""
 QUICK_DTYPES = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.F32)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hocket.graph.dtypes import DType
-from hocket.ops.quantisation import BLOCK_LAYOUTS, encode_array
+from hocket.ops.block_layouts import BLOCK_LAYOUTS
+from hocket.ops.quantisation import encode_array
 
 
 def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:

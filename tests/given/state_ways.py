@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,10 @@ def build_state_graphs(dtype: str) -> Iterator[tuple[str, Graph]]:
         yield "transposed", Graph({"y": ops.cast(ops.transpose(new), dtype="f32")}, {old: new})
 
 
-def inputs_of(graph: Graph, low: int = -99) -> dict[str, npt.NDArray[np.generic]]:
-    """Multiples of 1/32 below 4; each 32 of the rows that are written begin with `low` of them."""
+def inputs_of(graph: Graph, multiples: Sequence[int] = range(-99, 99)) -> dict[str, npt.NDArray[np.generic]]:
+    """Multiples of 1/32; each 32 numbers of the rows that are written begin with the first and the last multiple."""
     rng, floats = np.random.default_rng(0), {"rows": (3, 64), "x": (9, 64)}
-    arrays = {n: (rng.integers(low, -low, shape) / 32).astype(np.float32) for n, shape in floats.items()}
-    arrays["rows"][:, ::32] = low / 32
+    arrays = {n: (rng.choice(multiples, shape) / 32).astype(np.float32) for n, shape in floats.items()}
+    arrays["rows"][:, ::32], arrays["rows"][:, 1::32] = multiples[0] / 32, multiples[-1] / 32
     known = {**arrays, "ids": np.array([1, 4, 7], np.int32)}
     return {v.node.name: known[v.node.name] for v in graph.inputs}

@@ -33,6 +33,26 @@ def make_lane_constant(values: Sequence[float]) -> Intrinsic:
     return intrinsic(FLOATS)(lambda b: constant)
 
 
+def make_lane_integers(values: Sequence[int]) -> Intrinsic:
+    """Make an intrinsic without operands that returns 16 given int32 numbers."""
+    constant = ir.Constant(_I, list(values))
+    return intrinsic(INTS)(lambda b: constant)
+
+
+def make_count_boundaries(boundaries: Sequence[float]) -> Intrinsic:
+    """Make an intrinsic that returns, for each float32 lane, how many of the boundaries it reaches; NaN reaches all."""
+
+    @intrinsic(INTS, FLOATS)
+    def count_boundaries(b, x):
+        count = ir.Constant(_I, [len(boundaries)] * LANES)
+        for boundary in boundaries:
+            is_below = b.fcmp_ordered("<", x, ir.Constant(_F, [boundary] * LANES))
+            count = b.add(count, b.sext(is_below, _I))
+        return count
+
+    return count_boundaries
+
+
 lane_numbers = make_lane_constant(range(LANES))
 round_even = intrinsic(FLOATS, FLOATS)(lambda b, x: call_generic(b, "llvm.rint.v16f32", _F, x))
 """Round to integers, ties to even."""

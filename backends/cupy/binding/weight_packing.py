@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.spec import Spec
-from ....ops.quantisation import BLOCK_LAYOUTS
+from ....ops.block_layouts import BLOCK_LAYOUTS
 from .small_type_planes import (
     make_iq1_s_index_and_scale_bit_plane,
     make_iq2_xs_index_low_byte_plane,

@@ -229,12 +229,6 @@ def _bind_glu(launches: LaunchBuilder, call: BoundInstruction) -> None:
     launch_binary(launches, kind, gate, up, call.out, BINARY_OPS[kind](call))
 
 
-def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    dtype = call.attrs["dtype"]
-    assert isinstance(dtype, DType)
-    launch_cast(launches, call.operand(0), call.out, dtype)
-
-
 def _match_activation_product(
     launches: LaunchBuilder, flow: Dataflow, number: int
 ) -> tuple[Operand, Operand, BoundInstruction, Sequence[int]]:
@@ -275,5 +269,4 @@ BINDINGS: Mapping[str, OpBinder] = {
     **{name: _make_unary_binder(numbers) for name, numbers in UNARY_OPS.items()},
     **{name: _make_binary_binder(numbers) for name, numbers in BINARY_OPS.items()},
     "glu": _bind_glu,
-    "cast": _bind_cast,
 }

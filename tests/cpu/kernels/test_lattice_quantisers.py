@@ -7,7 +7,8 @@ import pytest
 
 from hocket.backends.cpu.kernels.quantisers.row_quantiser import quantise_rows
 from hocket.graph.dtypes import DType
-from hocket.ops.quantisation import BLOCK_LAYOUTS, dequantise, load_code_book
+from hocket.ops.block_layouts import BLOCK_LAYOUTS
+from hocket.ops.quantisation import dequantise, load_code_book
 
 from ...given.quantiser_rows import normal_rows, special_rows, weighted_nmse
 

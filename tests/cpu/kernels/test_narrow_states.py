@@ -8,19 +8,26 @@ import pytest
 import hocket
 from hocket import DType, Graph, input, ops, state
 from hocket.backends.cpu.backend import CpuBackend
+from hocket.graph.dtypes import STATE_DTYPES
 from hocket.ops import REGISTRY
+from hocket.ops.block_layouts import IQ4_NL_CODE_BOOK
 from hocket.ops.quantisation import decode_array, encode_array
 
 from ...given.models.goldens import nmse
 from ...given.state_ways import build_state_graphs, inputs_of
 
-TYPES = ["f16", "bf16", "q8_0", "q4_0"]
+TYPES = ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
 
 
 STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in build_state_graphs(dtype)]
-LOWEST = {"q4_0": -8, "q8_0": -127}
-"""Where each block of 32 has such a number, the others down to it and up to one less lie on its grid."""
+CODES = {
+    **{"q8_0": range(-127, 127), "q4_0": range(-8, 8), "q4_1": range(-8, 8)},
+    **{"q5_0": range(-16, 16), "q5_1": range(-16, 16), "iq4_nl": [*map(int, IQ4_NL_CODE_BOOK)]},
+}
+"""The multiples of its scale that a block has if the first and the last of them are in it."""
+INTEGER_KEYS = ("q8_0", "q4_0")
+"""Keys that meet queries of few tokens as integers."""
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -28,7 +35,7 @@ LOWEST = {"q4_0": -8, "q8_0": -127}
 def test_a_state_holds_what_its_type_can_hold(graph_name, dtype, devices):
     """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
     graph = dict(build_state_graphs(dtype))[graph_name]
-    inputs = inputs_of(graph, LOWEST.get(dtype, -99))
+    inputs = inputs_of(graph, CODES.get(dtype, range(-99, 99)))
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
     for _ in range(3):
         expected, results = right.run(inputs), run.run(inputs)
@@ -37,9 +44,10 @@ def test_a_state_holds_what_its_type_can_hold(graph_name, dtype, devices):
         assert np.any(np.array(run.store.state("s")))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", [str(dtype) for dtype in STATE_DTYPES if dtype is not DType.F32])
 def test_rows_are_rounded_to_the_nearest(dtype):
-    rng, kind, width = np.random.default_rng(0), DType(dtype), 96 if dtype in LOWEST else 37
+    rng, kind = np.random.default_rng(0), DType(dtype)
+    width = 3 * kind.block if kind.is_quantised else 37
     rows = rng.standard_normal((8, width)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (8, width))
     rows = rows.astype(np.float32)
     rows[0, :6] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38]
@@ -70,6 +78,8 @@ def in_eight_bits(x):
         *[(sizes, "f16", "f16") for sizes in [(64, 64), (40, 24), (5, 130)]],
         *[((40, 24), "bf16", "f32"), ((5, 130), "bf16", "f32"), ((40, 24), "f32", "bf16")],
         *[((64, 96), "q8_0", "q4_0"), ((32, 128), "q8_0", "q4_0"), ((96, 32), "q4_0", "q8_0")],
+        *[((64, 96), "q4_1", "q5_0"), ((32, 128), "q5_0", "q5_1"), ((96, 32), "q5_1", "iq4_nl")],
+        ((160, 64), "iq4_nl", "q4_1"),
     ],
 )
 def test_attention_reads_keys_and_values_as_they_are_stored(sizes, keys, values, tokens):
@@ -94,7 +104,7 @@ def test_attention_reads_keys_and_values_as_they_are_stored(sizes, keys, values,
     ]
     y = run.run(inputs)["y"]
     assert "NumPy" not in {step.kernel for step in run.measure()[0]}
-    if keys in LOWEST and tokens < 16:  # which meet keys as integers
+    if keys in INTEGER_KEYS and tokens < 16:  # which meet keys as integers
         inputs["q"] = in_eight_bits(inputs["q"])
     q64, mask64 = (inputs[name].astype(np.float64) for name in ("q", "mask"))
     rounding = CpuBackend().tolerance(graph.outputs["y"].node) or 0.0

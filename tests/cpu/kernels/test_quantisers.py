@@ -9,7 +9,8 @@ import pytest
 from hocket.backends.cpu.kernels.quantisers.row_quantiser import KERNELS, WRITABLE_DTYPES, quantise_rows
 from hocket.graph import GraphError
 from hocket.graph.dtypes import DType
-from hocket.ops.quantisation import BLOCK_LAYOUTS, dequantise
+from hocket.ops.block_layouts import BLOCK_LAYOUTS
+from hocket.ops.quantisation import dequantise
 
 from ...given.quantiser_rows import normal_rows, special_rows, weighted_nmse
 

@@ -23,7 +23,9 @@ def group(kind: str, **more: object) -> DeviceGroup:
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize(("kind", "worst"), [("q8_0", 1e-3), ("q4_0", 0.3)])
+@pytest.mark.parametrize(
+    ("kind", "worst"), [("q8_0", 1e-3), ("q4_0", 0.3), ("q4_1", 0.1), ("q5_0", 0.1), ("q5_1", 0.05), ("iq4_nl", 0.3)]
+)
 def test_blocks_hold_nearly_what_float32_does(kind: str, worst: float, tmp_path: Path) -> None:
     """Check random weights, which amplify rounding; a saved state goes to float32 and back unchanged."""
     model = open_model(path_of("qwen3"))

@@ -58,14 +58,14 @@ def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_
         ({"entries": {"model.what": {"dtype": "BF16", "shape": [8], "data_offsets": [6400, 6416]}}}, "model.what"),
         (
             {"config": {"model_type": "bloom"}},
-            "need llama, mistral, qwen2, qwen3, qwen3_moe, granite",
+            "need llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_next",
         ),
         ({"config": {"num_attention_heads": True}}, "num_attention_heads is True; need an integer"),
         ({"config": {"num_attention_heads": 3}}, "need 3 heads"),
         ({"config": {"hidden_act": "relu"}}, "hidden_act is 'relu'"),
         ({"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, "rope_type 'dynamic' is not supported"),
         ({"config": {"tie_word_embeddings": False}}, "lm_head.weight is missing"),
-        ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised folders are not supported"),
+        ({"config": {"quantization_config": {"quant_method": "gptq"}}}, "quant_method 'gptq' is not supported"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(changes, message, tmp_path):

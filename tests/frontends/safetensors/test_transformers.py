@@ -3,29 +3,34 @@
 import numpy as np
 import pytest
 
-from hocket.frontends.inference.session import DeviceGroup, Session
-from hocket.frontends.open_model import open_model
 from hocket.frontends.safetensors import write_folder_as_gguf
+
+from ...given.models.hugging_face import SIZES, TOKENS, compute_logits, compute_worst_nmse
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 160,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -56,21 +61,35 @@ CASES = [
         },
     ),
     ("Gemma3", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 7}),
+    (
+        "Qwen3Next",
+        {
+            **{"head_dim": 32, "num_hidden_layers": 4, **DELTA_NET},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+            **{"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        },
+    ),
+    ("Qwen3_5", {"head_dim": 32, "num_hidden_layers": 4, **DELTA_NET}),
+    (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": YARN,
+        },
+    ),
     ("Phi3", {"sliding_window": None, "bos_token_id": 1, "eos_token_id": 2}),
 ]
-TOKENS = [(7 * i * i + 3 * i + 5) % 160 for i in range(24)]
-
-
-def compute_worst_nmse(result, golden):
-    assert result.shape == golden.shape
-    return float((((result - golden) ** 2).sum(-1) / (golden**2).sum(-1)).max())
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=[f"{f}-{'-'.join(c)}" for f, c in CASES])
 def test_a_folder_and_its_gguf_file_have_the_logits_of_transformers(family, changes, tmp_path):
     torch.manual_seed(3)
     config_name, class_name = (
-        ("Gemma3TextConfig", "Gemma3ForCausalLM") if family == "Gemma3" else (f"{family}Config", f"{family}ForCausalLM")
+        f"{family}{'Text' if family in ('Gemma3', 'Qwen3_5') else ''}Config",
+        f"{family}ForCausalLM",
     )
     config = getattr(transformers, config_name)(**SIZES | changes)
     model = getattr(transformers, class_name)(config).eval()
@@ -84,8 +103,3 @@ def test_a_folder_and_its_gguf_file_have_the_logits_of_transformers(family, chan
     logits = [compute_logits(path) for path in (folder, file)]
     assert compute_worst_nmse(logits[0], golden) <= 1e-8
     assert np.array_equal(logits[0], logits[1])
-
-
-def compute_logits(path):
-    session = Session(open_model(path), on=DeviceGroup(exact=True), context=64)
-    return session.evaluate([TOKENS], every_position=True)[0]

@@ -1,4 +1,4 @@
-"""Hugging Face folders of a tiny model."""
+"""Hugging Face folders of a tiny model, and the logits of small models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+"""The sizes of small models of `transformers`."""
+TOKENS = [(7 * i * i + 3 * i + 5) % 160 for i in range(24)]
+"""Token ids; their logits are compared."""
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 8,
@@ -56,3 +72,15 @@ def write_folder(
     data = ((np.arange(end // 2, dtype=np.float32) % 251).view(np.uint32) >> 16).astype("<u2")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data.tobytes())
     return folder
+
+
+def compute_worst_nmse(result: np.ndarray, golden: np.ndarray) -> float:
+    """Return the largest NMSE of any row of logits."""
+    assert result.shape == golden.shape
+    return float((((result - golden) ** 2).sum(-1) / (golden**2).sum(-1)).max())
+
+
+def compute_logits(path: Path) -> np.ndarray:
+    """Return the logits of `TOKENS` in float32."""
+    session = Session(open_model(path), on=DeviceGroup(exact=True), context=64)
+    return session.evaluate([TOKENS], every_position=True)[0]

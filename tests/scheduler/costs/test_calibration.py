@@ -1,4 +1,4 @@
-"""Speeds that are measured, kept, and used by plans; nothing here reads a clock."""
+"""Speeds that are measured, stored, and used by plans; nothing here reads a clock."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 from hocket.backends.base import find_device
+from hocket.backends.cpu.backend import CpuBackend
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
 from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices
 from hocket.frontends.measure_plan import format_time_comparison_table
 from hocket.graph import DType, Graph, constant, input, state, weight
+from hocket.graph.spec import Spec
 from hocket.graph.storage.disk_cache import read_cached, write_cached
 from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
 from hocket.scheduler import DEFAULT_HARDWARE, plan_for_group, plan_with_cache
@@ -35,7 +37,7 @@ from hocket.scheduler.costs.calibration_file import (
     write_speeds,
 )
 from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, find_memory_owner
-from hocket.scheduler.measurement.calibrate import ConcurrentTimer, compute_trimmed_mean, measure_speeds
+from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, ConcurrentTimer, compute_trimmed_mean, measure_speeds
 from hocket.scheduler.measurement.probe_graphs import (
     CHAIN_STEPS,
     PROMPT_ROWS,
@@ -443,3 +445,14 @@ def test_a_model_is_run_and_measured(capsys: pytest.CaptureFixture[str], monkeyp
     assert out.startswith("speeds: ")
     assert "mul_mat" in out
     assert main(["plan", TINY, "--measure", "--json"]) == 2
+
+
+def test_every_dtype_that_a_backend_keeps_is_measured():
+    stored = {
+        dtype
+        for dtype in DType
+        if (dtype.is_quantised or dtype.is_float)
+        and CpuBackend().storage_spec(Spec((256, 256), dtype), "weight").dtype is dtype
+    }
+    assert len(stored) >= 28
+    assert stored == set(PROBED_DTYPES)

@@ -97,11 +97,11 @@ def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Sub
 
     At `to` it stores each dot product as four partial sums.
     """
-    load_16, load_first, line = cells.load_16, cells.load_first, CACHE_LINE_BYTES // cells.nbytes
+    load_16, load_first, row_bytes = cells.load_16, cells.load_first, cells.row_bytes
+    line = CACHE_LINE_BYTES // cells.nbytes * (BLOCK_ELEMENTS if cells.expand_range else 1)
     tile = make_dot_tile_intrinsics(count, 1)
     row_addresses, zero_sums, spill = tile.row_addresses, tile.zero_sums, tile.spill
     add_inner, fold_four = tile.add_inner_product, tile.fold_four_tiles
-    nbytes = cells.nbytes
 
     def multiply_keys(queries, pitch, key, step, s, keys, size, to, ahead):
         x = row_addresses(queries, pitch, count)  # each key is converted to float32 once for all of them
@@ -111,7 +111,7 @@ def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Sub
             a, b, c, d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
             for col in range(0, size - LANES + 1, LANES):  # a, b, c, d += key[col] * query[col]
                 if col % line == 0:  # prefetch later keys
-                    soon = ahead + nbytes * col
+                    soon = ahead + row_bytes(col)
                     prefetch_l2(j + soon)
                     prefetch_l2(k + soon)
                     prefetch_l2(l + soon)
@@ -387,7 +387,9 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
     A work unit is the attention of `beside` groups of heads to one split (part) of the keys.
     """
     score_keys = _make_compute_scores_and_maxima(
-        _make_quantised_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
+        _make_quantised_key_operations(k)
+        if k in quantised_keys.BLOCK_TRANSPOSERS
+        else _make_float_key_operations(CELLS_BY_DTYPE[k])
     )
     add_values = _make_add_weighted_values(CELLS_BY_DTYPE[v])
 

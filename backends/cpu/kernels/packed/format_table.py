@@ -18,7 +18,7 @@ from types import MappingProxyType
 import numpy as np
 
 from .....graph.dtypes import DType
-from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
+from .....ops.block_layouts import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.byte_vectors import make_16_byte_lookup_table
 from ...simd.dot_tiles import make_bit_plane_code_loader

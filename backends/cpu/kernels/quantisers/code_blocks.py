@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
+from .....ops.block_layouts import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.candidate_lanes import round_scalar_to_half, to_int

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from .....ops.quantisation import FP4_VALUES_TIMES_2, HALF_OF_E4M3
+from .....ops.block_layouts import FP4_VALUES_TIMES_2, HALF_OF_E4M3
 from ...compilation.compiler import kernel, subroutine
 from ...simd.candidate_lanes import (
     find_first_lane_equal_to,

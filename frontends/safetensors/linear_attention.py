@@ -1,0 +1,188 @@
+"""The gated delta nets of qwen3_next and qwen3_5 folders, with the order of heads that GGUF has.
+
+A key head serves neighbouring value heads in the folder. In the architecture qwen35, value head i belongs to key head
+``i mod key heads``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.dtypes import DType
+from ...graph.lazy_dataclass import dataclass
+from ...ops.quantisation import dequantise
+from ..gguf import Tensor
+from .derived_tensor import derive_tensor
+from .json_files import JsonObject
+from .write_gguf import Pair
+
+DELTA_NET_NAME = re.compile(r"model\.layers\.(\d{1,5})\.linear_attn\.(.+)")
+SHARED_GATE_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.shared_expert_gate\.weight")
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetHeads:
+    """The numbers and the sizes of key and value heads, and whether value heads of one key head are apart in GGUF."""
+
+    keys: int
+    values: int
+    key_size: int
+    value_size: int
+    is_tiled: bool
+
+    def order_values(self, size: int) -> Indices:
+        """Return the row in the folder of each row of the value heads in GGUF; a head has `size` rows."""
+        rows = np.arange(self.values * size)
+        return rows.reshape(self.keys, -1, size).swapaxes(0, 1).reshape(-1) if self.is_tiled else rows
+
+    def order_queries_keys_values(self) -> Indices:
+        """Return the row in the folder of each row of queries, keys and values in GGUF."""
+        before = 2 * self.keys * self.key_size
+        return np.concatenate([np.arange(before), before + self.order_values(self.value_size)])
+
+    def split_joined_rows(self) -> tuple[Indices, Indices]:
+        """Return the rows of queries, keys and values, and of gates, if each key head has its own rows of all four."""
+        shared = self.values // self.keys * self.value_size
+        sizes = np.cumsum([self.key_size, self.key_size, shared])
+        rows = np.arange(self.keys * (2 * self.key_size + 2 * shared)).reshape(self.keys, -1)
+        *inputs, gates = (part.reshape(-1) for part in np.split(rows, sizes, axis=1))
+        return np.concatenate(inputs), gates
+
+
+def read_delta_net_heads(config: JsonObject) -> DeltaNetHeads:
+    """Return the heads of the delta nets that ``config.json`` describes.
+
+    Raises:
+        ModelError: A number is missing, or the value heads are no multiple of the key heads.
+    """
+    keys, values, key_size, value_size = (
+        config.require_positive_integer(f"linear_{name}")
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    if values % keys:
+        raise config.make_error(f"linear_num_value_heads is {values}; need a multiple of linear_num_key_heads, {keys}")
+    return DeltaNetHeads(keys, values, key_size, value_size, config.get_text("model_type", "") == "qwen3_5_text")
+
+
+def read_delta_net_pairs(config: JsonObject) -> dict[str, Pair]:
+    """Return the metadata of delta nets, without the prefix of the architecture.
+
+    Raises:
+        ModelError: Full attention is not in each layer of a fixed interval.
+    """
+    heads, layers = read_delta_net_heads(config), config.require_positive_integer("num_hidden_layers")
+    kinds = config.get_list_or_empty("layer_types")
+    interval = config.get_nonnegative_integer("full_attention_interval") or (
+        kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
+    )
+    need = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if kinds not in ([], need):
+        raise config.make_error(
+            f"layer_types: every layer {interval} needs full_attention, the others linear_attention"
+        )
+    return {
+        "ssm.conv_kernel": config.require_positive_integer("linear_conv_kernel_dim"),
+        "ssm.state_size": heads.key_size,
+        "ssm.group_count": heads.keys,
+        "ssm.time_step_rank": heads.values,
+        "ssm.inner_size": heads.values * heads.value_size,
+        "full_attention_interval": interval,
+    }
+
+
+def convert_delta_net(config: JsonObject, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of GGUF for a tensor of a delta net, or of the gate of a shared expert; otherwise none.
+
+    Raises:
+        ModelError: The tensor has another shape than the heads of ``config.json``.
+    """
+    if match := SHARED_GATE_NAME.fullmatch(name):
+        return _derive(tensor, f"blk.{int(match[1])}.ffn_gate_inp_shexp.weight", tensor.shape[-1:], is_float=True)
+    match = DELTA_NET_NAME.fullmatch(name)
+    if match is None:
+        return {}
+    heads, prefix, kind = read_delta_net_heads(config), f"blk.{int(match[1])}.", match[2]
+    whole, joined = heads.order_queries_keys_values(), heads.split_joined_rows()
+    by_value, by_head = heads.order_values(heads.value_size), heads.order_values(1)
+    rows: dict[str, tuple[tuple[str, Indices], ...]] = {
+        "in_proj_qkvz.weight": (("attn_qkv.weight", joined[0]), ("attn_gate.weight", joined[1])),
+        "in_proj_ba.weight": (("ssm_ba.weight", np.arange(2 * heads.values)),),
+        "in_proj_qkv.weight": (("attn_qkv.weight", whole),),
+        "in_proj_z.weight": (("attn_gate.weight", by_value),),
+        "in_proj_a.weight": (("ssm_alpha.weight", by_head),),
+        "in_proj_b.weight": (("ssm_beta.weight", by_head),),
+        "conv1d.weight": (("ssm_conv1d.weight", whole),),
+        "A_log": (("ssm_a", by_head),),
+        "dt_bias": (("ssm_dt.bias", by_head),),
+        "norm.weight": (("ssm_norm.weight", np.arange(heads.value_size)),),
+    }
+    if kind == "out_proj.weight":
+        _require_length(tensor, -1, len(by_value))
+        return _derive(tensor, f"{prefix}ssm_out.weight", tensor.shape, order=by_value, axis=1)
+    converted: dict[str, Tensor] = {}
+    for own, order in rows.get(kind, ()):
+        _require_length(tensor, 0, sum(len(part) for _, part in rows[kind]))
+        shape = (len(order), *(tensor.shape[2:] if kind == "conv1d.weight" else tensor.shape[1:]))
+        is_float, change = len(shape) == 1 or kind == "conv1d.weight", _negate_exponential if kind == "A_log" else None
+        converted |= _derive(tensor, prefix + own, shape, order=order, is_float=is_float, change=change)
+    return converted
+
+
+def _require_length(tensor: Tensor, axis: int, length: int) -> None:
+    if tensor.shape[axis] != length:
+        raise tensor.file.make_error(f"tensor {tensor.name} has the shape {list(tensor.shape)}; need {length} entries")
+
+
+def _negate_exponential(elements: np.ndarray) -> np.ndarray:
+    """Return the decay of a head from its logarithm."""
+    return -np.exp(elements)
+
+
+def _derive(
+    tensor: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    order: Indices | None = None,
+    axis: int = 0,
+    is_float: bool = False,
+    change: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> dict[str, Tensor]:
+    """Return a tensor with entries in another order, by its name.
+
+    Args:
+        tensor: The tensor of the folder.
+        name: The name in GGUF.
+        shape: The shape in GGUF.
+        order: The entry of `tensor` for each entry along `axis`; by default all in their order.
+        axis: The axis of these entries.
+        is_float: Whether the elements become float32.
+        change: A function of float32 elements that computes the new ones.
+    """
+    dtype = DType.F32 if is_float else tensor.dtype
+    moved = "" if order is None else f"axis {axis} from {order[:: max(1, len(order) // 64)].tolist()} and "
+    compute = partial(_compute_elements, tensor.dtype, dtype, shape, order, axis, change)
+    description = f"{moved}{change.__name__ if change else 'no change'} as {dtype} {shape}"
+    return {name: derive_tensor(tensor, name, shape=shape, dtype=dtype, change=description, compute=compute)}
+
+
+def _compute_elements(
+    source: DType,
+    dtype: DType,
+    shape: tuple[int, ...],
+    order: Indices | None,
+    axis: int,
+    change: Callable[[np.ndarray], np.ndarray] | None,
+    elements: np.ndarray,
+) -> np.ndarray:
+    if dtype is not source:
+        elements = dequantise(elements, source)
+    if change is not None:
+        elements = change(elements)
+    return (elements if order is None else elements.take(order, axis=axis)).reshape(shape)
