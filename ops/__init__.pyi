@@ -272,15 +272,14 @@ def geglu_quick(gate: Value, up: Value, *, name: str = "") -> Value:
 def gelu(x: Value, *, name: str = "") -> Value:
     """Compute the Gaussian error linear unit (GELU) in its tanh approximation.
 
-    ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016. The reference computes ``0.5 x (1 + tanh(u))`` as
+    ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016. The expression computes ``0.5 x (1 + tanh(u))`` as
     ``x sigmoid(2 u)``, which stays exact where tanh(u) is near -1.
     """
 
 def gelu_erf(x: Value, *, name: str = "") -> Value:
     """Compute the exact Gaussian error linear unit (GELU) ``0.5 x (1 + erf(x / sqrt(2)))``.
 
-    ggml: ``UNARY_OP_GELU_ERF``; Hendrycks and Gimpel, 2016. The reference uses erfc, which stays exact for negative
-    `x`.
+    ggml: ``UNARY_OP_GELU_ERF``; Hendrycks and Gimpel, 2016. `normal_cdf` stays exact for negative `x`.
     """
 
 def gelu_quick(x: Value, *, name: str = "") -> Value:
@@ -511,7 +510,7 @@ def rwkv_wkv7(
 def scale(x: Value, *, scale: float, bias: float = 0.0, name: str = "") -> Value:
     """Multiply all elements by a number and add another: ``x * scale + bias``. ggml: ``SCALE``.
 
-    A `bias` of 0 is not added, so that a zero keeps its sign.
+    The sum is rounded once. A `bias` of 0 is added as -0, so that a zero keeps its sign.
     """
 
 def scatter(into: Value, ids: Value, src: Value, *, reduce: str = "set", name: str = "") -> Value:

@@ -69,7 +69,19 @@ def format_op_section(op: Op[Any]) -> Iterator[str]:
     attrs = [f"{name}: {kind}{_format_default(op.defaults, name)}" for name, kind in op.attribute_types.items()]
     if attrs:
         yield format_markdown_list_item(f"attributes: `{', '.join(attrs)}`")
+    yield from map(format_markdown_list_item, _format_formulas(op))
     yield format_markdown_list_item(", ".join(_format_op_properties(op)))
+
+
+def _format_formulas(op: Op[Any]) -> Iterator[str]:
+    """Yield the formula of each form of an op that is declared in the scalar language, with all its operands.
+
+    An op has no formula here if a required attribute selects it, such as the kind of a comparison.
+    """
+    for form in op.signatures if op.expression else ():
+        attrs = {**op.defaults, **({op.signature_key: form} if isinstance(op.signature_key, str) else {})}
+        if op.expression and op.expression.is_selected_by(attrs):
+            yield f"formula{f' ({form})' if form else ''}: `{op.expression.format(attrs)}`"
 
 
 def format_markdown_list_item(text: str) -> str:

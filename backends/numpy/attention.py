@@ -8,11 +8,12 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.reduction.norms import alibi_slopes
+from ...ops.declaration.expression import Expression, trace
+from ...ops.reduction.norms import alibi_slopes, normalise_scores
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction
+from .expressions import count_scratch, make_expression_calls, plan_scratch
 from .matmul import multiply_in_float64
-from .norms import make_softmax_calls
 
 
 def bind_causal_mask(call: HostInstruction) -> Calls:
@@ -48,7 +49,10 @@ def bind_attention(call: HostInstruction) -> Calls:
     shared = heads // k.shape[-2] if k.shape[-2] else 1
     scores = call.take_scratch(tokens, k.shape[-3])
     bias = call.take_scratch(tokens, k.shape[-3]) if call.number_attribute("max_bias") else None
-    top, total = call.take_scratch(tokens, 1), call.take_scratch(tokens, 1)
+    softmax = _trace_softmax(sinks is not None)
+    plan = plan_scratch(softmax, [scores.shape, (1,)])
+    memory = [call.take_scratch(*shape) for shape in plan.shapes]
+    numbers = softmax.compute_numbers({})
     slopes = alibi_slopes(heads, call.number_attribute("max_bias")).astype(np.float32)
     calls: Calls = []
     if mask is not None and call.attrs["mask_heads"] == "one":
@@ -63,9 +67,15 @@ def bind_attention(call: HostInstruction) -> Calls:
                 calls += [partial(np.multiply, masked, slopes[h], out=bias), partial(np.add, scores, bias, out=scores)]
             elif masked is not None:
                 calls.append(partial(np.add, scores, masked, out=scores))
-            calls += make_softmax_calls(scores, top, total, None if sinks is None else sinks[h : h + 1])
+            operands = [scores, None if sinks is None else sinks[h : h + 1]]
+            calls += make_expression_calls(softmax, operands, numbers, scores, plan, memory)
             calls.append(partial(multiply_in_float64, scores, value.T, out[i][:, h]))
     return calls
+
+
+def _trace_softmax(has_sinks: bool) -> Expression:
+    """Trace the softmax of rows of scores, with or without sinks."""
+    return trace(normalise_scores, (True, has_sinks), (), ())
 
 
 def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
@@ -93,7 +103,8 @@ def _select_mask_matrix(mask: Array, leading: tuple[int, ...], index: tuple[int,
 def _count_attention_scratch(node: Node) -> int:
     q, k = node.inputs[0].shape, node.inputs[1].shape
     matrices = 2 if node.attrs["max_bias"] else 1
-    return q[-3] * (matrices * k[-3] + 2)
+    plan = plan_scratch(_trace_softmax(len(node.src) > 4 and node.src[4] is not None), [(q[-3], k[-3]), (1,)])
+    return q[-3] * matrices * k[-3] + count_scratch(plan)
 
 
 KERNELS: Mapping[str, Binding] = {

@@ -11,7 +11,7 @@ import numpy as np
 from ...graph.errors import BackendError
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
-from .elementwise import as_tiling_broadcast_views
+from .expressions import as_tiling_broadcast_views
 
 
 def bind_get_rows(call: HostInstruction) -> Calls:
@@ -66,7 +66,9 @@ def bind_concat(call: HostInstruction) -> Calls:
 
 
 def bind_repeat(call: HostInstruction) -> Calls:
-    tile, out = as_tiling_broadcast_views(call.operand(0), call.out)
+    out, tile = as_tiling_broadcast_views(call.out.shape, [call.out, call.operand(0)])
+    assert out is not None
+    assert tile is not None
     return [partial(np.copyto, out, tile)]
 
 

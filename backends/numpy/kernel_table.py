@@ -11,11 +11,11 @@ from ..host import collectives
 from ..host.bindings import Binding, make_float32_reference_binding
 from ..kernel_sources import locate_source
 from ..kernel_tables import find_op_package_binding, merge_disjoint_tables
-from . import attention, elementwise, gated_delta_net, gather_scatter, matmul, norms, reductions, rope
+from . import attention, copies, gated_delta_net, gather_scatter, matmul, reductions, rope
+from .expressions import make_expression_binding
 
 BUILTIN_KERNELS: Mapping[str, Binding] = merge_disjoint_tables(
-    elementwise.KERNELS,
-    norms.KERNELS,
+    copies.KERNELS,
     reductions.KERNELS,
     matmul.KERNELS,
     gather_scatter.KERNELS,
@@ -28,13 +28,16 @@ BUILTIN_KERNELS: Mapping[str, Binding] = merge_disjoint_tables(
 
 @cache
 def find_binding(op: str) -> Binding:
-    """Return the NumPy kernel of an op: from this package, from the package of the op, or else its reference."""
-    return (
-        BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_float32_reference_binding(REGISTRY[op])
-    )
+    """Return the NumPy kernel of an op: from this package or the package of the op, else made from its declaration."""
+    if own := BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy"):
+        return own
+    declared = REGISTRY[op]
+    if declared.expression:
+        return make_expression_binding(declared.expression)
+    return make_float32_reference_binding(declared)
 
 
 def locate_op_source(op: str) -> SourceLocation:
-    """Return the source location of the Python function that computes an op in the NumPy backend."""
+    """Return the source location of the Python function that computes or declares an op in the NumPy backend."""
     own = BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy")
     return locate_source(own.bind if own else REGISTRY[op].reference)

@@ -1,4 +1,4 @@
-"""NumPy kernels of sums over rows or over all elements, in one pass each."""
+"""NumPy kernels of sums over all elements, and of running sums, in one pass each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ import numpy as np
 from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
 
 
-def bind_sum_rows(call: HostInstruction) -> Calls:
-    return [partial(np.add.reduce, call.operand(0), axis=-1, keepdims=True, out=call.out)]
-
-
-def bind_mean(call: HostInstruction) -> Calls:
-    share = np.float32(1 / max(1, call.operand(0).shape[-1]))
-    return [*bind_sum_rows(call), partial(np.multiply, call.out, share, out=call.out)]
-
-
 def bind_total(call: HostInstruction) -> Calls:
     return [partial(np.add.reduce, call.operand(0), axis=None, out=call.out)]
 
@@ -28,8 +19,6 @@ def bind_cumsum(call: HostInstruction) -> Calls:
 
 
 KERNELS: Mapping[str, Binding] = {
-    "sum_rows": without_scratch(bind_sum_rows),
-    "mean": without_scratch(bind_mean),
     "sum": without_scratch(bind_total),
     "cumsum": without_scratch(bind_cumsum),
 }

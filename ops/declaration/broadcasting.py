@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .op import Array
+from .numpy_functions import Array
 
 
 def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ...graph.attrs import Attrs
 from .signature import Signature
 
 EMPTY = inspect.Parameter.empty
 """The mark of a parameter without a default."""
+
+
+def read_attributes(function: Callable[..., object]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the attributes of an op from the keyword-only parameters of its function: annotations, and defaults.
+
+    Attributes without a default come first. `inspect.signature` takes ten times as long.
+    """
+    code, defaults = function.__code__, function.__kwdefaults__ or {}
+    keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    ordered = sorted(keywords, key=lambda keyword: keyword in defaults)
+    types = {keyword: _format_annotation(function.__annotations__[keyword]) for keyword in ordered}
+    return types, {keyword: defaults[keyword] for keyword in keywords if keyword in defaults}
+
+
+def _format_annotation(annotation: Any) -> str:
+    """Return a type annotation as text; without ``from __future__ import annotations`` it is a type object."""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def returns_scalar(function: Callable[..., object]) -> bool:
+    """Return whether a function is annotated to return a `Scalar`, so that it declares an op in the scalar language."""
+    return _format_annotation(function.__annotations__.get("return", "")) == "Scalar"
 
 
 def build_call_signature(

@@ -12,8 +12,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, overload
 
-import numpy.typing as npt
-
 from ...graph.attrs import Attr, Attrs, quote_word
 from ...graph.errors import GraphError
 from ...graph.lazy_dataclass import dataclass
@@ -22,12 +20,14 @@ from ...graph.spec import Spec, check_spec
 from ...graph.validation import did_you_mean, format_value, validate_constructor
 from .attributes import normalise_attribute
 from .axis_links import AxisLink
-from .call_signature import build_call_signature, format_untyped_signature
+from .call_signature import build_call_signature, format_untyped_signature, read_attributes, returns_scalar
+from .interpreter import ArrangeOperands, DeclaredExpression
+from .numpy_functions import Array as Array
 from .old_keywords import accept_old_keywords
 from .samples import LegalRange
+from .scalar import Scalar
 from .signature import DimensionSizes, Signature, SignatureMismatch, merge_dimensions_and_attributes, parse_signature
 
-Array: TypeAlias = npt.NDArray[Any]
 T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
 OperandSpecs: TypeAlias = tuple[Spec | None, ...]
@@ -44,6 +44,8 @@ InferSpec: TypeAlias = Callable[[OperandSpecs, Attrs], Spec]
 @dataclass(frozen=True, eq=False, repr=False)
 class Op(Generic[R]):
     """An op: a computation with a signature and a float64 reference function. A call builds a graph node.
+
+    `expression` is the declaration in the scalar language, from which the reference follows; None for other ops.
 
     Fields for the planner:
 
@@ -73,6 +75,7 @@ class Op(Generic[R]):
 
     name: str
     reference: Callable[..., Any]
+    expression: DeclaredExpression | None
     signatures: Mapping[str, Signature]
     signature_key: SignatureKey
     defaults: Attrs
@@ -314,11 +317,6 @@ class Op(Generic[R]):
         return out if isinstance(out, tuple) else (out,)
 
 
-def _format_annotation(annotation: Any) -> str:
-    """Return a type annotation as text; without ``from __future__ import annotations`` it is a type object."""
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
-
-
 def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
     """Pad `items` at the end to `count` entries, with None for absent operands."""
     return tuple(items) + (None,) * (count - len(items))
@@ -336,28 +334,21 @@ class _OpDecorator:
     @overload
     def __call__(self, reference: Callable[..., tuple[Array, Array]]) -> Op[tuple[Value, Value]]: ...
     @overload
-    def __call__(self, reference: Callable[..., Array]) -> Op[Value]: ...
+    def __call__(self, reference: Callable[..., Array | Scalar]) -> Op[Value]: ...
     def __call__(self, reference: Callable[..., Any]) -> Op[Any]:
         function = inspect.unwrap(reference)
-        # `inspect.signature` takes ten times as long.
-        code, keyword_defaults = function.__code__, function.__kwdefaults__ or {}
-        keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-        name = reference.__name__.rstrip("_")
-        defaults = MappingProxyType(
-            {keyword: keyword_defaults[keyword] for keyword in keywords if keyword in keyword_defaults}
-        )
-        required = tuple(keyword for keyword in keywords if keyword not in defaults)
-        attribute_types = {
-            keyword: _format_annotation(function.__annotations__[keyword]) for keyword in (*required, *defaults)
-        }
+        types, defaults = read_attributes(function)
+        arrange = self.parts.pop("arrange")
+        declared = DeclaredExpression(function, types, arrange) if returns_scalar(function) else None
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
         return Op(
-            name=name,
-            reference=reference,
-            defaults=defaults,
-            required_attributes=required,
-            attribute_types=attribute_types,
+            name=reference.__name__.rstrip("_"),
+            reference=declared.make_reference() if declared else reference,
+            expression=declared,
+            defaults=MappingProxyType(defaults),
+            required_attributes=tuple(name for name in types if name not in defaults),
+            attribute_types=types,
             as_view=as_view,
             **self.parts,
         )
@@ -392,11 +383,13 @@ def op(
     nan_for_infinity: tuple[str, ...] = (),
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
+    arrange: ArrangeOperands | None = None,
 ) -> _OpDecorator:
-    """Return a decorator that declares an op: it makes the op of the float64 reference function.
+    """Return a decorator that declares an op: it makes the op of its function.
 
-    Keyword-only parameters of the reference are the attributes of the op. The fields of `Op` explain the arguments that
-    are not listed here.
+    The function is the float64 reference, or an expression of `ops.declaration.scalar` if it is annotated to return a
+    `Scalar`. Keyword-only parameters are the attributes of the op. The fields of `Op` explain the arguments that are
+    not listed here.
 
     Args:
         signature: text in the notation of `ops.declaration.signature`, or such texts by key. Operands that only some
@@ -418,6 +411,7 @@ def op(
             local result, and ``count(axis, n)``: how many of the first n entries of an axis the device has.
         kernels: for an op of another package, its bindings by backend (``numpy``, ``cpu``, ``cuda``), each as
             ``"package.module:name"``.
+        arrange: function of operands and attributes that returns the operands of the expression, where these differ.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _OpDecorator(
@@ -447,4 +441,5 @@ def op(
         nan_for_infinity=nan_for_infinity,
         is_required=is_required,
         kernels=MappingProxyType(dict(kernels)),
+        arrange=arrange,
     )

@@ -11,9 +11,10 @@ import numpy as np
 from ...graph.attrs import Attrs
 from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.spec import Spec
-from ..declaration.broadcasting import tile_to_shape
+from ..declaration import scalar
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
+from ..declaration.scalar import Scalar
 from ..declaration.signature import SignatureMismatch
 from ..quantisation import decode_array, encode_array
 
@@ -31,35 +32,25 @@ BINARY_ERRORS = (
 )
 
 
-def compute_ieee_maximum(a: Array, b: Array) -> Array:
-    """Compute the elementwise maximum of IEEE 754, 2019: NaN if one number is NaN, and +0 is larger than -0."""
-    return np.where((a == b) & (np.signbit(a) != np.signbit(b)), 0.0, np.maximum(a, b))
-
-
-def compute_ieee_minimum(a: Array, b: Array) -> Array:
-    """Compute the elementwise minimum of IEEE 754, 2019: NaN if one number is NaN, and -0 is smaller than +0."""
-    return -compute_ieee_maximum(-a, -b)
-
-
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
-def add(a: Array, b: Array) -> Array:
+def add(a: Scalar, b: Scalar) -> Scalar:
     """Add `b` to `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``ADD``.
 
     Entry i of an axis of `a` is combined with entry ``i mod size`` of the same axis of `b`.
     """
-    return a + tile_to_shape(b, a.shape)
+    return a + b
 
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
-def sub(a: Array, b: Array) -> Array:
+def sub(a: Scalar, b: Scalar) -> Scalar:
     """Subtract `b` from `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``SUB``."""
-    return a - tile_to_shape(b, a.shape)
+    return a - b
 
 
 @op(BINARY_SIGNATURE, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
-def mul(a: Array, b: Array) -> Array:
+def mul(a: Scalar, b: Scalar) -> Scalar:
     """Multiply `a` by `b` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``MUL``."""
-    return a * tile_to_shape(b, a.shape)
+    return a * b
 
 
 @op(
@@ -70,9 +61,9 @@ def mul(a: Array, b: Array) -> Array:
     errors=BINARY_ERRORS,
     ranges={"b": LegalRange(0.5, 2.0)},
 )
-def div(a: Array, b: Array) -> Array:
+def div(a: Scalar, b: Scalar) -> Scalar:
     """Divide `a` by `b` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``DIV``."""
-    return a / tile_to_shape(b, a.shape)
+    return a / b
 
 
 UNARY_SIGNATURE = "x[...] -> [...]"
@@ -91,12 +82,12 @@ UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
     ),
     errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
 )
-def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
+def scale(x: Scalar, *, scale: float, bias: float = 0.0) -> Scalar:
     """Multiply all elements by a number and add another: ``x * scale + bias``. ggml: ``SCALE``.
 
-    A `bias` of 0 is not added, so that a zero keeps its sign.
+    The sum is rounded once. A `bias` of 0 is added as -0, so that a zero keeps its sign.
     """
-    return x * scale + bias if bias else x * scale
+    return scalar.fma(x, scale, scalar.where(scalar.equal(bias, 0.0), -0.0, bias))
 
 
 @op(
@@ -118,9 +109,9 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     ),
     infinite=("x",),
 )
-def clamp(x: Array, *, min: float, max: float) -> Array:
+def clamp(x: Scalar, *, min: float, max: float) -> Scalar:
     """Clamp all elements to the range from `min` to `max`; -0 is less than +0. ggml: ``CLAMP``."""
-    return compute_ieee_minimum(compute_ieee_maximum(x, np.asarray(min)), np.asarray(max))
+    return scalar.clip(x, min, max)
 
 
 def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:

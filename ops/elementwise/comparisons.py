@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import numpy as np
-
 from ...graph.attrs import Attrs
 from ...graph.spec import Spec
+from ..declaration import scalar
 from ..declaration.axis_links import AxisLink
-from ..declaration.broadcasting import tile_to_shape
-from ..declaration.op import Array, OperandSpecs, op
+from ..declaration.op import OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
+from ..declaration.scalar import Scalar
 from ..declaration.shape_rules import first_spec
 from ..declaration.signature import SignatureMismatch
-from .binary import BINARY_ERRORS, BINARY_SIGNATURE, compute_ieee_maximum, compute_ieee_minimum
+from .binary import BINARY_ERRORS, BINARY_SIGNATURE
 
-COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
+COMPARISONS: Mapping[str, Callable[[Scalar, Scalar], Scalar]] = MappingProxyType(
     {
-        "eq": np.equal,
-        "ne": np.not_equal,
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
+        "eq": scalar.equal,
+        "ne": scalar.not_equal,
+        "lt": lambda a, b: a < b,
+        "le": lambda a, b: a <= b,
+        "gt": lambda a, b: a > b,
+        "ge": lambda a, b: a >= b,
     }
 )
-"""The NumPy function of each kind of comparison."""
+"""The expression of each kind of comparison."""
 
 
 def _check_comparison(kind: str, **_: object) -> str | None:
@@ -54,13 +53,13 @@ def _check_comparison(kind: str, **_: object) -> str | None:
     infinite=("a", "b"),
     is_required=False,
 )
-def compare(a: Array, b: Array, *, kind: str) -> Array:
+def compare(a: Scalar, b: Scalar, *, kind: str) -> Scalar:
     """Compare `a` with `b` elementwise: 1 where the comparison `kind` is true, else 0.
 
     `kind` is ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. `b` is repeated as tiles to the shape of `a`. For a NaN,
     only ``ne`` is true. IEEE 754, 2019.
     """
-    return COMPARISONS[kind](a, tile_to_shape(b, a.shape)).astype(np.float64)
+    return scalar.where(COMPARISONS[kind](a, b), 1.0, 0.0)
 
 
 def _is_broadcastable(spec: Spec, whole: Spec) -> bool:
@@ -112,12 +111,12 @@ def _link_full_size_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, .
     infinite=("a", "b"),
     is_required=False,
 )
-def where(truth: Array, a: Array, b: Array) -> Array:
+def where(truth: Scalar, a: Scalar, b: Scalar) -> Scalar:
     """Select elements: `a` where `truth` is not 0, else `b`. The result has the dtype of `a`.
 
     `a` and `b` are broadcast to the shape of `truth`. NumPy's ``where`` (Harris et al., 2020).
     """
-    return np.where(truth != 0, a, b)
+    return scalar.where(scalar.not_equal(truth, 0.0), a, b)
 
 
 _SAMPLES = (
@@ -128,21 +127,21 @@ _SAMPLES = (
 
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
-def maximum(a: Array, b: Array) -> Array:
+def maximum(a: Scalar, b: Scalar) -> Scalar:
     """Compute the elementwise maximum; `b` is repeated as tiles to the shape of `a`.
 
     The result is NaN if one of the two numbers is NaN, and +0 is larger than -0. IEEE 754, 2019.
     """
-    return compute_ieee_maximum(a, tile_to_shape(b, a.shape))
+    return scalar.larger_of(a, b)
 
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
-def minimum(a: Array, b: Array) -> Array:
+def minimum(a: Scalar, b: Scalar) -> Scalar:
     """Compute the elementwise minimum; `b` is repeated as tiles to the shape of `a`.
 
     The result is NaN if one of the two numbers is NaN, and -0 is smaller than +0. IEEE 754, 2019.
     """
-    return compute_ieee_minimum(a, tile_to_shape(b, a.shape))
+    return scalar.smaller_of(a, b)
 
 
 @op(
@@ -154,6 +153,6 @@ def minimum(a: Array, b: Array) -> Array:
     ranges={"a": LegalRange(0.25, 4.0), "b": LegalRange(-2.0, 2.0)},
     is_required=False,
 )
-def power(a: Array, b: Array) -> Array:
+def power(a: Scalar, b: Scalar) -> Scalar:
     """Raise `a` to the power `b` elementwise; `b` is repeated as tiles to the shape of `a`. IEEE 754, 2019."""
-    return np.power(a, tile_to_shape(b, a.shape))
+    return scalar.raise_to(a, b)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-import numpy as np
-
-from ..declaration.op import Array, op
+from ...graph.attrs import Attrs
+from ..declaration import scalar
+from ..declaration.op import op
 from ..declaration.samples import LegalRange, expand_template
-from .activations import gelu, gelu_erf, gelu_quick, logistic, rectify
+from ..declaration.scalar import Scalar
 
 GATED_SIGNATURE = "gate[...], up[...] -> [...]"
 """The signature of gated units of two operands."""
@@ -35,9 +36,9 @@ GATED_ERRORS = (
     errors=GATED_ERRORS,
     is_required=False,
 )
-def reglu(gate: Array, up: Array) -> Array:
+def reglu(gate: Scalar, up: Scalar) -> Scalar:
     """Compute the gated unit ``relu(gate) * up``. ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
-    return rectify(gate) * up
+    return scalar.larger_of(gate, 0.0) * up
 
 
 @op(
@@ -49,12 +50,12 @@ def reglu(gate: Array, up: Array) -> Array:
     samples=GATED_SAMPLES,
     errors=GATED_ERRORS,
 )
-def geglu(gate: Array, up: Array) -> Array:
+def geglu(gate: Scalar, up: Scalar) -> Scalar:
     """Compute the gated unit ``gelu(gate) * up``, GELU in its tanh approximation. ggml: ``GLU_OP_GEGLU``.
 
     Shazeer, GLU variants, 2020.
     """
-    return np.asarray(gelu.reference(gate) * up)
+    return scalar.gelu(gate) * up
 
 
 @op(
@@ -67,9 +68,9 @@ def geglu(gate: Array, up: Array) -> Array:
     errors=GATED_ERRORS,
     is_required=False,
 )
-def geglu_erf(gate: Array, up: Array) -> Array:
+def geglu_erf(gate: Scalar, up: Scalar) -> Scalar:
     """Compute the gated unit ``gelu_erf(gate) * up``, with the exact GELU. ggml: ``GLU_OP_GEGLU_ERF``."""
-    return np.asarray(gelu_erf.reference(gate) * up)
+    return gate * scalar.normal_cdf(gate) * up
 
 
 @op(
@@ -82,9 +83,9 @@ def geglu_erf(gate: Array, up: Array) -> Array:
     errors=GATED_ERRORS,
     is_required=False,
 )
-def geglu_quick(gate: Array, up: Array) -> Array:
+def geglu_quick(gate: Scalar, up: Scalar) -> Scalar:
     """Compute the gated unit ``gelu_quick(gate) * up``, with the sigmoid GELU. ggml: ``GLU_OP_GEGLU_QUICK``."""
-    return np.asarray(gelu_quick.reference(gate) * up)
+    return gate * scalar.logistic(1.702 * gate) * up
 
 
 @op(
@@ -96,9 +97,9 @@ def geglu_quick(gate: Array, up: Array) -> Array:
     samples=GATED_SAMPLES,
     errors=GATED_ERRORS,
 )
-def swiglu(gate: Array, up: Array) -> Array:
+def swiglu(gate: Scalar, up: Scalar) -> Scalar:
     """Compute the gated unit ``silu(gate) * up``. ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
-    return gate * logistic(gate) * up
+    return scalar.silu(gate) * up
 
 
 # Wide enough for clamping to have an effect.
@@ -119,13 +120,13 @@ def _check_limit(limit: float, **_: object) -> str | None:
     samples=(*GATED_SAMPLES, "gate=f32[3,5], up=f32[3,5], alpha=0.5, limit=2.0"),
     errors=(*GATED_ERRORS, ("gate=f32[4], up=f32[4], limit=-1.0", "must not be negative")),
 )
-def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7.0) -> Array:
+def swiglu_oai(gate: Scalar, up: Scalar, *, alpha: float = 1.702, limit: float = 7.0) -> Scalar:
     """Compute the clamped SwiGLU of gpt-oss: ``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)``.
 
     ``g = min(gate, limit)``: the gate is clamped from above only. ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
     """
-    g = np.minimum(gate, limit)
-    return g * logistic(alpha * g) * (np.clip(up, -limit, limit) + 1.0)
+    g = scalar.smaller_of(gate, limit)
+    return g / (1.0 + scalar.exp(-(alpha * g))) * (scalar.clip(up, -limit, limit) + 1.0)
 
 
 @op(
@@ -143,26 +144,37 @@ def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7
     ),
     is_required=False,
 )
-def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
+def swiglu_clamp(gate: Scalar, up: Scalar, *, limit: float) -> Scalar:
     """Compute the clamped SwiGLU ``silu(min(gate, limit)) * clip(up, -limit, limit)``. ggml: ``GLU_OP_SWIGLU_CLAMP``.
 
     DeepSeek V4 has this gated unit.
     """
-    g = np.minimum(gate, limit)
-    return g * logistic(g) * np.clip(up, -limit, limit)
+    return scalar.silu(scalar.smaller_of(gate, limit)) * scalar.clip(up, -limit, limit)
 
 
-GLU_FUNCTIONS: Mapping[str, Callable[..., Array]] = MappingProxyType(
-    {f.name: f.reference for f in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)}
+GLU_FUNCTIONS: Mapping[str, Callable[..., Scalar]] = MappingProxyType(
+    {
+        f.name: f.expression.build
+        for f in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)
+        if f.expression
+    }
 )
-"""The reference function on two operands by kind of `glu`."""
+"""The expression of two operands by kind of `glu`."""
 
 _GLU_PARAMETERS: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit"), "swiglu_clamp": ("limit",)}
 """Attributes that a kind reads."""
 
 
+def _split_halves(operands: Sequence[Any], attrs: Attrs) -> Sequence[Any]:
+    """Return the gate and up halves of the last axis."""
+    x = operands[0]
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return (second, first) if attrs["swapped"] else (first, second)
+
+
 @op(
     dict.fromkeys(GLU_FUNCTIONS, "x[..., (2 n)] -> [..., n]"),
+    arrange=_split_halves,
     signature_key="kind",
     zeros=("x",),
     flops=lambda n, **_: 9 * n,
@@ -183,13 +195,13 @@ _GLU_PARAMETERS: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit
         ("x=f32[3,8]", "kind is missing"),
     ),
 )
-def glu(x: Array, *, kind: str, swapped: bool = False, alpha: float = 1.702, limit: float = 7.0) -> Array:
+def glu(
+    gate: Scalar, up: Scalar, *, kind: str, swapped: bool = False, alpha: float = 1.702, limit: float = 7.0
+) -> Scalar:
     """Compute the gated unit `kind` of the two halves of the last axis: first the gate, then the up projection.
 
     With `swapped`, the gate is the second half. ggml: ``GLU`` with one source. Each kind is the op of that name. Only
     swiglu_oai and swiglu_clamp read `alpha` or `limit`.
     """
-    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    pair = (second, first) if swapped else (first, second)
     values = {"alpha": alpha, "limit": limit}
-    return GLU_FUNCTIONS[kind](*pair, **{name: values[name] for name in _GLU_PARAMETERS.get(kind, ())})
+    return GLU_FUNCTIONS[kind](gate, up, **{name: values[name] for name in _GLU_PARAMETERS.get(kind, ())})

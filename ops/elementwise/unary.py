@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
-import numpy as np
-
-from ..declaration.op import Array, op
+from ..declaration import scalar
+from ..declaration.op import op
 from ..declaration.samples import LegalRange
+from ..declaration.scalar import Scalar
 from .binary import UNARY_ERRORS, UNARY_SAMPLES, UNARY_SIGNATURE
-
-
-def vectorise_scalar(function: Callable[[float], float]) -> Callable[[Array], Array]:
-    """Return a function that applies a function of floats, such as `math.erf`, to each element of an array.
-
-    It has the precision of libm, and NumPy lacks some of these functions.
-    """
-    apply = np.frompyfunc(function, 1, 1)
-
-    def apply_to_array(x: Array) -> Array:
-        return np.asarray(apply(x), np.float64)
-
-    return apply_to_array
-
-
-error_function = vectorise_scalar(math.erf)
-erfc = vectorise_scalar(math.erfc)
-
 
 # ----------------------------------------------------------------------------------------------------- arithmetic
 
@@ -41,7 +20,7 @@ erfc = vectorise_scalar(math.erfc)
     compare="exact",
     infinite=("x",),
 )
-def neg(x: Array) -> Array:
+def neg(x: Scalar) -> Scalar:
     """Return ``-x``. ggml: ``UNARY_OP_NEG``."""
     return -x
 
@@ -55,9 +34,9 @@ def neg(x: Array) -> Array:
     compare="exact",
     infinite=("x",),
 )
-def abs_(x: Array) -> Array:
+def abs_(x: Scalar) -> Scalar:
     """Return the absolute value of each element. ggml: ``UNARY_OP_ABS``."""
-    return np.abs(x)
+    return scalar.absolute(x)
 
 
 @op(
@@ -69,9 +48,9 @@ def abs_(x: Array) -> Array:
     compare="exact",
     infinite=("x",),
 )
-def sgn(x: Array) -> Array:
+def sgn(x: Scalar) -> Scalar:
     """Return the sign of each element as -1, +0 or 1. ggml: ``UNARY_OP_SGN``."""
-    return np.sign(x)
+    return scalar.where(x > 0.0, 1.0, scalar.where(x < 0.0, -1.0, scalar.absolute(x)))
 
 
 @op(
@@ -83,13 +62,13 @@ def sgn(x: Array) -> Array:
     compare="exact",
     infinite=("x",),
 )
-def step(x: Array) -> Array:
+def step(x: Scalar) -> Scalar:
     """Return the step function: 1 where ``x > 0``, else 0. ggml: ``UNARY_OP_STEP``."""
-    return np.where(x > 0, 1.0, 0.0)
+    return scalar.where(x > 0.0, 1.0, 0.0)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
-def sqr(x: Array) -> Array:
+def sqr(x: Scalar) -> Scalar:
     """Square each element. ggml: ``SQR``."""
     return x * x
 
@@ -102,9 +81,9 @@ def sqr(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def sqrt(x: Array) -> Array:
+def sqrt(x: Scalar) -> Scalar:
     """Compute the square root. ggml: ``SQRT``."""
-    return np.sqrt(x)
+    return scalar.sqrt(x)
 
 
 @op(
@@ -115,21 +94,21 @@ def sqrt(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def log(x: Array) -> Array:
+def log(x: Scalar) -> Scalar:
     """Compute the natural logarithm. ggml: ``LOG``."""
-    return np.log(x)
+    return scalar.log(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
-def exp(x: Array) -> Array:
+def exp(x: Scalar) -> Scalar:
     """Compute the exponential function ``e ** x``. ggml: ``UNARY_OP_EXP``."""
-    return np.exp(x)
+    return scalar.exp(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
-def expm1(x: Array) -> Array:
+def expm1(x: Scalar) -> Scalar:
     """Compute ``e ** x - 1``, exact near 0, too. ggml: ``UNARY_OP_EXPM1``, which subtracts."""
-    return np.expm1(x)
+    return scalar.expm1(x)
 
 
 @op(
@@ -140,9 +119,9 @@ def expm1(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def sin(x: Array) -> Array:
+def sin(x: Scalar) -> Scalar:
     """Compute the sine of `x` in radians. ggml: ``SIN``."""
-    return np.sin(x)
+    return scalar.sin(x)
 
 
 @op(
@@ -153,15 +132,15 @@ def sin(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def cos(x: Array) -> Array:
+def cos(x: Scalar) -> Scalar:
     """Compute the cosine of `x` in radians. ggml: ``COS``."""
-    return np.cos(x)
+    return scalar.cos(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
-def erf(x: Array) -> Array:
+def erf(x: Scalar) -> Scalar:
     """Compute the error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`. ISO C, 1999."""
-    return error_function(x)
+    return scalar.erf(x)
 
 
 @op(
@@ -173,9 +152,9 @@ def erf(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def log1p(x: Array) -> Array:
+def log1p(x: Scalar) -> Scalar:
     """Compute the natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
-    return np.log1p(x)
+    return scalar.log1p(x)
 
 
 @op(
@@ -187,9 +166,9 @@ def log1p(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def tan(x: Array) -> Array:
+def tan(x: Scalar) -> Scalar:
     """Compute the tangent of `x` in radians. ISO C, 1999."""
-    return np.tan(x)
+    return scalar.tan(x)
 
 
 @op(
@@ -201,9 +180,9 @@ def tan(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def arcsin(x: Array) -> Array:
+def arcsin(x: Scalar) -> Scalar:
     """Compute the inverse sine in radians. ISO C, 1999."""
-    return np.arcsin(x)
+    return scalar.arcsin(x)
 
 
 @op(
@@ -214,15 +193,15 @@ def arcsin(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def arccos(x: Array) -> Array:
+def arccos(x: Scalar) -> Scalar:
     """Compute the inverse cosine in radians. ISO C, 1999."""
-    return np.arccos(x)
+    return scalar.arccos(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
-def arctan(x: Array) -> Array:
+def arctan(x: Scalar) -> Scalar:
     """Compute the inverse tangent in radians. ISO C, 1999."""
-    return np.arctan(x)
+    return scalar.arctan(x)
 
 
 @op(
@@ -234,9 +213,9 @@ def arctan(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def sinh(x: Array) -> Array:
+def sinh(x: Scalar) -> Scalar:
     """Compute the hyperbolic sine. ISO C, 1999."""
-    return np.sinh(x)
+    return scalar.sinh(x)
 
 
 @op(
@@ -247,15 +226,15 @@ def sinh(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def cosh(x: Array) -> Array:
+def cosh(x: Scalar) -> Scalar:
     """Compute the hyperbolic cosine. ISO C, 1999."""
-    return np.cosh(x)
+    return scalar.cosh(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
-def arcsinh(x: Array) -> Array:
+def arcsinh(x: Scalar) -> Scalar:
     """Compute the inverse hyperbolic sine. ISO C, 1999."""
-    return np.arcsinh(x)
+    return scalar.arcsinh(x)
 
 
 @op(
@@ -266,9 +245,9 @@ def arcsinh(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def arccosh(x: Array) -> Array:
+def arccosh(x: Scalar) -> Scalar:
     """Compute the inverse hyperbolic cosine. ISO C, 1999."""
-    return np.arccosh(x)
+    return scalar.arccosh(x)
 
 
 @op(
@@ -280,9 +259,9 @@ def arccosh(x: Array) -> Array:
     errors=UNARY_ERRORS,
     is_required=False,
 )
-def arctanh(x: Array) -> Array:
+def arctanh(x: Scalar) -> Scalar:
     """Compute the inverse hyperbolic tangent. ISO C, 1999."""
-    return np.arctanh(x)
+    return scalar.arctanh(x)
 
 
 # ------------------------------------------------------------------------------------------------------- rounding
@@ -301,9 +280,9 @@ _WIDE = {"x": LegalRange(-500.0, 500.0)}
     compare="exact",
     infinite=("x",),
 )
-def floor(x: Array) -> Array:
+def floor(x: Scalar) -> Scalar:
     """Round down to an integer. ggml: ``UNARY_OP_FLOOR``."""
-    return np.floor(x)
+    return scalar.floor(x)
 
 
 @op(
@@ -316,9 +295,9 @@ def floor(x: Array) -> Array:
     compare="exact",
     infinite=("x",),
 )
-def ceil(x: Array) -> Array:
+def ceil(x: Scalar) -> Scalar:
     """Round up to an integer. ggml: ``UNARY_OP_CEIL``."""
-    return np.ceil(x)
+    return scalar.ceil(x)
 
 
 @op(
@@ -331,14 +310,12 @@ def ceil(x: Array) -> Array:
     compare="exact",
     infinite=("x",),
 )
-def round_(x: Array) -> Array:
+def round_(x: Scalar) -> Scalar:
     """Round to the nearest integer, halves away from zero; a zero keeps the sign of `x`. ggml: ``UNARY_OP_ROUND``.
 
     In contrast, NumPy rounds halves to even.
     """
-    size = np.abs(x)
-    whole = np.trunc(size)
-    return np.copysign(whole + (size - whole >= 0.5), x)
+    return scalar.round_half_away(x)
 
 
 @op(
@@ -351,6 +328,6 @@ def round_(x: Array) -> Array:
     compare="exact",
     infinite=("x",),
 )
-def trunc(x: Array) -> Array:
+def trunc(x: Scalar) -> Scalar:
     """Round towards zero to an integer. ggml: ``UNARY_OP_TRUNC``."""
-    return np.trunc(x)
+    return scalar.trunc(x)

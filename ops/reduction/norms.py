@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ..declaration.broadcasting import tile_to_shape
+from ...graph.attrs import Attrs
+from ..declaration import scalar
+from ..declaration.attributes import float_attribute
+from ..declaration.expression import trace
+from ..declaration.interpreter import evaluate
 from ..declaration.op import Array, op
 from ..declaration.samples import expand_template
+from ..declaration.scalar import Scalar
 
 _ROWS = expand_template("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
 _ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"), ("x=f32[4], eps=-1.0", "eps is -1.0"))
@@ -27,12 +34,12 @@ def _check_eps(eps: float, **_: object) -> str | None:
     errors=_ERRORS,
     signed_zeros=False,
 )
-def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
+def rms_norm(x: Scalar, *, eps: float = 1e-6) -> Scalar:
     """Normalise each row by its root mean square: ``x / sqrt(mean(x^2) + eps)``. ggml: ``RMS_NORM``.
 
     Rows are the last axis. Zhang and Sennrich, 2019.
     """
-    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
+    return x * (1.0 / scalar.sqrt(scalar.row_dot(x, x) / scalar.row_count() + eps))
 
 
 @op(
@@ -44,14 +51,14 @@ def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     errors=_ERRORS,
     signed_zeros=False,
 )
-def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
+def l2_norm(x: Scalar, *, eps: float = 1e-6, clamp: bool = False) -> Scalar:
     """Normalise each row to length 1: ``x / sqrt(sum(x^2) + eps)``.
 
     With `clamp`, the divisor is ``max(sqrt(sum(x^2)), eps)``, which is ggml's ``L2_NORM``. Delta nets use the form
     without `clamp` (llama.cpp: rms_norm, then scale). Rows are the last axis.
     """
-    square = np.sum(x * x, axis=-1, keepdims=True)
-    return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
+    square = scalar.row_dot(x, x)
+    return x * (1.0 / (scalar.larger_of(scalar.sqrt(square), eps) if clamp else scalar.sqrt(square + eps)))
 
 
 @op(
@@ -64,14 +71,13 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     is_required=False,
     signed_zeros=False,
 )
-def norm(x: Array, *, eps: float = 1e-5) -> Array:
+def norm(x: Scalar, *, eps: float = 1e-5) -> Scalar:
     """Normalise each row to mean 0 and variance 1 (layer norm without weights): ``(x - mean) / sqrt(variance + eps)``.
 
     Rows are the last axis. ggml: ``NORM``; Ba et al., 2016.
     """
-    n = max(1, x.shape[-1])
-    centred = x - np.sum(x, axis=-1, keepdims=True) / n
-    return centred / np.sqrt(np.sum(centred * centred, axis=-1, keepdims=True) / n + eps)
+    centred = x - scalar.row_sum(x) / scalar.row_count()
+    return centred * (1.0 / scalar.sqrt(scalar.row_dot(centred, centred) / scalar.row_count() + eps))
 
 
 @op(
@@ -110,27 +116,45 @@ def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
     return out
 
 
-def softmax_rows(scores: Array, sinks: Array | None) -> Array:
-    """Return the softmax over the last axis; a row that is -inf everywhere gives zeros.
+def normalise_scores(scores: Scalar, sink: Scalar | None) -> Scalar:
+    """Return the softmax of a row of scores; a row that is -inf everywhere gives zeros.
 
     Args:
-        scores: scores of any shape.
-        sinks: further scores, which add to the denominators only.
+        scores: scores, in float32 at least the lowest finite number where they are not -inf.
+        sink: a further score, which adds to the denominator only.
     """
-    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
-    if sinks is not None:
-        top = np.maximum(top, sinks)
-    top = np.where(top == -np.inf, 0.0, top)
-    e = np.exp(scores - top)
-    total = e.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sinks - top)
-    return e / np.where(total == 0.0, 1.0, total)
+    top = scalar.larger_of(scalar.row_max(scores), LOWEST)
+    if sink is not None:
+        top = scalar.larger_of(top, sink)
+    e = scalar.exp(scores - top)
+    total = scalar.row_sum(e) if sink is None else scalar.row_sum(e) + scalar.exp(sink - top)
+    return e * scalar.where(scalar.equal(total, 0.0), 0.0, 1.0 / total)
+
+
+LOWEST = -3.4028234663852886e38
+"""The lowest finite float32, the mask value of some models. A row of it has a softmax; only a row of -inf has none."""
+
+
+def softmax_rows(scores: Array, sinks: Array | None) -> Array:
+    """Return the softmax over the last axis, as `normalise_scores`; `sinks` adds to the denominators only."""
+    expression = trace(normalise_scores, (True, sinks is not None), (), ())
+    return evaluate(expression, (scores, sinks), {})
+
+
+def _arrange_scores(operands: Sequence[Any], attrs: Attrs) -> Sequence[Any]:
+    """Return scores, mask, sinks and ALiBi slopes with the axes of the scores [..., heads, tokens, keys]."""
+    x, mask, sinks = (*operands, None, None)[:3]
+    sinks = None if sinks is None else sinks[:, None, None]
+    if mask is None:
+        return x, None, sinks, None
+    slopes = alibi_slopes(x.shape[-3], float_attribute(attrs, "max_bias")).astype(x.dtype)
+    return x, mask[..., None, :, :], sinks, slopes[:, None, None]
 
 
 @op(
     "x[..., h, t, *s], mask[~..., t, s]?: float, sinks[h]? -> [..., h, t, s]",
     inplace="x",
+    arrange=_arrange_scores,
     unsharded_dimensions=lambda attrs: ("h",) if attrs["max_bias"] else (),
     flops=lambda h, t, s, **_: 5 * h * t * s,
     samples=(
@@ -150,8 +174,14 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
     signed_zeros=False,
 )
 def softmax(
-    x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0
-) -> Array:
+    x: Scalar,
+    mask: Scalar | None = None,
+    sinks: Scalar | None = None,
+    slopes: Scalar | None = None,
+    *,
+    scale: float = 1.0,
+    max_bias: float = 0.0,
+) -> Scalar:
     """Compute the softmax of scaled and masked scores, ``softmax(x * scale + slope * mask)``. ggml: ``SOFT_MAX_EXT``.
 
     x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the slope of
@@ -159,13 +189,9 @@ def softmax(
     denominator of its head only.
     """
     scores = x * scale
-    if mask is not None:
-        scores = (
-            scores
-            + alibi_slopes(x.shape[-3], max_bias)[:, None, None]
-            * tile_to_shape(mask, (*x.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
-        )
-    return softmax_rows(scores, None if sinks is None else sinks[:, None, None])
+    if mask is not None and slopes is not None:
+        scores = scores + slopes * mask
+    return normalise_scores(scores, sinks)
 
 
 def alibi_slopes(heads: int, max_bias: float) -> Array:

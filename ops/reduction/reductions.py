@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
+from ..declaration import scalar
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
+from ..declaration.scalar import Scalar
 
 _ROWS = expand_template("x={x}[{shape}]", x=("f32", "f16"), shape=("7", "3,64", "5,1", "2,3,33", "0,4", "2,0"))
 _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))
@@ -22,9 +24,9 @@ _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))
     errors=_ERRORS,
     signed_zeros=False,
 )
-def sum_rows(x: Array) -> Array:
+def sum_rows(x: Scalar) -> Scalar:
     """Sum each row; the row becomes an axis of size 1. ggml: ``SUM_ROWS``."""
-    return np.sum(x, axis=-1, keepdims=True)
+    return scalar.row_sum(x)
 
 
 @op(
@@ -37,9 +39,9 @@ def sum_rows(x: Array) -> Array:
     is_required=False,
     signed_zeros=False,
 )
-def mean(x: Array) -> Array:
+def mean(x: Scalar) -> Scalar:
     """Compute the mean of each row; the row becomes an axis of size 1. An empty row gives 0. ggml: ``MEAN``."""
-    return np.sum(x, axis=-1, keepdims=True) / max(1, x.shape[-1])
+    return scalar.row_sum(x) / scalar.row_count()
 
 
 @op(
@@ -107,7 +109,13 @@ def cumsum(x: Array) -> Array:
 REDUCTIONS: Mapping[str, np.ufunc] = MappingProxyType(
     {"max": np.maximum, "min": np.minimum, "sum": np.add, "prod": np.multiply}
 )
-"""The NumPy function of each kind of reduction."""
+"""The NumPy function of each kind of running reduction."""
+
+
+ROW_REDUCTIONS: Mapping[str, Callable[[Scalar], Scalar]] = MappingProxyType(
+    {"max": scalar.row_max, "min": scalar.row_min, "sum": scalar.row_sum, "prod": scalar.row_product}
+)
+"""The expression of each kind of reduction."""
 
 
 def _check_reduction(kind: str, n: int, **_: object) -> str | None:
@@ -140,13 +148,13 @@ _SMALL = {"x": LegalRange(-2.0, 2.0)}
     is_required=False,
     signed_zeros=False,
 )
-def reduce(x: Array, *, kind: str) -> Array:
+def reduce(x: Scalar, *, kind: str) -> Scalar:
     """Reduce each row to its max, min, sum or prod (chosen by `kind`), as an axis of size 1, in the dtype of `x`.
 
     To sum floats, `sum_rows` permits the planner to shard the rows into partial sums; this op does not. NumPy (Harris
     et al., 2020).
     """
-    return np.asarray(REDUCTIONS[kind].reduce(x, axis=-1, keepdims=True))
+    return ROW_REDUCTIONS[kind](x)
 
 
 @op(

@@ -144,6 +144,7 @@ def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
     centre = run_guide("add-an-op.md")["centre"]
     assert isinstance(centre, ops.Op)
     assert centre.samples[0] == "x=f32[7]"
+    assert run_guide("add-an-op.md")["share"].expression.format({}) == "x / row_sum(x)"
 
 
 def run_guide(name: str) -> dict[str, Any]:

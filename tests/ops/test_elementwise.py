@@ -10,10 +10,10 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, Spec, Value, input, parse_case
+from hocket.ops.declaration.numpy_functions import erfc
+from hocket.ops.declaration.numpy_functions import error_function as erf
 from hocket.ops.declaration.signature import DimensionRole, LeadingAxes
 from hocket.ops.elementwise.gated_units import GLU_FUNCTIONS
-from hocket.ops.elementwise.unary import erfc
-from hocket.ops.elementwise.unary import error_function as erf
 from hocket.scheduler import load, plan
 
 from ..given.arrays import assert_elements_close, assert_equal_bits

@@ -19,6 +19,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import llvmlite
+from llvmlite import ir
 
 from ....graph.errors import BackendError
 from ....graph.lazy_dataclass import dataclass
@@ -49,6 +50,17 @@ class Subroutine:
         raise TypeError("a part runs in compiled kernels only")
 
 
+@dataclass(frozen=True, eq=False)
+class IrBody:
+    """A kernel body that is emitted as LLVM IR, without Numba.
+
+    `emit` gets the LLVM function ``(arguments, thread, threads) -> status`` without blocks. The name of the kernel has
+    a digest of everything outside the kernel sources that the code depends on.
+    """
+
+    emit: Callable[[ir.Function], None]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A Python function ``body(arguments, thread, threads) -> status`` that is compiled and runs on all threads.
@@ -58,7 +70,7 @@ class Kernel:
     """
 
     name: str
-    body: KernelBody = field(compare=False)
+    body: KernelBody | IrBody = field(compare=False)
 
     @property
     def address(self) -> int:
@@ -206,11 +218,12 @@ def _make_compiler_fingerprint() -> bytes:
 
 def _find_kernel_cache_file(definition: Kernel) -> Path | None:
     """Return the cache file of the compiled kernel; None for a kernel without a source file."""
-    assert isinstance(definition.body, FunctionType)
+    body = definition.body
     try:
-        outside = (
-            b"" if _is_builtin(definition.body) else _read_third_party_source(definition.body.__code__.co_filename)
-        )
+        if isinstance(body, IrBody) or _is_builtin(body):
+            outside = b""
+        else:
+            outside = _read_third_party_source(body.__code__.co_filename)
     except OSError:
         return None
     return cache_folder() / "kernels" / _cache_file_name(definition, outside + _make_compiler_fingerprint())
@@ -220,7 +233,7 @@ def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
     return hash_key(_digest_kernel_sources(), besides, definition.name) + ".o"
 
 
-def _is_builtin(body: KernelBody) -> bool:
+def _is_builtin(body: KernelBody | IrBody) -> bool:
     return body.__module__.startswith(f"{__package__.rpartition('.')[0]}.")
 
 
@@ -290,27 +303,46 @@ def _emit_object_code(definition: Kernel) -> bytes:
 
 
 def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
-    """Translate a kernel to an LLVM module by Numba, and return the module and the LLVM target machine for it."""
+    """Translate a kernel to an LLVM module, and return the module and the LLVM target machine for it."""
     import llvmlite.binding as llvm
+
+    machine = _create_target_machine()
+    is_emitted = isinstance(definition.body, IrBody)
+    assembly = _emit_assembly(definition) if is_emitted else _translate_by_numba(definition)
+    module = llvm.parse_assembly(assembly.replace(FOREIGN_PREFIX, ""))
+    module.triple, module.data_layout = target_cpu.find_compile_target().triple, str(machine.target_data)
+    module.verify()
+    if is_emitted:
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        builder.getModulePassManager().run(module, builder)
+    return module, machine
+
+
+def _emit_assembly(definition: Kernel) -> str:
+    """Emit the LLVM assembly of a kernel with an `IrBody`."""
+    assert isinstance(definition.body, IrBody)
+    word, module = ir.IntType(64), ir.Module()
+    definition.body.emit(ir.Function(module, ir.FunctionType(word, [word] * 3), _symbol_name(definition)))
+    return str(module)
+
+
+def _translate_by_numba(definition: Kernel) -> str:
+    """Translate a kernel to optimised LLVM assembly by Numba."""
     from numba import cfunc
 
+    assert isinstance(definition.body, FunctionType)
     # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
     # start does not have, and then not even the symbols of the system are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
         _bind_names_to_numba_objects(definition.body)
     )
-    assembly = (
-        function.inspect_llvm().replace(function.native_name, _symbol_name(definition)).replace(FOREIGN_PREFIX, "")
-    )
+    assembly = str(function.inspect_llvm().replace(function.native_name, _symbol_name(definition)))
     if "call void @numba_do_raise" in assembly:
         raise BackendError(
             f"kernel {definition.name} may raise, and nothing would catch it; give range() a step that is a "
             "constant, and leave out raise and assert"
         )
-    module, machine = llvm.parse_assembly(assembly), _create_target_machine()
-    module.triple, module.data_layout = target_cpu.find_compile_target().triple, str(machine.target_data)
-    module.verify()
-    return module, machine
+    return assembly
 
 
 def _bind_names_to_numba_objects(body: KernelBody) -> KernelBody:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ....ops.collectives import COLLECTIVES
-from ....ops.registry import BUILTIN_OPS
+from ....ops.registry import BUILTIN_OPS, REGISTRY
 from ...base import Comm, Device, Instruction, Program, Tensor
 from ...capabilities import STAND_IN, KernelCall, SourceLocation
 from ...compile_log import log
@@ -16,8 +16,9 @@ from ...fusion.liveness import build_reader_table
 from ...fusion.operands import BoundInstruction, NoKernelError, Operand
 from ...kernel_sources import locate_source
 from ...kernel_tables import find_op_package_binding
-from ..compilation.compiler import Kernel
+from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
+from ..kernels.vector.elementwise import bind_declared_op
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
@@ -103,10 +104,15 @@ def list_kernel_calls(
     for part in parts:
         if not isinstance(part, int):
             yield from (
-                KernelCall(s.kernel.name, locate_source(s.kernel.body), together[s.instruction_number]) for s in part
+                KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), together[s.instruction_number]) for s in part
             )
         elif (i := program.instructions[part]).op not in COLLECTIVES:
             yield KernelCall(STAND_IN, in_python(i), (part,))
+
+
+def _locate_kernel_source(kernel: Kernel) -> SourceLocation:
+    """Return the source location of the Python function that a kernel is compiled from, or that emits its code."""
+    return locate_source(kernel.body.emit if isinstance(kernel.body, IrBody) else kernel.body)
 
 
 def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
@@ -160,7 +166,7 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
     bind: InstructionBinder | None = BINDINGS.get(call.op) or find_op_package_binding(call.op, "cpu")
-    return bind is not None and bind(steps, call)
+    return bind(steps, call) if bind is not None else call.op in REGISTRY and bind_declared_op(steps, call)
 
 
 def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:

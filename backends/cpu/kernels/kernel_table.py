@@ -11,12 +11,11 @@ from .attention import bind_attention
 from .matmul import gated_matmul_few, gated_matmul_many, gated_moe_amx, gated_units, moe_matmul, packed_matmul
 from .recurrent import gated_delta_net, linear_attention, selective_scan, short_convolution, sliding_windows
 from .rows import gather_scatter, norms, reductions, rope
-from .rowwise import arrangements, hyper_connections, parametric_units
+from .rowwise import arrangements, hyper_connections
 from .vector import elementwise
 
 BINDINGS: Mapping[str, InstructionBinder] = merge_disjoint_tables(
     elementwise.BINDINGS,
-    norms.BINDINGS,
     gated_units.BINDINGS,
     packed_matmul.BINDINGS,
     gather_scatter.BINDINGS,
@@ -32,7 +31,6 @@ BINDINGS: Mapping[str, InstructionBinder] = merge_disjoint_tables(
     sliding_windows.BINDINGS,
     arrangements.BINDINGS,
     hyper_connections.BINDINGS,
-    parametric_units.BINDINGS,
 )
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = concatenate_list_tables(
     rope.FUSED,

@@ -115,7 +115,7 @@ def emit_llvm_call(b: Any, name: str, result_type: ir.Type, *values: Any) -> Any
     return _call(b, FOREIGN_PREFIX + name, result_type, *values)
 
 
-def _first_lanes_mask(b: Any, count: Any) -> Any:
+def emit_first_lanes_mask(b: Any, count: Any) -> Any:
     """Return a boolean mask that is true in the first `count` lanes; `count` is an address-sized integer."""
     lanes = ir.Constant(_I, list(range(LANES)))
     return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _i32), _I))
@@ -186,7 +186,7 @@ def load_i8_lanes(b, address):
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
 def load_first_lanes(b, address, count):
     """Load the first `count` float32 lanes; other lanes are 0, and their memory is not accessed."""
-    mask = _first_lanes_mask(b, count)
+    mask = emit_first_lanes_mask(b, count)
     where = _pointer(b, address, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
 
@@ -194,7 +194,7 @@ def load_first_lanes(b, address, count):
 @intrinsic(FLOATS, ADDRESS, ADDRESS, FLOATS)
 def load_first_lanes_or(b, address, count, otherwise):
     """Load the first `count` float32 lanes, and take the other lanes from `otherwise`."""
-    where, mask = _pointer(b, address, _F), _first_lanes_mask(b, count)
+    where, mask = _pointer(b, address, _F), emit_first_lanes_mask(b, count)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, otherwise)
 
 
@@ -219,7 +219,7 @@ def make_clamped_lane_indices(b, first, end):
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_first_lanes(b, address, vector, count):
     """Store only the first `count` float32 lanes."""
-    where, mask = _pointer(b, address, _F), _first_lanes_mask(b, count)
+    where, mask = _pointer(b, address, _F), emit_first_lanes_mask(b, count)
     _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), vector, where, ir.Constant(_i32, 4), mask)
 
 
@@ -344,13 +344,13 @@ halve_ints = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
 @intrinsic(FLOATS, FLOATS, ADDRESS)
 def mask_with_negative_infinity(b, x, count):
     """Keep the first `count` lanes of `x`, and set the other lanes to -inf."""
-    return b.select(_first_lanes_mask(b, count), x, _const(_F, float("-inf")))
+    return b.select(emit_first_lanes_mask(b, count), x, _const(_F, float("-inf")))
 
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
 def mask_with_zeros(b, x, count):
     """Keep the first `count` lanes of `x`, and set the other lanes to 0."""
-    return b.select(_first_lanes_mask(b, count), x, _const(_F, 0.0))
+    return b.select(emit_first_lanes_mask(b, count), x, _const(_F, 0.0))
 
 
 def _make_lane_reduction(combine: Callable[..., Any]) -> Intrinsic:

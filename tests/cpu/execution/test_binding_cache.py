@@ -23,7 +23,8 @@ from hocket.backends.cpu.execution.relocatable_tables import (
     make_placeholder_addresses,
     parse_relocatable_table,
 )
-from hocket.backends.cpu.kernels.vector.elementwise import make_unary_kernel
+from hocket.backends.cpu.kernels.vector.elementwise import COPY
+from hocket.backends.cpu.kernels.vector.expression_kernels import make_expression_kernel
 from hocket.backends.cpu.steps.step_table import StepTableBuilder
 from hocket.scheduler import Executor, Store, plan_with_cache
 
@@ -117,7 +118,7 @@ def test_a_word_that_looks_like_an_address_is_not_cached():
     def is_relocated(word: int) -> bool:
         memory = PlaceholderMemory(make_placeholder_addresses(3)[-1])
         steps = StepTableBuilder(1, table_memory=memory)
-        steps.add(make_unary_kernel("copy"), [word], reads=[], writes=[])
+        steps.add(make_expression_kernel(COPY, (False,)), [word], reads=[], writes=[])
         return build_relocatable_table(steps.take_steps(), 1, memory, [64, 128]) is not None
 
     assert all(

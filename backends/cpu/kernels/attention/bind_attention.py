@@ -21,7 +21,7 @@ from ... import target_cpu
 from ...steps.step_table import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
 from ..matmul.packed_matmul import make_result_copy_per_thread
 from ..vector.cache_cells import CELLS_BY_DTYPE
-from ..vector.elementwise import UNARY_ARGS, make_row_loop_args, make_unary_kernel
+from ..vector.elementwise import add_copy_step
 from . import amx_attention, decode_attention, partial_results, prefill_attention
 from .amx_matrices import is_exact_in_bf16_tiles
 from .softmax_scores import HEAD_OUT
@@ -63,9 +63,8 @@ def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Opera
     )
     for leading in product(*map(range, x.shape[:-3])):
         source, target = _view_elements_as_rows(x, leading), _view_elements_as_rows(copy, leading)
-        walk = make_row_loop_args(source.shape, [source, target], whole_rows=True)
-        assert walk is not None
-        steps.add(make_unary_kernel("copy"), UNARY_ARGS(walk=walk), reads=[source], writes=[target])
+        is_copied = add_copy_step(steps, source, target)
+        assert is_copied, "rows of one element have a walk"
     return copy
 
 

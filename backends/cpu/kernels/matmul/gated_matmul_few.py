@@ -28,8 +28,7 @@ from ..packed.activation_quantisation import (
 )
 from ..packed.format_table import FORMATS, PackedFormat
 from ..vector.elementwise import store_lanes
-from ..vector.vector_functions import GATED
-from .gated_units import GATED_OPS, split_gated_unit_operands
+from .gated_units import GATED, GATED_OPS, split_gated_unit_operands
 from .moe_matmul import find_or_add_sorted_expert_slots
 from .packed_matmul import compute_weight_strides, find_result_read_forms, has_matmul_kernel, make_packed_weight_tiling
 from .tile_loops import (

@@ -38,11 +38,11 @@ from ..packed.activation_quantisation import (
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, PackedFormat
 from ..vector.amx_tiles import TileOperation, select_amx_tile_operations, skip_tile_configuration
 from ..vector.elementwise import store_lanes
-from ..vector.vector_functions import GATED
 from . import amx_matmul
 from .amx_matmul import compute_matrices_expanded_together
 from .amx_weights import AmxWeightType, make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
+from .gated_units import GATED
 from .packed_matmul import compute_weight_strides, find_result_read_forms, make_packed_weight_tiling
 from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
 

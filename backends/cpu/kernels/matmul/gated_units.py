@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
+from .....ops.registry import REGISTRY
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel
 from ...simd.vectors import LANES
@@ -15,15 +16,21 @@ from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to
 from ..packed.format_table import BLOCK_COLUMNS
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
-    add_binary_step,
+    add_expression_step,
     load_lanes,
     make_row_args,
     make_row_loop_args,
     store_lanes,
 )
-from ..vector.vector_functions import GATED
+from ..vector.lower_expressions import make_lane_function
 from .packed_matmul import find_result_read_forms
 
+GATED = {
+    name: make_lane_function(declared.build, 2)
+    for name in ("swiglu", "reglu", "geglu", "geglu_quick", "geglu_erf")
+    if (declared := REGISTRY[name].expression)
+}
+"""The gated units without attributes, as functions of 16 lanes: gate and up."""
 ARGS = make_row_args("x z y", "between rounding[*]")
 """Gate, up and result; bytes from thread to thread of the result; `ThreadResultTarget.rounding_words`."""
 ROUNDING_WORD = ARGS.first_word_index("rounding")
@@ -63,9 +70,12 @@ def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
     Return False if no kernel can compute it.
     """
-    kind, gate, up = split_gated_unit_operands(call)
-    return kind in GATED and (
-        _add_quantised_gated_unit(steps, call) or add_binary_step(steps, kind, gate, up, call.out)
+    kind, *sources = split_gated_unit_operands(call)
+    if kind in GATED and _add_quantised_gated_unit(steps, call):
+        return True
+    declared = REGISTRY[call.op].expression
+    return declared is not None and add_expression_step(
+        steps, declared.trace([True, True], call.attrs), sources, call.out, call.attrs
     )
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import combinations, product
 
 from .....graph.dtypes import DType
+from .....ops.declaration import scalar
 from ....fusion.dataflow import Dataflow
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_short_convolution
@@ -34,7 +35,9 @@ from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..packed.weight_packing import INVALID_ROW
 from ..rows.norms import NORM_FACTORS, compute_sum_of_squares, select_norm_factor_name
 from ..vector.elementwise import load_lanes, store_lanes
-from ..vector.vector_functions import silu
+from ..vector.lower_expressions import make_lane_function
+
+silu = make_lane_function(scalar.silu, 1)
 
 TAP_COUNT = 4
 TILE_TOKENS = 8

@@ -19,14 +19,14 @@ from .....graph.dtypes import DType
 from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow
-from ....fusion.operands import BoundInstruction, Operand, float32_bits, require_supported
+from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...compilation.compiler import kernel
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import LANES, gather_lanes, load_int, load_ints
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..matmul import batched_matmul
-from ..vector.elementwise import FILL_ARGS, add_row_step_after_dense_copies, add_unary_step, can_copy, fill, store_lanes
+from ..vector.elementwise import add_copy_step, add_fill_step, can_copy, store_lanes
 
 Offsets = npt.NDArray[np.int32]
 ARGS = declare_args("x images between count columns windows entries y")
@@ -80,10 +80,8 @@ class SlidingWindowShape:
         shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
-        is_filled = add_row_step_after_dense_copies(
-            steps, (fill, FILL_ARGS, {"value": float32_bits(self.padding_value)}), [], whole
-        )
-        is_copied = add_unary_step(steps, "copy", x, inner)
+        is_filled = add_fill_step(steps, self.padding_value, whole)
+        is_copied = add_copy_step(steps, x, inner)
         assert (is_filled, is_copied) == (True, True), "`_can_read_windows` has checked the walk"
         return whole
 

@@ -24,12 +24,10 @@ from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_dequantise_ro
 from ..vector import block_rows
 from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import (
-    FILL_ARGS,
     LANE_STORERS,
-    add_row_step_after_dense_copies,
-    add_unary_step,
+    add_copy_step,
+    add_fill_step,
     can_copy,
-    fill,
     load_lanes,
     store_lanes,
 )
@@ -184,7 +182,7 @@ def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     plain = all(o.has_uniform_row_stride and len(o.shape) == 2 for o in (into, rows, out))
     if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or not _is_writable_table(out):
         return False
-    if into.address != out.address and not (out.is_float and add_unary_step(steps, "copy", into, out)):
+    if into.address != out.address and not (out.is_float and add_copy_step(steps, into, out)):
         return False
     words = _make_gather_or_scatter_args(out, rows, ids, size)
     _add_gather_or_scatter_step(
@@ -301,7 +299,7 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     for source, target in pairs:
         if can_copy(source, target):
-            add_unary_step(steps, "copy", source, target)
+            add_copy_step(steps, source, target)
         else:
             words = WIDEN(
                 rows=math.prod(source.shape[:-1]),
@@ -334,12 +332,11 @@ def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     inner = out
     for axis, (n, left) in enumerate(zip(x.shape, integers_attribute(call.attrs, "left"), strict=True)):
         inner = inner.slice_axis(axis, left, n)
-    zeros = {"value": 0}
     if not x.tensor.spec.size:
-        return add_row_step_after_dense_copies(steps, (fill, FILL_ARGS, zeros), [], out)
-    if not can_copy(x, inner) or not add_row_step_after_dense_copies(steps, (fill, FILL_ARGS, zeros), [], out):
+        return add_fill_step(steps, 0.0, out)
+    if not can_copy(x, inner) or not add_fill_step(steps, 0.0, out):
         return False
-    return add_unary_step(steps, "copy", x, inner)
+    return add_copy_step(steps, x, inner)
 
 
 BINDINGS = {"pad": _bind_pad, "get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat}

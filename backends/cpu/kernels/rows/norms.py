@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
 from ....fusion.dataflow import Dataflow, require_no_alias
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_scaled_norm
-from ...compilation.compiler import Kernel, kernel, subroutine
-from ...simd.vectors import LANES, add, fma, lane_sum, mask_with_zeros, mul, splat, sqrt_scalar, sub, zeros
+from ...compilation.compiler import kernel, subroutine
+from ...simd.vectors import LANES, add, fma, lane_sum, mul, splat, sqrt_scalar, zeros
 from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
-from ...steps.step_table import FusedBinding, FusionMatcher, InstructionBinder, StepTableBuilder, ThreadWork
+from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..matmul.packed_matmul import find_result_read_forms, make_result_copy_per_thread
 from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..vector.elementwise import (
@@ -22,7 +22,6 @@ from ..vector.elementwise import (
     load_lanes,
     make_row_args,
     make_row_loop_args,
-    make_whole_row_args_and_dense_copy,
     store_lanes,
 )
 
@@ -70,52 +69,6 @@ NORM_FACTORS = {
 }
 
 
-NORM_ARGS = make_row_args("x y", "eps:f32")
-
-
-@cache
-def make_rms_or_l2_norm_kernel(name: str) -> Kernel:
-    """Make the kernel of RMS norm or L2 norm, which multiplies each row by a factor of its sum of squares.
-
-    `NORM_FACTORS` has the factors.
-    """
-    factor = NORM_FACTORS[name]
-
-    def body(a, thread, threads):
-        n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
-        lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
-        for i in range(lo, hi):
-            x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
-            f = splat(factor(compute_sum_of_squares(x, n), n, eps))
-            for c in range(0, n, LANES):
-                store_lanes(y, c, n, mul(load_lanes(x, c, n, 4), f))
-        return 0
-
-    return Kernel(f"norms.norm.{name}", body)
-
-
-@kernel
-def compute_unweighted_layer_norm(a, thread, threads):
-    """Compute the layer norm of each row, without weights: ``(x - mean) / sqrt(variance + eps)``."""
-    n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
-    lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
-    for i in range(lo, hi):
-        x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
-        sums, square_sum = zeros(), zeros()
-        for c in range(0, n, LANES):
-            sums = add(sums, load_lanes(x, c, n, 4))
-        mean = splat(lane_sum(sums) / np.float32(n))
-        for c in range(0, n, LANES):
-            v = sub(load_lanes(x, c, n, 4), mean)
-            if n - c < LANES:
-                v = mask_with_zeros(v, n - c)
-            square_sum = fma(v, v, square_sum)
-        f = splat(compute_rms_norm_factor(lane_sum(square_sum), n, eps))
-        for c in range(0, n, LANES):
-            store_lanes(y, c, n, mul(sub(load_lanes(x, c, n, 4), mean), f))
-    return 0
-
-
 SCALED_NORM_ARGS = make_row_args("x w y", "eps:f32 between rounding[*]")
 """`between`: bytes from thread to thread of the result; `rounding`: `ThreadResultTarget.rounding_words`."""
 ROUNDING_WORD = SCALED_NORM_ARGS.first_word_index("rounding")
@@ -139,26 +92,6 @@ def scaled_rms_norm(a, thread, threads):
 def select_norm_factor_name(call: BoundInstruction) -> str:
     """Return the key of `NORM_FACTORS` for an RMS norm or L2 norm: the formula of its factor."""
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
-
-
-def _make_unfused_norm_binding(name: str) -> InstructionBinder:
-    """Make the function that binds a norm op without fusion to its kernel."""
-
-    def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-        x, y = call.operand(0), call.out
-        walked = make_whole_row_args_and_dense_copy(steps, x, y) if y.shape and y.is_dense_along(-1) else None
-        if walked is None:
-            return False
-        walk, x = walked
-        kernel = (
-            compute_unweighted_layer_norm
-            if call.op == "norm"
-            else make_rms_or_l2_norm_kernel(select_norm_factor_name(call))
-        )
-        steps.add(kernel, NORM_ARGS(walk=walk, eps=call.float_attribute_bits("eps")), reads=[x], writes=[y])
-        return True
-
-    return bind
 
 
 def _fuse_scaled_rms_norm(flow: Dataflow, number: int) -> FusedBinding:
@@ -244,4 +177,3 @@ def _make_scaled_rms_norm_work(
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_rms_norm,)}
-BINDINGS = {name: _make_unfused_norm_binding(name) for name in ("rms_norm", "l2_norm", "norm")}

@@ -1,4 +1,4 @@
-"""Sums, softmax and selections over rows."""
+"""Running reductions and selections over rows, and the causal mask."""
 
 from __future__ import annotations
 
@@ -18,93 +18,32 @@ from ...simd.vectors import (
     add,
     greater_or_nan_bitmask,
     lane_0,
-    lane_max,
-    lane_max_without_nan,
-    lane_min,
-    lane_product,
-    lane_sum,
     larger,
-    load,
-    load_first_lanes_or,
     load_int,
     load_scalar,
-    mask_with_negative_infinity,
-    maximum,
     mul,
     smaller,
     splat,
     splat_from,
     store_int,
     store_scalar,
-    sub,
-    zeros,
 )
 from ...steps.partition import compute_thread_range
-from ...steps.step_table import InstructionBinder, StepTableBuilder
-from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_args_and_dense_copy, store_lanes
-from ..vector.vector_functions import exp
+from ...steps.step_table import StepTableBuilder
+from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_args_and_dense_copy
 
 FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
 MIN_FINITE = np.finfo(np.float32).min
 """The mask value of some models. A row of it has a softmax; only a row of -inf has none."""
 
 
-@subroutine
-def load_lanes_or_fill(p, c, n, otherwise):
-    """Load up to 16 elements of a row of `n` elements from column `c` on; lanes past the end are `otherwise`."""
-    if n - c >= LANES:
-        return load(p + 4 * c)
-    return load_first_lanes_or(p + 4 * c, n - c, splat(otherwise))
-
-
 SUM_ARGS = make_row_args("x y")
 
 
-@cache
-def make_row_sum_kernel(mean: bool) -> Kernel:
-    """Make the kernel that computes the sum, or the mean, of each row."""
-
-    def body(a, thread, threads):
-        n = SUM_ARGS.columns(a)
-        lo, hi = compute_thread_range(SUM_ARGS.rows(a), thread, threads)
-        for i in range(lo, hi):
-            x, acc = SUM_ARGS.x(a, i), zeros()
-            for c in range(0, n, LANES):
-                acc = add(acc, load_lanes(x, c, n, 4))
-            store_scalar(SUM_ARGS.y(a, i), lane_sum(acc) / np.float32(n) if mean else lane_sum(acc))
-        return 0
-
-    return Kernel(f"reductions.{'mean' if mean else 'sums'}", body)
-
-
-FOLD_OPERATIONS: Mapping[str, tuple[Intrinsic, Intrinsic, float]] = MappingProxyType(
-    {
-        "sum": (add, lane_sum, 0.0),
-        "prod": (mul, lane_product, 1.0),
-        "max": (larger, lane_max, -np.inf),
-        "min": (smaller, lane_min, np.inf),
-    }
+FOLD_OPERATIONS: Mapping[str, tuple[Intrinsic, float]] = MappingProxyType(
+    {"sum": (add, 0.0), "prod": (mul, 1.0), "max": (larger, -np.inf), "min": (smaller, np.inf)}
 )
-"""For each kind: the operation on two vectors, its reduction across lanes, its neutral element."""
-
-
-@cache
-def make_row_reduction_kernel(kind: str) -> Kernel:
-    """Make the kernel that reduces each row to one number: its sum, product, maximum or minimum."""
-    join, across, start = FOLD_OPERATIONS[kind]
-    neutral = np.float32(start)
-
-    def body(a, thread, threads):
-        n = SUM_ARGS.columns(a)
-        lo, hi = compute_thread_range(SUM_ARGS.rows(a), thread, threads)
-        for i in range(lo, hi):
-            x, acc = SUM_ARGS.x(a, i), splat(neutral)
-            for c in range(0, n, LANES):
-                acc = join(acc, load_lanes_or_fill(x, c, n, neutral))
-            store_scalar(SUM_ARGS.y(a, i), across(acc))
-        return 0
-
-    return Kernel(f"reductions.{kind}", body)
+"""For each kind: the operation on two vectors, and its neutral element."""
 
 
 @cache
@@ -113,7 +52,7 @@ def make_running_reduction_kernel(kind: str) -> Kernel:
 
     ``y[c] = x[0] op ... op x[c]``, in which `kind` names the operation.
     """
-    join, _, start = FOLD_OPERATIONS[kind]
+    join, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
 
     def body(a, thread, threads):
@@ -127,45 +66,6 @@ def make_running_reduction_kernel(kind: str) -> Kernel:
         return 0
 
     return Kernel(f"reductions.running.{kind}", body)
-
-
-SOFTMAX_ARGS = make_row_args("x y", "scale:f32")
-
-
-@kernel
-def softmax(a, thread, threads):
-    """Compute ``softmax(scale * x)`` of each row."""
-    n, scale = SOFTMAX_ARGS.columns(a), SOFTMAX_ARGS.scale(a)
-    lo, hi = compute_thread_range(SOFTMAX_ARGS.rows(a), thread, threads)
-    factor = splat(scale)
-    for i in range(lo, hi):
-        x, y = SOFTMAX_ARGS.x(a, i), SOFTMAX_ARGS.y(a, i)
-        tops, weights = splat(MINUS_INFINITY), zeros()
-        for c in range(0, n, LANES):
-            tops = maximum(
-                tops,
-                mul(load_lanes_or_fill(x, c, n, FLOAT_ZERO), factor)
-                if n - c >= LANES
-                else load_scaled_row_tail(x, c, n, factor),
-            )
-        top = splat(max(lane_max_without_nan(tops), MIN_FINITE))
-        for c in range(0, n, LANES):
-            scores = mul(load_lanes(x, c, n, 4), factor) if n - c >= LANES else load_scaled_row_tail(x, c, n, factor)
-            e = exp(sub(scores, top))
-            weights = add(weights, e)
-            store_lanes(y, c, n, e)
-        weight = lane_sum(weights)
-        inverse = splat(FLOAT_ONE / weight if weight != FLOAT_ZERO else FLOAT_ZERO)  # NaN stays NaN
-        for c in range(0, n, LANES):
-            store_lanes(y, c, n, mul(load_lanes(y, c, n, 4), inverse))
-    return 0
-
-
-@subroutine
-def load_scaled_row_tail(x, c, n, factor):
-    """Load the elements of a row from column `c` to `n`, fewer than 16, times `factor`; other lanes are -inf."""
-    scaled = mul(load_first_lanes_or(x + 4 * c, n - c, zeros()), factor)
-    return mask_with_negative_infinity(scaled, n - c)
 
 
 @subroutine
@@ -233,26 +133,6 @@ def compute_causal_mask(a, thread, threads):
     return 0
 
 
-def _make_reduction_binding(name: str) -> InstructionBinder:
-    """Make the function that binds `sum_rows`, `mean` or `reduce`, which reduce each row to one number."""
-
-    def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-        x, y = call.operand(0), call.out
-        walked = make_whole_row_args_and_dense_copy(steps, x, y) if y.is_dense and x.shape[-1] else None
-        if walked is None:
-            return False
-        walk, x = walked
-        kernel = (
-            make_row_reduction_kernel(str(call.attrs["kind"]))
-            if name == "reduce"
-            else make_row_sum_kernel(name == "mean")
-        )
-        steps.add(kernel, SUM_ARGS(walk=walk), reads=[x], writes=[y])
-        return True
-
-    return bind
-
-
 def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
     walked = make_whole_row_args_and_dense_copy(steps, x, y) if y.shape and y.is_dense_along(-1) else None
@@ -262,17 +142,6 @@ def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     steps.add(
         make_running_reduction_kernel(str(call.attrs.get("kind", "sum"))), SUM_ARGS(walk=walk), reads=[x], writes=[y]
     )
-    return True
-
-
-def _bind_softmax(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    x, y = call.operand(0), call.out
-    alone = call.optional_operand(1) is None and call.optional_operand(2) is None
-    walked = make_whole_row_args_and_dense_copy(steps, x, y) if alone and y.is_dense_along(-1) else None
-    if walked is None:
-        return False
-    walk, x = walked
-    steps.add(softmax, SOFTMAX_ARGS(walk=walk, scale=call.float_attribute_bits("scale")), reads=[x], writes=[y])
     return True
 
 
@@ -298,12 +167,8 @@ def _bind_causal_mask(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 BINDINGS = {
-    "sum_rows": _make_reduction_binding("sum_rows"),
-    "mean": _make_reduction_binding("mean"),
-    "reduce": _make_reduction_binding("reduce"),
     "cumsum": _bind_accumulation,
     "accumulate": _bind_accumulation,
-    "softmax": _bind_softmax,
     "top_k": _bind_top_k,
     "causal_mask": _bind_causal_mask,
 }

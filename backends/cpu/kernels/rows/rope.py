@@ -28,7 +28,7 @@ from ...steps.partition import compute_thread_range as share_of
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
-    add_unary_step,
+    add_copy_step,
     load_lanes,
     make_row_args,
     make_row_loop_args,
@@ -192,7 +192,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not x.is_float or _make_rotation_loop_args(x, y) is None:
         return False
     if not _read_int_attribute(call, "n_dims"):
-        return add_unary_step(steps, "copy", x, y)
+        return add_copy_step(steps, x, y)
     if not is_rope_supported(call):
         return False
     turning = find_or_add_rope_tables(steps, call)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
 from .....graph.dtypes import DType
 from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand
-from ...compilation.compiler import kernel, subroutine
+from ...compilation.compiler import Kernel, kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.half_memory import round_to_bf16, round_to_f16
 from ...simd.vectors import (
@@ -28,10 +29,10 @@ from ...steps.step_table import StepTableBuilder
 from ..packed.weight_packing import INVALID_ROW
 from ..vector.elementwise import (
     UNARY_ARGS,
+    RowKernel,
+    add_copy_step,
     add_row_step_after_dense_copies,
-    add_unary_step,
     load_lanes,
-    make_unary_kernel,
     store_lanes,
 )
 
@@ -113,7 +114,7 @@ def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         from_strides.append(0 if n == 1 else step)
         to_strides.append(to)
     source = _with_axes(x, tuple(shape), tuple(from_strides))
-    return add_unary_step(steps, "copy", source, _with_axes(y, tuple(shape), tuple(to_strides)))
+    return add_copy_step(steps, source, _with_axes(y, tuple(shape), tuple(to_strides)))
 
 
 def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -121,13 +122,33 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not isinstance(target, DType) or y.dtype is not (DType.I32 if target is DType.I32 else DType.F32):
         return False
     if x.is_float and target is DType.F32:
-        return add_unary_step(steps, "copy", x, y)
+        return add_copy_step(steps, x, y)
     if (x.dtype, target) not in CASTS:
         return False
-    cast_kernel = make_unary_kernel(f"{x.dtype}_to_{target}", CASTS[x.dtype, target])
-    return add_row_step_after_dense_copies(
-        steps, (cast_kernel, UNARY_ARGS, {}), [_view_bits_as_float32(x)], _view_bits_as_float32(y)
-    )
+    row_kernel = RowKernel(partial(_select_cast_kernel, x.dtype, target))
+    return add_row_step_after_dense_copies(steps, row_kernel, [_view_bits_as_float32(x)], _view_bits_as_float32(y))
+
+
+def _select_cast_kernel(source: DType, target: DType, strides: tuple[int, ...]) -> Kernel:
+    """Return the kernel of a cast for the element stride of the operand."""
+    return make_cast_kernel(source, target, strides == (0,))
+
+
+@cache
+def make_cast_kernel(source: DType, target: DType, is_single: bool) -> Kernel:
+    """Make the kernel of a cast between 32-bit types; `is_single` means one element for each row of the operand."""
+    convert, step = CASTS[source, target], 0 if is_single else 4
+
+    def body(a, thread, threads):
+        n = UNARY_ARGS.columns(a)
+        first, last = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
+        for i in range(first, last):
+            x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
+            for c in range(0, n, LANES):
+                store_lanes(y, c, n, convert(load_lanes(x, c, n, step)))
+        return 0
+
+    return Kernel(f"arrangements.cast.{source}_to_{target}{'.single' if is_single else ''}", body)
 
 
 def _bind_arange_as_constant_copy(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -137,7 +158,7 @@ def _bind_arange_as_constant_copy(steps: StepTableBuilder, call: BoundInstructio
     numbers = (start + step * np.arange(y.shape[0])).astype(np.float32)
     memory = steps.constant(numbers)
     tensor = replace(memory.tensor, shape=y.shape, strides=contiguous_strides(y.shape), dtype=DType.F32)
-    return add_unary_step(steps, "copy", Operand(memory.address, tensor), y)
+    return add_copy_step(steps, Operand(memory.address, tensor), y)
 
 
 def _bind_add_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:

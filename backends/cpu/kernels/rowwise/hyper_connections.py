@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 
+from .....ops.declaration import scalar
 from .....ops.declaration.attributes import float_attribute
 from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ...compilation.compiler import Kernel, kernel
@@ -35,7 +36,10 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, store_lanes
-from ..vector.vector_functions import exp, sigmoid
+from ..vector.lower_expressions import make_lane_function
+from ..vector.vector_functions import exp
+
+sigmoid = make_lane_function(scalar.logistic, 1)
 
 PRE = declare_args("tokens streams columns x x_row weights weights_row y y_row scale:f32")
 POST = declare_args("tokens streams columns x x_row residual residual_row post post_row comb comb_row y y_row scratch")

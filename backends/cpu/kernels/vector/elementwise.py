@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
 
+from .....graph.attrs import Attr
 from .....graph.dtypes import DType
 from .....graph.old_names import make_module_getattr
-from .....ops.declaration.attributes import float_attribute
+from .....ops.declaration.expression import Expression, linearise
+from .....ops.declaration.scalar import Scalar
+from .....ops.registry import REGISTRY
 from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, compute_broadcast_strides, float32_bits
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
@@ -25,22 +27,17 @@ from ...simd.vectors import (
     load_first_lanes,
     make_clamped_lane_indices,
     mul_int,
-    splat,
     splat_from,
     splat_int,
     store,
     store_first_lanes,
-    where_nonzero,
 )
 from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
-from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
-from . import vector_functions
+from ...steps.step_table import StepTableBuilder, ThreadWork
+from .expression_kernels import HEADER_WORDS, OPERAND_WORDS, ExpressionKernel, make_expression_kernel
+from .lower_expressions import has_lanes
 
-HEADER_WORDS = 4
-"""Words of a walk (the arguments that iterate over rows) before its operands: row length, three counts of rows."""
-OPERAND_WORDS = 5
-"""Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
 ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
 """The words of a walk that hold the bytes from element to element of each operand."""
 
@@ -125,23 +122,6 @@ LANE_STORERS = {DType.F32: store_lanes, DType.F16: store_lanes_f16, DType.BF16: 
 UNARY_ARGS = make_row_args("x y")
 
 
-@cache
-def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
-    """Make the elementwise kernel ``y = f(x)`` of a function of 16 lanes, by default the function `name` of `UNARY`."""
-    compute = function or vector_functions.UNARY[name]
-
-    def body(a, thread, threads):
-        n = UNARY_ARGS.columns(a)
-        lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
-        for i in range(lo, hi):
-            x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
-            for c in range(0, n, LANES):
-                store_lanes(y, c, n, compute(load_lanes(x, c, n, 4)))
-        return 0
-
-    return Kernel(f"elementwise.unary.{name}", body)
-
-
 @kernel
 def copy_strided_rows(a, thread, threads):
     """Copy rows with strided elements to rows with dense elements."""
@@ -151,87 +131,6 @@ def copy_strided_rows(a, thread, threads):
         x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
         for c in range(0, n, LANES):
             store_lanes(y, c, n, gather_lanes(x, mul_int(make_clamped_lane_indices(c, n), apart)))
-    return 0
-
-
-BINARY_ARGS = make_row_args("x z y")
-
-
-@cache
-def make_binary_kernel(name: str) -> Kernel:
-    """Make the elementwise kernel ``y = f(x, z)`` for the function `name` of `BINARY`."""
-    function = vector_functions.BINARY[name]
-
-    def body(a, thread, threads):
-        n, first, second = BINARY_ARGS.columns(a), BINARY_ARGS.x_step(a), BINARY_ARGS.z_step(a)
-        lo, hi = compute_thread_range(BINARY_ARGS.rows(a), thread, threads)
-        for i in range(lo, hi):
-            x, z, y = BINARY_ARGS.x(a, i), BINARY_ARGS.z(a, i), BINARY_ARGS.y(a, i)
-            for c in range(0, n, LANES):
-                store_lanes(y, c, n, function(load_lanes(x, c, n, first), load_lanes(z, c, n, second)))
-        return 0
-
-    return Kernel(f"elementwise.binary.{name}", body)
-
-
-NUMBER_FUNCTIONS = {
-    **{"scale": vector_functions.affine, "leaky_relu": vector_functions.leaky_relu},
-    **{
-        "clamp": vector_functions.clamp,
-        "clamp_from_0": vector_functions.clamp_from_pos_0,
-        "clamp_to_0": vector_functions.clamp_to_neg_0,
-    },
-}
-NUMBER_ARGS = make_row_args("x y", "first:f32 second:f32")
-
-
-@cache
-def make_elementwise_kernel_with_two_numbers(name: str) -> Kernel:
-    """Make the elementwise kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
-    function = NUMBER_FUNCTIONS[name]
-
-    def body(a, thread, threads):
-        n, first, second = NUMBER_ARGS.columns(a), NUMBER_ARGS.first(a), NUMBER_ARGS.second(a)
-        lo, hi = compute_thread_range(NUMBER_ARGS.rows(a), thread, threads)
-        for i in range(lo, hi):
-            x, y = NUMBER_ARGS.x(a, i), NUMBER_ARGS.y(a, i)
-            for c in range(0, n, LANES):
-                store_lanes(y, c, n, function(load_lanes(x, c, n, 4), first, second))
-        return 0
-
-    return Kernel(f"elementwise.with_numbers.{name}", body)
-
-
-CHOICE_ARGS = make_row_args("t x z y")
-
-
-@kernel
-def select_elements(a, thread, threads):
-    """Select elements by a condition: ``y = x if t != 0 else z``. Each operand may be one number for the whole row."""
-    n, t_step = CHOICE_ARGS.columns(a), CHOICE_ARGS.t_step(a)
-    x_step, z_step = CHOICE_ARGS.x_step(a), CHOICE_ARGS.z_step(a)
-    lo, hi = compute_thread_range(CHOICE_ARGS.rows(a), thread, threads)
-    for i in range(lo, hi):
-        t, x, z, y = CHOICE_ARGS.t(a, i), CHOICE_ARGS.x(a, i), CHOICE_ARGS.z(a, i), CHOICE_ARGS.y(a, i)
-        for c in range(0, n, LANES):
-            chosen = where_nonzero(
-                load_lanes(t, c, n, t_step), load_lanes(x, c, n, x_step), load_lanes(z, c, n, z_step)
-            )
-            store_lanes(y, c, n, chosen)
-    return 0
-
-
-FILL_ARGS = make_row_args("y", "value:f32")
-
-
-@kernel
-def fill(a, thread, threads):
-    """Fill the rows of y with one number."""
-    n, value = FILL_ARGS.columns(a), splat(FILL_ARGS.value(a))
-    lo, hi = compute_thread_range(FILL_ARGS.rows(a), thread, threads)
-    for i in range(lo, hi):
-        for c in range(0, n, LANES):
-            store_lanes(FILL_ARGS.y(a, i), c, n, value)
     return 0
 
 
@@ -280,34 +179,61 @@ def make_row_loop_args(
     return walk
 
 
-RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
-"""A kernel of this file, its words, and the values of the words behind the walk."""
+Strides: TypeAlias = tuple[int, ...]
+"""Bytes from element to element of each operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernel:
+    """A kernel over rows.
+
+    Attributes:
+        select: function that returns the kernel for the element strides of the operands, 0 or 4 bytes.
+        words: the words behind the walk.
+        whole_row_shape: the shape of the rows, if the kernel needs whole rows; else None.
+    """
+
+    select: Callable[[Strides], Kernel]
+    words: Sequence[int] = ()
+    whole_row_shape: tuple[int, ...] | None = None
 
 
 def add_row_step_after_dense_copies(
-    steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand
+    steps: StepTableBuilder, row_kernel: RowKernel, sources: Sequence[Operand], out: Operand
 ) -> bool:
     """Add the step of a kernel over rows, after copies of strided operands; False if that is impossible."""
-    whole = _make_row_thread_work(of, sources, out)
+    whole = _make_row_thread_work(row_kernel, sources, out)
     if whole is None:
         dense = [_make_scratch_for_dense_copy(steps, o, k) for k, o in enumerate(sources)]
-        if _make_row_thread_work(of, dense, out) is None:
+        if dense == [*sources] or _make_row_thread_work(row_kernel, dense, out) is None:
             return False
         for source, to in zip(sources, dense, strict=True):
             if to is not source:
                 _add_strided_copy_step(steps, source, to)
-        return add_row_step_after_dense_copies(steps, of, dense, out)
-    if (column_split := find_continued_column_split(steps, sources, out)) is not None:
-        slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
-        parts = [None if None in each else _make_row_thread_work(of, each[:-1], each[-1]) for each in slices]
-        if all(
-            part is not None
-            for part, (first, last) in zip(parts, pairwise(column_split.axis_bounds), strict=True)
-            if first < last
-        ):
-            steps.add_by_columns(of[0], parts, out, column_split.column_bounds)
-            return True
-    steps.add(of[0], whole.words, reads=sources, writes=[out])
+        return add_row_step_after_dense_copies(steps, row_kernel, dense, out)
+    work, strides = whole
+    kernel = row_kernel.select(strides)
+    if row_kernel.whole_row_shape is None and _add_column_steps(steps, row_kernel, kernel, sources, out):
+        return True
+    steps.add(kernel, work.words, reads=sources, writes=[out])
+    return True
+
+
+def _add_column_steps(
+    steps: StepTableBuilder, row_kernel: RowKernel, kernel: Kernel, sources: Sequence[Operand], out: Operand
+) -> bool:
+    """Add the step for the columns that each thread wrote before; return False if the operands have no such columns."""
+    column_split = find_continued_column_split(steps, sources, out)
+    if column_split is None:
+        return False
+    slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
+    parts: list[ThreadWork | None] = []
+    for each, (first, last) in zip(slices, pairwise(column_split.axis_bounds), strict=True):
+        part = None if None in each else _make_row_thread_work(row_kernel, each[:-1], each[-1])
+        if first < last and (part is None or row_kernel.select(part[1]) != kernel):
+            return False
+        parts.append(part and part[0])
+    steps.add_by_columns(kernel, parts, out, column_split.column_bounds)
     return True
 
 
@@ -333,7 +259,7 @@ def _make_strided_copy_loop_args(x: Operand, to: Operand) -> list[int] | None:
 
 
 def can_copy(x: Operand, to: Operand) -> bool:
-    """Return whether `add_unary_step` can copy `x` to `to`."""
+    """Return whether `add_copy_step` can copy `x` to `to`."""
     return _make_strided_copy_loop_args(x, to) is not None
 
 
@@ -359,93 +285,86 @@ def make_whole_row_args_and_dense_copy(
     return None
 
 
-def _make_row_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
-    """Make the work of one thread for a kernel over rows; None if operands are empty or need a copy first."""
-    operands = [*sources, out]
-    if not all(o.is_float for o in operands) or not out.tensor.spec.size:
+def _make_row_thread_work(
+    row_kernel: RowKernel, sources: Sequence[Operand], out: Operand
+) -> tuple[ThreadWork, Strides] | None:
+    """Make the work of one thread for a kernel over rows, and the element strides of its operands.
+
+    None if operands are empty, or need a copy first.
+    """
+    operands, whole_rows = [*sources, out], row_kernel.whole_row_shape
+    if not all(o.is_float and o.tensor.spec.size for o in operands):
         return None
-    walk = make_row_loop_args(out.shape, operands) or make_row_loop_args(out.shape, operands, whole_rows=True)
-    if walk is None or walk[-1] != 4 or (len(sources) == 1 and walk[ELEMENT_STRIDE_WORDS][0] != 4):
+    shape = whole_rows or out.shape
+    walk = None if whole_rows else make_row_loop_args(shape, operands)
+    walk = walk or make_row_loop_args(shape, operands, whole_rows=True)
+    if walk is None:
         return None
-    _, args, numbers = of
-    return ThreadWork(args(walk=walk, **numbers), sources, [out])
+    *strides, to = walk[ELEMENT_STRIDE_WORDS]
+    if to != 4 and not (whole_rows and out.shape[-1] == 1):
+        return None
+    return ThreadWork([*walk, *row_kernel.words], sources, [out]), tuple(strides)
 
 
-def add_unary_step(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> bool:
-    """Add the elementwise step of one of `UNARY`; return False if the kernel cannot loop over the operands."""
-    of: RowKernel = (make_unary_kernel(name), UNARY_ARGS, {})
-    if name == "copy" and _make_row_thread_work(of, [x], out) is None:
-        return _add_strided_copy_step(steps, x, out)
-    return add_row_step_after_dense_copies(steps, of, [x], out)
-
-
-def add_binary_step(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
-    """Add the elementwise step of one of `BINARY`; return False if the kernel cannot loop over the operands."""
-    return add_row_step_after_dense_copies(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
-
-
-def _make_unary_binding(name: str) -> InstructionBinder:
-    return lambda steps, call: add_unary_step(steps, name, call.operand(0), call.out)
-
-
-def _make_binary_binding(name: str) -> InstructionBinder:
-    return lambda steps, call: add_binary_step(steps, name, call.operand(0), call.operand(1), call.out)
-
-
-def _add_number_step(
-    steps: StepTableBuilder, call: BoundInstruction, name: str, first: float, second: float = 0.0
+def add_expression_step(
+    steps: StepTableBuilder,
+    expression: Expression,
+    operands: Sequence[Operand | None],
+    out: Operand,
+    attributes: Mapping[str, Attr] = MappingProxyType({}),
 ) -> bool:
-    numbers = {"first": float32_bits(first), "second": float32_bits(second)}
-    return add_row_step_after_dense_copies(
-        steps, (make_elementwise_kernel_with_two_numbers(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out
-    )
+    """Add the step of an expression of the scalar language; return False if no kernel can compute it.
+
+    Args:
+        steps: the steps.
+        expression: the expression of one element or one row.
+        operands: operands of the expression, which broadcast to the shape of the result or of the rows.
+        out: the result.
+        attributes: the float attributes of the call.
+    """
+    plan = ExpressionKernel(expression, ())
+    sources = [o for index in plan.operand_indices if (o := operands[index]) is not None]
+    if not has_lanes(expression) or (expression.is_row and (not sources or not sources[0].shape)):
+        return False
+    numbers = expression.compute_numbers(attributes)
+    words = [float32_bits(numbers[step]) for step in plan.number_steps]
+
+    def select(strides: Strides) -> Kernel:
+        return make_expression_kernel(expression, tuple(stride == 0 for stride in strides))
+
+    row_kernel = RowKernel(select, words, sources[0].shape if expression.is_row else None)
+    return add_row_step_after_dense_copies(steps, row_kernel, sources, out)
 
 
-def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    scale, bias = (float_attribute(call.attrs, name) for name in ("scale", "bias"))
-    return _add_number_step(steps, call, "scale", scale, bias or -0.0)
+COPY, FILL = linearise(Scalar("operand", (), 0)), linearise(Scalar("attribute", (), "value"))
+"""The expressions of a copy, and of a number."""
 
 
-def _bind_clamp(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    low, high = float_attribute(call.attrs, "min"), float_attribute(call.attrs, "max")
-    name = "clamp_to_0" if _is_signed_zero(high, -1.0) else "clamp_from_0" if _is_signed_zero(low, 1.0) else "clamp"
-    return _add_number_step(steps, call, name, low, high)
+def add_copy_step(steps: StepTableBuilder, x: Operand, out: Operand) -> bool:
+    """Add the step that copies an operand; return False if no kernel can loop over both."""
+    return add_expression_step(steps, COPY, [x], out) or _add_strided_copy_step(steps, x, out)
 
 
-def _is_signed_zero(value: float, sign: float) -> bool:
-    return value == 0 and math.copysign(1.0, value) == sign
+def add_fill_step(steps: StepTableBuilder, value: float, out: Operand) -> bool:
+    """Add the step that fills an operand with a number; return False if no kernel can loop over it."""
+    return add_expression_step(steps, FILL, [], out, {"value": value})
 
 
-def _bind_leaky_relu(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return _add_number_step(steps, call, "leaky_relu", float_attribute(call.attrs, "negative_slope"))
+def bind_declared_op(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Bind an op that is declared in the scalar language, with operands that need no rearrangement."""
+    declared = REGISTRY[call.op].expression
+    if declared is None or (declared.arrange and any(o is not None for o in call.src[1:])):
+        return False
+    operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
+    expression = declared.trace([o is not None for o in operands], call.attrs)
+    return add_expression_step(steps, expression, operands, call.out, call.attrs)
 
 
-def _bind_compare(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_binary_step(steps, str(call.attrs["kind"]), call.operand(0), call.operand(1), call.out)
+def _bind_copy(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    return add_copy_step(steps, call.operand(0), call.out)
 
 
-def _bind_where(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_row_step_after_dense_copies(
-        steps, (select_elements, CHOICE_ARGS, {}), [call.operand(i) for i in range(3)], call.out
-    )
-
-
-def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_row_step_after_dense_copies(
-        steps, (fill, FILL_ARGS, {"value": call.float_attribute_bits("value")}), [], call.out
-    )
-
-
-BINDINGS = {
-    **{"scale": _bind_scale, "clamp": _bind_clamp, "fill": _bind_fill, "leaky_relu": _bind_leaky_relu},
-    **{"compare": _bind_compare, "where": _bind_where, "cont": _make_unary_binding("copy")},
-    **{n: _make_unary_binding(n) for n in vector_functions.UNARY if n != "copy"},
-    **{
-        n: _make_binary_binding(n)
-        for n in vector_functions.BINARY
-        if n not in vector_functions.GATED and n not in vector_functions.COMPARISONS
-    },
-}
+BINDINGS = {"cont": _bind_copy}
 
 
 if not TYPE_CHECKING:

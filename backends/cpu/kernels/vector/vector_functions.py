@@ -1,37 +1,25 @@
-"""Elementwise functions of 16 lanes, by name."""
+"""Transcendental functions of 16 lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import numpy as np
 
-from ...compilation.compiler import Subroutine, subroutine
+from ...compilation.compiler import subroutine
 from ...simd.vectors import (
-    Intrinsic,
     absolute,
     add,
     add_int,
     and_int,
     bits_to_float,
-    clamp_max,
     clamp_min,
     div,
     float_to_bits,
     fma,
     halve_ints,
-    ieee_maximum,
-    ieee_minimum,
-    make_lane_comparison,
     mul,
     negative,
     power_of_two,
-    round_away,
-    round_down,
     round_to_int,
-    round_to_zero,
-    round_up,
     shift_right_signed,
     splat,
     splat_int,
@@ -72,24 +60,6 @@ def exp(x):
 
 
 @subroutine
-def sigmoid(x):
-    """Return ``1 / (1 + exp(-x))``."""
-    return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
-
-
-@subroutine
-def silu(x):
-    """Return ``x * sigmoid(x)``."""
-    return div(x, add(splat(1.0), exp(sub(zeros(), x))))
-
-
-@subroutine
-def relu(x):
-    """Return ``max(x, 0)``; +0 for both zeros."""
-    return absolute(clamp_min(x, zeros()))
-
-
-@subroutine
 def expm1(x):
     """Return ``exp(x) - 1``; near 0 it is ``x`` times a polynomial. Relative error below 2e-7."""
     p = fma(x, splat(2.48242376e-5), splat(1.99618859e-4))
@@ -100,12 +70,6 @@ def expm1(x):
     p = fma(p, x, splat(FLOAT_HALF))
     polynomial = mul(x, fma(p, x, splat(FLOAT_ONE)))
     return where_less(absolute(x), splat(FLOAT_HALF), polynomial, sub(exp(x), splat(FLOAT_ONE)))
-
-
-@subroutine
-def elu(x):
-    """Return x for x > 0, else ``exp(x) - 1``."""
-    return where_less(zeros(), x, x, expm1(x))
 
 
 @subroutine
@@ -145,8 +109,8 @@ def log1p(x):
 
 
 @subroutine
-def log1p_unit_interval(x):
-    """Return ``log(1 + x)`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
+def add_log1p_unit_interval(total, x):
+    """Return ``total + log(1 + x)`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
     z = div(x, add(x, splat(FLOAT_TWO)))
     y = mul(z, z)
     p = fma(y, splat(1 / 13), splat(1 / 11))
@@ -155,13 +119,13 @@ def log1p_unit_interval(x):
     p = fma(p, y, splat(1 / 5))
     p = fma(p, y, splat(1 / 3))
     p = fma(p, y, splat(FLOAT_ONE))
-    return mul(add(z, z), p)
+    return fma(add(z, z), p, total)
 
 
 @subroutine
 def softplus(x):
     """Return ``log(1 + exp(x))`` as ``max(x, 0) + log(1 + exp(-|x|))``."""
-    return add(clamp_min(x, zeros()), log1p_unit_interval(exp(sub(zeros(), absolute(x)))))
+    return add_log1p_unit_interval(clamp_min(x, zeros()), exp(sub(zeros(), absolute(x))))
 
 
 @subroutine
@@ -177,17 +141,10 @@ def tanh(x):
 
 
 @subroutine
-def gelu(x):
-    """Return the tanh approximation of GELU: ``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
-    u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
-    return mul(x, sigmoid(u))
+def compute_erfc_factors(x):
+    """Return two factors of ``erfc(x)`` for x >= 0: a polynomial in ``1 / (1 + x / 2)``, and ``exp(-x^2)``.
 
-
-@subroutine
-def erfc_nonnegative(x):
-    """Return ``erfc(x) = 1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``.
-
-    The relative error is 3e-7.
+    The relative error of their product is 3e-7.
     """
     t = div(splat(FLOAT_ONE), fma(x, splat(FLOAT_HALF), splat(FLOAT_ONE)))
     p = fma(t, splat(-0.06020521), splat(0.28990432))
@@ -198,12 +155,12 @@ def erfc_nonnegative(x):
     p = fma(p, t, splat(0.24241343))
     p = fma(p, t, splat(0.28246245))
     p = fma(p, t, splat(0.28208189))
-    return mul(mul(p, t), exp(sub(zeros(), mul(x, x))))
+    return mul(p, t), exp(sub(zeros(), mul(x, x)))
 
 
 @subroutine
 def erf(x):
-    """Return ``erf(x)``: an odd polynomial near 0, else ``1 - erfc_nonnegative(x)``."""
+    """Return ``erf(x)``: an odd polynomial near 0, else ``1 - erfc(|x|)`` with the sign of x."""
     y = mul(x, x)
     p = fma(y, splat(7.84725915e-5), splat(-8.00818933e-4))
     p = fma(p, y, splat(5.18809889e-3))
@@ -211,164 +168,14 @@ def erf(x):
     p = fma(p, y, splat(1.12835822e-1))
     p = fma(p, y, splat(-3.76126256e-1))
     p = fma(p, y, splat(1.12837917))
-    far = with_sign(sub(splat(FLOAT_ONE), erfc_nonnegative(absolute(x))), x)
+    polynomial, decay = compute_erfc_factors(absolute(x))
+    far = with_sign(fma(negative(polynomial), decay, splat(FLOAT_ONE)), x)
     return where_less(absolute(x), splat(FLOAT_ONE), mul(p, x), far)
 
 
 @subroutine
-def gelu_erf(x):
-    """Return GELU by the error function: ``x / 2 * erfc(-x / sqrt(2))``, which stays exact for negative x."""
-    half = mul(splat(FLOAT_HALF), erfc_nonnegative(mul(absolute(x), splat(0.7071067811865476))))
-    return mul(x, where_less(x, zeros(), half, sub(splat(FLOAT_ONE), half)))
-
-
-@subroutine
-def hardsigmoid(x):
-    """Return ``clamp((x + 3) / 6, 0, 1)``."""
-    return where_less(
-        x, splat(-3.0), zeros(), where_less(splat(3.0), x, splat(FLOAT_ONE), div(add(x, splat(3.0)), splat(6.0)))
-    )
-
-
-@subroutine
-def hardswish(x):
-    """Return ``x * hardsigmoid(x)``."""
-    return mul(x, hardsigmoid(x))
-
-
-@subroutine
-def sgn(x):
-    """Return the sign of x: -1 or 1; +0 for both zeros, NaN for NaN."""
-    return where_less(zeros(), x, splat(FLOAT_ONE), where_less(x, zeros(), splat(-FLOAT_ONE), absolute(x)))
-
-
-@subroutine
-def step(x):
-    """Return the unit step: 1 for x > 0, else 0."""
-    return where_less(zeros(), x, splat(FLOAT_ONE), zeros())
-
-
-@subroutine
-def gelu_quick(x):
-    """Return the quick approximation of GELU: ``x * sigmoid(1.702 x)``."""
-    return mul(x, sigmoid(mul(splat(1.702), x)))
-
-
-@subroutine
-def copy(x):
-    return x
-
-
-@subroutine
-def neg(x):
-    return negative(x)
-
-
-@subroutine
-def sqr(x):
-    return mul(x, x)
-
-
-@subroutine
-def swiglu(gate, up):
-    return mul(silu(gate), up)
-
-
-@subroutine
-def geglu(gate, up):
-    return mul(gelu(gate), up)
-
-
-@subroutine
-def geglu_quick(gate, up):
-    return mul(gelu_quick(gate), up)
-
-
-@subroutine
-def geglu_erf(gate, up):
-    return mul(gelu_erf(gate), up)
-
-
-@subroutine
-def reglu(gate, up):
-    return mul(relu(gate), up)
-
-
-UNARY: dict[str, Subroutine | Intrinsic] = {
-    "copy": copy,
-    "exp": exp,
-    "sigmoid": sigmoid,
-    "silu": silu,
-    "relu": relu,
-    "neg": neg,
-    "sqr": sqr,
-    "sqrt": square_root,
-    "abs": absolute,
-    "softplus": softplus,
-    "tanh": tanh,
-    "gelu": gelu,
-    "gelu_quick": gelu_quick,
-    "gelu_erf": gelu_erf,
-    "erf": erf,
-    "log": log,
-    "log1p": log1p,
-    "expm1": expm1,
-    "elu": elu,
-    "hardsigmoid": hardsigmoid,
-    "hardswish": hardswish,
-    "sgn": sgn,
-    "step": step,
-    "floor": round_down,
-    "ceil": round_up,
-    "trunc": round_to_zero,
-    "round": round_away,
-}
-COMPARISONS: Mapping[str, str] = MappingProxyType(
-    {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-)
-GATED: dict[str, Subroutine | Intrinsic] = {
-    "swiglu": swiglu,
-    "reglu": reglu,
-    "geglu": geglu,
-    "geglu_quick": geglu_quick,
-    "geglu_erf": geglu_erf,
-}
-BINARY: dict[str, Subroutine | Intrinsic] = {
-    "add": add,
-    "sub": sub,
-    "mul": mul,
-    "div": div,
-    "maximum": ieee_maximum,
-    "minimum": ieee_minimum,
-    **{kind: make_lane_comparison(sign) for kind, sign in COMPARISONS.items()},
-    **GATED,
-}
-
-
-@subroutine
-def affine(x, a, b):
-    """Return ``a x + b``. If b is -0, a zero result keeps its sign."""
-    return fma(x, splat(a), splat(b))
-
-
-@subroutine
-def clamp(x, low, high):
-    return clamp_max(clamp_min(x, splat(low)), splat(high))
-
-
-@subroutine
-def clamp_from_pos_0(x, low, high):
-    """Clamp x to the range from low, which is +0 or more, to high. No result is -0."""
-    return absolute(clamp(x, low, high))
-
-
-@subroutine
-def clamp_to_neg_0(x, low, high):
-    """Clamp x to the range from low to high, which is -0 or less. No result is +0."""
-    return negative(absolute(clamp(x, low, high)))
-
-
-@subroutine
-def leaky_relu(x, slope, _):
-    """Return x for x > 0, else ``slope * x``. The third argument is not used."""
-    return where_less(zeros(), x, x, mul(x, splat(slope)))
+def normal_cdf(x):
+    """Return ``erfc(-x / sqrt(2)) / 2``, which stays exact for negative x."""
+    polynomial, decay = compute_erfc_factors(mul(absolute(x), splat(0.7071067811865476)))
+    half = mul(splat(FLOAT_HALF), mul(polynomial, decay))
+    return where_less(x, zeros(), half, sub(splat(FLOAT_ONE), half))

@@ -1,0 +1,317 @@
+"""Row kernels that are generated from expressions of the scalar language, as LLVM code without Numba.
+
+A kernel loops over the rows of its thread, 16 columns at a time. Each reduction of the row is one pass over the
+columns, and one more pass writes the result. A pass computes again the elements that it needs. The exception is an
+element of a transcendental function: the pass that sums it writes it to the result, from where the last pass reads it.
+
+The order of sums is the same on each processor. `row_sum` has one accumulator of 16 lanes. `row_dot` has two, which
+take turns, and ends with the first. The lanes of an accumulator are added as a binary tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Any
+
+from llvmlite import ir
+
+from .....ops.declaration.expression import Expression
+from .....ops.declaration.scalar import COMPARISON_FUNCTIONS, ROW_FUNCTIONS
+from ...compilation.compiler import IrBody, Kernel
+from ...simd import vectors
+from ...simd.vectors import LANES
+from .lower_expressions import LANE_FUNCTIONS, emit_splat
+
+HEADER_WORDS = 4
+"""Words of a walk (the arguments that iterate over rows) before its operands: row length, three counts of rows."""
+OPERAND_WORDS = 5
+"""Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
+
+_I64, _F32 = ir.IntType(64), ir.FloatType()
+_LANES_TYPE = ir.VectorType(_F32, LANES)
+TRANSCENDENTAL_FUNCTIONS = frozenset({"exp", "expm1", "log", "log1p", "tanh", "erf", "softplus", "normal_cdf"})
+"""Functions that take longer than a store and a load."""
+_Reduction = tuple[Callable[..., Any], Callable[..., Any], float]
+_REDUCTIONS: Mapping[str, _Reduction] = MappingProxyType(
+    {
+        "row_sum": (vectors.add.body, vectors.lane_sum.body, 0.0),
+        "row_dot": (lambda b, total, x, y: vectors.fma.body(b, x, y, total), vectors.lane_sum.body, 0.0),
+        "row_product": (vectors.mul.body, vectors.lane_product.body, 1.0),
+        "row_max": (vectors.larger.body, vectors.lane_max.body, float("-inf")),
+        "row_min": (vectors.smaller.body, vectors.lane_min.body, float("inf")),
+    }
+)
+"""For each reduction: the code that adds lanes to an accumulator, its reduction across lanes, its neutral element."""
+
+
+@dataclass(frozen=True)
+class ExpressionKernel:
+    """The kernel of an expression for operands with certain element strides.
+
+    Attributes:
+        expression: the expression.
+        is_single: whether each operand that the expression reads has one element for each row.
+    """
+
+    expression: Expression
+    is_single: tuple[bool, ...]
+
+    @cached_property
+    def operand_indices(self) -> tuple[int, ...]:
+        """The operands that the expression reads, in the order of the words."""
+        return tuple(sorted(int(s.value) for s in self.expression.steps if s.function == "operand"))
+
+    @cached_property
+    def number_steps(self) -> tuple[int, ...]:
+        """The steps with numbers of the call that are words of the kernel; constants are part of the code."""
+        steps, numbers = self.expression.steps, self.expression.number_steps
+        read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {len(steps) - 1}
+        return tuple(sorted(n for n in read & numbers if steps[n].function != "constant"))
+
+    @property
+    def name(self) -> str:
+        """The name: functions of the expression, and a digest of everything that changes the code."""
+        functions = [s.function for s in self.expression.steps if s.sources]
+        digest = hashlib.sha256(repr((self.expression.steps, self.is_single)).encode()).hexdigest()[:12]
+        return f"rows.{'.'.join(functions[:8]) or 'copy'}.{digest}"
+
+
+@cache
+def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...]) -> Kernel:
+    """Make the kernel of an expression.
+
+    Args:
+        expression: the expression; `has_lanes` holds.
+        is_single: whether each operand that the expression reads has one element for each row.
+    """
+    plan = ExpressionKernel(expression, is_single)
+    return Kernel(plan.name, IrBody(lambda function: _RowKernelEmitter(plan, function).emit()))
+
+
+@dataclass
+class _RowKernelEmitter:
+    """The emission of one kernel: the builder, and the values of steps that all columns of a row share."""
+
+    plan: ExpressionKernel
+    function: ir.Function
+    b: Any = field(init=False)
+    row_values: dict[int, Any] = field(init=False, default_factory=dict)
+    addresses: list[Any] = field(init=False, default_factory=list)
+    columns: Any = field(init=False)
+    stash: int | None = field(init=False)
+
+    def emit(self) -> None:
+        """Emit the function ``(arguments, thread, threads) -> 0``."""
+        steps = self.plan.expression.steps
+        self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.columns, self.stash = self._word(0), self._find_stash()
+        operand_count = len(self.plan.operand_indices) + 1
+        first_number = HEADER_WORDS + OPERAND_WORDS * operand_count
+        numbers: dict[int, Any] = {}
+        for index, number in enumerate(self.plan.number_steps):
+            bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
+            lanes = vectors.splat.body(self.b, self.b.bitcast(bits, _F32))
+            is_truth = steps[number].function in COMPARISON_FUNCTIONS
+            numbers[number] = self.b.fcmp_unordered("!=", lanes, emit_splat(self.b, 0.0)) if is_truth else lanes
+        for number, step in enumerate(steps):
+            if step.function == "constant":
+                numbers[number] = emit_splat(self.b, float.fromhex(str(step.value)))
+            elif step.function == "row_count":
+                numbers[number] = vectors.splat.body(self.b, self.b.sitofp(self.columns, _F32))
+        first, last = self._thread_range()
+        self._loop(first, last, 1, lambda row: self._emit_row(row, numbers))
+        self.b.ret(_integer(0))
+
+    def _word(self, index: int) -> Any:
+        return vectors.load_argument_word.body(self.b, self.function.args[0], _integer(index))
+
+    def _thread_range(self) -> tuple[Any, Any]:
+        """Return the first and the end row of the thread, as `compute_thread_range`."""
+        b, (_, thread, threads) = self.b, self.function.args
+        rows = b.mul(b.mul(self._word(1), self._word(2)), self._word(3))
+        each = b.sdiv(b.add(rows, b.sub(threads, _integer(1))), threads)
+        bounds = b.mul(each, thread), b.mul(each, b.add(thread, _integer(1)))
+        first, last = (b.select(b.icmp_signed("<", x, rows), x, rows) for x in bounds)
+        return first, last
+
+    def _loop(self, start: Any, stop: Any, step: int, body: Callable[[Any], None]) -> Any:
+        """Emit ``for i in range(start, stop, step)``, and return the value of i after the loop."""
+        with self.b.goto_entry_block():
+            place = self.b.alloca(_I64)
+        self.b.store(start, place)
+        head, inside, after = (self.function.append_basic_block(n) for n in ("head", "inside", "after"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        index = self.b.load(place)
+        self.b.cbranch(self.b.icmp_signed("<", index, stop), inside, after)
+        self.b.position_at_end(inside)
+        body(index)
+        self.b.store(self.b.add(index, _integer(step)), place)
+        self.b.branch(head)
+        self.b.position_at_end(after)
+        return index
+
+    # ------------------------------------------------------------------------------------------------------- rows
+
+    def _emit_row(self, row: Any, numbers: Mapping[int, Any]) -> None:
+        """Emit the code of one row: a pass for each reduction, then the pass that writes the result."""
+        expression = self.plan.expression
+        self.addresses, self.row_values = self._row_addresses(row), {**numbers}
+        self._emit_row_steps()
+        for number, step in enumerate(expression.steps):
+            if step.function in ROW_FUNCTIONS:
+                self.row_values[number] = self._emit_reduction(number)
+                self._emit_row_steps()
+        result = len(expression.steps) - 1
+        if expression.reduces_row:
+            vectors.store_scalar.body(self.b, self.addresses[-1], vectors.lane_0.body(self.b, self.row_values[result]))
+            return
+        self._pass(lambda column, count: self._store(self._lanes([result], column, count)[0], column, count))
+
+    def _emit_row_steps(self) -> None:
+        """Emit the steps that depend on known numbers of the row only."""
+        for number, step in enumerate(self.plan.expression.steps):
+            is_known = step.sources and step.function not in ROW_FUNCTIONS and self.row_values.keys() >= {*step.sources}
+            if is_known and number not in self.row_values:
+                values = (self.row_values[s] for s in step.sources)
+                self.row_values[number] = LANE_FUNCTIONS[step.function](self.b, *values)
+
+    def _row_addresses(self, row: Any) -> list[Any]:
+        """Return the addresses of a row of each operand and of the result."""
+        b, outer, inner = self.b, self._word(2), self._word(3)
+        axes = b.icmp_signed("==", b.mul(self._word(1), outer), _integer(1))
+        with b.goto_entry_block():
+            places = [b.alloca(_I64) for _ in range(3)]
+        for place, value in zip(places, (_integer(0), _integer(0), row), strict=True):
+            b.store(value, place)
+        with b.if_then(b.not_(axes)):
+            rest = b.sdiv(row, inner)
+            parts = b.sdiv(rest, outer), b.srem(rest, outer), b.srem(row, inner)
+            for place, value in zip(places, parts, strict=True):
+                b.store(value, place)
+        indices = [b.load(place) for place in places]
+        addresses = []
+        for operand in range(len(self.plan.operand_indices) + 1):
+            first = HEADER_WORDS + OPERAND_WORDS * operand
+            address = self._word(first)
+            for axis, index in enumerate(indices):
+                address = b.add(address, b.mul(index, self._word(first + 1 + axis)))
+            addresses.append(address)
+        return addresses
+
+    def _pass(self, body: Callable[[Any, Any], None], start: Any = None) -> None:
+        """Emit a pass over the columns, 16 at a time.
+
+        `body` gets the column, and None or, if less than 16 columns are left, their count.
+        """
+        whole = self.b.sub(self.columns, _integer(LANES - 1))
+        end = self._loop(_integer(0) if start is None else start, whole, LANES, lambda column: body(column, None))
+        with self.b.if_then(self.b.icmp_signed("<", end, self.columns)):
+            body(end, self.b.sub(self.columns, end))
+
+    def _emit_reduction(self, number: int) -> Any:
+        """Emit the pass of a reduction, and return its result in all lanes."""
+        b, step = self.b, self.plan.expression.steps[number]
+        join, across, neutral = _REDUCTIONS[step.function]
+        with b.goto_entry_block():
+            totals = [b.alloca(_LANES_TYPE) for _ in range(2 if step.function == "row_dot" else 1)]
+        for total in totals:
+            b.store(emit_splat(b, neutral), total)
+
+        def add_columns(total: Any, column: Any, count: Any) -> None:
+            values = self._lanes(step.sources, column, count, number)
+            if count is not None:
+                mask = vectors.emit_first_lanes_mask(b, count)
+                values = [b.select(mask, v, emit_splat(b, 0.0 if len(totals) == 2 else neutral)) for v in values]
+            b.store(join(b, b.load(total), *values), total)
+
+        start = None
+        if len(totals) == 2:
+            pairs = b.sub(self.columns, _integer(2 * LANES - 1))
+
+            def add_pair(column: Any) -> None:
+                add_columns(totals[0], column, None)
+                add_columns(totals[1], b.add(column, _integer(LANES)), None)
+
+            start = self._loop(_integer(0), pairs, 2 * LANES, add_pair)
+        self._pass(lambda column, count: add_columns(totals[0], column, count), start)
+        result = b.load(totals[0])
+        if len(totals) == 2:
+            result = vectors.add.body(b, result, b.load(totals[1]))
+        return vectors.splat.body(b, across(b, result))
+
+    # ---------------------------------------------------------------------------------------------------- elements
+
+    @property
+    def last_reduction(self) -> int:
+        """The last step that reduces the row, or -1."""
+        return max((n for n, s in enumerate(self.plan.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
+
+    def _find_stash(self) -> int | None:
+        """Return the step that the last reduction writes to the result, and that the last pass reads from there.
+
+        It is of a transcendental function. All other values that the last pass needs are numbers of the row.
+        """
+        expression = self.plan.expression
+        if self.last_reduction < 0 or expression.reduces_row:
+            return None
+        for candidate in expression.steps[self.last_reduction].sources:
+            last_pass = self._find_needed_steps(len(expression.steps) - 1, {candidate})
+            if expression.steps[candidate].function in TRANSCENDENTAL_FUNCTIONS and not any(
+                expression.steps[n].function == "operand" for n in last_pass
+            ):
+                return candidate
+        return None
+
+    def _find_needed_steps(self, number: int, known: set[int]) -> set[int]:
+        """Return the elementwise steps on which a step depends, up to `known` ones and numbers of the row."""
+        if number in known or number in self.plan.expression.row_steps:
+            return set()
+        return {number}.union(*(self._find_needed_steps(s, known) for s in self.plan.expression.steps[number].sources))
+
+    def _lanes(self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None) -> list[Any]:
+        """Emit 16 lanes of steps from a column on, in the pass of a reduction, or in the last pass for None.
+
+        `count` is the number of columns that are left if there are less than 16, else None.
+        """
+        values = {**self.row_values}
+
+        def visit(number: int) -> Any:
+            if number not in values:
+                function, sources, value = self.plan.expression.steps[number]
+                if number == self.stash and reduction is None:
+                    values[number] = self._load(self.addresses[-1], column, count)
+                elif function == "operand":
+                    index = self.plan.operand_indices.index(int(value))
+                    is_single, address = self.plan.is_single[index], self.addresses[index]
+                    load = vectors.splat_from.body(self.b, address) if is_single else None
+                    values[number] = load or self._load(address, column, count)
+                else:
+                    values[number] = LANE_FUNCTIONS[function](self.b, *map(visit, sources))
+                if number == self.stash and reduction is not None and reduction == self.last_reduction:
+                    self._store(values[number], column, count)
+            return values[number]
+
+        return [*map(visit, required)]
+
+    def _load(self, row: Any, column: Any, count: Any) -> Any:
+        address = self.b.add(row, self.b.mul(column, _integer(4)))
+        if count is None:
+            return vectors.load.body(self.b, address)
+        return vectors.load_first_lanes.body(self.b, address, count)
+
+    def _store(self, lanes: Any, column: Any, count: Any) -> None:
+        """Store lanes to the result."""
+        address = self.b.add(self.addresses[-1], self.b.mul(column, _integer(4)))
+        if count is None:
+            vectors.store.body(self.b, address, lanes)
+        else:
+            vectors.store_first_lanes.body(self.b, address, lanes, count)
+
+
+def _integer(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)

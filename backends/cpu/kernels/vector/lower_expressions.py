@@ -1,0 +1,112 @@
+"""Expressions of the scalar language as LLVM code on 16 lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import CellType, FunctionType, MappingProxyType
+from typing import Any
+
+from llvmlite import ir
+
+from .....ops.declaration.expression import Expression, linearise
+from .....ops.declaration.scalar import ROW_FUNCTIONS, Scalar
+from ...compilation.compiler import Subroutine
+from ...simd import vectors
+from ...simd.vectors import ADDRESS, FLOAT, FLOATS, LANES, Intrinsic
+from . import vector_functions
+
+EmitLanes = Callable[..., Any]
+"""A function of an LLVM builder and values of 16 lanes that emits code, and returns the resulting value."""
+_ARGUMENT_TYPES = {ADDRESS: ir.IntType(64), FLOAT: ir.FloatType()}
+
+
+def emit_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) -> Any:
+    """Emit the code of a subroutine without branches, or of an intrinsic.
+
+    The body runs once in Python. The intrinsics and subroutines that it names emit their code instead.
+    """
+    if isinstance(subroutine, Intrinsic):
+        kinds = zip(values, subroutine.operands, strict=True)
+        return subroutine.body(b, *(_as_ir_value(value, kind) for value, kind in kinds))
+    body = subroutine.body
+    assert isinstance(body, FunctionType)
+    called = {n: body.__globals__[n] for n in body.__code__.co_names if n in body.__globals__}
+    names = {**body.__globals__, **{n: _emit_called(b, thing) for n, thing in called.items()}}
+    cells = tuple(CellType(_emit_called(b, cell.cell_contents)) for cell in body.__closure__ or ())
+    return FunctionType(body.__code__, names, body.__name__, body.__defaults__, cells or None)(*values)
+
+
+def _emit_called(b: Any, thing: Any) -> Any:
+    """Return a function that emits the code of an intrinsic or subroutine; return other objects as they are."""
+    return partial(emit_subroutine, b, thing) if isinstance(thing, Intrinsic | Subroutine) else thing
+
+
+def _as_ir_value(value: Any, kind: str) -> Any:
+    """Return a Python number as a constant of the type `kind`, and an LLVM value itself."""
+    return value if isinstance(value, ir.Value) else ir.Constant(_ARGUMENT_TYPES[kind], value)
+
+
+def _lower(function: Subroutine | Intrinsic) -> EmitLanes:
+    return lambda b, *values: emit_subroutine(b, function, *values)
+
+
+LANE_FUNCTIONS: Mapping[str, EmitLanes] = MappingProxyType(
+    {
+        **{n: _lower(getattr(vectors, n)) for n in ("add", "sub", "mul", "div", "fma", "absolute")},
+        "neg": _lower(vectors.negative),
+        "sqrt": _lower(vectors.square_root),
+        "floor": _lower(vectors.round_down),
+        "ceil": _lower(vectors.round_up),
+        "trunc": _lower(vectors.round_to_zero),
+        "round_half_away": _lower(vectors.round_away),
+        "maximum": _lower(vectors.ieee_maximum),
+        "minimum": _lower(vectors.ieee_minimum),
+        **{
+            n: _lower(getattr(vector_functions, n))
+            for n in ("exp", "expm1", "log", "log1p", "tanh", "erf", "softplus", "normal_cdf")
+        },
+        "less": lambda b, x, y: b.fcmp_ordered("<", x, y),
+        "less_equal": lambda b, x, y: b.fcmp_ordered("<=", x, y),
+        "equal": lambda b, x, y: b.fcmp_ordered("==", x, y),
+        "not_equal": lambda b, x, y: b.fcmp_unordered("!=", x, y),
+        "where": lambda b, truth, x, y: b.select(truth, x, y),
+    }
+)
+"""The code of each function of the language that compiled kernels have; NumPy computes the others."""
+
+
+@cache
+def has_lanes(expression: Expression) -> bool:
+    """Return whether each function of an expression that is computed per element or row has code."""
+    known = {*LANE_FUNCTIONS, *ROW_FUNCTIONS, "operand", "row_count"}
+    return all(s.function in known for n, s in enumerate(expression.steps) if n not in expression.number_steps)
+
+
+def emit_splat(b: Any, number: float) -> ir.Constant:
+    """Return 16 lanes of a constant: a number, rounded to float32, or a truth value."""
+    kind = ir.IntType(1) if isinstance(number, bool) else ir.FloatType()
+    return ir.Constant(ir.VectorType(kind, LANES), [number] * LANES)
+
+
+@cache
+def make_lane_function(build: Callable[..., Scalar], operand_count: int) -> Intrinsic:
+    """Make the intrinsic of 16 lanes of a function of the scalar language, for kernels that are written by hand.
+
+    The function must not reduce a row, and its only parameters are operands.
+    """
+    expression = linearise(build(*(Scalar("operand", (), index) for index in range(operand_count))))
+    numbers = expression.compute_numbers({})
+
+    def emit(b: Any, *operands: Any) -> Any:
+        values: list[Any] = []
+        for number, step in enumerate(expression.steps):
+            if number in numbers:
+                values.append(emit_splat(b, numbers[number]))
+            elif step.function == "operand":
+                values.append(operands[int(step.value)])
+            else:
+                values.append(LANE_FUNCTIONS[step.function](b, *(values[s] for s in step.sources)))
+        return values[-1]
+
+    return Intrinsic(FLOATS, (FLOATS,) * operand_count, emit)

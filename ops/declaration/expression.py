@@ -1,0 +1,177 @@
+"""Expressions of the scalar language as a list of steps, which interpreters and compilers walk in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...graph.attrs import Attr
+from ...graph.lazy_dataclass import dataclass
+from .numpy_functions import NUMPY_FUNCTIONS
+from .scalar import ROW_FUNCTIONS, Scalar
+
+LEAVES = ("operand", "attribute", "constant", "row_count")
+"""Functions of steps without sources."""
+
+
+class Step(NamedTuple):
+    """One node of an expression: the function, the numbers of the steps that it reads, and the value of a leaf."""
+
+    function: str
+    sources: tuple[int, ...]
+    value: int | str
+
+
+@dataclass(frozen=True)
+class Expression:
+    """The steps of one element or one row of a result. Each step reads earlier ones, and the last one is the result.
+
+    Equal terms are one step. Expressions with equal steps are equal.
+    """
+
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def number_steps(self) -> frozenset[int]:
+        """The steps without operands: numbers of the call, computed in float64 (rule 2 of the language)."""
+        return frozenset(self._close_over(lambda step: step.function in ("attribute", "constant")))
+
+    @cached_property
+    def row_steps(self) -> frozenset[int]:
+        """The steps that are one number for each row, numbers of the call included."""
+        leaves = ("attribute", "constant", "row_count")
+        return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
+
+    def _close_over(self, holds: Callable[[Step], bool]) -> set[int]:
+        """Return the steps that hold, and the steps with sources that all hold."""
+        found: set[int] = set()
+        for number, step in enumerate(self.steps):
+            if holds(step) or (step.sources and found.issuperset(step.sources)):
+                found.add(number)
+        return found
+
+    @property
+    def is_row(self) -> bool:
+        """Whether an element depends on the whole row."""
+        return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
+
+    @property
+    def reduces_row(self) -> bool:
+        """Whether the result is one number for each row."""
+        return self.is_row and len(self.steps) - 1 in self.row_steps
+
+    @cached_property
+    def last_readers(self) -> Mapping[int, int]:
+        """The last step that reads each step."""
+        return {source: number for number, step in enumerate(self.steps) for source in step.sources}
+
+    def compute_numbers(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
+        """Compute the steps without operands in float64, by number of the step."""
+        numbers: dict[int, Any] = {}
+        for number in sorted(self.number_steps):
+            function, sources, value = self.steps[number]
+            if function == "attribute":
+                numbers[number] = float(attributes[str(value)])  # type: ignore[arg-type]  # only float attributes
+            elif function == "constant":
+                numbers[number] = float.fromhex(str(value))
+            else:
+                numbers[number] = NUMPY_FUNCTIONS[function](*(numbers[s] for s in sources), out=None)
+        return {k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()}
+
+
+def linearise(result: Scalar) -> Expression:
+    """Return the expression of a `Scalar`; equal terms become one step.
+
+    Raises:
+        TypeError: the result is a truth value, or a reduction reads a number of the row.
+    """
+    if result.is_truth:
+        raise TypeError("the result of an op must be a number, but is a truth value; use where(truth, 1.0, 0.0)")
+    numbers: dict[Step, int] = {}
+    seen: dict[int, int] = {}
+
+    def visit(scalar: Scalar) -> int:
+        if id(scalar) not in seen:
+            step = Step(scalar.function, tuple(map(visit, scalar.sources)), scalar.value)
+            seen[id(scalar)] = numbers.setdefault(step, len(numbers))
+        return seen[id(scalar)]
+
+    visit(result)
+    expression = Expression(tuple(numbers))
+    if any(s.function in ROW_FUNCTIONS and expression.row_steps.issuperset(s.sources) for s in expression.steps):
+        raise TypeError("a reduction of a row needs elements of the row, but reads a number of the row")
+    return expression
+
+
+@lru_cache(maxsize=4096)
+def trace(
+    build: Callable[..., Scalar],
+    present: tuple[bool, ...],
+    float_attributes: tuple[str, ...],
+    others: tuple[tuple[str, Attr], ...],
+) -> Expression:
+    """Trace a function of the scalar language to an expression.
+
+    Args:
+        build: the function that declares an op.
+        present: whether each operand is present; None stands for an absent one.
+        float_attributes: names of the attributes that are numbers of the call.
+        others: the other attributes, which select between expressions.
+    """
+    operands = [Scalar("operand", (), index) if there else None for index, there in enumerate(present)]
+    numbers = {name: Scalar("attribute", (), name) for name in float_attributes}
+    return linearise(build(*operands, **numbers, **dict(others)))
+
+
+# ------------------------------------------------------------------------------------------------------- formulas
+
+_INFIX = {
+    **{"add": ("+", 1), "sub": ("-", 1), "mul": ("*", 2), "div": ("/", 2)},
+    **{"less": ("<", 0), "less_equal": ("<=", 0), "equal": ("==", 0), "not_equal": ("!=", 0)},
+}
+_OTHER_NAMES = {"absolute": "abs", "maximum": "max", "minimum": "min", "round_half_away": "round", "row_count": "count"}
+_ATOM = 4
+
+
+def format_formula(expression: Expression, operand_names: tuple[str, ...]) -> str:
+    """Return an expression as text: definitions of terms that occur more than once, then the result.
+
+    Terms are ``t1``, ``t2``, …, and parts are separated by semicolons.
+    """
+    uses = [source for step in expression.steps for source in step.sources]
+    texts: list[tuple[str, int]] = []
+    definitions: list[str] = []
+    for number, step in enumerate(expression.steps):
+        text, level = _format_step(step, texts, operand_names)
+        if uses.count(number) > 1 and step.function not in LEAVES:
+            definitions.append(f"t{len(definitions) + 1} = {text}")
+            text, level = f"t{len(definitions)}", _ATOM
+        texts.append((text, level))
+    return "; ".join([*definitions, texts[-1][0]])
+
+
+def _format_step(step: Step, texts: list[tuple[str, int]], operand_names: tuple[str, ...]) -> tuple[str, int]:
+    """Return the text of one step and its binding strength."""
+    function, sources, value = step
+    if function == "operand":
+        return operand_names[int(value)], _ATOM
+    if function == "constant":
+        number = float.fromhex(str(value))
+        return f"{number:.12g}", _ATOM if number >= 0 else 3
+    if function == "attribute":
+        return str(value), _ATOM
+    if function == "neg":
+        text, level = texts[sources[0]]
+        return f"-{text}" if level >= 3 else f"-({text})", 3
+    if function in _INFIX:
+        sign, level = _INFIX[function]
+        (left, left_level), (right, right_level) = (texts[s] for s in sources)
+        left = left if left_level >= level else f"({left})"
+        right = right if right_level > level else f"({right})"
+        return f"{left} {sign} {right}", level
+    arguments = ", ".join(texts[s][0] for s in sources)
+    name = _OTHER_NAMES.get(function, function)
+    return name if function == "row_count" else f"{name}({arguments})", _ATOM
