@@ -100,6 +100,14 @@ class SupportsThreads(Protocol):
 
 
 @runtime_checkable
+class HasSeparateMemory(Protocol):
+    """A backend of devices with a memory of their own: the host waits for each copy of an output."""
+
+    has_separate_memory: bool
+    """Always true; a backend without such devices lacks the attribute."""
+
+
+@runtime_checkable
 class SupportsBatchedWrites(Protocol):
     """A backend that writes several host arrays to device memory by one large copy, faster than by small copies."""
 

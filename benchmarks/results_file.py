@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hocket.graph.storage.files import replacing
+
 
 def collect_circumstances(shared: bool) -> dict[str, object]:
     """Return the date, the processor, the commit, the load, and whether others used the machine at the same time."""
@@ -78,6 +80,8 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def write_result(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, object]], text: str) -> None:
     """Write ``stem.json`` with all samples and ``stem.md`` with a head and the table.
 
+    Each file is replaced only after its new content is on the disk, so that an outage leaves the former file.
+
     Args:
         stem: The path without a suffix.
         about: The circumstances.
@@ -86,5 +90,10 @@ def write_result(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
     body = ",\n ".join(map(json.dumps, rows))
-    stem.with_name(f"{stem.name}.json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')
-    stem.with_name(f"{stem.name}.md").write_text(f"{format_page_head(stem.name, about)}\n{text}")
+    files = {
+        "json": f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n',
+        "md": f"{format_page_head(stem.name, about)}\n{text}",
+    }
+    for suffix, content in files.items():
+        with replacing(stem.with_name(f"{stem.name}.{suffix}"), durable=True) as file:
+            file.write(content.encode())

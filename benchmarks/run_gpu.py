@@ -6,12 +6,21 @@ Parts run one after the other, each in its own process and for at most its share
 and saved as they arrive. If a case raises, hangs or breaks the device, its row says so, and a new process continues
 with the next case of the part. All parts together are meant for 20 minutes (``--seconds 1200``), or 30 minutes with
 several GPUs. A machine with less time gets some of the parts, for example ``device compile delta-decode delta-prefill
-delta-crossover``.
+delta-crossover``, or some of their cases (``--cases REGEX``).
+
+``--minutes 10``, ``20`` or ``30`` measures the most important cases first, other libraries among them
+(``benchmarks/gpu/time_plan.py``). ``--resume STEM.json`` continues an earlier run: it skips the cases that have ended
+and tries those again that were left out. A plan of 30 minutes in calls of 10 minutes:
+
+    python benchmarks/run_gpu.py --minutes 30 --seconds 570 --save out/first
+    python benchmarks/run_gpu.py --minutes 30 --seconds 570 --save out/second --resume out/first.json
 
 ``--kind cuda-emulated --tiny`` runs every part on the processor of this machine with the smallest sizes; its times mean
-nothing. The machine needs hocket, CuPy, NVRTC and the package ``gguf``. hocket must be installed, because backends are
-found by their entry points (without a network: ``pip install --no-deps --no-build-isolation -e .``). Other libraries
-are compared if they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``).
+nothing. A plan then runs all cases of its parts, because their titles have other sizes.
+
+The machine needs hocket, CuPy, NVRTC and the package ``gguf``. hocket must be installed, because backends are found by
+their entry points (without a network: ``pip install --no-deps --no-build-isolation -e .``). Other libraries are
+compared if they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``).
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,12 +36,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from hocket.backends import find_device
 from hocket.benchmarks import results_file as results
+from hocket.benchmarks.finished_cases import STATE_CASE, BenchmarkRecord, RecordError, read_record
 from hocket.benchmarks.gpu import (
     attention,
     compare_predictions,
@@ -46,6 +57,7 @@ from hocket.benchmarks.gpu import (
 )
 from hocket.benchmarks.gpu.harness import BenchmarkDevice, Case, NothingToMeasure, ResultRow
 from hocket.benchmarks.gpu.machine import make_machine
+from hocket.benchmarks.gpu.time_plan import RESERVED_SECONDS, TIME_PLANS, PlanStep, compute_step_seconds
 from hocket.graph.errors import BackendError
 
 
@@ -82,24 +94,44 @@ PARTS = {
 # ---------------------------------------------------------------------------------------- one part, in its process
 
 
-def run_part(part: BenchmarkPart, bench: BenchmarkDevice, first: int = 0) -> Iterator[ResultRow]:
-    """Run all cases of a part from index `first` on, and yield their rows; stop after a case that raised.
+@dataclass(frozen=True)
+class CaseSelection:
+    """The cases of a part to run: from index `first` on, with a title that matches, except the cases in `ended`."""
 
-    A case that raised may have broken the device. Rows with ``begins``, ``fails`` and ``ends`` report the progress.
+    first: int = 0
+    pattern: str = ""
+    ended: frozenset[str] = frozenset()
+
+    def __contains__(self, case: tuple[int, str]) -> bool:
+        number, title = case
+        return number >= self.first and title not in self.ended and re.search(self.pattern, title) is not None
+
+
+ALL_CASES = CaseSelection()
+
+
+def run_part(part: BenchmarkPart, bench: BenchmarkDevice, selection: CaseSelection = ALL_CASES) -> Iterator[ResultRow]:
+    """Run the selected cases of a part, and yield their rows; stop after a case that raised.
+
+    A case that raised may have broken the device. Rows with ``begins``, ``ended`` and ``ends`` report the progress.
     """
     kind = compare_predictions.find_gpu_kind(str(bench.machine.describe_device()["gpu"]))
     for number, case in enumerate(part.cases(bench)):
-        if number < first:
+        if (number, case.title) not in selection:
             continue
         yield {"begins": number, "case": case.title}
+        outcome, start = "measured", time.monotonic()
         try:
             for row in case.rows():
                 yield {"case": case.title, **compare_predictions.with_prediction(row, case.title, kind)}
         except NothingToMeasure as why:
             yield {"case": case.title, "left out": str(why)}
+            outcome = "left out"
         except Exception as why:  # a case may raise anything; its row says so, and the next case follows
             yield {"case": case.title, "error": f"{type(why).__name__}: {' '.join(str(why).split())}"}
-            yield {"fails": number}
+            outcome = "failed"
+        yield {"ended": outcome, "case": case.title, "seconds": time.monotonic() - start}
+        if outcome == "failed":
             return
         bench.machine.release_memory()
     yield {"ends": bench.machine.read_state()}
@@ -116,7 +148,8 @@ def make_benchmark_device(args: argparse.Namespace, folder: str) -> BenchmarkDev
 def run_worker(args: argparse.Namespace) -> None:
     """Run one part in this process, and print its rows as lines of JSON."""
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        for row in run_part(PARTS[args.parts[0]], make_benchmark_device(args, folder), args.work):
+        selection = CaseSelection(args.work, args.cases, frozenset(json.loads(args.skip)))
+        for row in run_part(PARTS[args.parts[0]], make_benchmark_device(args, folder), selection):
             print(json.dumps(row, default=str), flush=True)
 
 
@@ -168,7 +201,10 @@ class PartWorker:
 
 
 def run_part_in_processes(name: str, words: list[str], until: float) -> Iterator[ResultRow]:
-    """Run a part until the time `until`, with a new process after each case that failed, and yield its rows."""
+    """Run a part until the time `until`, with a new process after each case that failed, and yield its rows.
+
+    Rows with ``ended`` report the outcome of a case, and the row with ``ends`` reports that no case is left.
+    """
     following: int | None = 0
     while following is not None:
         following = yield from run_part_in_process(name, words, until, following)
@@ -185,27 +221,31 @@ def run_part_in_process(
         until: The end of the part on the monotonic clock, in seconds.
         first: The index of the first case.
     """
-    limit, case, following = STARTUP_SECONDS, "start", None
+    limit, case, following, start = STARTUP_SECONDS, "start", None, time.monotonic()
     with PartWorker(words, name, first) as worker:
         while True:
             try:
                 row = worker.next_row(min(limit, until - time.monotonic()))
+                error = "" if row is not None else f"the process ended: {worker.describe_end()}"
             except queue.Empty:
-                over = time.monotonic() >= until
-                why = {"left out": "the time of the part is over"} if over else {"error": f"nothing for {limit:g} s"}
-                yield {"case": case, **why}
-                return None if over else following
+                if time.monotonic() >= until:
+                    yield {"case": case, "left out": "the time of the part is over"}
+                    return None
+                row, error = None, f"nothing for {limit:g} s"
             if row is None:
-                yield {"case": case, "error": f"the process ended: {worker.describe_end()}"}
+                yield {"case": case, "error": error}
+                if following is not None:
+                    yield {"ended": "failed", "case": case, "seconds": time.monotonic() - start}
                 return following
             match row:
                 case {"begins": int(number), "case": str(case)}:
-                    limit, following = PARTS[name].limit, number + 1
-                case {"fails": _}:
-                    return following
-                case {"ends": state}:
-                    if state:
-                        yield {"case": "at the end", **state}
+                    limit, following, start = PARTS[name].limit, number + 1, time.monotonic()
+                case {"ended": outcome}:
+                    yield row
+                    if outcome == "failed":
+                        return following
+                case {"ends": _}:
+                    yield row
                     return None
                 case _:
                     yield row
@@ -239,7 +279,7 @@ def format_section(name: str, rows: list[ResultRow]) -> str:
 
 def is_note(row: ResultRow) -> bool:
     """Return whether a row is the state of the device, an error, or the load of a model."""
-    cases, steps = ("device", "at the end"), ("loaded", "written")
+    cases, steps = ("device", STATE_CASE), ("loaded", "written")
     return row["case"] in cases or row.get("step") in steps or bool({"left out", "error"} & row.keys())
 
 
@@ -254,7 +294,11 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all, in this order)")
     parser.add_argument("--kind", default="cuda", help="the device: cuda, cuda:1, hip, cuda-emulated (cuda)")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes of everything")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="for all parts together (1200)")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only the cases with such titles")
+    parser.add_argument("--minutes", type=int, choices=TIME_PLANS, help="the most important cases first, in this time")
+    parser.add_argument("--seconds", type=float, help="for all parts together (1200, or the minutes)")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue the run that saved this JSON file")
+    parser.add_argument("--retry", action="store_true", help="with --resume: run failed cases again")
     parser.add_argument(
         "--model", type=Path, action="append", default=[], metavar="FILE", help="a GGUF file; repeatable"
     )
@@ -264,36 +308,104 @@ def main() -> None:
     parser.add_argument("--commit", help="what is measured, where there is no git to tell")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     parser.add_argument("--work", type=int, metavar="CASE", help=argparse.SUPPRESS)
+    parser.add_argument("--skip", default="[]", metavar="JSON", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := set(args.parts) - PARTS.keys():
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if args.minutes and (args.parts or args.cases):
+        parser.error("--minutes chooses the parts and their cases; leave out PART and --cases")
     try:
-        run_worker(args) if args.work is not None else run_parts(args)
-    except BackendError as why:
-        sys.exit(f"gpu.py: {why}")
+        re.compile(args.cases)
+    except re.error as why:
+        parser.error(f"--cases {args.cases!r} is no regular expression: {why}")
+    try:
+        run_worker(args) if args.work is not None else run_steps(args)
+    except (BackendError, RecordError) as why:
+        sys.exit(f"run_gpu.py: {why}")
 
 
-def run_parts(args: argparse.Namespace) -> None:
-    """Run all parts, and print and save their rows. Raises `BackendError` if there is no such device."""
-    find_device(args.kind)
+def make_record(args: argparse.Namespace) -> BenchmarkRecord:
+    """Make the record of this run, with the finished cases of the run that it continues.
+
+    Raises:
+        BackendError: There is no such device.
+        RecordError: The file of the earlier run is unusable.
+    """
+    _, on = find_device(args.kind)
+    about = {**results.collect_circumstances(args.shared), "device": args.kind, "tiny": args.tiny}
+    about |= {"gpu": on.description, **({"commit": args.commit} if args.commit else {})}
+    record = BenchmarkRecord(about)
+    if args.resume:
+        record.continue_run(read_record(args.resume))
+        if args.retry:
+            record.forget_failures()
+    return record
+
+
+def choose_steps(args: argparse.Namespace) -> tuple[PlanStep, ...]:
+    """Return the steps of the time plan, or one step for each part."""
+    if args.minutes:
+        return (
+            tuple(replace(step, cases="") for step in TIME_PLANS[args.minutes])
+            if args.tiny
+            else TIME_PLANS[args.minutes]
+        )
+    return tuple(PlanStep(name, PARTS[name].weight, args.cases) for name in args.parts or PARTS)
+
+
+def run_steps(args: argparse.Namespace) -> None:
+    """Run all steps, and print and save their rows after each one.
+
+    Raises:
+        BackendError: There is no such device.
+        RecordError: The file of the earlier run is unusable.
+    """
+    record = make_record(args)
     words = ["--kind", args.kind, *["--tiny"] * args.tiny, *(w for m in args.model for w in ("--model", str(m)))]
     words += [w for flag, at in (("--scratch", args.scratch), ("--llama", args.llama)) if at for w in (flag, str(at))]
-    about, rows = {**results.collect_circumstances(args.shared), "device": args.kind, "tiny": args.tiny}, []
-    about |= {"commit": args.commit} if args.commit else {}
-    end, left = time.monotonic() + args.seconds, list(args.parts or PARTS)
+    begin, before = time.monotonic(), record.used_seconds
+    whole = 60.0 * args.minutes - RESERVED_SECONDS - before if args.minutes else 0.0
+    seconds = args.seconds if args.seconds is not None else whole if args.minutes else 1200.0
+    end, plan_end = begin + seconds, begin + max(whole, seconds)
+    left = tuple(step for step in choose_steps(args) if (step.part, step.cases) not in record.finished_steps)
     while left:
-        share = PARTS[left[0]].weight / sum(PARTS[name].weight for name in left)
-        name, now = left.pop(0), time.monotonic()
-        print(f"\n{name}, {max(0.0, (end - now) * share):.0f} s at most", flush=True)
-        for row in run_part_in_processes(name, words, now + (end - now) * share):
-            rows.append({"part": name, **row})
-            print(
-                "  " + ", ".join(f"{k} {format_cell(v)}" if k != "case" else str(v) for k, v in row.items()), flush=True
-            )
+        step, now = left[0], time.monotonic()
+        if now >= end:
+            print(f"\nthe time is over; {len(left)} parts are left, continue with --resume")
+            break
+        budget = min(end - now, compute_step_seconds(left, plan_end - now))
+        left = left[1:]
+        title = f"{step.part} ({step.cases})" if step.cases else step.part
+        print(f"\n{title}, {max(0.0, budget):.0f} s at most", flush=True)
+        own = [*words, f"--cases={step.cases}", "--skip", json.dumps(record.list_ended_cases(step.part))]
+        for row in run_part_in_processes(step.part, own, now + budget):
+            record.used_seconds = before + time.monotonic() - begin
+            record_row(record, step, row)
             if args.save:
-                results.write_result(args.save, about, rows, format_tables(rows))
-    for line in compare_predictions.list_wrong_predictions(rows):
+                record.save(args.save, format_tables(record.rows))
+    if args.save:
+        record.save(args.save, format_tables(record.rows))
+    for line in compare_predictions.list_wrong_predictions(record.rows):
         print(line)
+
+
+def record_row(record: BenchmarkRecord, step: PlanStep, row: ResultRow) -> None:
+    """Add a row of a step to the record: a result, the end of a case, or the end of the step. Print results."""
+    match row:
+        case {"ended": str(outcome), "case": str(case), "seconds": float(seconds)}:
+            own = [r for r in record.rows if (r["part"], r["case"]) == (step.part, case)]
+            reason = str(own[-1].get("error") or own[-1].get("left out") or "") if own else ""
+            record.add_end(step.part, case, outcome, seconds, reason)
+            return
+        case {"ends": dict(state)}:
+            if record.is_whole(step.part):
+                record.finished_steps.add((step.part, step.cases))
+            if not state:
+                return
+            row = {"case": STATE_CASE, **state}
+    record.rows.append({"part": step.part, **row})
+    cells = (str(v) if k == "case" else f"{k} {format_cell(v)}" for k, v in row.items())
+    print("  " + ", ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ class DriverBackend:
 
     name: str
     is_exact = False
+    has_separate_memory = True
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver

@@ -22,6 +22,8 @@ from .harness import BenchmarkDevice, Case, ResultRow, compute_nmse
 SQUARE_SHAPE = (4096, 4096)
 QWEN_4B_SHAPES = ((9216, 2560), (2560, 9216), (8192, 2560), (2560, 4096))
 """Rows and columns of the matrices of Qwen3.5-4B."""
+GATE_UP_SHAPE = (18432, 2560)
+"""Rows and columns of both matrices of the FFN of Qwen3.5-4B in one."""
 
 
 def make_matmul_cases(bench: BenchmarkDevice) -> Iterator[Case]:
@@ -53,6 +55,9 @@ def make_matmul_cases(bench: BenchmarkDevice) -> Iterator[Case]:
         yield Case(title, partial(_measure_experts, bench, DType.Q4_K, 512, 10, (512, 2048), tokens))
     for dtype in (DType.Q4_0, DType.Q6_K):
         yield Case(f"{dtype} 4096×4096, 512 tokens", partial(measure_matmul, bench, dtype, SQUARE_SHAPE, 512))
+    for mode, is_exact in (("", True), (", fast", False)):
+        large = partial(measure_matmul, bench, DType.BF16, GATE_UP_SHAPE, 8192, is_exact=is_exact)
+        yield Case(f"bf16 {GATE_UP_SHAPE[0]}×{GATE_UP_SHAPE[1]}, 8192 tokens{mode}", large)
     fast = partial(measure_matmul, bench, DType.BF16, SQUARE_SHAPE, 512, is_exact=False)
     yield Case("bf16 4096×4096, 512 tokens, fast", fast)
 

@@ -1,6 +1,7 @@
 """Measure other libraries on the same device in the same run: PyTorch, flash-linear-attention and FlashInfer.
 
-A library that is not installed is left out.
+A library that is not installed is left out. PyTorch comes first, because its products and its attention compile
+nothing.
 """
 
 from __future__ import annotations
@@ -9,22 +10,34 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
 from . import delta_net
+from .attention import SHAPES, AttentionShape
 from .harness import BenchmarkDevice, Case, NothingToMeasure, ResultRow
 
 DELTA_NET_SHAPE, TINY_SHAPE = delta_net.DeltaNetShape(16, 32, 128), delta_net.DeltaNetShape(1, 2, 64)
 STEPS_PER_GRAPH = 8
 """The number of decode steps in one graph."""
+TORCH_ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+"""The back ends of PyTorch's attention, as its manual names them."""
 
 
 def make_peer_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     yield Case("versions", _list_versions)
     yield Case("PyTorch, copy of 1 GiB", partial(_measure_torch_copy, bench))
-    yield Case("PyTorch, product 8192³ in bfloat16", partial(_measure_torch_matmul, bench))
+    for shape in bench.select_size(((8192, 8192, 8192), (8192, 18432, 2560), (8192, 2560, 9216)), ((64, 64, 64),)):
+        title = "×".join(map(str, shape))
+        yield Case(f"PyTorch, product {title} in bfloat16", partial(_measure_torch_matmul, bench, shape))
+    for heads, tokens in product(
+        bench.select_size((SHAPES[0], SHAPES[1]), (AttentionShape(4, 2, 32),)),
+        bench.select_size((512, 2048, 8192), (20,)),
+    ):
+        yield Case(
+            f"PyTorch, attention of {tokens} tokens, {heads}", partial(_measure_torch_attention, bench, heads, tokens)
+        )
     for tokens in bench.select_size((512, 2048, 4096, 8192, 16384, 32768), (65,)):
         yield Case(f"flash-linear-attention, {tokens} tokens", partial(_compare_fla_prefill, bench, 1, tokens))
     yield Case(
@@ -39,8 +52,6 @@ def make_peer_cases(bench: BenchmarkDevice) -> Iterator[Case]:
         yield Case(
             f"FlashInfer, attention of 1 token on {tokens}", partial(_measure_flashinfer_attention, bench, tokens)
         )
-    for tokens in bench.select_size((512, 2048, 8192), (20,)):
-        yield Case(f"PyTorch, attention of {tokens} tokens", partial(_measure_torch_attention, bench, tokens))
 
 
 def _list_versions() -> Iterator[ResultRow]:
@@ -116,11 +127,12 @@ def _measure_torch_copy(bench: BenchmarkDevice) -> Iterator[ResultRow]:
     yield {"GB/s": bench.copy_bandwidth / 1e9, "by": "the driver"}
 
 
-def _measure_torch_matmul(bench: BenchmarkDevice) -> Iterator[ResultRow]:
-    """Measure a square bfloat16 matmul in PyTorch."""
-    torch, n = _import_torch(), bench.select_size(8192, 64)
-    x, w = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    yield {"TFLOP/s": 2 * n**3 / _measure_torch_seconds(bench, torch, lambda: x @ w) / 1e12}
+def _measure_torch_matmul(bench: BenchmarkDevice, shape: tuple[int, int, int]) -> Iterator[ResultRow]:
+    """Measure a bfloat16 matmul in PyTorch, which calls cuBLAS; `shape` has the tokens, the rows and the columns."""
+    torch, (tokens, rows, columns) = _import_torch(), shape
+    x, w = (torch.randn(count, columns, device="cuda", dtype=torch.bfloat16) for count in (tokens, rows))
+    taken = _measure_torch_seconds(bench, torch, lambda: x @ w.t())
+    yield {"µs": taken * 1e6, "TFLOP/s": 2 * tokens * rows * columns / taken / 1e12}
 
 
 def _make_operands(bench: BenchmarkDevice, torch: Any, batch: int, tokens: int) -> dict[str, Any]:
@@ -229,14 +241,28 @@ def _measure_flashinfer_attention(bench: BenchmarkDevice, tokens: int) -> Iterat
     yield {"µs": taken * 1e6, "GB/s": 4 * tokens * 8 * 128 / taken / 1e9}
 
 
-def _measure_torch_attention(bench: BenchmarkDevice, tokens: int) -> Iterator[ResultRow]:
-    """Measure PyTorch's causal attention: 32 heads on 8 of size 128, in bfloat16.
+def _measure_torch_attention(bench: BenchmarkDevice, shape: AttentionShape, tokens: int) -> Iterator[ResultRow]:
+    """Measure PyTorch's causal attention in bfloat16, by each of its back ends that accepts the shape.
 
     The part ``attention`` has the times of hocket.
+
+    Raises:
+        NothingToMeasure: No back end accepts the shape.
     """
     torch = _import_torch()
-    q = torch.randn(1, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 8, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    attention = importlib.import_module("torch.nn.attention")
+    q = torch.randn(1, shape.heads, tokens, shape.size, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, shape.key_heads, tokens, shape.size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
-    taken = _measure_torch_seconds(bench, torch, lambda: attend(q, k, v, is_causal=True, enable_gqa=True))
-    yield {"µs": taken * 1e6, "TFLOP/s": 4 * 32 * 128 * tokens * (tokens + 1) / 2 / taken / 1e12}
+    refusals = []
+    for name in TORCH_ATTENTION:
+        try:
+            with attention.sdpa_kernel(getattr(attention.SDPBackend, name)):
+                taken = _measure_torch_seconds(bench, torch, lambda: attend(q, k, v, is_causal=True, enable_gqa=True))
+        except RuntimeError as why:  # "No available kernel"
+            refusals.append(f"{name}: {' '.join(str(why).split())}")
+            continue
+        flops = 4 * shape.heads * shape.size * tokens * (tokens + 1) / 2
+        yield {"by": name, "µs": taken * 1e6, "TFLOP/s": flops / taken / 1e12}
+    if len(refusals) == len(TORCH_ATTENTION):
+        raise NothingToMeasure(f"PyTorch has no kernel for the shape: {'; '.join(refusals)}")

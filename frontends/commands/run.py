@@ -191,7 +191,7 @@ def print_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenize
         ahead = speculative_decoder_from_flags(args, session)
         timing = compile_generation_plans(session, new, params, ahead) + GenerationTiming(load=load)
     known = [before[: session.lengths[0]]]
-    samples = sample_tokens(session, [new], params, known=known, timing=timing, ahead=ahead)
+    samples = sample_tokens(session, [new], params, known=known, timing=timing, ahead=ahead, needs_logits=False)
     write_to_stdout_unless_closed(text)
     with trace_to_file(session, args.trace):
         try:

@@ -77,6 +77,7 @@ class Conversation:
             known=tokens,
             timing=timing,
             ahead=self.decoder,
+            needs_logits=False,
         )
         texts: list[str] = []
         try:

@@ -16,56 +16,26 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
+from ..inference.device_tokens import DeviceToken, can_choose_on_device, make_token_step
 from ..inference.micro_batches import MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
 from .grammar import Grammar
 from .lazy_grammar import LazyGrammar
-from .sampling import Sampling
+from .sampling import Sampling, require_finite_logit
 from .speculative import SpeculativeDecoder
+from .timing import GenerationTiming as GenerationTiming
 
-
-@dataclass(slots=True)
-class GenerationTiming:
-    """Token counts and seconds of a generation, updated during the run.
-
-    - `prefill`, `decode`: seconds of the steps, without the time for plans and kernels.
-    - `planning`: seconds for plans and kernels.
-    - `load`: seconds for reading and packing weights.
-    """
-
-    prompt_tokens: int = 0
-    prefill: float = 0.0
-    new_tokens: int = 0
-    decode: float = 0.0
-    planning: float = 0.0
-    load: float = 0.0
-
-    def __add__(self, other: GenerationTiming) -> GenerationTiming:
-        return GenerationTiming(
-            self.prompt_tokens + other.prompt_tokens,
-            self.prefill + other.prefill,
-            self.new_tokens + other.new_tokens,
-            self.decode + other.decode,
-            self.planning + other.planning,
-            self.load + other.load,
-        )
-
-    def __str__(self) -> str:
-        def rate(tokens: int, seconds: float) -> str:
-            count = f"{tokens} token{'s' * (tokens != 1)}"
-            return f"{count} {tokens / seconds:.1f} tok/s" if seconds and tokens else f"{count} -"
-
-        load = f"load {self.load:.1f} s, " if self.load else ""
-        return (
-            f"{load}prefill {rate(self.prompt_tokens, self.prefill)}, decode {rate(self.new_tokens, self.decode)}, "
-            f"plans and kernels {self.planning:.1f} s"
-        )
+NO_LOGITS = np.zeros(0, np.float32)
+"""The logits of a token that the device chose."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token of a sequence, with the logits f32[vocabulary] from which it was sampled."""
+    """A sampled token of a sequence, with the logits f32[vocabulary] from which it was sampled.
+
+    The logits are empty if the device chose the token.
+    """
 
     sequence: int
     token: int
@@ -117,7 +87,9 @@ def generate_tokens(
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = GenerationParams(limit, sampling, seed, stop)
     known: list[list[int]] = [list(before), *idle]
-    for sample in sample_tokens(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
+    for sample in sample_tokens(
+        session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead, needs_logits=False
+    ):
         yield sample.token
 
 
@@ -164,6 +136,7 @@ def sample_tokens(
     timing: GenerationTiming | None = None,
     active: set[int] | None = None,
     ahead: SpeculativeDecoder | None = None,
+    needs_logits: bool = True,
 ) -> Generator[SampledToken, None, None]:
     """Yield the sampled tokens that continue the prompts of all sequences of a session; the sequences run together.
 
@@ -177,13 +150,15 @@ def sample_tokens(
         timing: Receives the token counts and seconds.
         active: Receives the indices of the running sequences; the caller may remove an index to end its sequence.
         ahead: Speculative decoding, for sessions of one sequence.
+        needs_logits: Whether the caller reads the logits. Without them a device with its own memory may choose tokens.
 
     Raises:
         ModelError: All prompts are empty, a prompt is too long, or a context is full before the limit.
     """
     timing, active = GenerationTiming() if timing is None else timing, set[int]() if active is None else active
     try:
-        yield from _sample_sequences(session, prompts, params, known, timing, active, ahead)
+        on_device = not needs_logits and _takes_device_tokens(session, params, ahead)
+        yield from _sample_sequences(session, prompts, params, known, timing, active, ahead, on_device)
     finally:
         if ahead is not None:
             ahead.discard_rejected_drafts()
@@ -197,6 +172,7 @@ def _sample_sequences(
     timing: GenerationTiming,
     active: set[int],
     ahead: SpeculativeDecoder | None,
+    on_device: bool,
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
         prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
@@ -225,13 +201,20 @@ def _sample_sequences(
     counts = [0] * len(prompts)
     grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
-    def sample_next(i: int, logits: F32) -> Generator[SampledToken, None, list[int]]:
-        """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
-        counts[i] += 1
-        logits = logits[: params.token_count]
+    def choose_token(i: int, answer: F32 | DeviceToken) -> tuple[int, F32]:
+        """Return the next token of sequence `i`, and the logits from which the host chose it."""
+        if isinstance(answer, DeviceToken):
+            require_finite_logit(*answer)
+            return answer.token, NO_LOGITS
+        logits = answer[-1][: params.token_count]
         rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
         masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
-        token = broadcast_sampled_token(session, sampling.choose_token(masked_logits, rng, known[i]))
+        return broadcast_sampled_token(session, sampling.choose_token(masked_logits, rng, known[i])), logits
+
+    def sample_next(i: int, answer: F32 | DeviceToken) -> Generator[SampledToken, None, list[int]]:
+        """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
+        counts[i] += 1
+        token, logits = choose_token(i, answer)
         if token in params.end_tokens:
             active.discard(i)
             return []
@@ -255,14 +238,14 @@ def _sample_sequences(
             raise make_full_context_error(session.context, counts[i])
         return [token]
 
-    with open_decode_schedule(session, alone=params.pinned_tokens is not None) as steps:
+    with open_decode_schedule(session, alone=params.pinned_tokens is not None, on_device=on_device) as steps:
         running_groups: deque[int] = deque()
 
-        def start_next_step(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
+        def start_next_step(group: int, answers: Sequence[F32 | DeviceToken]) -> Iterator[SampledToken]:
             """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
-            for i, logits in zip(steps.sequence_ranges[group], answers, strict=True):
-                new.append((yield from sample_next(i, logits[-1])) if i in active else [])
+            for i, answer in zip(steps.sequence_ranges[group], answers, strict=True):
+                new.append((yield from sample_next(i, answer)) if i in active else [])
             if any(new):
                 steps.begin_step(group, new)
                 running_groups.append(group)
@@ -276,6 +259,20 @@ def _sample_sequences(
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
             yield from start_next_step(running_groups.popleft(), answers)
+
+
+def _takes_device_tokens(
+    session: Session | MicroBatchedSession, params: GenerationParams, ahead: SpeculativeDecoder | None
+) -> bool:
+    """Whether the device chooses the tokens of a generation: the choice is the largest logit of all tokens."""
+    return (
+        params.sampling.takes_largest_logit
+        and ahead is None
+        and params.grammar is None
+        and params.pinned_tokens is None
+        and (params.token_count is None or params.token_count >= session.model.vocabulary_size)
+        and can_choose_on_device(session)
+    )
 
 
 def make_full_context_error(context: int, new_tokens: int) -> ModelError:
@@ -340,7 +337,9 @@ def compile_generation_plans(
     session.compile_plans_for_tokens(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
-        session.executor(session.make_step(1, length, session.sequences))
+        on_device = _takes_device_tokens(session, params, ahead)
+        step = make_token_step(session, length) if on_device else session.make_step(1, length, session.sequences)
+        session.executor(step)
         if ahead is not None:
             ahead.compile_plans(len(prompt))
     return GenerationTiming(planning=time.perf_counter() - start)
@@ -412,7 +411,7 @@ def generate_texts(
     texts = [""] * len(prompts)
     decoders, filters = [Utf8Stream(tokenizer) for _ in prompts], [StopStringFilter(stops) for _ in prompts]
     active: set[int] = set()
-    with closing(sample_tokens(session, prompts, params, known=known, active=active)) as samples:
+    with closing(sample_tokens(session, prompts, params, known=known, active=active, needs_logits=False)) as samples:
         for one in samples:
             i = one.sequence
             texts[i] += filters[i].feed(decoders[i].feed(one.token))

@@ -157,6 +157,12 @@ class Sampling:
     candidates = RenamedAttribute("filter_tokens")
     choose = RenamedAttribute("choose_token")
 
+    @property
+    def takes_largest_logit(self) -> bool:
+        """Whether the choice is the largest logit of the model: temperature 0 without biases and penalties."""
+        penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return self.temperature == 0 and not self.bias and not penalises
+
     def check_logit_bias_tokens(self, vocabulary: int) -> None:
         """Raise `ModelError` if a logit bias names a token outside of a vocabulary of `vocabulary` tokens."""
         for token, _ in self.bias:
@@ -177,10 +183,7 @@ class Sampling:
             ModelError: The largest logit is not finite, a bias names no token, or all tokens are banned.
         """
         best = int(np.argmax(logits))  # the index of a NaN, if there is one
-        if not np.isfinite(logits[best]):
-            raise ModelError(
-                f"the model gives token {best} the logit {logits[best]}; its file is damaged, fetch it again"
-            )
+        require_finite_logit(best, float(logits[best]))
         adjusted = self._apply_bias_and_penalties(logits, before)
         if self.temperature == 0:
             return best if adjusted is logits else int(np.argmax(adjusted))
@@ -226,6 +229,12 @@ class Sampling:
         count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)
         count = min(count, int(np.count_nonzero(p >= self.min_p * p[0])))
         return ids[:count], filtered_logits[:count]
+
+
+def require_finite_logit(token: int, logit: float) -> None:
+    """Raise `ModelError` unless the largest logit of a step, which `token` has, is finite."""
+    if not math.isfinite(logit):
+        raise ModelError(f"the model gives token {token} the logit {logit}; its file is damaged, fetch it again")
 
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -18,6 +18,7 @@ from ...graph.validation import ANY, BOOL, integer_between, list_of, require, va
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
+from .device_tokens import DeviceToken, DeviceTokenSchedule
 from .prefill_chunks import (
     F32,
     PipelinedChunkedPrefill,
@@ -171,8 +172,8 @@ class DecodeSchedule(Protocol):
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
 
-    def finish_step(self) -> list[F32]:
-        """Finish the oldest pending step: advance its sequences, and return the logits of each."""
+    def finish_step(self) -> Sequence[F32 | DeviceToken]:
+        """Finish the oldest pending step: advance its sequences, and return the logits or the token of each."""
 
 
 class _SequentialDecodeSchedule:
@@ -222,7 +223,9 @@ class _PipelinedDecodeSchedule:
 
 
 @contextmanager
-def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool = False) -> Iterator[DecodeSchedule]:
+def open_decode_schedule(
+    session: Session | MicroBatchedSession, *, alone: bool = False, on_device: bool = False
+) -> Iterator[DecodeSchedule]:
     """Open a decode schedule for a session; the steps of different micro-batches then overlap in time.
 
     The schedule reserves the devices from its first step until its end. At the end, unfinished steps are rolled back.
@@ -231,9 +234,12 @@ def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool 
     Args:
         session: The session; without micro-batches no steps overlap.
         alone: Whether each step waits for all steps before it.
+        on_device: Whether the device chooses the most probable tokens, as `can_choose_on_device` permits.
     """
     with ExitStack() as around:
-        if isinstance(session, Session) or session.is_traced or alone:
+        if on_device and isinstance(session, Session):
+            yield DeviceTokenSchedule(session)
+        elif isinstance(session, Session) or session.is_traced or alone:
             yield _SequentialDecodeSchedule(session)
         else:
             yield _PipelinedDecodeSchedule(session, around)

@@ -24,9 +24,10 @@ from .decoder import Decoder
 from .families import FAMILIES
 from .hyperparameters import Hyperparameters
 from .inputs.family import FamilyTraits
+from .inputs.graph_builder import NEXT_TOKEN_STATE, StepGraphBuilder
 from .inputs.graph_builder import SNAPSHOTS as SNAPSHOTS
 from .inputs.graph_builder import WINDOWS as WINDOWS
-from .inputs.graph_builder import StepGraphBuilder
+from .inputs.step import PLAIN_KINDS
 from .inputs.step import Batch as Batch
 from .inputs.step import Step as Step
 from .inputs.step import build_step_inputs as build_step_inputs
@@ -179,9 +180,12 @@ class Model:
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
-        """Return whether a state belongs to the sequences; states of MTP blocks and copies for rewinding do not."""
+        """Return whether a state belongs to the sequences.
+
+        States of MTP blocks, copies for rewinding, and the next token of a decode step do not.
+        """
         guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count))
-        return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
+        return state != NEXT_TOKEN_STATE and not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def require_context_within_training(self, context: int) -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for."""
@@ -205,7 +209,7 @@ class Model:
         frame = StepGraphBuilder(
             step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions
         )
-        plain = step.output_kind in ("logits", "hidden")
+        plain = step.output_kind in PLAIN_KINDS
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()
         self.weights.require_all_tensors_used(

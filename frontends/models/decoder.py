@@ -15,6 +15,7 @@ from ... import ops
 from ...graph import Graph, Value
 from .hyperparameters import Hyperparameters, Layer
 from .inputs.graph_builder import StepGraphBuilder
+from .inputs.step import TOKEN_KIND
 from .inputs.weights import ModelWeights
 from .layers.feed_forward import Norm, apply_feed_forward, linear, matmul, soft_cap_logits
 from .layers.moe import run_expert_layer, run_routed_experts
@@ -37,13 +38,16 @@ class Decoder:
         """Build the graph of all blocks, the last norm and the output matrix.
 
         The output is ``logits``. Encoders, and steps with the output kind ``hidden``, return ``hidden`` rows instead.
+        Steps with the output kind ``token`` return the tokens that they choose.
         """
         x = self.apply_output_norm(self.embed_and_run_all_blocks())
         if self.family.run_mode == "encoder":
             for name in filter(lambda name: self.weights.has_tensor(f"{name}.weight"), ("dense_2", "dense_3")):
                 x = linear(self.weights, name, x, self.weights.tensor_shape(f"{name}.weight")[0])
         elif self.frame.step.output_kind != "hidden":
-            return self.frame.build_graph({"logits": self.compute_logits(x)})
+            logits = self.compute_logits(x)
+            of_tokens = self.frame.step.output_kind == TOKEN_KIND
+            return self.frame.build_graph(self.frame.choose_next_tokens(logits) if of_tokens else {"logits": logits})
         return self.frame.build_graph({"hidden": x})
 
     def embed_and_run_all_blocks(self) -> Value:

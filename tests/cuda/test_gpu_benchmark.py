@@ -37,7 +37,7 @@ OF_OTHERS = ("peers", "llama.cpp")
 def rows_of(part: str, bench: BenchmarkDevice) -> list[dict[str, object]]:
     rows = list(gpu.run_part(gpu.PARTS[part], bench))
     assert rows[-1].get("ends") is not None, rows[-2:]
-    return [row for row in rows[:-1] if "begins" not in row]
+    return [row for row in rows[:-1] if not {"begins", "ended"} & row.keys()]
 
 
 def bench_of(folder, **options) -> BenchmarkDevice:
@@ -188,7 +188,7 @@ FLASHINFER = {
 def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     torch = MagicMock()
     torch.cuda.Event().elapsed_time.return_value = 0.5
-    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule", "flashinfer")
+    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule", "flashinfer", "torch.nn", "torch.nn.attention")
     modules = {"torch": torch, **{name: MagicMock() for name in names}}
     modules |= {f"flashinfer.{name}": SimpleNamespace(**{f.__name__: f}) for name, f in FLASHINFER.items()}
     for name, module in modules.items():
@@ -199,6 +199,8 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     compared = [row for row in rows if "theirs µs" in row]
     assert {str(row["case"]).partition(",")[0] for row in compared} == {"flash-linear-attention", "FlashInfer"}
     assert len(compared) >= 5
+    back_ends = [row["by"] for row in rows if str(row["case"]).startswith("PyTorch, attention")]
+    assert back_ends == ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
     monkeypatch.delattr(sys.modules["flashinfer.gdn_prefill"], "chunk_gated_delta_rule")
     (prompt,) = (case for case in gpu.PARTS["peers"].cases(bench_of(tmp_path)) if case.title == "FlashInfer, 65 tokens")
     with pytest.raises(gpu.NothingToMeasure, match="another version"):
@@ -253,7 +255,15 @@ class Patient:
 def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken_part, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "broken", broken_part)
     rows = list(gpu.run_part_in_processes("broken", ["--kind", "cuda-emulated"], math.inf))
-    assert rows == [
+    assert [(row["case"], row["ended"]) for row in rows if "ended" in row] == [
+        ("good", "measured"),
+        ("fails", "failed"),
+        ("dies", "failed"),
+        ("hangs", "failed"),
+        ("left out", "left out"),
+        ("last", "measured"),
+    ]
+    assert [row for row in rows if "ended" not in row] == [
         {"case": "good", "x": 1},
         {"case": "fails", "x": 1.5},
         {"case": "fails", "error": "ValueError: no such thing"},
@@ -261,6 +271,7 @@ def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken_part, monkeypatch
         {"case": "hangs", "error": "nothing for 2 s"},
         {"case": "left out", "left out": "not here"},
         {"case": "last", "x": 2},
+        {"ends": {}},
     ]
 
 

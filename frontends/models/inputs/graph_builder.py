@@ -14,7 +14,7 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from .step import RingCacheInput, Step, count_cache_rows_with_spare
+from .step import PLAIN_KINDS, TOKEN_KIND, RingCacheInput, Step, count_cache_rows_with_spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ CACHE_INPUTS = frozenset({"pos", "slot"})
 """Inputs of mixers with a KV cache."""
 RECURRENT_INPUTS = frozenset({"valid", "conv_rows"})
 """Inputs of mixers with convolutions and recurrent states."""
+NEXT_TOKEN_STATE = "next_token"
+"""The state i32[B] with the next token of each sequence, for steps of the output kind ``token``."""
 SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
 """Suffixes of the states ``NAME.T.snapshots`` and ``NAME.T.windows``, which save a state NAME after each of T tokens.
 
@@ -73,7 +75,8 @@ class StepGraphBuilder:
     ) -> None:
         self.step, self.steered = step, steered
         self.taps = taps
-        self.tokens = input("tokens", (step.padded_token_count,), DType.I32)
+        source, name = (state, NEXT_TOKEN_STATE) if step.output_kind == TOKEN_KIND else (input, "tokens")
+        self.tokens = source(name, (step.padded_token_count,), DType.I32)
         self.pos = input("pos", (step.sequences, step.tokens), DType.I32)
         self.slot = input("slot", (step.padded_token_count,), DType.I32)
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
@@ -278,7 +281,7 @@ class StepGraphBuilder:
 
         The result is f32[outputs, n], or ``x`` itself, because MTP blocks read every token.
         """
-        return self.select_output_rows(x) if self.step.output_kind in ("logits", "hidden") else x
+        return self.select_output_rows(x) if self.step.output_kind in PLAIN_KINDS else x
 
     def select_output_rows(self, x: Value) -> Value:
         """Return the rows of ``x`` f32[B*T, n] for the tokens with requested logits: f32[outputs, n]."""
@@ -405,6 +408,16 @@ class StepGraphBuilder:
             snapshots.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
         self.set_state(old, reduce(partial(ops.concat, axis=1), reversed(snapshots)))
         return reduce(partial(ops.concat, axis=1), answers)
+
+    def choose_next_tokens(self, logits: Value) -> dict[str, Value]:
+        """Set the next token of each sequence to the index of its largest logit, and return the outputs of the step.
+
+        The outputs are ``token`` i32[B] and ``logit`` f32[B], the largest logit. ``logits`` is f32[B, vocabulary].
+        """
+        chosen = ops.argmax(logits, name=f"{NEXT_TOKEN_STATE}.new")
+        self._updates[self.tokens] = chosen
+        largest = ops.gather(logits, ops.reshape(chosen, shape=(*chosen.shape, 1)), name="next_logit")
+        return {"token": chosen, "logit": ops.reshape(largest, shape=chosen.shape)}
 
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
         """Build the graph with the named ``outputs``, and with the new value of each state that `set_state` got."""

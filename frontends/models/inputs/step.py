@@ -17,6 +17,10 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.validation import format_value
 from ...errors import ModelError
 
+TOKEN_KIND = "token"
+"""The output kind of decode steps that choose tokens on the device."""
+PLAIN_KINDS = frozenset({"logits", "hidden", TOKEN_KIND})
+"""The output kinds of steps without MTP blocks."""
 MAX_CACHE_ROW = 2**31 - 1
 """Largest index of a cache row, which is an i32."""
 CACHE_ROW_MULTIPLE = 32
@@ -56,6 +60,8 @@ class Step:
 
     - ``logits``.
     - ``hidden``: the input row of the output matrix.
+    - ``token``: the token with the largest logit, and this logit. The step has one new token and one output row per
+      sequence. It reads the token from a state, and sets the state to the token that it chooses.
     - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
     - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
     - ``all``: as ``both``, with the logits of all MTP blocks.
@@ -74,6 +80,11 @@ class Step:
             size = getattr(self, name)
             if type(size) is not int or not 1 <= size <= MAX_CACHE_ROW:
                 raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
+        if self.output_kind == TOKEN_KIND and not self.tokens == 1 <= self.outputs == self.sequences:
+            raise ModelError(
+                f"step: {self.tokens} new tokens and {self.outputs} outputs of {self.sequences} sequences; the output "
+                "kind token needs one new token and one output per sequence"
+            )
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
         if self.sequences * count_cache_rows_with_spare(self.context) > MAX_CACHE_ROW:
