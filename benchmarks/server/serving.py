@@ -8,6 +8,9 @@ loads a server that runs already. The load is closed or open:
 - ``--clients N,...``: each of N clients sends its next request when its last one has ended.
 - ``--rate R``: requests arrive as a Poisson process of R requests per second.
 
+``--soak N`` sends N requests to each server in ten parts. It exits with 1 if a request fails, or if the memory grows by
+more than 2 % after the first part.
+
 Prompts are lists of random token ids with fixed seeds, different in each round. Answers have a fixed length: the end
 token is ignored. The load generator prints its own share of the CPU time of the machine.
 """
@@ -29,8 +32,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 from urllib.parse import urlsplit
 
 from hocket.benchmarks import results_file as results
@@ -50,6 +55,10 @@ START_SECONDS = 300.0
 """Longest time until a server answers."""
 STOP_SECONDS = 20.0
 """Longest time until a server ends after SIGTERM."""
+SOAK_PARTS, MAX_SOAK_GROWTH = 10, 0.02
+"""Parts of a soak, and the largest growth of the memory from the end of the first part to the end of the last one."""
+MIN_GAP_MS = 0.1
+"""Shortest median gap with a ratio. If tokens come faster, several of them are read at once."""
 DECODING_CLIENTS = 8
 """Clients of workload I that decode when the long prompt arrives."""
 
@@ -92,7 +101,8 @@ def summarise_exchanges(exchanges: Sequence[Exchange], seconds: float, *, has_la
     prompt, cached, new = (
         (sum(counts) for counts in zip(*(one.counts for one in good), strict=True)) if good else (0,) * 3
     )
-    return {
+    usual, slow = find_percentile(gaps, 0.5), find_percentile(gaps, 0.99)
+    row: dict[str, object] = {
         "requests": len(exchanges),
         "errors": len(errors),
         "error": errors[0] if errors else "",
@@ -102,9 +112,10 @@ def summarise_exchanges(exchanges: Sequence[Exchange], seconds: float, *, has_la
         "cached_share": cached / max(prompt, 1),
         "first_ms_p50": find_percentile(waits, 0.5),
         "first_ms_p99": find_percentile(waits, 0.99),
-        "gap_ms_p50": find_percentile(gaps, 0.5),
-        "gap_ms_p99": find_percentile(gaps, 0.99),
+        "gap_ms_p50": usual,
+        "gap_ms_p99": slow,
     }
+    return row | ({"gap_ratio": slow / usual} if usual > MIN_GAP_MS else {})
 
 
 @dataclass(frozen=True)
@@ -226,6 +237,7 @@ TABLE_COLUMNS: Mapping[str, tuple[str, float, int]] = {
     "first_ms_p99": ("p99", 1, 0),
     "gap_ms_p50": ("gap p50 ms", 1, 1),
     "gap_ms_p99": ("p99", 1, 1),
+    "gap_ratio": ("p99 / p50", 1, 1),
     "cached_share": ("cached %", 100, 0),
     "errors": ("errors", 1, 0),
     "cpu_seconds": ("CPU s", 1, 1),
@@ -266,6 +278,22 @@ def run_cases(
                 yield {"round": i, **measure_load(target, case, args.requests, f"round {i}")}
 
 
+def run_soak(target: Target, case: LoadCase, requests: int) -> Iterator[dict[str, object]]:
+    """Yield the figures of each part of a soak with `requests` requests in all, at least one per client and part."""
+    each = max(1, requests // (SOAK_PARTS * case.clients))
+    for i in range(SOAK_PARTS):
+        yield {"round": i, **measure_load(target, case, each, f"soak {i}")}
+
+
+def find_soak_faults(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the faults in the parts of a soak, a line each: failed requests, or memory that grew too much."""
+    faults = [f"{row['errors']} requests failed: {row['error']}" for row in rows if row["errors"]]
+    sizes = [row["memory_mib"] for row in rows if "memory_mib" in row]
+    if sizes and (growth := sizes[-1] / sizes[0] - 1) > MAX_SOAK_GROWTH:
+        faults.append(f"memory grew by {growth:.1%}, from {sizes[0]:.1f} to {sizes[-1]:.1f} MiB")
+    return faults
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL.gguf", nargs="?")
@@ -283,6 +311,7 @@ def main() -> None:
     parser.add_argument("-c", type=int, help="tokens of a slot (as many as the workloads need)")
     parser.add_argument("-t", type=int, default=os.cpu_count(), help="threads of each server (all cores)")
     parser.add_argument("-r", "--rounds", type=int, default=3, help="rounds (3)")
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="requests of a soak, in place of rounds")
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
@@ -302,13 +331,19 @@ def main() -> None:
             print(shlex.join(command), flush=True)
             targets.append(stack.enter_context(run_server(name, command, port, args.api)))
         print(results.format_table(HEAD[:-1], []), end="", flush=True)
-        for row in run_cases(targets, cases, args):
+        soaks = (run_soak(target, case, args.soak) for target in targets for case in cases)
+        for row in chain.from_iterable(soaks) if args.soak else run_cases(targets, cases, args):
             rows.append(row)
             print(f"| {' | '.join(format_rows([row])[0][:-1])} |", flush=True)
             if row["error"]:
                 print(f"error: {row['error']}", flush=True)
             if args.save:
                 results.write_result(args.save, about, rows, results.format_table(HEAD, format_rows(rows)))
+    if args.soak:
+        groups = (
+            list(group) for _, group in groupby(rows, key=lambda row: (row["server"], row["workload"], row["load"]))
+        )
+        raise SystemExit("\n".join(fault for group in groups for fault in find_soak_faults(group)) or None)
     print(f"\nMedians of {args.rounds} rounds:\n\n{results.format_table(HEAD, format_rows(rows))}")
 
 

@@ -35,8 +35,8 @@ MAX_AHEAD_TOKENS = 4
 """Tokens that a request may be ahead of its reader. A thread that reads slowly delays no other thread."""
 MAX_WINDOW = 16
 """Largest number of sequences of a decode step; kernels of more rows may round otherwise."""
-MAX_FLOAT_WINDOW = 4
-"""The same for models with float matrices: from 7 rows on, their products add in another order."""
+MAX_HALF_WINDOW = 4
+"""The same for models with F16 or BF16 matrices: processors with AMX multiply more than 6 rows in tiles."""
 MAX_GAP_SECONDS = 0.1
 """Largest predicted seconds of a prompt chunk while other requests decode."""
 SAVED_STATE_BYTES = 1 << 28
@@ -75,7 +75,7 @@ class SharedEngine:
             max_gap_seconds=MAX_GAP_SECONDS,
             clock=time.monotonic,
             idle_chunk_seconds=math.inf,
-            max_window=MAX_FLOAT_WINDOW if _has_float_matrices(root) else MAX_WINDOW,
+            max_window=MAX_HALF_WINDOW if _has_half_matrices(root) else MAX_WINDOW,
             fills_context=True,
         )
         self._request_numbers = count()
@@ -232,9 +232,9 @@ class SharedEngine:
             return True
 
 
-def _has_float_matrices(session: Session) -> bool:
-    """Whether a model multiplies by a matrix of floats; tensors of other uses count too."""
+def _has_half_matrices(session: Session) -> bool:
+    """Whether a model multiplies by a matrix of F16 or BF16; tensors of other uses count too."""
     return any(
-        not tensor.dtype.is_quantised and sum(size > 1 for size in tensor.shape) > 1
+        not tensor.dtype.is_quantised and tensor.dtype.block_bytes == 2 and sum(size > 1 for size in tensor.shape) > 1
         for tensor in session.model.tensors.values()
     )

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import ClassVar
@@ -145,6 +146,30 @@ def test_the_table_has_medians_and_ratios_of_rounds() -> None:
     ours, theirs = serving.format_rows([{**row, "server": server, "new_per_second": rate} for server, rate in rates])
     assert (ours[3], theirs[3], ours[-1], theirs[-1]) == ("4.0", "2.0", "1.00", "0.50")
     assert ours[3 + list(serving.TABLE_COLUMNS).index("errors")] == "3"
+
+
+def test_the_ratio_of_gaps_needs_gaps_that_can_be_measured() -> None:
+    def summarise(*times: float) -> dict[str, object]:
+        reads = [(at, b'data: {"content": "word"}\n\n') for at in times]
+        return serving.summarise_exchanges([load.Exchange(0.0, 200, reads=reads)], 1.0, has_late=False)
+
+    row = summarise(1.0, 1.01, 1.02, 1.05)
+    assert (row["gap_ms_p50"], row["gap_ms_p99"], row["gap_ratio"]) == pytest.approx((10, 30, 3))
+    assert "gap_ratio" not in summarise(1.0, 1.0, 1.0, 1.05)
+
+
+def test_a_soak_reports_failed_requests_and_memory_that_grows(stub: type[StubHandler], monkeypatch) -> None:
+    sizes = iter([50.0, *[100.0] * 8, 101.0])
+    target = replace(serving.find_target("stub", stub.url, "native"), pid=1)
+    monkeypatch.setattr(serving, "read_memory_mib", lambda pid: next(sizes))
+    monkeypatch.setattr(serving, "read_cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setitem(serving.WORKLOADS, "S", load.Workload(6, 3))
+    rows = list(serving.run_soak(target, serving.LoadCase("S", 2), 40))
+    assert (len(rows), len(stub.bodies)) == (10, 40)
+    assert serving.find_soak_faults(rows) == ["memory grew by 102.0%, from 50.0 to 101.0 MiB"]
+    assert serving.find_soak_faults(rows[1:]) == []
+    failed = {**rows[1], "errors": 2, "error": "no room"}
+    assert serving.find_soak_faults([failed, *rows[2:]]) == ["2 requests failed: no room"]
 
 
 def test_a_server_that_ends_is_reported() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from .dot_tiles import pack_vectors_into_array, unpack_vectors_from_array
-from .permute_lanes import fold_1, fold_2, fold_4, fold_8
-from .vectors import ADDRESS, FLOATS, Intrinsic, fma, format_tuple_type, intrinsic, load, zeros
+from .dot_tiles import fold_lanes, pack_vectors_into_array, unpack_vectors_from_array
+from .vectors import ADDRESS, FLOATS, fma, format_tuple_type, intrinsic, load, zeros
 
 CROSS_ROWS = 4
 PRODUCTS_TYPE = format_tuple_type(FLOATS, CROSS_ROWS * CROSS_ROWS)
@@ -43,8 +42,4 @@ def reduce_4x4_products(b, sums):
 
     Lanes 0 to 3 are the first row with each of the four other rows, lanes 4 to 7 the second row, and so on.
     """
-    folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
-    vectors = unpack_vectors_from_array(b, sums)
-    for fold in folds:
-        vectors = [fold.body(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
+    return fold_lanes(b, unpack_vectors_from_array(b, sums))

@@ -32,13 +32,13 @@ from ....graph.lazy_dataclass import dataclass
 from . import vectors as simd
 from .byte_vectors import look_up_in_16_byte_table, move_bit_field, splat_4_bytes
 from .int8_dots import Int8DotProductEmitter, WeightCodeProperties
-from .permute_lanes import fold_4, fold_8
+from .permute_lanes import fold_1, fold_2, fold_4, fold_8
 from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, format_tuple_type, intrinsic
 
 CODE_VECTORS, COLUMN_HALVES = 8, 2
 """Number of 64-byte vectors of codes in 32 columns; and number of column halves, which may have scales of their own."""
 CODES_TYPE, TWO_CODES_TYPE = (format_tuple_type(BYTES, count * CODE_VECTORS) for count in (1, 2))
-_CHAR = ir.IntType(8).as_pointer()
+_CHAR, _INT = ir.IntType(8).as_pointer(), ir.IntType(32)
 
 RECORD_BYTES, SCALES_OFFSET, STARTS_OFFSET, SUMS_OFFSET = 56, 32, 40, 48
 """Bytes of the record of 32 quantised activations, and the offsets of the fields after the 32 codes.
@@ -166,11 +166,9 @@ class DotTileIntrinsics:
       the scales of both halves of the columns. ``add_centred_dot_products`` subtracts the zero point from the codes.
     - ``add_biases(acc, biases..., rows, at)``: add the biases times the float32 at `at`.
     - ``add_outer_product(acc, weights..., rows, at)``: add one column of float32 weights times the float32 at `at`.
-    - ``add_inner_product(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`.
-    - ``add_partial_inner_product(..., left)``: the same with `left` float32.
-    - ``add_tiles(acc, acc)``: the sum of two tiles.
+    - ``add_inner_product(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`, for one group.
     - ``fold_four_tiles(acc, acc, acc, acc)``: reduce the lanes of four tiles to four lanes each.
-    - ``store_lane_sums(rows, at, acc)``: store the sum of all lanes.
+    - ``store_lane_sums(rows, at, acc, left)``: store the sums of all lanes, of the first `left` groups.
     - ``store_rows(rows, acc, left)``: store the first `left` lanes. ``load_rows(rows)`` loads all lanes.
     - ``spill(p, acc)`` and ``reload(p)``: store and load a whole tile at `p`.
     """
@@ -183,8 +181,6 @@ class DotTileIntrinsics:
     add_biases: Intrinsic
     add_outer_product: Intrinsic
     add_inner_product: Intrinsic
-    add_partial_inner_product: Intrinsic
-    add_tiles: Intrinsic
     store_lane_sums: Intrinsic
     fold_four_tiles: Intrinsic
     store_rows: Intrinsic
@@ -326,31 +322,22 @@ def make_dot_tile_intrinsics(
             [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors_from_array(b, acc), strict=True)],
         )
 
-    @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS, ADDRESS)
-    def add_partial_inner_product(b, acc, weights, rows, at, left):
-        values = [
-            simd.load_first_lanes.body(b, _record_address(b, row, at), left)
-            for row in unpack_vectors_from_array(b, rows)
-        ]
-        return pack_vectors_into_array(
-            b,
-            [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors_from_array(b, acc), strict=True)],
-        )
-
-    @intrinsic(sums_of, sums_of, sums_of)
-    def add_tiles(b, x, y):
-        return pack_vectors_into_array(
-            b,
-            [
-                b.fadd(*pair)
-                for pair in zip(unpack_vectors_from_array(b, x), unpack_vectors_from_array(b, y), strict=True)
-            ],
-        )
-
-    @intrinsic(NOTHING, rows_of, ADDRESS, sums_of)
-    def store_lane_sums(b, rows, at, acc):
-        for row, sums in zip(unpack_vectors_from_array(b, rows), unpack_vectors_from_array(b, acc), strict=True):
-            simd.store_scalar.body(b, _record_address(b, row, at), simd.lane_sum.body(b, sums))
+    @intrinsic(NOTHING, rows_of, ADDRESS, sums_of, ADDRESS)
+    def store_lane_sums(b, rows, at, acc, left):
+        vectors, starts = unpack_vectors_from_array(b, acc), unpack_vectors_from_array(b, rows)
+        whole, per_vector = b.icmp_signed(">=", left, ir.Constant(left.type, group_count)), LANES // group_count
+        for first in range(0, row_count, per_vector):
+            folded = fold_lanes(b, vectors[first * group_count : (first + per_vector) * group_count])
+            for i, row in enumerate(starts[first : first + per_vector]):
+                to, lanes = _record_address(b, row, at), range(i * group_count, (i + 1) * group_count)
+                with b.if_else(whole) as (then, otherwise):
+                    with then:
+                        some = b.shuffle_vector(folded, folded, ir.Constant(ir.VectorType(_INT, group_count), [*lanes]))
+                        b.store(some, b.inttoptr(to, some.type.as_pointer()), align=4)
+                    with otherwise:
+                        order = [min(lanes.start + j, LANES - 1) for j in range(LANES)]
+                        own = b.shuffle_vector(folded, folded, ir.Constant(ir.VectorType(_INT, LANES), order))
+                        simd.store_first_lanes.body(b, to, own, left)
 
     @intrinsic(sums_of, *[sums_of] * 4)
     def fold_four_tiles(b, *four):
@@ -401,8 +388,6 @@ def make_dot_tile_intrinsics(
         add_biases=add_biases,
         add_outer_product=add_outer_product,
         add_inner_product=add_inner_product,
-        add_partial_inner_product=add_partial_inner_product,
-        add_tiles=add_tiles,
         store_lane_sums=store_lane_sums,
         fold_four_tiles=fold_four_tiles,
         store_rows=store_rows,
@@ -410,6 +395,42 @@ def make_dot_tile_intrinsics(
         spill=spill,
         reload=reload,
     )
+
+
+def make_add_row_products(row_count: int, weight_rows: int, load_weights: Intrinsic, *left: Any) -> Intrinsic:
+    """Make an intrinsic that adds the products of some activation rows with some weight rows, for 16 columns.
+
+    It is ``(acc, rows, at, p, stride) -> acc``. The tile has a vector of sums for each activation row and weight row.
+    Weight rows are `stride` bytes apart from `p` on.
+
+    Args:
+        row_count: Number of activation rows.
+        weight_rows: Number of weight rows.
+        load_weights: Loads 16 columns of a weight row at an address, as float32.
+        left: The type of one more argument, the number of columns that are left. Then `load_weights` is
+            `load_first_lanes`.
+    """
+    sums_of, load_row = format_tuple_type(FLOATS, row_count * weight_rows), load_weights if left else simd.load
+
+    @intrinsic(sums_of, sums_of, format_tuple_type(ADDRESS, row_count), *[ADDRESS] * 3, *left)
+    def add_row_products(b, acc, rows, at, p, stride, *count):
+        places = [b.add(p, b.mul(stride, ir.Constant(stride.type, i))) for i in range(weight_rows)]
+        weights = [load_weights.body(b, place, *count) for place in places]
+        values = [load_row.body(b, _record_address(b, row, at), *count) for row in unpack_vectors_from_array(b, rows)]
+        pairs = zip(((x, w) for x in values for w in weights), unpack_vectors_from_array(b, acc), strict=True)
+        return pack_vectors_into_array(b, [simd.fma.body(b, w, x, total) for (x, w), total in pairs])
+
+    return add_row_products
+
+
+def fold_lanes(b: Any, vectors: Sequence[Any]) -> Any:
+    """Add the lanes of each of up to 16 vectors, and return the sums in the lanes of one vector, in order."""
+    missing = ir.Constant(vectors[0].type, ir.Undefined)
+    sums = [*vectors, *[missing] * (LANES - len(vectors))]
+    folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
+    for fold in folds:
+        sums = [fold.body(b, x, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
 
 
 def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:

@@ -16,18 +16,80 @@ from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_tiles import make_dot_tile_intrinsics
-from ...simd.vectors import LANES, gather_lanes, load, load_int, load_ints, load_long, store
+from ...simd.dot_tiles import DotTileIntrinsics, make_dot_tile_intrinsics
+from ...simd.permute_lanes import transpose_bf16, transpose_f16, transpose_f32
+from ...simd.vectors import (
+    LANES,
+    MANY_REGISTERS,
+    count_vector_registers,
+    gather_lanes,
+    load,
+    load_int,
+    load_ints,
+    load_long,
+    store,
+)
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes
-from .float_matmul import COLUMN_BYTES, LANE_LOADERS, make_float_weight_tiling
+from .block_tiling import BlockTiling
+from .float_matmul import LANE_LOADERS
 from .tile_loops import GROUP_ROWS
 
 Addresses = npt.NDArray[np.int64]
 TABLE_WORDS = 3
 """Addresses of a product: its matrix of w, its first row of x, its first row of y."""
+EXPANDED_COLUMNS, COLUMN_BYTES, ROWS_PER_CHUNK = 768, 64, 512
+"""Columns that are expanded at a time, bytes of one column of a group, and activation rows per expansion.
+
+The expanded columns fill a good part of the second cache. A tile loads them from there as fast as it multiplies. If
+they had to fit the first cache, sums would be stored more often.
+"""
+TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
 ARGS = declare_args("table products count rows columns w_row w_column x_row y_row scratch windows entries")
+
+
+def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
+    """Make the subroutine that expands 16 float weight rows to columns of float32 (`BlockTiling.expand_blocks`)."""
+    transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
+
+    def expand_rows(to, group, stride, left, columns, first, count):
+        for c in range(first, first + count, LANES):
+            transpose(group + c * size, stride, left, columns - c, to + (c - first) * COLUMN_BYTES)
+
+    return subroutine(expand_rows)
+
+
+def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutine:
+    """Make the subroutine that adds the products of one weight column and some activation rows to the sums of a tile.
+
+    It is `BlockTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
+    """
+    add_outer_product, second, third = (
+        tile.add_outer_product,
+        EXPANDED_COLUMNS * COLUMN_BYTES,
+        2 * EXPANDED_COLUMNS * COLUMN_BYTES,
+    )
+
+    def add_column(acc, p, r, at):
+        return add_outer_product(acc, load(p), r, at)  # acc[i, row] += w[row, c] * x[i, c]
+
+    def add_column_of_three(acc, p, r, at):
+        return add_outer_product(acc, load(p), load(p + second), load(p + third), r, at)
+
+    return subroutine(add_column if groups == 1 else add_column_of_three)
+
+
+@cache
+def make_column_tiling(dtype: DType) -> BlockTiling:
+    """Make the subroutines and tile sizes of batched matmuls with w of a float type.
+
+    A tile has as many rows and groups as registers can hold sums.
+    """
+    rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
+    expand = _make_transpose_weight_rows(dtype)
+    add = _make_add_column_products(make_dot_tile_intrinsics(rows, groups), groups)
+    return BlockTiling(1, 4, COLUMN_BYTES, EXPANDED_COLUMNS, ROWS_PER_CHUNK, rows, groups, expand, add)
 
 
 @cache
@@ -40,7 +102,7 @@ def make_expand_rows_to_f32_columns(dtype: DType) -> Subroutine:
     - `row` is the first of the rows in the matrix at `w`; `left` rows exist.
     - `first` is the first expanded column, `count` the number of columns.
     """
-    expand = make_float_weight_tiling(dtype).expand_blocks
+    expand = make_column_tiling(dtype).expand_blocks
 
     def expand_rows(a, to, w, row, left, first, count):
         expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
@@ -80,14 +142,14 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     """Make the batched matmul kernel ``y[b] = x[b] @ w[b].T`` for each of `products` products.
 
     `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
-    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes` of scratch.
+    and `y_row` are strides in bytes. Each thread has `BlockTiling.scratch_bytes` of scratch.
 
     Args:
         name: Part of the kernel name: the layout of w.
         dtype: The type of w.
         expand: The subroutine that expands rows of w, for example `expand_dense_columns_to_f32`.
     """
-    blocks = make_float_weight_tiling(dtype)
+    blocks = make_column_tiling(dtype)
     tile = make_dot_tile_intrinsics(blocks.tile_rows, blocks.tile_groups)
     tile_rows, zeros, store_sums, spill, reload = (
         tile.row_addresses,
@@ -171,7 +233,7 @@ def add_batched_matmul_step(
         where: Kernel arguments that locate rows and columns of w.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    size, along = make_float_weight_tiling(w.dtype).scratch_bytes, _choose_longest_broadcast_axis(w, x)
+    size, along = make_column_tiling(w.dtype).scratch_bytes, _choose_longest_broadcast_axis(w, x)
     words = ARGS(
         table=steps.constant(table).address,
         products=len(table),

@@ -11,9 +11,9 @@ from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_tiles import DotTileIntrinsics, make_dot_tile_intrinsics
-from ...simd.permute_lanes import transpose_bf16, transpose_f16, transpose_f32
+from ...simd.dot_tiles import make_add_row_products, make_dot_tile_intrinsics
 from ...simd.vectors import (
+    ADDRESS,
     LANES,
     MANY_REGISTERS,
     count_vector_registers,
@@ -21,22 +21,37 @@ from ...simd.vectors import (
     load,
     load_bf16,
     load_f16,
+    load_first_lanes,
     splat_from,
+    store,
     zeros,
 )
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, store_lanes
-from .tile_loops import WeightTiling, make_grouped_expert_matmul_kernel, prefetch_cache_lines
+from .tile_loops import (
+    ARGS,
+    GROUP_ROWS,
+    WeightTiling,
+    make_grouped_expert_matmul_kernel,
+    prefetch_cache_lines,
+    prefetch_section_to_l2,
+)
 
-EXPANDED_COLUMNS, COLUMN_BYTES = 768, 64
-"""Columns that are expanded at a time, and bytes of one column of a group.
+VECTOR_BYTES = 4 * LANES
+TILE_SIZES, TILE_SIZES_WITH_FEW_REGISTERS = (4, 6, 3, 2048), (3, 2, 1, 768)
+"""Activation rows and weight rows of a tile; groups of weight rows and columns that are expanded at a time.
 
-The expanded columns fill a good part of the second cache. A tile loads them from there as fast as it multiplies. If
-they had to fit the first cache, sums would be stored more often.
+A tile has as many sums as registers can hold. The expanded weights fill a part of the second cache. The activations of
+a tile fit the first cache.
 """
-ROWS_PER_CHUNK, MAX_LEFTOVER_ROWS, MAX_UNEXPANDED_ROWS = 512, 3, 6
+ROWS_PER_CHUNK, MAX_LEFTOVER_ROWS, MAX_UNEXPANDED_ROWS = 192, 2, 6
 """Activation rows per expansion; largest incomplete tile, and largest product, that uses the unexpanded weight."""
+ROWS_PER_MATVEC = {DType.F32: 1, DType.F16: 2, DType.BF16: 2}
+"""Weight rows that are multiplied with a single activation row at a time, by dtype.
+
+Fewer rows are read from memory faster; but each row has only one sum, which has to wait for the last addition.
+"""
 
 
 @subroutine
@@ -58,95 +73,119 @@ def load_bf16_weight_lanes(p, c, n):
 
 
 LANE_LOADERS = {DType.F32: load_f32_weight_lanes, DType.F16: load_f16_weight_lanes, DType.BF16: load_bf16_weight_lanes}
-TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
-
-
-def _make_expand_weight_rows_to_columns(dtype: DType) -> Subroutine:
-    """Make the subroutine that expands 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
-    transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
-
-    def expand_rows(to, group, stride, left, columns, first, count):
-        for c in range(first, first + count, LANES):
-            transpose(group + c * size, stride, left, columns - c, to + (c - first) * COLUMN_BYTES)
-
-    return subroutine(expand_rows)
-
-
-def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutine:
-    """Make the subroutine that adds the products of one weight column and some activation rows to the sums of a tile.
-
-    It is `WeightTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
-    """
-    add_outer_product, second, third = (
-        tile.add_outer_product,
-        EXPANDED_COLUMNS * COLUMN_BYTES,
-        2 * EXPANDED_COLUMNS * COLUMN_BYTES,
-    )
-
-    def add_column(acc, p, r, at):
-        return add_outer_product(acc, load(p), r, at)  # acc[i, row] += w[row, c] * x[i, c]
-
-    def add_column_of_three(acc, p, r, at):
-        return add_outer_product(acc, load(p), load(p + second), load(p + third), r, at)
-
-    return subroutine(add_column if groups == 1 else add_column_of_three)
+VECTOR_LOADERS = {DType.F32: load, DType.F16: load_f16, DType.BF16: load_bf16}
 
 
 def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subroutine:
     """Make the subroutine that multiplies `row_count` activation rows with 16 float weight rows.
 
-    It is the result of `WeightTiling.make_few_rows`. The weight rows are read in the order of memory. Each row has four
-    independent sums.
+    It is the result of `WeightTiling.make_few_rows`. It computes up to 4 weight rows at a time. If a group has too few
+    rows for that, the rest is computed one weight row at a time.
     """
-    rows = make_dot_tile_intrinsics(row_count, 1)
-    weights, size = LANE_LOADERS[dtype], dtype.storage.itemsize
-    zero_sums, add_inner, add_partial_inner = rows.zero_sums, rows.add_inner_product, rows.add_partial_inner_product
-    add_tiles, store_lane_sums = rows.add_tiles, rows.store_lane_sums
+    some_of_several = 4 if count_vector_registers() == MANY_REGISTERS else 2
+    some = ROWS_PER_MATVEC[dtype] if row_count == 1 else some_of_several
+    tile, size = make_dot_tile_intrinsics(row_count, some), dtype.storage.itemsize
+    zero_sums, store_lane_sums = tile.zero_sums, tile.store_lane_sums
+    add = make_add_row_products(row_count, some, VECTOR_LOADERS[dtype])
+    add_part = make_add_row_products(row_count, some, load_first_lanes, ADDRESS)
 
     def multiply_few(to, group, stride, left, columns, x, l1_ahead, l2_ahead):
-        for i in range(min(LANES, left)):
-            row, c = group + i * stride, 0
-            first, second, third, fourth = zero_sums(), zero_sums(), zero_sums(), zero_sums()
+        i, stop = 0, min(LANES, left)
+        while i < stop:
+            there = some if i + some <= stop else 1
+            p, apart = group + i * stride, stride if there > 1 else 0
+            acc, c, coming = zero_sums(), 0, p
             while c + 4 * LANES <= columns:
-                prefetch_cache_lines(row + c * size, size, l1_ahead, l2_ahead)
-                first = add_inner(first, weights(row, c, columns), x, 4 * c)
-                second = add_inner(second, weights(row, c + 16, columns), x, 4 * c + 64)
-                third = add_inner(third, weights(row, c + 32, columns), x, 4 * c + 128)
-                fourth = add_inner(fourth, weights(row, c + 48, columns), x, 4 * c + 192)
+                prefetch_cache_lines(coming, some * size, l1_ahead, l2_ahead)
+                acc = add(acc, x, 4 * c, p + c * size, apart)
+                acc = add(acc, x, 4 * c + 64, p + (c + 16) * size, apart)
+                acc = add(acc, x, 4 * c + 128, p + (c + 32) * size, apart)
+                acc = add(acc, x, 4 * c + 192, p + (c + 48) * size, apart)
                 c += 4 * LANES
-            while c < columns:
-                first = add_partial_inner(first, weights(row, c, columns), x, 4 * c, columns - c)
+                coming += some * 4 * LANES * size
+            while c + LANES <= columns:
+                acc = add(acc, x, 4 * c, p + c * size, apart)
                 c += LANES
-            store_lane_sums(to, 4 * i, add_tiles(add_tiles(first, second), add_tiles(third, fourth)))
+            if c < columns:  # of float32 only
+                acc = add_part(acc, x, 4 * c, p + c * size, apart, columns - c)
+            store_lane_sums(to, 4 * i, acc, there)
+            i += there
 
     return subroutine(multiply_few)
+
+
+def _make_multiply_expanded_rows(
+    dtype: DType, tile_rows: int, some: int, groups: int, columns_per_pass: int
+) -> Subroutine:
+    """Make the subroutine that multiplies a chunk of activation rows with `groups` groups of float weight rows.
+
+    It is `WeightTiling.multiply_expanded`. Each sum is a vector that adds every 16th column, as in
+    `_make_multiply_few_activation_rows`, so both give equal results. Weight rows become float32 first: `some` rows at a
+    time, 16 columns of each after the other.
+    """
+    tile, load_weights = make_dot_tile_intrinsics(tile_rows, some), LANE_LOADERS[dtype]
+    select_rows, zero_sums, store_lane_sums = tile.row_addresses_by_slot, tile.zero_sums, tile.store_lane_sums
+    spill, reload, block, pass_rows = tile.spill, tile.reload, some * VECTOR_BYTES, groups * GROUP_ROWS
+    add = make_add_row_products(tile_rows, some, load)
+    add_part = make_add_row_products(tile_rows, some, load_first_lanes, ADDRESS)
+
+    def multiply_expanded(a, expanded, matrix, group, chunk, stop, coming):
+        stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
+        used, shared, slots = ARGS.used(a), ARGS.shared(a), ARGS.starts(a) + 4 * (ARGS.experts(a) + 2)
+        p, y, step = matrix + group * GROUP_ROWS * stride, ARGS.y(a) + group * GROUP_ROWS * 4, ARGS.step(a)
+        left = min(pass_rows, ARGS.rows(a) - group * GROUP_ROWS)
+        parts = max(1, (columns + columns_per_pass - 1) // columns_per_pass)
+        tiles = (stop - chunk + tile_rows - 1) // tile_rows * parts
+        for first in range(0, max(1, columns), columns_per_pass):
+            count, sums = min(columns_per_pass, columns - first), expanded + pass_rows * 4 * columns_per_pass
+            to = expanded
+            for row in range(0, left, some):
+                for c in range(first, first + count, LANES):
+                    for i in range(some):
+                        store(to, load_weights(p + min(row + i, left - 1) * stride, c, columns))
+                        to += VECTOR_BYTES
+            for i in range(chunk, stop, tile_rows):
+                r = select_rows(slots + 4 * i, stop - i, used, shared, x + 4 * first, pitch)
+                results = select_rows(slots + 4 * i, stop - i, 1, 1, y, step)
+                coming = prefetch_section_to_l2(coming, pass_rows * stride, tiles)
+                at = expanded
+                for row in range(0, left, some):
+                    acc = reload(sums) if first > 0 else zero_sums()
+                    c = 0
+                    while c + LANES <= count:
+                        acc = add(acc, r, 4 * c, at, VECTOR_BYTES)
+                        c += LANES
+                        at += block
+                    if c < count:
+                        acc = add_part(acc, r, 4 * c, at, VECTOR_BYTES, count - c)
+                        at += block
+                    if first + columns_per_pass < columns:
+                        spill(sums, acc)
+                    else:
+                        store_lane_sums(results, 4 * row, acc, left - row)
+                    sums += tile_rows * block
+
+    return subroutine(multiply_expanded)
 
 
 @cache
 def make_float_weight_tiling(dtype: DType) -> WeightTiling:
     """Make the subroutines and tile sizes of matmuls with a float weight type.
 
-    A tile has as many rows and groups as registers can hold sums.
+    The sum of a result is the same for every number of activation rows: 16 lanes, each of every 16th column in order,
+    then added in pairs.
     """
-    rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
-    expand, add = (
-        _make_expand_weight_rows_to_columns(dtype),
-        _make_add_column_products(make_dot_tile_intrinsics(rows, groups), groups),
-    )
-    few = partial(_make_multiply_few_activation_rows, dtype)
+    many = count_vector_registers() == MANY_REGISTERS
+    rows, some, groups, columns = TILE_SIZES if many else TILE_SIZES_WITH_FEW_REGISTERS
     return WeightTiling(
-        1,
-        4,
-        COLUMN_BYTES,
-        EXPANDED_COLUMNS,
-        ROWS_PER_CHUNK,
-        rows,
-        groups,
-        MAX_LEFTOVER_ROWS,
-        MAX_UNEXPANDED_ROWS,
-        expand,
-        add,
-        few,
+        tile_rows=rows,
+        tile_groups=groups,
+        rows_per_chunk=ROWS_PER_CHUNK,
+        max_leftover_rows=MAX_LEFTOVER_ROWS,
+        max_unexpanded_rows=MAX_UNEXPANDED_ROWS,
+        scratch_bytes=groups * GROUP_ROWS * (4 * columns + ROWS_PER_CHUNK * VECTOR_BYTES),
+        multiply_expanded=_make_multiply_expanded_rows(dtype, rows, some, groups, columns),
+        make_few_rows=partial(_make_multiply_few_activation_rows, dtype),
     )
 
 

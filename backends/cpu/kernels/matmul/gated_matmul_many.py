@@ -43,7 +43,7 @@ from .amx_matmul import compute_matrices_expanded_together
 from .amx_weights import AmxWeightType, make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
 from .gated_units import GATED
-from .packed_matmul import compute_weight_strides, find_result_read_forms, make_packed_weight_tiling
+from .packed_matmul import compute_weight_strides, find_result_read_forms, make_packed_block_tiling
 from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
 
 VECTOR_BYTES, BLOCK_BYTES = 4 * GROUP_ROWS, 4 * BLOCK_COLUMNS
@@ -109,7 +109,7 @@ def make_amx_or_int8_method(dtype: DType, kind: str, rounding: int) -> GatedMatm
             unit.configure,
             unit.release,
         )
-    blocks = make_packed_weight_tiling(FORMATS[dtype])
+    blocks = make_packed_block_tiling(FORMATS[dtype])
     return GatedMatmulMethod(
         make_compute_gated_units_by_int8(FORMATS[dtype], kind),
         choose_one_int8_block_per_call,
@@ -193,7 +193,7 @@ def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutin
 
     It is a `GatedMatmulMethod.compute_units`.
     """
-    blocks, unit = make_packed_weight_tiling(form), GATED[kind]
+    blocks, unit = make_packed_block_tiling(form), GATED[kind]
     tile = make_dot_tile_intrinsics(blocks.tile_rows, 2)
     row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
@@ -330,7 +330,7 @@ def _fuse_many_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
     kind = amx_matmul.choose_activation_rounding_kind(pair.matmuls[0])
     require_supported(kind is not None, "activations are not rounded")
     require_supported(
-        kind in TERMS_BY_KIND or make_packed_weight_tiling(FORMATS[w.dtype]).tile_groups == 2, "a tile is of one group"
+        kind in TERMS_BY_KIND or make_packed_block_tiling(FORMATS[w.dtype]).tile_groups == 2, "a tile is of one group"
     )
     return FusedBinding(pair.instruction_numbers, partial(_add_many_row_gated_matmul, pair=pair))
 

@@ -33,6 +33,7 @@ from ..packed.activation_quantisation import (
 )
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
 from . import amx_matmul, batched_matmul, float_matmul
+from .block_tiling import BlockTiling, make_expand_and_multiply
 from .tile_loops import (
     ExpertSlots,
     WeightTiling,
@@ -71,7 +72,7 @@ def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
 def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
     """Make the subroutine that expands packed blocks to byte codes, float32 scales and float32 biases.
 
-    It is a `WeightTiling.expand_blocks`.
+    It is a `BlockTiling.expand_blocks`.
     """
     scales, biases, nbytes = form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
@@ -135,7 +136,7 @@ def make_add_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subr
 def make_add_expanded_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with an expanded block of one group.
 
-    It is a `WeightTiling.add_block`.
+    It is a `BlockTiling.add_block`.
     """
     add_block = make_add_block_products(form, rows)
 
@@ -177,7 +178,7 @@ def load_two_adjacent_vectors(p):
 def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with an expanded block of each of two groups.
 
-    It is a `WeightTiling.add_block`.
+    It is a `BlockTiling.add_block`.
     """
     add_two_blocks = make_add_block_products_of_two_groups(form, rows)
 
@@ -274,8 +275,8 @@ def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_
 
 
 @cache
-def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
-    """Make the subroutines and tile sizes of matmuls with a packed weight type.
+def make_packed_block_tiling(form: PackedFormat) -> BlockTiling:
+    """Make the subroutines and tile sizes with which matmuls multiply expanded weights of a packed type.
 
     A tile has as many rows and groups as registers can hold. Each load is used at least twice, because processors
     broadcast from memory more slowly than they multiply.
@@ -285,9 +286,7 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
     add = (make_add_expanded_block_products_of_two_groups if groups == 2 else make_add_expanded_block_products)(
         form, some
     )
-    expand, few = make_expand_packed_weights(form), partial(make_multiply_few_activation_rows, form, 1)
-    two = partial(make_multiply_few_activation_rows, form, 2) if groups == 2 else None
-    return WeightTiling(
+    return BlockTiling(
         BLOCK_COLUMNS,
         RECORD_BYTES,
         EXPANDED_BLOCK_BYTES,
@@ -295,12 +294,25 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
         ROWS_PER_CHUNK,
         rows,
         groups,
-        2,
-        form.max_unexpanded_rows,
-        expand,
+        make_expand_packed_weights(form),
         add,
-        few,
-        two,
+    )
+
+
+@cache
+def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
+    """Make the subroutines and tile sizes of matmuls with a packed weight type."""
+    blocks = make_packed_block_tiling(form)
+    return WeightTiling(
+        tile_rows=blocks.tile_rows,
+        tile_groups=blocks.tile_groups,
+        rows_per_chunk=blocks.rows_per_chunk,
+        max_leftover_rows=2,
+        max_unexpanded_rows=form.max_unexpanded_rows,
+        scratch_bytes=blocks.scratch_bytes,
+        multiply_expanded=make_expand_and_multiply(blocks),
+        make_few_rows=partial(make_multiply_few_activation_rows, form, 1),
+        make_few_rows_of_two=partial(make_multiply_few_activation_rows, form, 2) if blocks.tile_groups == 2 else None,
     )
 
 
