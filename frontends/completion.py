@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.validation import TEXT, instance_of, integer_between, validate_constructor
+from ..graph.validation import TEXT, ArgumentKind, instance_of, integer_between, tuple_of, validate_constructor
 from .errors import ModelError
 from .generation.generate import StopStringFilter, stream_text
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
@@ -35,6 +35,13 @@ class Token:
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
+@validate_constructor(
+    ModelError,
+    text=TEXT,
+    tokens=tuple_of(instance_of(Token), "a tuple of tokens"),
+    finish_reason=ArgumentKind("stop or length", lambda v: isinstance(v, str) and v in ("stop", "length")),
+    prompt_tokens=integer_between(0),
+)
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A text that a model has completed, with the reason why it ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -29,10 +30,12 @@ class Step(NamedTuple):
 class Expression:
     """The steps of one element or one row of a result. Each step reads earlier ones, and the last one is the result.
 
-    Equal terms are one step. Expressions with equal steps are equal.
+    Equal terms are one step. Expressions with equal steps are equal, whatever function of the scalar language declares
+    them (`declaration`).
     """
 
     steps: tuple[Step, ...]
+    declaration: Callable[..., Scalar] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def number_steps(self) -> frozenset[int]:
@@ -123,7 +126,7 @@ def trace(
     """
     operands = [Scalar("operand", (), index) if there else None for index, there in enumerate(present)]
     numbers = {name: Scalar("attribute", (), name) for name in float_attributes}
-    return linearise(build(*operands, **numbers, **dict(others)))
+    return replace(linearise(build(*operands, **numbers, **dict(others))), declaration=build)
 
 
 # ------------------------------------------------------------------------------------------------------- formulas

@@ -246,6 +246,8 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Token", (hocket.Token, {"id": 1, "text": "a", "logprob": -0.5})
+    completion = {"text": "a", "tokens": (hocket.Token(1, "a", -0.5),), "finish_reason": "stop", "prompt_tokens": 1}
+    yield "Completion", (hocket.Completion, completion)
     yield "open_model", (open_model, {"path": None, "header_only": False})
     yield "DeviceGroup", (DeviceGroup, dataclasses.asdict(DeviceGroup(devices=("numpy:0",), threads=1)))
     yield "Sampling", (Sampling, SAMPLING)
@@ -256,6 +258,7 @@ def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Model", (partial(hocket.Model, path), {**PLANNED, "context": 8, "batch": 4, "exact": False, "fast": False})
     options = {"max_tokens": 1, "temperature": 0.5, "seed": 1, "stop": ".", "ignore_eos": True, "bias": ((1, 0.5),)}
     yield "Model.generate", (continue_text, {"prompt": [1], **options})
+    yield "Model.complete", (language_model().complete, {"prompt": [1], "top_logprobs": 1, **options})
     yield "Model.logits", (language_model().logits, {"prompt": [1]})
     yield "Model.score", (language_model().score, {"text": [1]})
     yield "Model.embed", (language_model().embed, {"texts": [[1]], "normalise": False})

@@ -55,10 +55,12 @@ class IrBody:
     """A kernel body that is emitted as LLVM IR, without Numba.
 
     `emit` gets the LLVM function ``(arguments, thread, threads) -> status`` without blocks. The name of the kernel has
-    a digest of everything outside the kernel sources that the code depends on.
+    a digest of everything outside the kernel sources that the code depends on. `source` is the function that reports
+    show as the source of the kernel.
     """
 
     emit: Callable[[ir.Function], None]
+    source: Callable[..., Any]
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ def list_kernel_calls(
 
 
 def _locate_kernel_source(kernel: Kernel) -> SourceLocation:
-    """Return the source location of the Python function that a kernel is compiled from, or that emits its code."""
-    return locate_source(kernel.body.emit if isinstance(kernel.body, IrBody) else kernel.body)
+    """Return the source location of the Python function that a kernel is compiled from."""
+    return locate_source(kernel.body.source if isinstance(kernel.body, IrBody) else kernel.body)
 
 
 def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:

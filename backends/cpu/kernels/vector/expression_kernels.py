@@ -89,7 +89,8 @@ def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...]) 
         is_single: whether each operand that the expression reads has one element for each row.
     """
     plan = ExpressionKernel(expression, is_single)
-    return Kernel(plan.name, IrBody(lambda function: _RowKernelEmitter(plan, function).emit()))
+    source = expression.declaration or make_expression_kernel
+    return Kernel(plan.name, IrBody(lambda function: _RowKernelEmitter(plan, function).emit(), source))
 
 
 @dataclass
