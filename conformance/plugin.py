@@ -39,13 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def make_suite_from_options(config: pytest.Config) -> Suite:
     """Return the suite that the options of a pytest run describe."""
-    from .cases.model_cases import append_model_case_texts
+    from .cases.model_cases import list_case_texts_and_those_of_model
     from .suite import Suite
 
     return Suite(
         backend=config.getoption("--backend"),
         op=config.getoption("--conformance-op"),
-        texts=append_model_case_texts(
+        texts=list_case_texts_and_those_of_model(
             config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")
         ),
         full=config.getoption("--conformance-full"),

@@ -139,7 +139,7 @@ def find_view_base(value: Value) -> Value:
     return value
 
 
-def find_storage_kind(value: Value) -> str:
+def find_graph_role(value: Value) -> str:
     """Return the storage kind of a value: its role in the graph, from which a backend chooses the storage dtype.
 
     Returns:

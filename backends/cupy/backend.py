@@ -19,7 +19,7 @@ from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import dequantise, encode_array
-from ...ops.registry import find_storage_kind, find_view_base
+from ...ops.registry import find_graph_role, find_view_base
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
 from ..capabilities import KernelCall, TimedKernel
 from ..fusion.dataflow import Dataflow
@@ -137,7 +137,7 @@ class DriverBackend:
     def _compute_scratch_bytes(self, node: Node, limits: KernelLimits, strided_operand: int | None = None) -> int:
         """Compute the scratch bytes of a node for a device with `limits`; raise `NoKernelError` if no kernel fits."""
         src, attrs = tuple(map(self._to_unbound_operand, node.src)), tuple(node.attrs.items())
-        results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
+        results = tuple(self.storage_spec(value.spec, find_graph_role(value)) for value in node.results)
         return compute_scratch_bytes_at_placeholders(node.op, src, results, attrs, limits, strided_operand)
 
     def _to_unbound_operand(self, value: Value | None) -> UnboundOperand | None:
@@ -145,7 +145,7 @@ class DriverBackend:
         if value is None:
             return None
         base = find_view_base(value)
-        return _make_unbound_operand(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
+        return _make_unbound_operand(value.shape, base.spec, find_graph_role(base), value is base, self.is_exact)
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
         return _infer_spec_in_device_memory(spec, kind, self.is_exact)

@@ -30,8 +30,8 @@ class Step(NamedTuple):
 class Expression:
     """The steps of one element or one row of a result. Each step reads earlier ones, and the last one is the result.
 
-    Equal terms are one step. Expressions with equal steps are equal, whatever function of the scalar language declares
-    them (`declaration`).
+    Equal terms are one step. Expressions with equal steps are equal. `declaration` is the function of the scalar
+    language that declares the op.
     """
 
     steps: tuple[Step, ...]

@@ -73,11 +73,11 @@ class Speeds:
         return replace(
             self.weight_independent_hardware,
             flops=_compute_harmonic_mean_speed(self.flops, numbers),
-            bandwidth=self._estimate_weight_bandwidth(graph),
+            bandwidth=self._estimate_weight_bandwidth_with_caches(graph),
             unpack_bandwidth=_compute_harmonic_mean_speed(self.unpacking, nbytes) if self.unpacking else 0.0,
         )
 
-    def _estimate_weight_bandwidth(self, graph: Graph) -> float:
+    def _estimate_weight_bandwidth_with_caches(self, graph: Graph) -> float:
         """Estimate the bytes/s at which `graph` reads its weights when it runs repeatedly.
 
         Some weights are then still in caches. For each dtype the bandwidth is

@@ -30,7 +30,7 @@ from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
-from ...ops.registry import find_inplace_operand, find_storage_kind
+from ...ops.registry import find_graph_role, find_inplace_operand
 from .arena import Arena, Lifetime, assign_arena_offsets, assign_arena_offsets_for_any_repetition_order
 from .execution_order import (
     ExecutionOrder,
@@ -87,7 +87,7 @@ def lower_with_state_saves(
     order = order_nodes_for_inplace_state_updates(
         graph,
         views,
-        lambda value: backend.storage_spec(value.spec, find_storage_kind(value)),
+        lambda value: backend.storage_spec(value.spec, find_graph_role(value)),
         can_group_overlap([(backend, device)]),
     )
     groups: Sequence[Sequence[Node]] = ()
@@ -367,7 +367,7 @@ class _ProgramBuilder:
     def _infer_stored_spec(self, value: Value) -> Spec:
         """Return the dtype and shape in which the backend stores a value; the results are cached."""
         if (spec := self.stored_specs.get(value)) is None:
-            spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_storage_kind(value))
+            spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_graph_role(value))
         return spec
 
     def _count_stored_bytes(self, value: Value) -> int:

@@ -15,7 +15,7 @@ from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
-from ...ops.registry import find_inplace_operand, find_storage_kind
+from ...ops.registry import find_graph_role, find_inplace_operand
 from .execution_order import ExecutionOrder
 from .strides import StridedView, compute_strides_of_view_node, make_dense_view
 
@@ -156,5 +156,5 @@ def _find_changed_rows(
 
 def _is_saved_losslessly(state: Value, saved_value: Value, backend: Backend) -> bool:
     """Return whether the stored dtype of the saved value can represent every number of the state."""
-    was, now = (backend.storage_spec(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
+    was, now = (backend.storage_spec(value.spec, find_graph_role(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

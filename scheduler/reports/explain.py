@@ -22,7 +22,7 @@ from ..lowering.device_plan import DevicePlan
 from ..pipelining.stage_times import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
 from .critical_path import find_critical_path
 from .pass_dumps import format_node_reference, format_program
-from .placement_hints import PlacementHint, find_placement_hints
+from .placement_hints import PlacementHint, find_single_device_weight_hints
 from .weight_balance import find_weight_imbalance
 
 
@@ -204,7 +204,7 @@ def format_memory_table(plan: Plan) -> list[str]:
 
 def format_timeline_table(plan: Plan) -> list[str]:
     """Format the timeline as a table with one row for each entry and its reason; repeated layers are shown once."""
-    reasons, advice = TimelineReasons(plan), find_placement_hints(plan)
+    reasons, advice = TimelineReasons(plan), find_single_device_weight_hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.timeline):

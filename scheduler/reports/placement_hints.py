@@ -56,7 +56,7 @@ class PlacementHint:
         return f"--place {shlex.quote(self.placement_rule)} {', '.join(phrases)}"
 
 
-def find_placement_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
+def find_single_device_weight_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
     """Return the best placement hint (advice to put a weight on one device only) for each weight, by name.
 
     A weight has a hint only if the saved share of a device's bytes is at least the relative increase of the run time.

@@ -30,7 +30,7 @@ from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
 from .memory.program_verifier import find_program_faults
 from .memory.rollback_verifier import list_standalone_save_and_restore_nodes
-from .program_equality import is_equal_to_proven_program_except_names, make_program_comparison_key
+from .program_equality import is_equal_to_proven_program_except_names, make_program_prefilter_key
 from .record_checks import find_device_leaf_faults, find_plan_field_faults
 from .repeats.carried_values import CarriedValueTrace
 from .repeats.induction import (
@@ -151,7 +151,7 @@ def _find_unproven_device_program_faults(
     key = (
         type(device_plan.backend),
         device_plan.backend.name,
-        make_program_comparison_key(device_plan.graph, device_plan.program),
+        make_program_prefilter_key(device_plan.graph, device_plan.program),
     )
     others = proven_device_plans.setdefault(key, [])
     if not any(

@@ -21,7 +21,7 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 """Attributes of collectives that no kernel before the collective depends on."""
 
 
-def make_program_comparison_key(graph: Graph, program: Program) -> Hashable:
+def make_program_prefilter_key(graph: Graph, program: Program) -> Hashable:
     """Return a dictionary key that equal programs share, so that only few programs need a full comparison.
 
     Programs with equal keys may still differ; `is_equal_to_proven_program_except_names` compares them.

@@ -266,7 +266,7 @@ class Tokenizer:
     def _encode_plain(self, text: str, begins: bool) -> Sequence[int]:
         text = self._model_cache.normalise_text(text, begins)
         model = _call_and_convert_errors(
-            "the vocabulary cannot be used", partial(self._model_cache.choose_model_for_text, text, begins)
+            "the vocabulary cannot be used", partial(self._model_cache.choose_fastest_exact_model, text, begins)
         )
 
         def ids() -> list[int]:

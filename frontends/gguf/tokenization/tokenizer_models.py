@@ -92,7 +92,7 @@ class TokenizerModelCache:
             text = "\n".join(lines)
         return text
 
-    def choose_model_for_text(self, text: str, begins: bool = True) -> TokenizerModel:
+    def choose_fastest_exact_model(self, text: str, begins: bool = True) -> TokenizerModel:
         """Choose the fastest tokenizer model that encodes this normalised text exactly as the full model does.
 
         A short text gets a small BPE model that has only the tokens which occur in the text.
@@ -106,7 +106,7 @@ class TokenizerModelCache:
         if self._has_dna_tags and OPEN_TAG in text:
             return DnaTokenizer(
                 self._token_ids,
-                lambda part: self.choose_model_for_text(part).encode(part, add_special_tokens=False).ids,
+                lambda part: self.choose_fastest_exact_model(part).encode(part, add_special_tokens=False).ids,
             )
         if self._kind in BPE_KINDS and len(text) <= MAX_PARTIAL_LOOKUPS and self._lookup_count <= MAX_PARTIAL_LOOKUPS:
             substrings = self._list_limited_word_substrings(text)

@@ -14,7 +14,7 @@ from ....graph.dtypes import DType
 from ....graph.node import Node, Value
 from ....graph.spec import MAX_SIZE
 from ....ops import REGISTRY, op_of
-from ....ops.registry import find_storage_kind
+from ....ops.registry import find_graph_role
 
 
 class BufferContents:
@@ -190,7 +190,7 @@ def _compute_view_geometry(
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
     """Return the dtype in which a backend stores a value; the value must own its memory (no view)."""
-    return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
+    return backend.storage_spec(value.spec, find_graph_role(value)).dtype
 
 
 def check_scratch_tensor(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:

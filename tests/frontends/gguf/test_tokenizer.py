@@ -126,7 +126,7 @@ def test_a_short_text_is_merged_as_with_the_whole_vocabulary(text: str) -> None:
         merger = tokenizer._model_cache
         ids = [
             m.encode(text, add_special_tokens=False).ids
-            for m in (merger.choose_model_for_text(text), merger._full_model)
+            for m in (merger.choose_fastest_exact_model(text), merger._full_model)
         ]
         assert ids[0] == ids[1], (tokenizer, text)
 

@@ -19,7 +19,7 @@ from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ... import target_cpu
 from ...steps.step_table import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import make_result_copy_per_thread
+from ..matmul.packed_matmul import make_whole_result_copy_per_thread
 from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import add_copy_step
 from . import amx_attention, decode_attention, partial_results, prefill_attention
@@ -261,7 +261,7 @@ def _add_merge_partial_results_step(
 
     If only matmuls read the result, each thread merges everything into its own copy.
     """
-    own = make_result_copy_per_thread(steps, call)
+    own = make_whole_result_copy_per_thread(steps, call)
     if own is None:
         steps.add(
             decode_attention.merge_partial_results,

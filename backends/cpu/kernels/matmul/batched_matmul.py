@@ -121,7 +121,7 @@ def expand_dense_columns_to_f32(a, to, w, row, left, first, count):
 
 
 @subroutine
-def expand_image_windows(a, to, w, row, left, first, count):
+def expand_image_windows_to_f32_columns(a, to, w, row, left, first, count):
     """Expand 16 rows of w to columns of float32, for a convolution: each row is a window of an image.
 
     Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. Parameters are as in

@@ -325,7 +325,7 @@ def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
+def make_whole_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
     """Return memory for a copy of a result for each thread, so that every thread computes the whole result.
 
     Then no barrier is needed before the matmuls that read it. The result is None if an op other than a matmul reads it,

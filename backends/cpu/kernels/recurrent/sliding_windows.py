@@ -155,7 +155,7 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_window_copy_and_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse an op that copies sliding windows, and the matmul of the windows with a weight, into one image convolution.
 
     The matmul may read only some of the channels.
@@ -202,7 +202,9 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
     table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
     batched_matmul.add_batched_matmul_step(
         steps,
-        batched_matmul.make_batched_matmul_kernel("windows", DType.F32, batched_matmul.expand_image_windows),
+        batched_matmul.make_batched_matmul_kernel(
+            "windows", DType.F32, batched_matmul.expand_image_windows_to_f32_columns
+        ),
         product,
         table,
         [image, product.operand(1)],
@@ -214,4 +216,4 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
 
 
 BINDINGS = {"windows": _bind_windows}
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_image_convolution,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_window_copy_and_matmul,)}

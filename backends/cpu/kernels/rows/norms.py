@@ -15,7 +15,7 @@ from ...simd.vectors import LANES, add, fma, lane_sum, mul, splat, sqrt_scalar, 
 from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import find_result_read_forms, make_result_copy_per_thread
+from ..matmul.packed_matmul import find_result_read_forms, make_whole_result_copy_per_thread
 from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
@@ -123,7 +123,7 @@ def _add_scaled_rms_norm(
         steps.add_by_columns(scaled_rms_norm, shares, y, column_split.column_bounds)
     elif _add_quantised_scaled_rms_norm(steps, norm, product, factors):
         pass
-    elif (own := make_result_copy_per_thread(steps, product)) is not None:
+    elif (own := make_whole_result_copy_per_thread(steps, product)) is not None:
         steps.add_per_thread(scaled_rms_norm, [_make_scaled_rms_norm_work(norm, x, factors, to) for to in own])
         steps.register_per_thread_values(own, y)
     else:
@@ -142,7 +142,7 @@ def _add_quantised_scaled_rms_norm(
     shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
     if not consumers.quantised_tensors or shares_columns:
         return False
-    own = make_result_copy_per_thread(steps, product) if each and consumers.needs_floats else None
+    own = make_whole_result_copy_per_thread(steps, product) if each and consumers.needs_floats else None
     if each and consumers.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # a thread would overwrite operands of other threads
     records, passing = (
