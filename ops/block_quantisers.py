@@ -65,9 +65,9 @@ def _find_peak(x: F32) -> F32:
 
 def _pack_nibbles(codes: U8, width: int = 32) -> U8:
     """Pack two codes of 4 bits into a byte: codes i and ``i + width / 2`` of each `width` neighbours."""
-    parts = (codes & np.uint8(15)).reshape(len(codes), -1, 2, width // 2)
+    parts = (codes & np.uint8(15)).reshape(len(codes), codes.shape[1] // width, 2, width // 2)
     packed: U8 = parts[:, :, 0] | parts[:, :, 1] << np.uint8(4)
-    return packed.reshape(len(codes), -1)
+    return packed.reshape(len(codes), codes.shape[1] // 2)
 
 
 def _pack_fifth_bits(codes: U8) -> U8:

@@ -101,7 +101,8 @@ def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
             raise GraphError(f"cannot round to {dtype} in a graph; need one of {', '.join(map(str, QUANTISERS))}")
         blocks = np.ascontiguousarray(numbers, np.float32).reshape(-1, dtype.block)
         with np.errstate(all="ignore"):
-            return QUANTISERS[dtype](blocks).view(np.uint8).reshape(*numbers.shape[:-1], -1)
+            row_bytes = numbers.shape[-1] // dtype.block * dtype.block_bytes
+            return QUANTISERS[dtype](blocks).view(np.uint8).reshape(*numbers.shape[:-1], row_bytes)
     if dtype is not DType.BF16:
         return numbers.astype(dtype.storage, copy=False)
     return f32_to_bf16(np.atleast_1d(numbers).astype(np.float32)).reshape(numbers.shape)

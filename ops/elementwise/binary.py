@@ -136,8 +136,15 @@ def round_to_dtype(x: Array, dtype: DType) -> Array:
     return x.astype(dtype.storage).astype(np.float64 if dtype.is_float else dtype.storage)
 
 
+def _choose_cast_signature_key(attrs: Attrs) -> str:
+    """Return ``blocks`` for a quantised dtype: devices may not share a row, because a shard could end in a block."""
+    dtype = attrs.get("dtype")
+    return "blocks" if isinstance(dtype, DType) and dtype.is_quantised else "numbers"
+
+
 @op(
-    "x[...]: any -> [...]",
+    {"numbers": "x[...]: any -> [...]", "blocks": "x[..., *c]: any -> [..., c]"},
+    signature_key=_choose_cast_signature_key,
     infer=_infer_cast,
     samples=(
         *expand_template(

@@ -151,7 +151,7 @@ def test_health_follows_the_engine() -> None:
         assert (response.status_code, response.json()["error"]["type"]) == (503, "unavailable_error")
         server.service.seconds_since_heartbeat = 0.0
         assert server.get("/health").status_code == 200
-        server.service.failure = "out of memory"
+        server.service.engine_end_reason = "out of memory"
         assert "out of memory" in server.get("/v1/health").json()["error"]["message"]
         for path in ("/completion", "/v1/embeddings", "/v1/chat/completions"):
             response = server.post(path, {"prompt": "a"})
@@ -162,14 +162,14 @@ def test_health_follows_the_engine() -> None:
 
 def test_requests_wait_for_a_model_that_loads() -> None:
     service = FakeService()
-    service.pauses, service.is_ready = True, False
+    service.pauses, service.is_compiled_and_ready = True, False
     with serve(service, queue_seconds=0.1, ping_seconds=0.05) as server, open_request(server, stream=True) as waiting:
         response = server.get("/health")
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert response.json()["error"]["message"] == "the model is loading"
         for _ in range(5):  # more than `queue_seconds`
             assert b": ping" in read_until(waiting, b": ping\n\n")
-        service.pauses, service.is_ready = False, True
+        service.pauses, service.is_compiled_and_ready = False, True
         assert b'"stop":true' in read_until(waiting, b'"stop":true')
         assert server.get("/health").status_code == 200
 
@@ -179,7 +179,7 @@ def test_an_engine_that_ends_takes_its_streams_with_it() -> None:
     service.pauses = True
     with serve(service, ping_seconds=0.05) as server, open_request(server, stream=True) as connection:
         wait_until(lambda: service.status.queued == 1)
-        service.failure = "killed"
+        service.engine_end_reason = "killed"
         data = read_until(connection, b"0\r\n\r\n")
         assert b"the engine has ended: killed" in data
 

@@ -101,14 +101,14 @@ class FakeService:
         self.metadata: Mapping[str, object] = build_metadata(template)
         self.tokenizer: Tokenizer = tokenizer_from_metadata(self.metadata)
         self.model_name, self.fingerprint = "fake-model", "b0-fake"
-        self.model_info = {
+        self.llama_server_model_fields = {
             "n_vocab": self.tokenizer.n_tokens,
             "n_ctx_train": 4096,
             "n_embd": 4,
             "n_params": 1,
             "size": 2,
         }
-        self.failure, self.seconds_since_heartbeat, self.is_ready = "", 0.0, True
+        self.engine_end_reason, self.seconds_since_heartbeat, self.is_compiled_and_ready = "", 0.0, True
         self.requests: list[GenerationRequest] = []
         """All requests that were submitted."""
         self.cancelled: list[str] = []

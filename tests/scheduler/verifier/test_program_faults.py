@@ -73,7 +73,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         r"step \d+ \(%gateed\): overwrites its operand x while reading it",
         lambda: step(tensor_plan(), 0, "gateed", lambda i: at_offset(i, i.src[1].offset)),
     ),
-    "the arena is too small": (r"\(%attended\): its scratch: .* is outside its buffer of 768 bytes", small_arena),
+    "the arena is too small": (r"\(%attended\): result: .* is outside its buffer of 832 bytes", small_arena),
     "a buffer is for the whole weight": (
         r"device 1: .*declared_spec=f32\[8,16\].* is for weight %wo: f32\[8,8\]",
         other_buffer,
@@ -118,7 +118,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         lambda: step(tensor_plan(), 1, "biased", lambda i: dataclasses.replace(i, op="sub")),
     ),
     "a step has no scratch": (
-        r"\(%attended\): needs 96 bytes of scratch",
+        r"\(%attended\): needs 168 bytes of scratch",
         lambda: step(tensor_plan(), 0, "attended", lambda i: dataclasses.replace(i, scratch=None)),
     ),
     "a result is kept in another dtype": (

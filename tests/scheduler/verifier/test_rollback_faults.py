@@ -193,7 +193,7 @@ UNDOING: Mapping[str, PlannedFault] = {
         lambda: backwards(tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, op="cont")),
     ),
     "what undoes a step has scratch where rows are saved": (
-        r"set_rows: its scratch is i8\[48\] at 0\+320, need 0 bytes",
+        r"set_rows: its scratch is i8\[48\] at 0\+192, need 0 bytes",
         lambda: backwards(
             tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, scratch=as_int8(saves("cache.v").dst[0]))
         ),
