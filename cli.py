@@ -22,6 +22,7 @@ from .frontends.terminal.arguments import (
     describe_os_error,
     escape_as_one_line,
     replace_arguments_by_flag_names,
+    require_outputs_are_no_inputs,
 )
 from .frontends.terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .frontends.terminal.rank_command import run_command_as_rank
@@ -109,6 +110,7 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     if world.rank and not args.in_ranks:
         return 0
     args.world = world
+    require_outputs_are_no_inputs(args, asked or "")
     return int(args.run(args))
 
 

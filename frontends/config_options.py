@@ -12,7 +12,7 @@ from textwrap import fill
 from types import MappingProxyType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ..graph.validation import BOOL, ArgumentKind, require
+from ..graph.validation import BOOL, ArgumentKind, convert_integers, require
 from .errors import ModelError
 
 _Self = TypeVar("_Self")
@@ -93,7 +93,7 @@ def takes_config(
     def decorate(function: Callable[[_Self, _Config], None]) -> Callable[Concatenate[_Self, _Params], None]:
         @wraps(function)
         def build_and_call(self: _Self, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
-            function(self, config(*args, **kwargs))
+            function(self, config(*args, **convert_integers(kwargs)))
 
         build_and_call.__wrapped__ = vars(config)["__init__"].__get__(None, config)  # the signature that is shown
         return build_and_call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Self, Unpack
@@ -94,8 +95,10 @@ class Model:
         """
         ids, tokenizer = self._encode_prompt(prompt), self._tokenizer_or_none
         params, stops = resolve_options(options, tokenizer)
-        limit = params.limit if params.limit >= 0 or params.pinned_tokens is not None else self.context - len(ids) + 1
-        tokens = self._generate_tokens(ids, params, stops, top_logprobs)
+        limit, room = params.limit, self.context - len(ids) + 1
+        if params.pinned_tokens is None and not 0 <= limit <= room:
+            params, limit = replace(params, limit=-1), room  # the text ends where the context is full
+        tokens = self._generate_tokens(ids, params, stops, int(top_logprobs))
         return complete_text(tokens, tokenizer, stops, limit=limit, prompt_tokens=len(ids))
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND, top_logprobs=integer_between(0))
@@ -110,7 +113,7 @@ class Model:
         (' which', -1.7)
         """
         params, stops = resolve_options(options, self._tokenizer_or_none)
-        return self._generate_tokens(self._encode_prompt(prompt), params, stops, top_logprobs)
+        return self._generate_tokens(self._encode_prompt(prompt), params, stops, int(top_logprobs))
 
     @validate_arguments(
         ModelError,

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -109,6 +110,14 @@ def integer_between(low: int, high: int = sys.maxsize) -> ArgumentKind:
     return ArgumentKind(
         description, lambda v: isinstance(v, int | np.integer) and not isinstance(v, bool) and bool(low <= v <= high)
     )
+
+
+def convert_integers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name with every integer of another type, such as ``np.int64``, as an `int`."""
+    return {
+        name: int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+        for name, value in values.items()
+    }
 
 
 def number_between(low: float, high: float) -> ArgumentKind:

@@ -48,6 +48,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
+    if args.trace is not None:
+        raise ModelError("--trace: hocket compare runs two models; leave it out, or trace each with hocket perplexity")
     model, other = open_adapted_model(config_from_flags(args)), open_model(args.other)
     require_same_vocabulary(model, other)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         tokens = json.loads(broadcast_text_from_rank_0(args, lambda: json.dumps(read_npy_token_file(args.tokens_file))))
     require_nonempty_valid_tokens(tokens, model)
     if not args.world.rank:
-        require_writable(args.out, [*model.gguf.part_paths, *([args.tokens_file] if args.tokens_file else [])])
+        require_writable(args.out, model.gguf.part_paths)
     session = open_session_from_flags(
         args, model, choose_context(model, len(tokens), args.context, default=len(tokens))
     )

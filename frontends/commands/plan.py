@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure and (args.simulate or args.show or args.json or args.diff):
         raise ModelError("--measure runs the plan and prints times; leave out --simulate, --show, --json and --diff")
     if args.out:
-        require_writable(args.out, [args.model])
+        require_writable(args.out)
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     on = config_from_flags(args).group

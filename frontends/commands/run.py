@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.chat and (args.template or args.variables or args.tools):
         raise ModelError("--chat-template, --chat-template-kwargs and --tools are for a talk; add --chat")
     if args.save_state and not args.world.rank:
-        require_writable(args.save_state, [args.model] if args.model else [])
+        require_writable(args.save_state)
     model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:

@@ -48,7 +48,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     name = "graph" if args.model == STDIN else Path(args.model).name
     out = args.out or f"{Path(name).stem}.html"
-    require_writable(out, [path for path in (args.model, args.trace, args.diff) if path])
+    require_writable(out, [path for path in (args.model, args.trace, args.diff, args.simulate) if path])
     page = build_plan_or_graph_page(args, name)
     page.save(out)
     write_line_to_stderr(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")

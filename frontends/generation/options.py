@@ -18,6 +18,7 @@ from ...graph.validation import (
     NONE,
     TEXT,
     ArgumentKind,
+    convert_integers,
     did_you_mean,
     instance_of,
     integer_between,
@@ -101,7 +102,7 @@ def resolve_options(
     Raises:
         ModelError: An option is unknown, has a wrong value or contradicts another one.
     """
-    known = (*OPTION_KINDS, *SAMPLING_OPTIONS)
+    known, options = (*OPTION_KINDS, *SAMPLING_OPTIONS), convert_integers(options)
     for name, value in options.items():
         if name not in known:
             hint = did_you_mean(name, known) or f"; options: {', '.join(known)}"

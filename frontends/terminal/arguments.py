@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from ...graph.storage.files import is_same_file
 from ...graph.validation import did_you_mean
 
 OS_ERROR_REMEDIES: Mapping[int | None, str] = MappingProxyType(
@@ -32,6 +35,38 @@ def describe_os_error(error: OSError) -> str:
     """Return the system's message about a file error, with a remedy."""
     message = error.strerror or str(error)
     return f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else message
+
+
+OUTPUT_ARGUMENTS = ("out", "save_state", "trace", "log_requests")
+"""Arguments that name a file to write; but `hocket view` reads its trace."""
+REPLACED_INPUTS = frozenset({"load_state", "diff"})
+"""Arguments with a file that an output may replace after it has been read."""
+
+
+def require_outputs_are_no_inputs(args: argparse.Namespace, command: str) -> None:
+    """Require that no output file of a command is one of its other files.
+
+    Raises:
+        FileExistsError: An output is also an input, or two outputs are one file.
+    """
+    values = {name: value for name, value in vars(args).items() if name not in REPLACED_INPUTS}
+    for name in OUTPUT_ARGUMENTS:
+        path = values.pop(name, None)
+        if not isinstance(path, str) or (name, command) == ("trace", "view"):
+            continue
+        outputs = [str(values[other]) for other in OUTPUT_ARGUMENTS if values.get(other)]
+        is_new = not os.path.exists(path) and os.path.realpath(path) in map(os.path.realpath, outputs)
+        if is_new or any(is_same_file(path, other) for value in values.values() for other in _list_texts(value)):
+            raise FileExistsError(errno.EEXIST, "is also another file of the command; give another file", path)
+
+
+def _list_texts(value: object) -> Iterator[str]:
+    """Yield the texts of an argument: itself, or the entries of a sequence, such as pairs of a file and its scale."""
+    if isinstance(value, (str, Path)):
+        yield str(value)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _list_texts(entry)
 
 
 OTHER_FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(

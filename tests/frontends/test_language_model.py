@@ -50,8 +50,9 @@ def test_a_completion_says_why_it_ended(model):
     assert model.complete(prompt, max_tokens=3, temperature=0).tokens[-1].id == third
     chosen = model.complete(prompt, max_tokens=3, temperature=0, stop=" am").finish_reason
     assert chosen == "stop", "a stop string in the last token that is allowed"
-    with hocket.Model(context=16, threads=1) as small:
+    with hocket.Model(context=np.int64(16), threads=np.int32(1)) as small:
         full = small.complete(prompt, max_tokens=-1, temperature=0, ignore_eos=True)
+        assert small.complete(prompt, max_tokens=np.int64(50), temperature=0, ignore_eos=True) == full
     assert (full.finish_reason, full.prompt_tokens + len(full.tokens)) == ("length", 17), "the last is not evaluated"
 
 

@@ -201,3 +201,13 @@ def test_an_empty_row_has_the_mean_zero():
     mean = REGISTRY["mean"].expression
     assert mean is not None
     assert_elements_close(evaluate(mean.trace([True], {}), [np.zeros((3, 0))], {}), np.zeros((3, 1)))
+
+
+@pytest.mark.parametrize("signature", ["x[...] -> [...]", "x[..., c] -> [..., c]"])
+def test_rows_that_devices_may_share_are_refused(signature):
+    def share(x: Scalar) -> Scalar:
+        return x / scalar.row_sum(x)
+
+    with pytest.raises(GraphError, match=r"declare the last axis as \*c"):
+        op(signature)(share)(input("x", (2, 8)))
+    assert op("x[..., *c] -> [..., c]")(share)(input("x", (2, 8))).shape == (2, 8)

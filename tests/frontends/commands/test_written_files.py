@@ -147,5 +147,27 @@ def test_the_model_that_a_command_reads_is_not_replaced(name: str, tmp_path: Pat
     if command[0] == "run":
         words[1:1] = [str(model)]
     assert main([*words, str(model)]) == 2
-    assert f": {model}: would replace a file that is read here" in capsys.readouterr().err
+    assert f": {model}: is also another file of the command" in capsys.readouterr().err
     assert model.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "-p", "It", "--save-state", "FILE", "--trace", "FILE"),
+        ("run", "-f", "OLD", "--trace", "OLD"),
+        ("run", "-p", "It", "-md", "OLD", "--save-state", "OLD"),
+        ("run", "--lora", "OLD:0.5", "-p", "It", "--trace", "OLD"),
+        ("plan", LLAMA, "--simulate", "OLD", "-o", "OLD"),
+        ("view", LLAMA, "--trace", "OLD", "-o", "OLD"),
+        ("serve", "OLD", "--log-requests", "OLD"),
+        ("perplexity", TINY, "OLD", "--trace", "OLD"),
+    ],
+)
+def test_an_output_is_no_other_file_of_the_command(words: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"old")
+    replacements = {"OLD": str(old), "FILE": str(new), "OLD:0.5": f"{old}:0.5"}
+    assert main([replacements.get(word, word) for word in words]) == 2
+    assert "give another file" in capsys.readouterr().err
+    assert (old.read_bytes(), new.exists()) == (b"old", False)
