@@ -12,7 +12,7 @@ import pytest
 import hocket
 from hocket import ops
 from hocket.distributed import RanksError
-from hocket.frontends.inference import device_group as devices
+from hocket.frontends import run_config
 from hocket.frontends.inference.device_group import DeviceGroup
 from hocket.frontends.inference.model_digest import make_shared_mapping_key
 from hocket.frontends.inference.session import Session
@@ -137,7 +137,7 @@ def test_the_order_of_weights_in_memory_does_not_matter(split_mode):
 def test_cached_packed_weights_carry_the_digest_of_their_source(other, tmp_path, monkeypatch):
     """A rank that maps weights which it packed before reads nothing of its file, and is named all the same."""
     on = replace(SPLIT_GROUPS["tensor"], keep_packed=True)
-    monkeypatch.setattr(devices, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(run_config, "cache_folder", lambda: tmp_path / "cache")
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(Path(TINY).read_bytes())
 
