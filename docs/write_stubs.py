@@ -35,7 +35,12 @@ def build_stub(package: str) -> str:
     return f'"""The exports of `{package}`, written by `python docs/write_stubs.py`."""\n\n' + "".join(lines) + version
 
 
+def pages() -> dict[Path, str]:
+    """Return the expected text of each stub by its path."""
+    return {path: build_stub(package) for package, path in PACKAGES.items()}
+
+
 if __name__ == "__main__":
-    for package, path in PACKAGES.items():
-        path.write_text(build_stub(package), "utf-8")
+    for path, text in pages().items():
+        path.write_text(text, "utf-8")
         sys.stdout.write(f"wrote {path.relative_to(ROOT)}\n")

@@ -90,7 +90,7 @@ def test_a_broken_template_is_one_line(template: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_template_error.__globals__.json }}"],
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__.json }}"],
 )
 def test_a_template_reaches_neither_python_nor_the_messages(template: str) -> None:
     with pytest.raises(ModelError, match="SecurityError"):

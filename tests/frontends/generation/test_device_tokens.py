@@ -48,7 +48,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_session(device: str = "cpu:0", path: object = None, **sizes: int) -> Session:
-    return Session(open_model(path), on=DeviceGroup((device,)), **{"context": 64, **sizes})  # type: ignore[arg-type]
+    return Session(open_model(path), on=DeviceGroup(devices=(device,)), **{"context": 64, **sizes})  # type: ignore[arg-type]
 
 
 def sample(
@@ -193,7 +193,7 @@ def test_logits_that_are_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch
         return Graph({"token": token, "logit": not_a_number}, graph.updates)
 
     monkeypatch.setattr(type(model), "graph", spoil)
-    session = Session(model, on=DeviceGroup(("numpy:0",)), context=64)
+    session = Session(model, on=DeviceGroup(devices=("numpy:0",)), context=64)
     with pytest.raises(ModelError, match="the logit nan; its file is damaged, fetch it again"):
         [*sample(session, [[1, 2, 3]], needs_logits=False)]
 

@@ -26,7 +26,7 @@ def generate_alone(request, context):
         return new, "length"
     while True:
         rng = np.random.default_rng([params.seed, len(tokens)])
-        token = params.sampling.choose(compute_logits(tokens), rng, tokens)
+        token = params.sampling.choose_token(compute_logits(tokens), rng, tokens)
         if token in params.end_tokens:
             return new, "stop"
         new.append(token)
