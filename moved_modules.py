@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, cast
 
 MOVED_MODULES = """
-backends backends: abilities>capabilities once>call_once sources>kernel_sources table>kernel_tables
+backends backends: abilities>capabilities once>thread_safe_cache sources>kernel_sources table>kernel_tables
 backends backends.fusion: beside>overlap chains>patterns flow>dataflow liveness operands
 backends backends.host: board>progress_board calls>bindings meeting>collectives
 backends.cpu backends.cpu: choices>top_k processor>target_cpu

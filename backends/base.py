@@ -22,7 +22,7 @@ from ..graph.node import Node
 from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
 from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
-from .call_once import thread_safe_cache
+from .thread_safe_cache import thread_safe_cache
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64

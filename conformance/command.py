@@ -23,7 +23,7 @@ from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY
 from .cases.inputs import NoReference
-from .cases.model_cases import list_case_texts_and_those_of_model
+from .cases.model_cases import collect_case_texts
 from .checks.run_case import Outcome, Result
 from .reports.html_page import format_html_report
 from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
@@ -149,7 +149,7 @@ def _make_suite(args: argparse.Namespace) -> Suite:
     return Suite(
         backend=args.backend,
         op=args.op,
-        texts=list_case_texts_and_those_of_model(args.case, args.from_graph),
+        texts=collect_case_texts(args.case, args.from_graph),
         full=args.full,
         seed=args.seed,
         require=args.require,

@@ -39,15 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def make_suite_from_options(config: pytest.Config) -> Suite:
     """Return the suite that the options of a pytest run describe."""
-    from .cases.model_cases import list_case_texts_and_those_of_model
+    from .cases.model_cases import collect_case_texts
     from .suite import Suite
 
     return Suite(
         backend=config.getoption("--backend"),
         op=config.getoption("--conformance-op"),
-        texts=list_case_texts_and_those_of_model(
-            config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")
-        ),
+        texts=collect_case_texts(config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")),
         full=config.getoption("--conformance-full"),
         seed=config.getoption("--conformance-seed"),
         require=config.getoption("--require"),

@@ -6,7 +6,7 @@ pages of both follow from the fields of `RunConfig`. A session reads only the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import ClassVar
@@ -45,10 +45,14 @@ TRANSFER_DTYPES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
 """Dtypes in which GPUs may exchange large sums."""
 CACHE_DTYPES = {str(dtype): dtype for dtype in KEY_VALUE_DTYPES}
 """Dtypes that KV caches may have."""
-TRANSFER_DTYPE_KIND, CACHE_DTYPE_KIND = (
-    ArgumentKind(" or ".join(known), lambda v, known=known: isinstance(v, str) and v in known)  # type: ignore[misc]
-    for known in (TRANSFER_DTYPES, CACHE_DTYPES)
-)
+
+
+def _make_dtype_name_kind(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
+    """Make the kind of an argument that must be one of the given dtype names."""
+    return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
+
+
+TRANSFER_DTYPE_KIND, CACHE_DTYPE_KIND = map(_make_dtype_name_kind, (TRANSFER_DTYPES, CACHE_DTYPES))
 
 
 def _freeze(value: object) -> object:

@@ -43,3 +43,18 @@ def require_tokens_fit_context(model: Model, context: int, text: str, count: int
         raise ModelError(
             f"{text} would have {count} tokens, but the context holds {context}; shorten the text{longer}{shift}"
         )
+
+
+def require_next_token_logits(model: Model) -> None:
+    """Raise `ModelError` for an encoder, which has no logits of a next token."""
+    if model.is_encoder_without_logits:
+        what = f"{model.architecture} is an encoder: it makes vectors of whole texts"
+        raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
+
+
+def make_growing_text_error(sequence: int) -> ModelError:
+    """Return the error for a sequence that gets more tokens, though the model sees all tokens at once."""
+    return ModelError(
+        f"sequence {sequence} would grow in steps, but this model sees all tokens at once; "
+        "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
+    )

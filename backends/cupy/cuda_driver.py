@@ -14,8 +14,8 @@ import numpy as np
 
 from ...graph.errors import BackendError, format_install_hint
 from ..base import Array, Device, Tensor
-from ..call_once import thread_safe_cache
 from ..capabilities import PredictedSpeeds
+from ..thread_safe_cache import thread_safe_cache
 from .backend import DriverBackend
 from .device import host_transfers
 from .device.batched_copies import batch_copies

@@ -60,6 +60,6 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
     return list(cases)
 
 
-def list_case_texts_and_those_of_model(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
+def collect_case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
     """Return the texts `cases`, followed by the texts of the cases of the model at `path`, if there is one."""
     return (*cases, *([] if path is None else [case.text_without_seed for case in collect_model_cases(path)]))

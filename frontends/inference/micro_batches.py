@@ -21,7 +21,7 @@ from ..models import Model
 from .device_tokens import DeviceToken, DeviceTokenSchedule
 from .prefill_chunks import (
     F32,
-    PipelinedChunkedPrefill,
+    PipelinedPrefill,
     PrefillChunk,
     convert_to_token_ids,
     join_chunk_rows,
@@ -198,7 +198,7 @@ class _PipelinedDecodeSchedule:
         self.sequence_ranges, self._sessions = all_of_them.sequence_ranges, all_of_them.sessions
         self._exit_stack = around
         self._pipelined_runs: PipelinedRuns | None = None
-        self._pending_steps: deque[tuple[Session, PipelinedChunkedPrefill]] = deque()
+        self._pending_steps: deque[tuple[Session, PipelinedPrefill]] = deque()
 
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         from ...scheduler import PipelinedRuns

@@ -196,7 +196,7 @@ class ReversibleStep:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinedChunkedPrefill:
+class PipelinedPrefill:
     """A prompt in chunks that run pipelined over the devices: the step, the inputs and the output kind of each chunk.
 
     `lengths` and `recent` are the lengths and the recent tokens of the sequences after the last chunk.

@@ -22,7 +22,7 @@ from ..errors import ModelError
 from ..models import Batch, Model, Step
 from ..models.inputs.step import count_cache_rows_with_spare
 from ..run_config import DEFAULT_BATCH, ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup
-from ..text_limits import require_tokens_fit_context
+from ..text_limits import make_growing_text_error, require_next_token_logits, require_tokens_fit_context
 from .device_group import resolve_exact_device_name
 from .model_digest import compute_model_digest
 from .model_layout import LoadProgress as LoadProgress
@@ -30,7 +30,7 @@ from .model_layout import load_weights_largest_first, plan_model_layout
 from .precision import make_step_graph_builder
 from .prefill_chunks import (
     F32,
-    PipelinedChunkedPrefill,
+    PipelinedPrefill,
     PrefillChunk,
     ReversibleStep,
     advance_lengths_and_recent_tokens,
@@ -99,8 +99,7 @@ class Session:
         on_progress: Callable[[LoadProgress], None] | None = None,
         world: World = SINGLE_PROCESS,
     ) -> None:
-        self.model, self.sequences, self.watch = model, sequences, watch
-        self.min_tokens = 1
+        self.model, self.sequences, self.watch, self.min_tokens = model, sequences, watch, 1
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
@@ -140,12 +139,10 @@ class Session:
             watch.require_watched_values(self._layout_plan.graph)  # before loading
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
-        self.mtp_rows = (
-            [np.zeros((1, model.draft_input_columns), np.float32)] * sequences if model.mtp_block_count else []
-        )
-        """Per sequence the rows [rows, `Model.draft_columns`] that MTP blocks read with the next token."""
-        self.reversible_step: ReversibleStep | None = None
-        """The last step, if it was reversible."""
+        first_rows = np.zeros((1, model.draft_input_columns), np.float32)
+        self.mtp_rows = [first_rows] * sequences if model.mtp_block_count else []
+        """Per sequence the rows [rows, `Model.draft_input_columns`] that MTP blocks read with the next token."""
+        self.reversible_step: ReversibleStep | None = None  # the last step, if it was reversible
         self._executors: dict[Step, Executor] = {}
         self._pipelines: dict[Step, PipelinedPlan] = {}
         self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
@@ -203,9 +200,8 @@ class Session:
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
-        outputs = choose_logits_or_hidden_per_chunk(
-            split_tokens_into_chunks([[0] * tokens], sizes), every_position, False
-        )
+        parts = split_tokens_into_chunks([[0] * tokens], sizes)
+        outputs = choose_logits_or_hidden_per_chunk(parts, every_position, False)
         for count, gives in zip(sizes, outputs, strict=True):
             length += count
             step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
@@ -232,14 +228,9 @@ class Session:
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
         """Whether chunks run pipelined: on several stages, but not with MTP blocks, watch, trace or reversible step."""
-        alone = (
-            not is_long_enough_to_chunk(tokens)
-            or reversible
-            or self.mtp_rows
-            or self.watch is not None
-            or self.trace is not None
-        )
-        return not alone and self.model.is_causal and self._pipeline_depth > 1
+        if reversible or self.mtp_rows or self.watch is not None or self.trace is not None:
+            return False
+        return is_long_enough_to_chunk(tokens) and self.model.is_causal and self._pipeline_depth > 1
 
     def choose_chunk_sizes(self, tokens: int, past_tokens: int, reversible: bool = False) -> tuple[int, ...]:
         """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
@@ -264,33 +255,26 @@ class Session:
 
     def make_chunked_prefill(
         self, parts: Sequence[PrefillChunk], every_position: bool = False, hidden: bool = False
-    ) -> PipelinedChunkedPrefill:
-        lengths, recent, outputs = (
-            self.lengths,
-            self.recent,
-            choose_logits_or_hidden_per_chunk(parts, every_position, hidden),
-        )
+    ) -> PipelinedPrefill:
+        lengths, recent = self.lengths, self.recent
+        outputs = choose_logits_or_hidden_per_chunk(parts, every_position, hidden)
         steps, inputs = [], []
         for part, gives in zip(parts, outputs, strict=True):
             batch = Batch(part, lengths, list_sequence_token_pairs(part) if every_position else None, recent)
             lengths, recent = advance_lengths_and_recent_tokens(part, lengths, recent, self.model.history_token_count)
             steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
             inputs.append(self.model.inputs(steps[-1], batch))
-        return PipelinedChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
+        return PipelinedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
-    def bind_chunks(
-        self, prefill: PipelinedChunkedPrefill
-    ) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
+    def bind_chunks(self, prefill: PipelinedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
         """Prepare pipelined runs: return the plan of each chunk, bound to this session, together with its inputs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
-    def has_bound_pipelines(self, prefill: PipelinedChunkedPrefill) -> bool:
+    def has_bound_pipelines(self, prefill: PipelinedPrefill) -> bool:
         """Whether the plans of all chunks of a prefill are already bound to this session for pipelined runs."""
         return all(step in self._pipelines for step in prefill.steps)
 
-    def end_prefill(
-        self, prefill: PipelinedChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]
-    ) -> list[list[F32]]:
+    def end_prefill(self, prefill: PipelinedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """Finish a prefill after all its chunks have run: advance the sequences, and return the rows of each chunk."""
         self.reversible_step, self.lengths, self.recent = None, prefill.lengths, prefill.recent
         return prefill.split_chunk_rows_by_sequence(runs, [self.create_empty_idle_rows(False)] * self.sequences)
@@ -301,31 +285,25 @@ class Session:
 
     def advance_by(self, chunk: PrefillChunk) -> None:
         """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
-        self.lengths, self.recent = advance_lengths_and_recent_tokens(
-            chunk, self.lengths, self.recent, self.model.history_token_count
-        )
+        count = self.model.history_token_count
+        self.lengths, self.recent = advance_lengths_and_recent_tokens(chunk, self.lengths, self.recent, count)
 
     def require_evaluable_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
         """Raise `ModelError` for tokens that `evaluate` refuses; `first` is the number of sequence 0 in messages."""
-        if self.model.is_encoder_without_logits and not hidden:
-            what = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
-            raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
+        if not hidden:
+            require_next_token_logits(self.model)
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
             text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
             require_tokens_fit_context(self.model, self.context, text, length + len(new))
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
-                raise ModelError(
-                    f"sequence {i} would grow in steps, but this model sees all tokens at once; "
-                    "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
-                )
+                raise make_growing_text_error(i)
 
     def is_per_cell_cache(self, name: str) -> bool:
         """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
-        return bool(
-            self.store.state(name).shape[0] == self.sequences * count_cache_rows_with_spare(self.cell_count(name))
-        )
+        rows = self.sequences * count_cache_rows_with_spare(self.cell_count(name))
+        return bool(self.store.state(name).shape[0] == rows)
 
     def cell_count(self, cache: str) -> int:
         """Return the number of cells of a sequence in a cache: one per token or token block; a ring cache has fewer."""
@@ -385,9 +363,8 @@ class Session:
             if self.watch is not None:
                 graph = self.watch.add_watched_outputs(graph)
             hardware = self._speeds.hardware_for_graph(graph)
-            self._plans[step] = plan_with_cache(
-                graph, self.group, place=self._rules, like=self._layout_plan, hardware=hardware
-            )
+            like, place = self._layout_plan, self._rules
+            self._plans[step] = plan_with_cache(graph, self.group, place=place, like=like, hardware=hardware)
         return self._plans[step]
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
@@ -422,11 +399,8 @@ class Session:
             from ...scheduler import PipelinedPlan
 
             start = time.perf_counter()
-            staying = {
-                name
-                for name in self.state_names
-                if self.is_per_cell_cache(name) and self.cell_count(name) == self.context
-            }
+            caches = filter(self.is_per_cell_cache, self.state_names)
+            staying = {name for name in caches if self.cell_count(name) == self.context}
             self._pipelines[step] = PipelinedPlan(self.plan(step), self.store, wire=self._wire, staying=staying)
             self.planning_seconds += time.perf_counter() - start
         return self._pipelines[step]

@@ -353,7 +353,7 @@ class Engine:
         try:
             rows = self._run_decode(decoding)
         except HocketError as error:
-            yield from self._retry_failed_decode_one_by_one(decoding, error)
+            yield from self._retry_decode_one_by_one(decoding, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
         _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
@@ -363,9 +363,7 @@ class Engine:
         for one in decoding:
             yield from self._advance(one, rows[one.slot])
 
-    def _retry_failed_decode_one_by_one(
-        self, decoding: Sequence[RunningRequest], error: HocketError
-    ) -> Iterator[Event]:
+    def _retry_decode_one_by_one(self, decoding: Sequence[RunningRequest], error: HocketError) -> Iterator[Event]:
         """Repeat a failed decode step for each request alone; only the requests that fail again end with an error."""
         if len(decoding) == 1:
             self.failed_slots.add(decoding[0].slot)

@@ -14,6 +14,7 @@ from .broadcasting import tile_to_shape
 from .expression import Expression, format_formula, trace
 from .numpy_functions import NUMPY_FUNCTIONS, Array
 from .scalar import Scalar
+from .signature import DimensionRole, Signature, SignatureMismatch
 
 ArrangeOperands: TypeAlias = "Callable[[Sequence[Any], Attrs], Sequence[Any]]"
 """A function from the operands of an op to the operands of its expression; None stands for an absent one."""
@@ -49,6 +50,20 @@ class DeclaredExpression:
         floats = tuple(name for name, kind in self.attribute_types.items() if kind == "float")
         others = tuple((name, attributes[name]) for name in self.attribute_types if name not in floats)
         return trace(self.build, (*present,), floats, others)
+
+    def require_whole_rows(self, signature: Signature, attributes: Mapping[str, Attr]) -> None:
+        """Require that devices share no row if the expression reads its sum, its maximum or its number of entries.
+
+        Raises:
+            SignatureMismatch: the signature lets devices share a row.
+        """
+        dims = signature.operands[0].dims
+        if dims and dims[-1].role in (DimensionRole.COUPLED, DimensionRole.CONTRACTED):
+            return
+        if self.trace([True] * len(self.operand_names), attributes).is_row:
+            raise SignatureMismatch(
+                "the expression reads whole rows, but devices may share them; declare the last axis as *c"
+            )
 
     def is_selected_by(self, attributes: Mapping[str, Attr]) -> bool:
         """Return whether `attributes` has all attributes that select the expression."""

@@ -26,14 +26,7 @@ from .numpy_functions import Array as Array
 from .old_keywords import accept_old_keywords
 from .samples import LegalRange
 from .scalar import Scalar
-from .signature import (
-    DimensionRole,
-    DimensionSizes,
-    Signature,
-    SignatureMismatch,
-    merge_dimensions_and_attributes,
-    parse_signature,
-)
+from .signature import DimensionSizes, Signature, SignatureMismatch, merge_dimensions_and_attributes, parse_signature
 
 T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
@@ -187,26 +180,10 @@ class Op(Generic[R]):
         try:
             attrs = attrs if is_normalised else self.normalise_attributes(attrs)
             specs = self.infer_results([None if v is None else v.spec for v in src], attrs)
-            self._require_whole_rows(attrs)
         except SignatureMismatch as why:
             operands = ", ".join("_" if v is None else repr(v) for v in src)
             raise GraphError(f"{self.name}({operands}): {why}") from None
         return Node(self.name, tuple(src), attrs, specs, name)
-
-    def _require_whole_rows(self, attrs: Attrs) -> None:
-        """Require that devices share no row if the expression reads its sum, its maximum or its number of entries.
-
-        Raises:
-            SignatureMismatch: the signature lets devices share a row.
-        """
-        if self.expression is None:
-            return
-        expression = self.expression.trace([True] * len(self.expression.operand_names), attrs)
-        dims = self.signature_for(attrs).operands[0].dims
-        if expression.is_row and (not dims or dims[-1].role not in (DimensionRole.COUPLED, DimensionRole.CONTRACTED)):
-            raise SignatureMismatch(
-                "the expression reads whole rows, but devices may share them; declare the last axis as *c"
-            )
 
     def normalise_attributes(self, attrs: Attrs) -> Attrs:
         """Check the attributes, and return them with defaults added, in declared order.
@@ -244,6 +221,8 @@ class Op(Generic[R]):
         if len(specs) > len(signature.operands):
             raise SignatureMismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
         specs = _pad_operands(specs, len(signature.operands))
+        if self.expression is not None:
+            self.expression.require_whole_rows(signature, attrs)
         sizes = self.resolve_sizes(specs, attrs)
         if self.check and (why := self.check(**{**attrs, **sizes.by_name})):
             raise SignatureMismatch(why)

@@ -25,8 +25,8 @@ from ....graph.errors import BackendError
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ....graph.storage.disk_cache import cache_folder, hash_key, read_cached, write_cached
-from ...call_once import thread_safe_cache
 from ...compile_log import log_compilation, log_missing_kernels
+from ...thread_safe_cache import thread_safe_cache
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
 from . import object_loader

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 
 from ....graph.errors import BackendError
-from ...call_once import thread_safe_cache
+from ...thread_safe_cache import thread_safe_cache
 from .driver import SINGLE_BLOCK_CLUSTER, DriverStep, KernelLaunch
 
 MIN_EARLY_CAPABILITY, MIN_EARLY_DRIVER_VERSION = 90, 12030

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import replace
 
 from ....graph.errors import BackendError
-from ...call_once import thread_safe_cache
+from ...thread_safe_cache import thread_safe_cache
 from .driver import HIP_HEADER, KernelSource
 from .runtime_compiler import CompiledCode, RuntimeCompilerLibrary
 

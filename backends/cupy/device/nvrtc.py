@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ....graph.errors import BackendError
-from ...call_once import thread_safe_cache
+from ...thread_safe_cache import thread_safe_cache
 from .driver import KernelSource
 from .runtime_compiler import CompiledCode, RuntimeCompilerLibrary
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from ....graph.errors import BackendError
 from ....graph.storage.disk_cache import make_cache_path
 from ....graph.storage.files import replacing
-from ...call_once import thread_safe_cache
 from ...compile_log import log_compilation
+from ...thread_safe_cache import thread_safe_cache
 from ..device.driver import KernelSource
 
 HEADER_FOLDER = Path(__file__).parent

@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from ....graph.attrs import Attrs
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collectives import narrow_to_integer
@@ -143,10 +145,8 @@ def launch_run_number_signal(launches: LaunchBuilder, group: PeerGroup, *, is_pi
     In pipelined runs (`is_pipelined`) with pushed sums, a barrier of all devices follows. Without it, the run could
     overwrite a sum of the previous run that another device still reads.
     """
-    own, mine = (
-        group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD),
-        group.peers[group.rank],
-    )
+    own = group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD)
+    mine = group.peers[group.rank]
     launches.add_launch(SOURCE["begin_run"], 1, 1, [mine.signals, own])
     if is_pipelined and mine.inbox:
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*_make_group_struct_fields(launches, -1, group), 1])
@@ -398,20 +398,19 @@ def slice_operand(x: Operand, index: Index) -> Operand:
     return x
 
 
-def _list_gathered_slices(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
+def _list_gathered_slices(
+    compute_pairs: Callable[[Attrs], list[Pairs]], call: BoundInstruction
+) -> list[tuple[Index, list[tuple[int, Index]]]]:
     """List the slices that a device gathers, as (result slice, [(other device, slice of that device's operand)])."""
-    return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
+    return [(into, [(other, index)]) for other, pairs in enumerate(compute_pairs(call.attrs)) for into, index in pairs]
 
 
 def _list_reduce_scatter_slices(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
     """List the slices of the result of a `reduce_scatter`, each with its addends: (device, operand slice) pairs."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
-    devices = range(len(runs))
-    return [
-        (into, [(device, index) for device in devices])
-        for into, index in compute_reduce_scatter_slice_pairs(call.attrs)
-    ]
+    pairs = compute_reduce_scatter_slice_pairs(call.attrs)
+    return [(into, [(device, index) for device in range(len(runs))]) for into, index in pairs]
 
 
 def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
@@ -419,18 +418,16 @@ def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup
     require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
-    launches.add_launch(
-        SOURCE["tell_one"], 1, 1, [*_make_group_struct_fields(launches, _read_sequence(call), group), to]
-    )
+    fields = _make_group_struct_fields(launches, _read_sequence(call), group)
+    launches.add_launch(SOURCE["tell_one"], 1, 1, [*fields, to])
 
 
 def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
     source = narrow_to_integer(call.attrs["source"])
     theirs = group.require_device_operands(source, _read_sequence(call)).source
     require_supported(_has_copy_kernel(theirs), "kernels that copy this type are missing")
-    launches.add_launch(
-        SOURCE["await_one"], 1, 1, [*_make_group_struct_fields(launches, _read_sequence(call), group), source]
-    )
+    fields = _make_group_struct_fields(launches, _read_sequence(call), group)
+    launches.add_launch(SOURCE["await_one"], 1, 1, [*fields, source])
     launch_peer_sum(launches, [theirs], call.out, group)
 
 
@@ -445,12 +442,8 @@ def _has_copy_kernel(sent: Operand) -> bool:
 CollectiveBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup], None]
 COLLECTIVE_BINDERS: Mapping[str, CollectiveBinder] = {
     "all_reduce": _bind_all_reduce,
-    "all_gather": _make_slice_read_binder(
-        lambda call: _list_gathered_slices(compute_all_gather_slice_pairs(call.attrs))
-    ),
-    "all_to_all": _make_slice_read_binder(
-        lambda call: _list_gathered_slices(compute_all_to_all_slice_pairs(call.attrs))
-    ),
+    "all_gather": _make_slice_read_binder(partial(_list_gathered_slices, compute_all_gather_slice_pairs)),
+    "all_to_all": _make_slice_read_binder(partial(_list_gathered_slices, compute_all_to_all_slice_pairs)),
     "reduce_scatter": _make_slice_read_binder(_list_reduce_scatter_slices),
     "send": _bind_send,
     "receive": _bind_receive,

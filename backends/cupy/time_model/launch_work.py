@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ...call_once import thread_safe_cache
+from ...thread_safe_cache import thread_safe_cache
 from ..device import nvrtc
 from ..device.driver import KernelSource
 from ..emulation.access_counters import LaunchCounters

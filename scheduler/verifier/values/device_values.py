@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
-from ....graph.graph import Graph, topological_order
+from ....graph.graph import Graph
 from ....graph.node import Node, Value
 from ....ops import REGISTRY
 from ....ops.collectives import COLLECTIVES, narrow_to_index_ranges, narrow_to_integer
+from .collective_order import make_shared_collective_key, order_nodes_by_operands_and_sequence
 from .facts import (
     CONVERSION_OPS,
     DeviceValueFact,
@@ -87,8 +88,8 @@ class ValueTrace:
         for device, graph in enumerate(graphs):
             for node in graph.nodes:
                 if node.op in COLLECTIVES and node.op != "receive":
-                    self.collective_groups.setdefault(_make_shared_collective_key(device, node), {})[device] = node
-                    self.missing_participants.setdefault(_make_shared_collective_key(device, node), set()).add(
+                    self.collective_groups.setdefault(make_shared_collective_key(device, node), {})[device] = node
+                    self.missing_participants.setdefault(make_shared_collective_key(device, node), set()).add(
                         (device, node)
                     )
 
@@ -102,7 +103,7 @@ class ValueTrace:
 
         Collectives that wait for each other in a circle are faults too.
         """
-        orders = {graph: _order_nodes_by_operands_and_sequence(graph) for graph in set(self.graphs)}
+        orders = {graph: order_nodes_by_operands_and_sequence(graph) for graph in set(self.graphs)}
         ahead = [list(reversed(orders[graph])) for graph in self.graphs]
         moved = True
         while moved:
@@ -121,7 +122,7 @@ class ValueTrace:
         """
         if node.op not in COLLECTIVES:
             return True
-        missing = self.missing_participants.get(_make_shared_collective_key(device, node), set())
+        missing = self.missing_participants.get(make_shared_collective_key(device, node), set())
         missing.discard((device, node))
         return not missing
 
@@ -133,14 +134,14 @@ class ValueTrace:
             yield from self._record_leaf_facts(device, node)
             return
         if node.op == "receive":
-            for source, sender in self.collective_groups.get(_make_shared_collective_key(device, node), {}).items():
+            for source, sender in self.collective_groups.get(make_shared_collective_key(device, node), {}).items():
                 if sender.specs != node.specs:
                     yield f"device {device}: {node!r} receives {sender!r}"
                 self.facts_by_node[device][node] = [self.find_facts(source, sender.results[0])]
             return
         if node.op in COLLECTIVES and node.op != "send":
             if members := self.collective_groups.pop(
-                _make_shared_collective_key(device, node), None
+                make_shared_collective_key(device, node), None
             ):  # the last one infers all results
                 yield from self._record_collective_facts(members)
             return
@@ -442,22 +443,3 @@ class ValueTrace:
             return f"the index ranges leave positions of axis {axis} empty, or put two entries at one position"
         is_all = is_full_index(index, self.numbering.digits_by_number[number][axis], n)
         return (*axes[:axis], make_index_of_all_entries(n) if is_all else index, *axes[axis + 1 :])
-
-
-def _make_shared_collective_key(device: int, node: Node) -> object:
-    """Return a key that is equal for all participants of one collective, and differs between collectives.
-
-    The key is the sequence number, and for a message also the sender and the receiver.
-    """
-    number = narrow_to_integer(node.attrs["sequence"])
-    if node.op == "send":
-        return device, node.attrs["to"], number
-    return (node.attrs["source"], device, number) if node.op == "receive" else number
-
-
-def _order_nodes_by_operands_and_sequence(graph: Graph) -> tuple[Node, ...]:
-    """Order the nodes of a graph: operands before their readers, and collectives by ascending sequence number."""
-    collectives = sorted(
-        (n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: narrow_to_integer(n.attrs["sequence"])
-    )
-    return topological_order(map(Value, (*collectives, *graph.nodes)))

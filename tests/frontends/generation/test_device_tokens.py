@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.device_tokens import can_choose_on_device, make_token_step
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
-from hocket.frontends.models import Batch, Step
+from hocket.frontends.models import Batch, Model, Step
 from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, Value
 
@@ -47,8 +50,11 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend, "has_separate_memory", True, raising=False)
 
 
-def open_session(device: str = "cpu:0", path: object = None, **sizes: int) -> Session:
-    return Session(open_model(path), on=DeviceGroup(devices=(device,)), **{"context": 64, **sizes})  # type: ignore[arg-type]
+def open_session(
+    device: str = "cpu:0", path: Path | None = None, *, context: int = 64, sequences: int = 1, batch: int = 64
+) -> Session:
+    on = DeviceGroup(devices=(device,))
+    return Session(open_model(path), on=on, context=context, sequences=sequences, batch=batch)
 
 
 def sample(
@@ -57,10 +63,10 @@ def sample(
     *,
     needs_logits: bool,
     known: list[list[int]] | None = None,
-    **params: object,
+    **params: Any,
 ) -> Iterator[SampledToken]:
     known = [[] for _ in prompts] if known is None else known
-    settings = GenerationParams(**{"limit": 6, "sampling": LARGEST_LOGIT, **params})  # type: ignore[arg-type]
+    settings = replace(GenerationParams(6, LARGEST_LOGIT), **params)
     return sample_tokens(session, prompts, settings, known=known, needs_logits=needs_logits)
 
 
@@ -180,12 +186,12 @@ def test_a_backend_with_outputs_in_host_memory_reads_logits() -> None:
 
 @pytest.mark.usefixtures("everywhere")
 def test_logits_that_are_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `Sampling.choose` says it, also if the device finds the NaN."""
+    """As `Sampling.choose_token` says it, also if the device finds the NaN."""
     model = open_model(None)
     build = type(model).graph
 
-    def spoil(self: object, step: Step) -> Graph:
-        graph = build(self, step)  # type: ignore[arg-type]
+    def spoil(self: Model, step: Step) -> Graph:
+        graph = build(self, step)
         if step.output_kind != "token":
             return graph
         token, logit = graph.outputs["token"], graph.outputs["logit"]
@@ -233,7 +239,8 @@ def test_texts_of_several_prompts_are_the_same(monkeypatch: pytest.MonkeyPatch) 
         if not on_device:
             monkeypatch.undo()
         tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
-        params, known = GenerationParams(8, LARGEST_LOGIT), [[], [], []]  # type: ignore[var-annotated]
+        params = GenerationParams(8, LARGEST_LOGIT)
+        known: list[list[int]] = [[], [], []]
         texts.append(generate_texts(session, PROMPTS_OF_THREE, params, (), tokenizer=tokenizer, known=known))
         assert count_token_steps(session) == on_device
     assert texts[0] == texts[1]

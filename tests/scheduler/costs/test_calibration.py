@@ -138,21 +138,6 @@ def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture
     )
 
 
-def test_a_group_that_is_measured_later_leaves_the_other_groups_as_they_were(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    measured = replace(SPEEDS, launch=4e-6)
-    monkeypatch.setattr(calibrate, "measure_speeds", lambda group, **_: measured)
-    write_speeds({"others": SPEEDS}, "quick")
-    assert main(["calibrate", "--quick", "--devices", "numpy:0,numpy:1,numpy:2"]) == 0
-    saved = read_speeds(make_saved_speeds_path()) or {}
-    group = resolve_devices(DeviceGroup(devices=("numpy:0", "numpy:1", "numpy:2")))
-    assert saved == {"others": SPEEDS, format_saved_speeds_key(group): measured}
-    graph = build_matmul_graph(DType.Q8_0, 1, 1)
-    assert re.fullmatch(r"calibrated [\d-]+, quick", choose_calibrated_or_built_in_hardware(graph, group).source)
-    assert "numpy with" in capsys.readouterr().out
-
-
 def test_speeds_of_several_dtypes_are_mixed_by_their_time():
     graph = build_matmul_graph(DType.F16, 1, 1)
     assert SPEEDS.hardware_for(graph).bandwidth == pytest.approx(10e9), "what was not measured counts as the slowest"

@@ -17,7 +17,7 @@ import pytest
 
 import hocket
 from hocket import ops
-from hocket.backends.call_once import thread_safe_cache
+from hocket.backends.thread_safe_cache import thread_safe_cache
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.weights import ModelWeights
 from hocket.scheduler.runtime.device_locks import DeviceLock

@@ -73,6 +73,12 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         r"step \d+ \(%gateed\): overwrites its operand x while reading it",
         lambda: step(tensor_plan(), 0, "gateed", lambda i: at_offset(i, i.src[1].offset)),
     ),
+    "scratch is outside the arena": (
+        r"\(%attended\): its scratch: .* is outside its buffer of 896 bytes",
+        lambda: step(
+            tensor_plan(), 0, "attended", lambda i: dataclasses.replace(i, scratch=move_tensor(i.scratch, 832))
+        ),
+    ),
     "the arena is too small": (r"\(%attended\): result: .* is outside its buffer of 832 bytes", small_arena),
     "a buffer is for the whole weight": (
         r"device 1: .*declared_spec=f32\[8,16\].* is for weight %wo: f32\[8,8\]",

@@ -62,9 +62,6 @@ from .amx_matrices import (
 from .amx_matrices import TILE as GROUP
 from .prefill_attention import (
     ARGS,
-    BLOCK_TOKENS,
-    TILE_KEYS,
-    find_visible_keys_per_8_tokens,
     load_and_transpose_mask_tile,
     make_attention_span_kernel,
     scale_and_copy_padded_rows,
@@ -86,6 +83,7 @@ from .softmax_scores import (
     load_sink_score_in_log2,
     max_or_second,
 )
+from .visible_keys import BLOCK_TOKENS, TILE_KEYS, find_visible_keys_per_8_tokens
 
 JOBS_PER_TILE = 24
 """Approximate number of jobs of a unit per tile."""
@@ -168,9 +166,8 @@ def load_query_matrices_and_init_softmax(a, heads, start, end, place):
                 queries += QUERY_BYTES
             top = splat(max(sink, MIN_SCORE))
             store_32_floats(states, top, top)
-            store_32_floats(
-                states + 128, exp2_of_nonpositive(sub(splat(sink), top)), exp2_of_nonpositive(sub(splat(sink), top))
-            )
+            sink_weight = exp2_of_nonpositive(sub(splat(sink), top))
+            store_32_floats(states + 128, sink_weight, sink_weight)
             store_long(states + BEGUN_OFFSET, 0)
             states += STATE_BYTES
 
@@ -181,11 +178,9 @@ def _make_convert_kv_tile_to_matrices(k: DType, v: DType) -> Subroutine:
     load_values = make_transpose_rows_to_bf16_matrices(v, TILE_KEYS)
 
     def load_tile(a, heads, s, place):
-        left, deep, wide = (
-            ARGS.keys(a) - s,
-            max(1, count_32x32_matrices(ARGS.size(a))),
-            count_32x32_matrices(ARGS.width(a)),
-        )
+        left = ARGS.keys(a) - s
+        deep = max(1, count_32x32_matrices(ARGS.size(a)))
+        wide = count_32x32_matrices(ARGS.width(a))
         step = ARGS.k_step(a)
         load_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
         step = ARGS.v_step(a)
@@ -342,11 +337,9 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
 
     A job is the attention of 32 tokens of one head to a tile of keys.
     """
-    run_steps, begin_steps, compute_weights = (
-        make_run_amx_steps(),
-        make_load_amx_step_operands(),
-        _make_compute_weights_during_amx_steps(),
-    )
+    run_steps = make_run_amx_steps()
+    begin_steps = make_load_amx_step_operands()
+    compute_weights = _make_compute_weights_during_amx_steps()
     list_scores, list_results = _make_append_score_steps(k), _make_append_result_steps(v)
 
     def attend_jobs(a, jobs, count, place):

@@ -395,11 +395,9 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
     def body(a, thread, threads):
         tokens, keys, width, chunks = ARGS.tokens(a), ARGS.keys(a), ARGS.width(a), ARGS.chunks(a)
-        beside, splits, span = (
-            ARGS.beside(a),
-            ARGS.splits(a),
-            PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS),
-        )
+        beside = ARGS.beside(a)
+        splits = ARGS.splits(a)
+        span = PARTIAL_VALUES_OFFSET + 4 * round_up(width, VALUE_COLUMNS)
         heads_of, pitch = beside * ARGS.shared(a), chunks * span
         rows, reach = tokens * heads_of, 4 * min(KEYS_PER_CHUNK, round_up(keys, LANES))
         scores = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)

@@ -18,25 +18,16 @@ from ...simd.permute_lanes import transpose_16x16
 from ...simd.vectors import (
     LANES,
     add,
-    bits_to_float,
-    count_leading_zeros,
-    count_trailing_zeros,
-    float_to_bits,
     fma,
-    greater_bitmask,
     load,
     load_first_lanes_or,
     load_long,
     load_scalar,
     mul,
-    or_int,
     splat,
     splat_from,
     store,
-    store_long,
     sub,
-    where_nonzero,
-    zero_ints,
     zeros,
 )
 from ...steps.work_queue import reset_queue_after_last_ticket, take_work_item
@@ -58,22 +49,21 @@ from .softmax_scores import (
     MINUS_INFINITY,
     apply_soft_cap_and_mask,
     exp2_of_nonpositive,
-    find_visible_key_bits,
-    load_16_padded_mask_values,
     load_sink_score_in_log2,
     max_or_second,
     round_up,
+)
+from .visible_keys import (
+    BLOCK_TOKENS,
+    MATRIX_ROWS,
+    TILE_KEYS,
+    find_set_bit_range_in_eights,
+    find_visible_keys_per_8_tokens,
 )
 
 ARGS = declare_args(f"{COMMON_ARGS} span tickets")
 """The last words: tokens of a unit, and the work queue (`work_queue.take_work_item`)."""
 
-TILE_KEYS = 64
-"""Keys of a tile: one bit of a word each."""
-BLOCK_TOKENS = 32
-"""Tokens of a block, and columns of a small matrix: two vectors."""
-MATRIX_ROWS = 8
-"""Rows of a small matrix."""
 JOBS_PER_TILE = 8
 """Approximate number of heads times token blocks that use one copy of a tile."""
 
@@ -170,41 +160,6 @@ def store_32_floats(to, x, y):
 
 
 @subroutine
-def find_visible_keys_per_8_tokens(mask, step, tokens, s, keys, to):
-    """Find the keys of a tile that are visible to each 8 tokens; store a word of 64 bits for each 8 tokens at `to`.
-
-    Returns:
-        The bits of keys that any token sees, and whether the mask is zero throughout.
-    """
-    marks, union, tile_mask = zero_ints(), 0, mask + 4 * s
-    whole = keys - s >= TILE_KEYS and tokens >= BLOCK_TOKENS
-    for first in range(0, BLOCK_TOKENS, MATRIX_ROWS):
-        bits = 0
-        for r in range(0, TILE_KEYS, LANES):
-            max_lanes = splat(MINUS_INFINITY)
-            if whole:
-                for t in range(first, first + MATRIX_ROWS):
-                    lanes = load(tile_mask + t * step + 4 * r)
-                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
-            else:
-                for t in range(first, min(tokens, first + MATRIX_ROWS)):
-                    lanes = load_16_padded_mask_values(mask + t * step, s + r, keys)
-                    marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
-            bits |= find_visible_key_bits(max_lanes) << r
-        store_long(to + first, bits)
-        union |= bits
-    return union, greater_bitmask(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
-
-
-@subroutine
-def find_set_bit_range_in_eights(bits):
-    """Return the range (first, end) of the set bits of `bits`, rounded outwards to multiples of eight."""
-    return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
-        TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
-    ) // MATRIX_ROWS * MATRIX_ROWS
-
-
-@subroutine
 def convert_tile_scores_to_softmax_weights(scores, lane_mask, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by softmax weights, and update the online softmax state of each token.
 
@@ -273,9 +228,8 @@ def load_query_lanes_and_init_softmax(a, heads, start, end, place):
                 transpose_16x16(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK_TOKENS)
             top = splat(max(sink, MIN_SCORE))
             store_32_floats(states, top, top)
-            store_32_floats(
-                states + 128, exp2_of_nonpositive(sub(splat(sink), top)), exp2_of_nonpositive(sub(splat(sink), top))
-            )
+            sink_weight = exp2_of_nonpositive(sub(splat(sink), top))
+            store_32_floats(states + 128, sink_weight, sink_weight)
             for c in range(0, 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS), 64):
                 store(results + c, zeros())
             queries += 4 * BLOCK_TOKENS * deep
@@ -298,10 +252,8 @@ def _make_copy_rows_as_padded_f32(cells: CacheRowOperations) -> Subroutine:
 
 def _make_copy_kv_tile_as_f32(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that copies the keys and values of a tile to dense, zero-padded float32 rows."""
-    copy_keys, copy_values = (
-        _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[k]),
-        _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[v]),
-    )
+    copy_keys = _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[k])
+    copy_values = _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[v])
 
     def copy_tile(a, heads, s, place):
         keys, values, left = place[0], place[1], ARGS.keys(a) - s

@@ -282,10 +282,8 @@ def pack_q45_k_scales_and_minima(row, to, lane, s):
         high = 0
         for k in range(2):
             j = 2 * pair + k
-            scale, minimum = (
-                unpack_6_bit_k_scale_or_minimum(row + 4, j),
-                unpack_6_bit_k_scale_or_minimum(row + 4, j + 8),
-            )
+            scale = unpack_6_bit_k_scale_or_minimum(row + 4, j)
+            minimum = unpack_6_bit_k_scale_or_minimum(row + 4, j + 8)
             store_byte(to + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
             high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
         store_byte(to + 128 + 16 * pair + lane, high)
@@ -304,10 +302,8 @@ def load_q45_k_scales(p, b):
     """Load the Q4_K or Q5_K scales of 32 columns of 16 rows, without minima.
 
     A scale is the product of the 6-bit scale of the 32 columns and the float16 scale of 256 columns."""
-    low, high = (
-        and_int(load_u8_lanes(p + 16 * b), splat_int(15)),
-        and_int(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(3)),
-    )
+    low = and_int(load_u8_lanes(p + 16 * b), splat_int(15))
+    high = and_int(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(3))
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
 

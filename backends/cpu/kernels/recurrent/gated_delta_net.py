@@ -117,10 +117,8 @@ def make_delta_rule_of_one_token(per_channel: bool) -> Subroutine:
         faded_q, faded_k = fades + step, fades + 2 * step
         after = ARGS.new(a, 0) + n * ARGS.new(a, 1) + t * ARGS.new(a, 2) + step * h * width
         before = after - ARGS.new(a, 2) if t > 0 else ARGS.state(a) + step * ((n * ARGS.heads(a) + h) * width)
-        q, k = (
-            compute_head_vector_address(a, Q_WORD, n, t, source),
-            compute_head_vector_address(a, K_WORD, n, t, source),
-        )
+        q = compute_head_vector_address(a, Q_WORD, n, t, source)
+        k = compute_head_vector_address(a, K_WORD, n, t, source)
         v, g = compute_head_vector_address(a, V_WORD, n, t, h), compute_head_vector_address(a, G_WORD, n, t, h)
         out = compute_head_vector_address(a, OUT_WORD, n, t, h)
         beta = load_scalar(compute_head_vector_address(a, BETA_WORD, n, t, h))
@@ -166,10 +164,8 @@ def make_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
         fades, multiplied_vectors = memory + DECAYS_OFFSET, memory + DECAYS_OFFSET + step
         written = memory + DECAYS_OFFSET + 5 * step
         state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
-        q, k = (
-            compute_head_vector_address(a, Q_WORD, n, t, source),
-            compute_head_vector_address(a, K_WORD, n, t, source),
-        )
+        q = compute_head_vector_address(a, Q_WORD, n, t, source)
+        k = compute_head_vector_address(a, K_WORD, n, t, source)
         next_q = compute_head_vector_address(a, Q_WORD, n, t + 1, source)
         next_k = compute_head_vector_address(a, K_WORD, n, t + 1, source)
         g, next_g = compute_head_vector_address(a, G_WORD, n, t, h), compute_head_vector_address(a, G_WORD, n, t + 1, h)
@@ -197,10 +193,8 @@ def make_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
         own, next_own, key_first = splat(lane_sum(qk)), splat(lane_sum(pl)), splat(lane_sum(ql))
         key_last = splat(lane_sum(pk))
         v, next_v = compute_head_vector_address(a, V_WORD, n, t, h), compute_head_vector_address(a, V_WORD, n, t + 1, h)
-        out, next_out = (
-            compute_head_vector_address(a, OUT_WORD, n, t, h),
-            compute_head_vector_address(a, OUT_WORD, n, t + 1, h),
-        )
+        out = compute_head_vector_address(a, OUT_WORD, n, t, h)
+        next_out = compute_head_vector_address(a, OUT_WORD, n, t + 1, h)
         beta = splat_from(compute_head_vector_address(a, BETA_WORD, n, t, h))
         next_beta = splat_from(compute_head_vector_address(a, BETA_WORD, n, t + 1, h))
         for row in range(first, last, LANES):
@@ -246,10 +240,8 @@ def make_transposed_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
     def process_two_transposed(a, n, h, source, t, first, memory):
         size = ARGS.size(a)
         scale, step, fades = splat(np.float32(1.0 / math.sqrt(size))), 4 * size, memory + DECAYS_OFFSET
-        q, k = (
-            compute_head_vector_address(a, Q_WORD, n, t, source),
-            compute_head_vector_address(a, K_WORD, n, t, source),
-        )
+        q = compute_head_vector_address(a, Q_WORD, n, t, source)
+        k = compute_head_vector_address(a, K_WORD, n, t, source)
         next_q = compute_head_vector_address(a, Q_WORD, n, t + 1, source)
         next_k = compute_head_vector_address(a, K_WORD, n, t + 1, source)
         g, next_g = compute_head_vector_address(a, G_WORD, n, t, h), compute_head_vector_address(a, G_WORD, n, t + 1, h)
@@ -338,14 +330,9 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
         tiled: Whether value head h uses key head ``h % keyed``; else ``h // (heads // keyed)``.
     """
 
-    process_one_token, process_two_tokens, process_two_transposed = (
-        of(per_channel)
-        for of in (
-            make_delta_rule_of_one_token,
-            make_delta_rule_of_two_tokens,
-            make_transposed_delta_rule_of_two_tokens,
-        )
-    )
+    process_one_token = make_delta_rule_of_one_token(per_channel)
+    process_two_tokens = make_delta_rule_of_two_tokens(per_channel)
+    process_two_transposed = make_transposed_delta_rule_of_two_tokens(per_channel)
 
     def body(a, thread, threads):
         tokens, keyed, heads, size, width = ARGS.tokens(a), ARGS.keyed(a), ARGS.heads(a), ARGS.size(a), ARGS.width(a)

@@ -173,9 +173,7 @@ def _swap_axes(x: Operand, one: int, other: int) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
 
 
-def _iterate_batches_with_one_leading_axis(
-    leading: Sequence[int], operands: AttentionOperands
-) -> Iterator[AttentionOperands]:
+def _iterate_one_axis_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
     """Yield the operands in batches that have at most one leading axis; several if the leading axes cannot merge."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
@@ -270,7 +268,7 @@ class _AttentionBinder:
         kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
         tiled = next((t for t in kinds if t.can_process(s.key_columns, s.value_columns, cells)), None)
         if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
-            self._launch_key_tiled_variant(tiled, operands, leading)
+            self._launch_key_tiled(tiled, operands, leading)
         else:
             self._launch_few_query_rows_variant(operands, leading)
 
@@ -326,7 +324,7 @@ class _AttentionBinder:
                 count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS
             )
         sums = self._allocate_partial_sums(splits)
-        for batch in _iterate_batches_with_one_leading_axis(leading, operands):
+        for batch in _iterate_one_axis_batches(leading, operands):
             q, k, v, _, out = batch
             words = self._make_argument_words(batch, splits, sums)
             if fast is not None and _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8):
@@ -350,9 +348,7 @@ class _AttentionBinder:
             )
             self._launch_combine_splits(batch, words, splits)
 
-    def _launch_key_tiled_variant(
-        self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]
-    ) -> None:
+    def _launch_key_tiled(self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch a tiled variant for many query rows.
 
         Launches before it split float32 keys and values into halves, and find the tiles that the mask leaves visible. A
@@ -381,7 +377,7 @@ class _AttentionBinder:
             if operands[3] is None
             else launches.allocate_scratch((s.batch, s.key_heads, row_tiles, tiles), DType.I32)
         )
-        for batch in _iterate_batches_with_one_leading_axis(leading, operands):
+        for batch in _iterate_one_axis_batches(leading, operands):
             q, k, v, mask, out = batch
             require_supported(
                 out.shape[0] * s.key_heads <= MAX_GRID_SIZE, f"{out.shape[0]} batches are too many for a grid"

@@ -160,10 +160,7 @@ def launch_delta_rule_by_token(
     tile = min(TOKENS_PER_TILE, max(rule.tokens, 1))
     token = 2 * size + (size if rule.has_channel_decay else 0) + block_rows + 4
     words = [
-        *make_rows_struct_fields(rule.q),
-        *make_rows_struct_fields(rule.k),
-        *make_rows_struct_fields(rule.v),
-        *make_rows_struct_fields(rule.g),
+        *(word for x in (rule.q, rule.k, rule.v, rule.g) for word in make_rows_struct_fields(x)),
         *make_rows_struct_fields(rule.beta, 2),
         *make_rows_struct_fields(rule.out),
     ]
@@ -330,19 +327,15 @@ def launch_delta_rule_by_chunks(
     """
     count, heads, sequences = count_blocks(rule.tokens, CHUNK_TOKENS), rule.value_heads, rule.sequences
     words = [
-        *make_rows_struct_fields(rule.q),
-        *make_rows_struct_fields(rule.k),
-        *make_rows_struct_fields(rule.g),
+        *(word for x in (rule.q, rule.k, rule.g) for word in make_rows_struct_fields(x)),
         *make_rows_struct_fields(rule.beta, 2),
         *memory,
     ]
     together = _choose_heads_per_block(rule)
     words += [rule.tokens, rule.k.shape[-2], heads, rule.value_heads_per_key_head, together, rule.scale]
-    grid = count, heads // together, sequences
-    launches.add_launch(
-        chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, chunk.compute_prepare_shared_bytes(together)
-    )
-    values = values or _choose_state_rows_per_scan_block(launches, rule, chunk)
+    grid, shared = (count, heads // together, sequences), chunk.compute_prepare_shared_bytes(together)
+    launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, shared)
+    values = values or _choose_scan_block_rows(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.value_heads_per_key_head)
     words = [
         *memory,
@@ -376,13 +369,11 @@ def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chu
     return launches.can_allocate_shared_bytes(
         chunk.compute_prepare_shared_bytes(_choose_heads_per_block(rule))
     ) and launches.can_allocate_shared_bytes(
-        chunk.compute_scan_shared_bytes(_choose_state_rows_per_scan_block(launches, rule, chunk))
+        chunk.compute_scan_shared_bytes(_choose_scan_block_rows(launches, rule, chunk))
     )
 
 
-def _choose_state_rows_per_scan_block(
-    launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant
-) -> int:
+def _choose_scan_block_rows(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> int:
     """Choose how many state rows a scan block has: as many as fit into shared memory and leave enough blocks.
 
     Many rows are better, because each block reads all prepared values.
@@ -421,9 +412,8 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
         if rule.is_vector_aligned:
             launch_delta_rule_by_chunks(launches, rule.slice_tokens(0, first), carried, memory, chunk)
             if last:
-                launch_delta_rule_by_token(
-                    launches, rule.slice_tokens(first, last), carried.make_resume_fields(last), carried, last
-                )
+                rest, resume_fields = rule.slice_tokens(first, last), carried.make_resume_fields(last)
+                launch_delta_rule_by_token(launches, rest, resume_fields, carried, last)
             return
     launch_delta_rule_by_token(launches, rule, carried.begin_fields, carried, carried.stored_snapshots)
 

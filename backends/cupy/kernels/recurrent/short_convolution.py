@@ -244,11 +244,9 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
     require_supported(
         (flow.require_producer(rule, 0), flow.require_producer(rule, 1)) == (q, k), "queries do not come first"
     )
-    both, state_update, saved = (
-        flow.bound_instruction(number),
-        flow.bound_instruction(last),
-        None if save is None else flow.bound_instruction(save),
-    )
+    both = flow.bound_instruction(number)
+    state_update = flow.bound_instruction(last)
+    saved = None if save is None else flow.bound_instruction(save)
     gates, old = _match_gates(flow, rule), both.operand(0)
     require_supported(
         saved is None or (saved.op == "cont" and has_same_elements(saved.operand(0), old)), "a state is saved otherwise"
@@ -424,11 +422,9 @@ def _fuse_gated_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -
         flow.bound_instruction(silu).op == "silu" and flow.require_sole_reader(silu, "mul", 1) == gated,
         "the gate is another",
     )
-    x, w, out = (
-        flow.bound_instruction(number).operand(0),
-        flow.bound_instruction(factor).operand(1),
-        flow.bound_instruction(gated).out,
-    )
+    x = flow.bound_instruction(number).operand(0)
+    w = flow.bound_instruction(factor).operand(1)
+    out = flow.bound_instruction(gated).out
     z = flow.bound_instruction(gated).operand(1)
     source = flow.bound_instruction(silu).operand(0)
     require_supported(source.is_dense and z.is_dense and len(x.shape) == 4, "gates do not lie by head")

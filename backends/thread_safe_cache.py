@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class thread_safe_cache(Generic[T]):  # noqa: N801  # a decorator
+class thread_safe_cache(Generic[T]):  # noqa: N801  # a decorator, as functools.cached_property
     """Decorator that caches results by arguments; it calls the function once for equal arguments, even from threads.
 
     One thread makes the value and the other threads wait. With `functools.cache` each thread would make a value, and
