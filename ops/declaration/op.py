@@ -221,11 +221,11 @@ class Op(Generic[R]):
         if len(specs) > len(signature.operands):
             raise SignatureMismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
         specs = _pad_operands(specs, len(signature.operands))
-        if self.expression is not None:
-            self.expression.require_whole_rows(signature, attrs)
         sizes = self.resolve_sizes(specs, attrs)
         if self.check and (why := self.check(**{**attrs, **sizes.by_name})):
             raise SignatureMismatch(why)
+        if self.expression is not None:
+            self.expression.require_whole_rows(signature, attrs)
         results = (self.infer_spec(specs, attrs),) if self.infer_spec else signature.result_specs(specs, sizes)
         for spec in results:
             if why := check_spec(spec):

@@ -11,6 +11,7 @@ from ...graph.spec import Spec
 from ..declaration.attributes import float_attribute
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
+from ..declaration.scalar import Scalar, as_scalar
 from ..declaration.signature import SignatureMismatch
 
 
@@ -61,9 +62,9 @@ def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     ),
     errors=(("x=f32[3]", "value is missing"), ("x=i32[3], value=1.0", "x is i32")),
 )
-def fill(x: Array, *, value: float) -> Array:
+def fill(x: Scalar, *, value: float) -> Scalar:
     """Return an array filled with `value`, with the shape and dtype of `x`; `x` is not read. ggml: ``FILL``."""
-    return np.full_like(x, value)
+    return as_scalar(value)
 
 
 @op(

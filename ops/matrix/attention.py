@@ -84,10 +84,10 @@ def _compute_visible_cell_fraction(node: Node) -> float:
         *expand_template(
             "q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")
         ),
-        *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=QUANTISED_CACHE_NAMES),
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,16], mask=f16[3,9], scale=0.25, max_bias=8.0",
         "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
+        "q=f32[2,96,8], k=f32[5,12,8], v=f32[5,12,8], sinks=f32[96], scale=0.25",
         *expand_template(
             'q=f32[4,3,6,8], k=f32[4,7,2,8], v=f32[4,7,2,5], mask=f16[{b}{m},3,7], mask_heads="{how}", scale=0.25,'
             " max_bias={bias}",
@@ -100,6 +100,7 @@ def _compute_visible_cell_fraction(node: Node) -> float:
             'q=f32[3,6,8], k=f32[7,3,8], v=f32[7,3,5], mask=f32[{m},3,7], mask_heads="tiled", scale=0.25', m=(1, 2, 3)
         ),
         "q=f32[0,4,8], k=f32[5,2,8], v=f32[5,2,8], mask=f32[0,5], scale=1.0",
+        *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=QUANTISED_CACHE_NAMES),
     ),
     errors=(
         ("q=f32[3,4,16], k=f32[9,3,16], v=f32[9,3,16], scale=1.0", "no product"),

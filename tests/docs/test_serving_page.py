@@ -17,7 +17,7 @@ from hocket.cli import main
 
 from ..given.models.goldens import ROOT, TINY
 from ..given.pages import as_it_prints, without_numbers
-from ..given.waits import WAIT_SECONDS
+from ..given.waits import WAIT_SECONDS, wait_until
 
 for package in ("starlette", "uvicorn", "msgspec", "llguidance", "openai"):
     pytest.importorskip(package)
@@ -39,14 +39,16 @@ def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(server_folder: Path) -> Iterator[str]:
-    """The address of a server with the chat template of the examples."""
+    """The address of a server with the chat template of the examples, once its model is loaded."""
     flags = ["--port", "0", "--devices", "cpu", "-t", "1", "--chat-template", str(EXAMPLES / "story.jinja")]
     flags += ["--slot-save-path", str(server_folder), "--log-requests", str(server_folder / "day.log")]
     command = [sys.executable, "-m", "hocket", "serve", TINY, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            yield server.stderr.readline().rpartition(" at ")[2].strip()
+            url = server.stderr.readline().rpartition(" at ")[2].strip()
+            wait_until(lambda: httpx.get(f"{url}/health").is_success)
+            yield url
         finally:
             server.kill()
 

@@ -120,6 +120,7 @@ __device__ __forceinline__ int pair(int row, int even, int turned, int columns) 
 // The `lanes` that share a row turn it into sums of cells, multiples of a power of two for the row, which all of them get.
 // Lane `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a
 // tile of `columns`, of which each term has one, `apart` from the last.  A row that is null is zeros.
+// The power of two comes from the finite columns, so that an infinity or a NaN leaves the other columns of its row right.
 template <class To, int TERMS, int EIGHTS, class Cell>
 __device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *tile, int apart, bool writes) {
     float x[EIGHTS][8], most = 0.0f;
@@ -133,7 +134,7 @@ __device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense
             for (int i = 0; i < 8; i++) x[j][i] = row && at + i < size ? to_float(row[(at + i) * step]) : 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[j][i]));
+        for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[j][i]) < INFINITY ? fabsf(x[j][i]) : 0.0f);
     }
     for (int by = lanes / 2; by > 0; by >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, by));
     const int exponent = min(max((int)(__float_as_uint(most) >> 23), 15), 254) - 14;  // the largest becomes 2^14 or more
