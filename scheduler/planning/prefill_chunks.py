@@ -71,9 +71,9 @@ class ChunkTimeModel:
         ]
 
     def _compute_interpolation_coordinates(self, token_count: int, end_token: int) -> tuple[float, float]:
-        """Compute the coordinates of a run in the model, as the pair (tokens, cells).
+        """Compute where a run lies between the four plans: the pair (tokens, cells) for the bilinear interpolation.
 
-        0 stands for the smaller count of the four plans, 1 for the larger count. A token reads all cells before the
+        A coordinate is 0 at the smaller count of the plans and 1 at the larger one. A token reads all cells before the
         run, and on average half of the cells of the run.
 
         Args:

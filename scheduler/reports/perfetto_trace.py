@@ -155,7 +155,10 @@ class _PlanTraceEvents:
             yield from _format_collective_arrows(came, arrows)
 
     def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
-        """Return the end of the JSON text of a step's event, which is equal in all runs; the times precede it."""
+        """Return the part of a step's event that is equal in all runs, as the end of its JSON text.
+
+        The times of a run precede it.
+        """
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]

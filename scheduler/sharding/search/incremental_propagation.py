@@ -157,7 +157,7 @@ class _IncrementalPropagation(LayoutPropagation):
         return out
 
     def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
-        """Return whether a conversion before the current node converts `value` to this layout."""
+        """Return whether a conversion for an earlier node of the graph already gives `value` in this layout."""
         return any(
             c.target_layout == layout
             for place, _, c in self.conversions_of_value.get(value, ())
@@ -165,10 +165,13 @@ class _IncrementalPropagation(LayoutPropagation):
         )
 
     def _is_weight_or_state(self, value: Value) -> bool:
-        """Return whether `value` is a weight, a state or a view of one, and precedes the current node in the graph."""
+        """Return whether `value` is a weight, a state or a view of one, and comes before the current node."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:
-        """Record a layout conversion with the position of the current node, so that later visits can replace it."""
+        """Record a layout conversion together with the position of the current node.
+
+        If the node is visited again, the conversion can be replaced.
+        """
         self.conversions_of_value[conversion.value].append((self.current_position, self.conversion_count, conversion))
         self.conversion_count += 1
