@@ -22,11 +22,11 @@ ArrangeOperands: TypeAlias = "Callable[[Sequence[Any], Attrs], Sequence[Any]]"
 
 @dataclass(frozen=True, eq=False)
 class DeclaredExpression:
-    """The declaration of an op in the scalar language.
+    """The declaration of an op by a function in the scalar language.
 
     Attributes:
-        build: function of one `Scalar` for each operand and each float attribute that returns the result. Other
-            attributes come as they are, and select between expressions.
+        build: the function: it takes one `Scalar` for each operand and each float attribute, and returns the result.
+            Other attributes come as they are, and select between expressions.
         attribute_types: annotations of the attributes by name.
         arrange: function that returns the operands of `build`, or None if the op has the same ones.
     """

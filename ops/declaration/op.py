@@ -320,7 +320,7 @@ class Op(Generic[R]):
 
 
 def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """Pad `items` at the end to `count` entries, with None for absent operands."""
+    """Return `items` with None appended up to `count` entries; None stands for an absent operand."""
     return tuple(items) + (None,) * (count - len(items))
 
 

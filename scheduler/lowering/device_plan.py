@@ -35,7 +35,7 @@ DEVICES_KIND = list_of(
 
 
 class KernelLaunchesAndFallbacks(NamedTuple):
-    """The use of kernels by a program.
+    """How many kernels a program launches, and which instructions have no compiled kernel.
 
     - `launches`: the kernel launches of each instruction; a fraction if one kernel computes several instructions.
     - `numpy_fallback_positions`: the positions of the instructions that NumPy computes for lack of a compiled kernel.

@@ -74,12 +74,12 @@ def order_nodes_for_inplace_state_updates(
     stored_spec_of: Callable[[Value], Spec],
     prefers_overlap: bool = False,
 ) -> ExecutionOrder:
-    """Choose an execution order of the nodes in which as many states as possible are updated in place.
+    """Order the nodes for execution, so that as many states as possible are updated in place.
 
     A node may write its result over a state under two conditions. The stored dtypes are equal, and all other readers of
-    the state can run before the node. If this would be a cycle, the new value gets its own memory and is copied into
-    the state at the end, which is slower. A state that several nodes of a run change is changed in place by all of
-    them, if possible.
+    the state can run before the node. If this would be a cycle, the new value gets its own memory. It is then copied
+    into the state at the end, which is slower. If several nodes of a run change a state, all of them change it in place
+    if possible.
 
     Args:
         graph: The graph with dense copies.

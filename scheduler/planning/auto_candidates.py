@@ -75,7 +75,7 @@ def _list_candidates(
     hardware: Hardware,
     costs: AssignmentCost,
 ) -> list[Candidate]:
-    """List all candidates with several devices; each has an estimate of the time of a single run.
+    """List the candidates that use several devices, each with an estimate of the time of one run.
 
     Args:
         plan_builder: The request, for all devices.

@@ -133,8 +133,8 @@ def choose_prefill_chunks(
 ) -> PrefillChunks:
     """Choose the prefill chunks of a prompt: the fewest chunks that take about the shortest time.
 
-    Several splits are compared. A split has a time limit, and chunks as large as the limit allows. The limits are the
-    times of a chunk of each allowed size, at the beginning and at the end of the prompt.
+    Several ways to divide the prompt are compared. Each has a time limit, and chunks as large as the limit allows. The
+    limits are the times of a chunk of each allowed size, at the beginning and at the end of the prompt.
 
     Args:
         token_count: Tokens of the prompt that are not in the KV cache yet.

@@ -68,7 +68,7 @@ def format_chrome_trace(trace: Trace) -> Iterator[str]:
 
 
 def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
-    """Return the devices and the instructions of a plan, so that a reader of the trace recognises the plan."""
+    """Return the devices and the instructions of a plan; a reader of the trace recognises the plan by them."""
     steps = [
         [[i.op, i.node, format_first_result_spec(i)] for i in device_plan.program.instructions]
         for device_plan in plan.device_plans

@@ -271,7 +271,7 @@ class _ImbalanceReasons:
         return self._assignment_by_factors[chosen]
 
     def _describe_reader_of_whole_weight(self, weight: Value, assignment: ShardingAssignment) -> str:
-        """Name the first node that reads the whole weight, as the reason why the weight is not sharded.
+        """Return a text that names the first node that reads the whole weight, which is why it is not sharded.
 
         Without such a node, the text says that the layout was requested, by a flag or by an earlier plan.
         """

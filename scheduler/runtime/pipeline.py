@@ -253,7 +253,7 @@ class _PipelinedRun:
 
 
 class _UndoableRun(NamedTuple):
-    """The saved data with which one device can undo a finished run.
+    """A finished run that one device can undo, with the data saved for this.
 
     - `run`: the run.
     - `restored_states`: states that the rollback of earlier runs restores, so nothing is saved for them here.

@@ -351,10 +351,10 @@ class Factors:
 
     @staticmethod
     def _slice_axis(axis: Axis, start: int, length: int) -> Axis:
-        """Slice an axis: return the segments of the `length` entries from entry `start` on.
+        """Return the part of an axis from entry `start` on, with `length` entries, as segments.
 
-        An axis of at most `length` entries is returned whole. If a segment cannot begin at one of both ends, the result
-        is a new axis that no plan may shard.
+        An axis of at most `length` entries is returned whole. If a segment cannot begin at `start` or at the end, the
+        result is a new axis that no plan may shard.
         """
         if find_segment_bounds(axis)[-1] <= length:
             return axis

@@ -391,7 +391,7 @@ class _ChunkedGraph:
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
-        """Return a token chunk of a value: a computed chunk, or else a slice of the whole value.
+        """Return one token chunk of a value: the computed chunk, or else a slice of the whole value.
 
         A value without tokens is returned whole.
         """

@@ -181,7 +181,7 @@ def _is_read_from_device_after_run(layout: Layout, device: int, device_entries: 
 
 
 def _has_entries_only_on_other_devices(layout: Layout, device: int) -> bool:
-    """Return whether a value is sharded such that `device` has no entries of it, but others have."""
+    """Return whether a value is sharded in such a way that `device` has no entry of it."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 

@@ -29,7 +29,10 @@ from ..propagation import (
 
 
 class IncrementalLayoutPropagator:
-    """Derives the layouts for many sets of sharded factors of one graph, each from the layouts for a similar set."""
+    """Derives the layouts for many sets of sharded factors of one graph.
+
+    Layouts for a new set are derived from the layouts for a similar set, which is faster.
+    """
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
@@ -66,7 +69,7 @@ class IncrementalLayoutPropagator:
 
 
 class _IncrementalPropagation(LayoutPropagation):
-    """One layout propagation that visits, operands first, only the nodes that may differ from a base assignment.
+    """A layout propagation that starts from a base assignment and visits only the nodes that may differ from it.
 
     Args:
         propagator: The graph, its factors and node positions.

@@ -67,7 +67,7 @@ class InstructionLabel:
 
 @dataclass(frozen=True, slots=True)
 class SavedContentMarker:
-    """A marker that stands for a saved state in the recorded contents of memory."""
+    """Stands for a saved state in the recorded contents of memory."""
 
     state_name: str
 
@@ -317,7 +317,7 @@ def _can_index_rows(index: Tensor, table: Tensor) -> bool:
 
 
 def _require_tensor(tensor: Tensor | None) -> Tensor:
-    """Return a tensor that the caller knows to be present; assert that it is."""
+    """Return a tensor; assert that it is present, which the caller has checked."""
     assert tensor is not None
     return tensor
 

@@ -52,13 +52,13 @@ _FollowedNode: TypeAlias = tuple[list[list[DeviceValueFact]], list[set[int]]]
 
 
 class ValueTrace:
-    """The proof which values of the user's graph each device value equals; such a statement is called a fact.
+    """Proves which values of the user's graph each device value equals; such a statement is called a fact.
 
     After `find_faults`:
 
     - `facts_by_node` has for each device the facts of each result of each node.
-    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A
-      product with a slice of a weight, for example, is a part of the whole product.
+    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A product
+      with a slice of a weight, for example, is a part of the whole product.
     - `complete_devices` maps a value number to the devices that compute all of its entries.
     - `search_limit_note` is the end of a message, if a search was stopped.
 
