@@ -120,7 +120,7 @@ class MovedModuleFinder:
 
 
 class _AliasLoader:
-    """Gives the module with the new path in place of a new module."""
+    """Import loader of an old module path: it warns, and returns the module with the new path."""
 
     def __init__(self, new_path: str) -> None:
         self._new_path = new_path
@@ -137,7 +137,10 @@ class _AliasLoader:
 
 
 class _EmptyFolderLoader:
-    """Makes an empty package, so that imports of its modules come to `MovedModuleFinder`."""
+    """Import loader of a removed folder: it makes an empty package.
+
+    Imports of modules in this package then reach `MovedModuleFinder`.
+    """
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None

@@ -83,14 +83,14 @@ def _quantise_q8_0(x: F32) -> np.ndarray:
 
 
 def _quantise_without_minimum(dtype: DType, middle: int, x: F32) -> np.ndarray:
-    """Quantise to codes from 0 to ``2 * middle - 1``, where `middle` means 0."""
+    """Quantise blocks to a scale and codes from 0 to ``2 * middle - 1``; the code `middle` means 0."""
     d = _find_peak(x) / np.float32(-middle)
     codes = _to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
     return _with_fifth_bits(_build_block_records(dtype, _pack_nibbles(codes), d=d), codes)
 
 
 def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
-    """Quantise to codes from 0 to `top`, where 0 means the smallest number of the block."""
+    """Quantise blocks to a scale, a minimum and codes from 0 to `top`; the code 0 means the minimum."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = (high - low) / np.float32(top)
     codes = _to_codes((x - low) * _safe_reciprocal(d) + HALF, top)
@@ -98,14 +98,17 @@ def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
 
 
 def _with_fifth_bits(blocks: np.ndarray, codes: U8) -> np.ndarray:
-    """Add the fifth bits of the codes to blocks of a dtype that has them."""
+    """Return the blocks with the fifth bit of each code in field ``qh``; dtypes of 4 bits have no such field."""
     if "qh" in (blocks.dtype.names or ()):
         blocks["qh"] = _pack_fifth_bits(codes)
     return blocks
 
 
 def _sum_by_halves(x: F32) -> F32:
-    """Sum the numbers of each block by halving it, as lanes do: [n, elements] to [n, 1]; a power of two elements."""
+    """Sum the numbers of each block in the order of SIMD code: [n, elements] to [n, 1].
+
+    The second half is added to the first until one number is left; `elements` is a power of two.
+    """
     while x.shape[1] > 1:
         middle = x.shape[1] // 2
         x = x[:, :middle] + x[:, middle:]
@@ -113,9 +116,11 @@ def _sum_by_halves(x: F32) -> F32:
 
 
 def _quantise_iq4_nl(x: F32) -> np.ndarray:
-    """Round to the code book. Its first value stands for the peak; the scale then has the smallest weighted error.
+    """Quantise blocks to IQ4_NL: round to the nearest values of the code book, then fit the scale.
 
-    The weight of an error is the square of its number.
+    1. Divide each block so that its number of largest magnitude becomes the first value of the code book.
+    2. Round to the nearest values of the code book.
+    3. Choose the scale with the least squared error, where the weight of an element is its square.
     """
     scaled = x * _safe_reciprocal(_find_peak(x) / IQ4_NL_CODE_BOOK[0])
     codes = (15 - (scaled[..., None] < IQ4_NL_BOUNDARIES).sum(-1)).astype(np.uint8)
@@ -127,7 +132,10 @@ def _quantise_iq4_nl(x: F32) -> np.ndarray:
 
 
 def _round_to_4_bit_floats(x: F32, half_scale: F32) -> U8:
-    """Return the codes of the 4-bit floats next to `x`; the first of two equally near ones counts."""
+    """Return the code of the 4-bit float nearest to each number of `x`; of two equally near ones, the first.
+
+    The values of the codes are ``FP4_VALUES_TIMES_2 * half_scale``.
+    """
     errors = np.abs(FP4_VALUES_TIMES_2 * half_scale[..., None] - x[..., None])
     return np.where(np.isnan(errors), np.float32(np.inf), errors).argmin(-1).astype(np.uint8)
 
@@ -180,7 +188,11 @@ def _quantise_tq2_0(x: F32) -> np.ndarray:
 
 
 def _pack_ternary(codes: U8) -> U8:
-    """Pack up to five ternary digits, the first one highest, into a byte as a fraction of 256: [n, digits, m]."""
+    """Pack up to five ternary digits into one byte: [n, digits, m] to [n, m].
+
+    The digits form a number in base 3, the first digit highest. The byte is this number as a fraction of 3^5, in units
+    of 1/256, rounded up.
+    """
     digits = codes.shape[1]
     weights = 3 ** np.arange(TERNARY_DIGITS - 1, TERNARY_DIGITS - 1 - digits, -1)
     number = (codes * weights[:, None]).sum(1)

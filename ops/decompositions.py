@@ -113,7 +113,7 @@ DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
 
 
 def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
-    """Return the names of the decompositions that apply to a call of `op`.
+    """Return the names of all decompositions that compute the same as a call of `op` with these operands.
 
     A call with one mask per head, or with a pool of states, has none.
     """

@@ -74,9 +74,9 @@ def format_op_section(op: Op[Any]) -> Iterator[str]:
 
 
 def _format_formulas(op: Op[Any]) -> Iterator[str]:
-    """Yield the formula of each form of an op that is declared in the scalar language, with all its operands.
+    """Yield the formulas of an op, one for each form, if it is declared in the scalar language.
 
-    An op has no formula here if a required attribute selects it, such as the kind of a comparison.
+    A form has no formula if a required attribute selects it, such as the kind of a comparison.
     """
     for form in op.signatures if op.expression else ():
         attrs = {**op.defaults, **({op.signature_key: form} if isinstance(op.signature_key, str) else {})}

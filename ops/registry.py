@@ -140,7 +140,7 @@ def find_view_base(value: Value) -> Value:
 
 
 def find_graph_role(value: Value) -> str:
-    """Return the storage kind of a value: its role in the graph, from which a backend chooses the storage dtype.
+    """Return the role of a value in its graph, from which a backend chooses the dtype in which it stores the value.
 
     Returns:
         For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. For the result of an op that replaced
@@ -163,7 +163,7 @@ def find_graph_role(value: Value) -> str:
 
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:
-    """Check that the registry has the op of each node except leaves; yield a problem for each unknown op."""
+    """Yield a problem for each node, except leaves, with an op that is not in the registry."""
     unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAF_OPS}
     for node in graph.nodes if unknown else ():
         if node.op in unknown:
@@ -172,7 +172,7 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
-    """Yield a problem for each node that lacks attributes of its op or has other specs than the op infers."""
+    """Yield a problem for each node without an attribute of its op, or with other specs than the op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
         if declared is None:

@@ -183,7 +183,7 @@ class LimitedHeadProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer and drop the requests, because an unfinished request refers to this protocol."""
+        """Stop the timer and forget the requests of a closed connection, because they refer to this protocol."""
         self._stop_timer()
         super().connection_lost(exc)
         self.cycle = None  # type: ignore[assignment]  # its initial value in uvicorn

@@ -93,8 +93,8 @@ class ErrorResponseLayer:
 def _make_error_response(error: Exception, path: str) -> JsonResponse:
     """Return the error response for an exception, in the format of the API of `path`.
 
-    `ErrorResponseLayer.__call__` keeps no variable with the error: the error refers to the frame of that call, so such
-    a variable would form a cycle.
+    `ErrorResponseLayer.__call__` must keep no variable with the error: the error refers to the frame of this call, so
+    the variable would form a cycle.
     """
     answer = as_api_error(error)
     content = answer.as_anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai_body()

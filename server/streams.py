@@ -260,7 +260,7 @@ class AnswerStream:
         return not self._has_begun and not self._open & set(self._service.status.slot_requests)
 
     def _forward_event(self, event: Event) -> None:
-        """Pass an event to the event loop; called in the thread of the engine."""
+        """Pass an event from the thread of the engine to the event loop."""
         self._bridge.send(self._queue, event)
 
     def _tick(self) -> None:

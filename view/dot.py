@@ -55,7 +55,7 @@ class _DotWriter:
         self.clusters = 0
 
     def _map_to_first_repetition(self, items: Sequence[Item]) -> None:
-        """Map the nodes and leaves of later repetitions to the corresponding ones of the first repetition.
+        """Map each node and leaf of a later repetition to the corresponding one of the first repetition.
 
         Inner groups are mapped before the groups that contain them.
         """

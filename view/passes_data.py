@@ -61,7 +61,7 @@ def _format_axis_factors(segments: Sequence[Sequence[Factor]], number: InternTab
 
 
 def _iterate_distinct_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
-    """Yield each block once: of a repeated group, only the blocks of the first repetition."""
+    """Yield each block that is drawn; of a repeated group these are the blocks of its first repetition."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item

@@ -139,7 +139,7 @@ class PlanData:
         }
 
     def _number_kernel_calls(self, device_plan: DevicePlan) -> list[int]:
-        """Return the number of the kernel call that computes each instruction; equal calls have equal numbers.
+        """Return for each instruction the number of the kernel call that computes it; equal calls have equal numbers.
 
         A call is a pair: its kernels, and how many instructions they compute. Number 0 is the empty call, for a backend
         that does not report kernels.
@@ -173,11 +173,11 @@ class PlanData:
         return None, True
 
     def _assign_instruction_blocks(self, node_numbers: Sequence[int]) -> list[int]:
-        """Return the number of the block of the graph that each instruction belongs to.
+        """Return for each instruction the number of the graph block to which it belongs on the page.
 
-        The page shows blocks one after the other. Consecutive instructions of an earlier block therefore count as part
-        of the block around them. The exception is a sequence that contains a whole block: a device may compute an
-        encoder between two blocks of a decoder.
+        The page shows blocks one after the other. Instructions of an earlier block that follow a later block count as
+        part of the later one. The exception is a sequence that contains a whole block: a device may compute an encoder
+        between two blocks of a decoder.
         """
         nodes, own = self.graph.graph.nodes, list[int]()
         for node in node_numbers:

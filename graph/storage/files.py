@@ -64,9 +64,9 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def open_log(path: str | Path) -> BinaryIO:
-    """Open a file to which a program appends lines, without a buffer; a new file is for its owner only.
+    """Open a file to append lines, without a buffer; a new file is for its owner only.
 
-    If a crash has cut the last line, the line gets its end, so that the next one begins a line.
+    If a crash has cut the last line, a line end is added, so that the next write begins a new line.
 
     Raises:
         OSError: The file cannot be written; the error names `path`.

@@ -9,15 +9,15 @@ from ...graph.lazy_dataclass import dataclass
 class AxisLink:
     """A link between axes of an operand and axes of the result: entries with equal indices belong together.
 
-    The planner uses links to shard both sides in the same way.
+    The planner shards both sides of a link in the same way.
 
     - `operand`: the index of the operand.
     - If one side has several axes, they count as their product, outer axis first.
     - `start`: if one side is shorter, the offset of its first entry within the longer side. The operand is longer for a
       slice, and the result is longer for a concatenation.
 
-    A result axis without a link may be sharded freely if the op is a view; otherwise each device computes all of it.
-    An operand axis without a link must be complete on every device.
+    A result axis without a link may be sharded freely if the op is a view; otherwise each device computes all of it. An
+    operand axis without a link must be complete on every device.
     """
 
     operand: int
@@ -39,7 +39,8 @@ def link_first_operand_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...
 def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[AxisLink, ...]:
     """Link the axes of an operand to the axes of its reshape.
 
-    Each link has the shortest groups of neighbouring axes on both sides that have equal element counts.
+    Each link joins neighbouring axes of the operand with neighbouring axes of the result that have as many elements. It
+    has as few axes as possible. Example: [2, 6] to [2, 3, 2] gives 0 to 0, and 1 to (1, 2).
 
     Args:
         source: shape of the operand.

@@ -39,17 +39,20 @@ class Expression:
 
     @cached_property
     def number_steps(self) -> frozenset[int]:
-        """The steps without operands: numbers of the call, computed in float64 (rule 2 of the language)."""
+        """The steps that depend only on constants and attributes, so that each is one number for the whole call.
+
+        They are computed in float64 (rule 2 of the scalar language).
+        """
         return frozenset(self._close_over(lambda step: step.function in ("attribute", "constant")))
 
     @cached_property
     def row_steps(self) -> frozenset[int]:
-        """The steps that are one number for each row, numbers of the call included."""
+        """The steps that are one number for each row, such as a sum of the row; `number_steps` are included."""
         leaves = ("attribute", "constant", "row_count")
         return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
 
     def _close_over(self, holds: Callable[[Step], bool]) -> set[int]:
-        """Return the steps that hold, and the steps with sources that all hold."""
+        """Return the steps for which `holds` is true, and the steps that read only steps of the result."""
         found: set[int] = set()
         for number, step in enumerate(self.steps):
             if holds(step) or (step.sources and found.issuperset(step.sources)):
@@ -58,12 +61,12 @@ class Expression:
 
     @property
     def is_row(self) -> bool:
-        """Whether an element depends on the whole row."""
+        """Whether an element of the result depends on its whole row, by a reduction or by the number of elements."""
         return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
 
     @property
     def reduces_row(self) -> bool:
-        """Whether the result is one number for each row."""
+        """Whether the result is one number for each row, such as the sum of the row."""
         return self.is_row and len(self.steps) - 1 in self.row_steps
 
     @cached_property
@@ -72,7 +75,7 @@ class Expression:
         return {source: number for number, step in enumerate(self.steps) for source in step.sources}
 
     def compute_numbers(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
-        """Compute the steps without operands in float64, by number of the step."""
+        """Compute `number_steps` in float64, from the attributes of a call; return the numbers by step."""
         numbers: dict[int, Any] = {}
         for number in sorted(self.number_steps):
             function, sources, value = self.steps[number]

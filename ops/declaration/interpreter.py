@@ -22,11 +22,11 @@ ArrangeOperands: TypeAlias = "Callable[[Sequence[Any], Attrs], Sequence[Any]]"
 
 @dataclass(frozen=True, eq=False)
 class DeclaredExpression:
-    """The declaration of an op in the scalar language.
+    """The declaration of an op by a function in the scalar language.
 
     Attributes:
-        build: function of one `Scalar` for each operand and each float attribute that returns the result. Other
-            attributes come as they are, and select between expressions.
+        build: the function: it takes one `Scalar` for each operand and each float attribute, and returns the result.
+            Other attributes come as they are, and select between expressions.
         attribute_types: annotations of the attributes by name.
         arrange: function that returns the operands of `build`, or None if the op has the same ones.
     """
@@ -41,18 +41,26 @@ class DeclaredExpression:
         return self.build.__code__.co_varnames[: self.build.__code__.co_argcount]
 
     def arrange_operands(self, operands: Sequence[Any], attributes: Attrs) -> list[Any]:
-        """Return the operands of the expression, None for an absent one."""
+        """Return the operands of the expression for the operands of the op; None stands for an absent one.
+
+        `arrange` may reorder, reshape or split the operands of the op.
+        """
         arranged = [*(self.arrange(operands, attributes) if self.arrange else operands)]
         return arranged + [None] * (len(self.operand_names) - len(arranged))
 
     def trace(self, present: Sequence[bool], attributes: Mapping[str, Attr]) -> Expression:
-        """Return the expression for the operands that are present, and for the attributes that are no numbers."""
+        """Return the expression of a call.
+
+        Args:
+            present: whether each operand of the expression is present.
+            attributes: the attributes of the call; attributes that are not floats select between expressions.
+        """
         floats = tuple(name for name, kind in self.attribute_types.items() if kind == "float")
         others = tuple((name, attributes[name]) for name in self.attribute_types if name not in floats)
         return trace(self.build, (*present,), floats, others)
 
     def require_whole_rows(self, signature: Signature, attributes: Mapping[str, Attr]) -> None:
-        """Require that devices share no row if the expression reads its sum, its maximum or its number of entries.
+        """Require that the op declares its last axis as unsharded if an element depends on its whole row.
 
         Raises:
             SignatureMismatch: the signature lets devices share a row.
@@ -66,7 +74,7 @@ class DeclaredExpression:
             )
 
     def is_selected_by(self, attributes: Mapping[str, Attr]) -> bool:
-        """Return whether `attributes` has all attributes that select the expression."""
+        """Return whether `attributes` has each attribute that is not a float, because these select the expression."""
         return all(name in attributes or kind == "float" for name, kind in self.attribute_types.items())
 
     def format(self, attributes: Mapping[str, Attr]) -> str:
@@ -88,7 +96,7 @@ class DeclaredExpression:
 
 
 def evaluate(expression: Expression, operands: Sequence[Array | None], attributes: Mapping[str, Attr]) -> Array:
-    """Evaluate an expression on arrays, in float64 for float64 arrays.
+    """Evaluate an expression on NumPy arrays; float64 arrays are computed in float64.
 
     Operands are repeated as tiles to the shape of the first one.
 

@@ -44,7 +44,7 @@ _TAIL_COEFFICIENTS = (
 
 
 def _store(result: Any, out: Array | None) -> Any:
-    """Return `result`, or copy it to `out` and return that."""
+    """Copy `result` to `out` and return `out`; without `out`, return `result`."""
     if out is None:
         return result
     np.copyto(out, result, casting="same_kind")
@@ -112,7 +112,7 @@ def _compute_dot(x: Array, y: Array, out: Array | None) -> Any:
 
 
 def _reduce_rows(ufunc: np.ufunc, empty: float, x: Array, out: Array | None) -> Any:
-    """Reduce rows by a ufunc; an empty row gives `empty`."""
+    """Reduce the last axis by a ufunc, such as `numpy.add`; an empty row gives `empty`."""
     if not x.shape[-1]:
         return ufunc.reduce(x, axis=-1, keepdims=True, out=out, initial=empty)
     return ufunc.reduce(x, axis=-1, keepdims=True, out=out)

@@ -261,10 +261,10 @@ class Op(Generic[R]):
         return self.inplace(attrs) if callable(self.inplace) else self.inplace
 
     def overwritten_entries(self, attrs: Attrs) -> tuple[str, int] | None:
-        """Return which entries of the operand's memory an in-place result changes.
+        """Return which entries of the operand change when a result is written over it; None if all change.
 
-        The tuple has the operand that contains the numbers of these entries, and the axis that the numbers count along.
-        None means that all entries change.
+        Returns:
+            The name of the operand that has the numbers of these entries, and the axis along which they are counted.
         """
         return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
 
@@ -273,13 +273,13 @@ class Op(Generic[R]):
         return self.linear(attrs) if callable(self.linear) else self.linear
 
     def zero_preserving_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Return the operands that give a zero result wherever they are zero."""
+        """Return the names of the operands in which zeros give zeros, at the same indices of the result."""
         return (*self.linear_operands(attrs), *self.zeros)
 
     def keeps_leading_axes(
         self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
     ) -> bool:
-        """Return whether the first `count` axes of an operand are also the first axes of the result, index by index.
+        """Return whether the first `count` axes of an operand are the first axes of the result, with equal indices.
 
         `operand` is the index of the operand.
         """
@@ -320,7 +320,7 @@ class Op(Generic[R]):
 
 
 def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """Pad `items` at the end to `count` entries, with None for absent operands."""
+    """Return `items` with None appended up to `count` entries; None stands for an absent operand."""
     return tuple(items) + (None,) * (count - len(items))
 
 

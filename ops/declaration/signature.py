@@ -109,7 +109,7 @@ class Operand:
 
 
 class SignatureMismatch(Exception):  # noqa: N818  (internal; `Op` raises a GraphError with the operands)
-    """Operands or attributes do not fit the signature of an op; the message says why."""
+    """Raised if operands or attributes do not fit the signature of an op; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Signature:
         return len(self.results) == 1 and mine == self._name_axis_indices(self.results[0], result, sizes)[:count]
 
     def _name_axis_indices(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
-        """Return a name for each axis of an operand or result; axes with equal names always have equal indices."""
+        """Return a key for each axis of an operand or result; axes with equal keys always have equal indices."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []
@@ -308,7 +308,7 @@ _DIM = re.compile(
 
 
 def _split_into_matches(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """Split `text` into consecutive matches of `pattern`."""
+    """Split `text` into consecutive matches of `pattern`; raise `GraphError` if some text does not match."""
     found, at = [], 0
     while at < len(text):
         match = pattern.match(text, at)
@@ -368,5 +368,5 @@ def parse_signature(text: str) -> Signature:
 
 
 def merge_dimensions_and_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
-    """Return the dimension sizes `named` and the integer attributes in one mapping; result shapes may use both."""
+    """Return one mapping of the dimension sizes `named` and the integer attributes, for result shapes that use both."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

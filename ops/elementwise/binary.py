@@ -137,7 +137,10 @@ def round_to_dtype(x: Array, dtype: DType) -> Array:
 
 
 def _choose_cast_signature_key(attrs: Attrs) -> str:
-    """Return ``blocks`` for a quantised dtype: devices may not share a row, because a shard could end in a block."""
+    """Return the key of the signature of a cast: ``blocks`` for a quantised dtype, else ``numbers``.
+
+    With ``blocks``, devices may not share a row, because a shard could end inside a quantisation block.
+    """
     dtype = attrs.get("dtype")
     return "blocks" if isinstance(dtype, DType) and dtype.is_quantised else "numbers"
 

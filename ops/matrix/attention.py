@@ -51,15 +51,15 @@ def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | 
 
 
 def _list_unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
-    """Return the head dimensions if a computation depends on the number of a head, otherwise an empty tuple.
+    """Return the head dimensions that may not be sharded: all if the result depends on the number of a head, else none.
 
-    ALiBi slopes and tiled masks depend on it. A shard would number its heads from 0, so these dimensions stay whole.
+    ALiBi slopes and tiled masks depend on it, and a shard would number its heads from 0.
     """
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
 def _compute_visible_cell_fraction(node: Node) -> float:
-    """Compute the fraction of KV cache cells that a token attends to through a window; kernels skip the other cells."""
+    """Compute the fraction of KV cache cells inside the attention window of a token; kernels skip the other cells."""
     mask = node.src[3].node if len(node.src) > 3 and node.src[3] is not None else None
     if mask is None or mask.op != "causal_mask" or not mask.attrs["window"]:
         return 1.0

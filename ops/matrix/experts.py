@@ -40,7 +40,7 @@ def _count_busiest_device_product_flops(
 ) -> float:
     """Return the floating-point operations of `mul_mat_id` for one index of the leading axes.
 
-    If the experts are sharded over devices, these are the operations on the busiest device.
+    If the experts are sharded, the operations of the busiest device count.
     """
     entries = batch * r * v
     return 2 * n * k * estimate_busiest_device_entries(entries, experts, total or experts) / max(1, batch)

@@ -274,9 +274,9 @@ def compute_rope_frequencies(half: int, attrs: Attrs, index: Array | None = None
 
 
 def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
-    """Compute the YaRN weight of the unscaled angle for each pair, from 0 to 1.
+    """Compute for each pair the weight of the unscaled angle in YaRN, from 0 to 1.
 
-    Pairs that rotate fast have 1, pairs that rotate slowly have 0, and a linear ramp lies between.
+    Pairs that rotate fast have weight 1, and pairs that rotate slowly have 0. A linear ramp lies between.
     """
     context, fast, slow = (float(float_attribute(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 

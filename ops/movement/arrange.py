@@ -95,7 +95,7 @@ def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_unpadded_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes without padding to the result, so that they may be sharded; padded axes must be complete."""
+    """Link the axes of `x` without padding to the result, so that they may be sharded; other axes must be complete."""
     left, right = integers_attribute(attrs, "left"), integers_attribute(attrs, "right")
     return link_first_operand_axes({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
@@ -222,7 +222,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes along which `b` covers all of `a`, so that they may be sharded; other axes must be complete."""
+    """Link the axes along which `b` is as long as `a`, so that they may be sharded; other axes must be complete."""
     a, b = specs
     assert a is not None
     assert b is not None
@@ -231,7 +231,7 @@ def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]
 
 
 def _count_region_traffic_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
-    """Return the bytes that an in-place write of `b` to a region of `a` moves: `b` is read and written."""
+    """Return the bytes that a write of `b` into a region of `a` moves in memory: the bytes of `b`, read and written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
 

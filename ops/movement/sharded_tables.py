@@ -63,9 +63,10 @@ def check_shard_row_range(first: int, total: int, count: int) -> str | None:
 
 @lru_cache(maxsize=1024)
 def estimate_busiest_device_entries(entries: int, own: int, total: int) -> int:
-    """Estimate how many of the randomly selected rows of a sharded table are on the device with the most of them.
+    """Estimate how many of the selected rows of a sharded table are on the device with the largest number of them.
 
-    The result is the mean plus the expected excess of the largest of independent normal counts (Blom, 1958).
+    Rows are assumed to be selected at random. The result is the mean per device plus the expected excess of the largest
+    of independent normal counts (Blom, 1958).
 
     Args:
         entries: number of selected rows on all devices.

@@ -68,9 +68,9 @@ def choose_recurrence_signature_key(attrs: Mapping[str, Attr]) -> str:
 
 
 def state_inplace_pairs(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
-    """Return the pair of the new state (result index) and the old state (operand), which may share memory.
+    """Return which result may overwrite which operand: the new state (index 1) may overwrite `state`.
 
-    The tuple is empty if the pool is only read.
+    The tuple is empty if the pool of states is only read.
     """
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 

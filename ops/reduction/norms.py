@@ -136,13 +136,19 @@ LOWEST = -3.4028234663852886e38
 
 
 def softmax_rows(scores: Array, sinks: Array | None) -> Array:
-    """Return the softmax over the last axis, as `normalise_scores`; `sinks` adds to the denominators only."""
+    """Return the softmax over the last axis of an array; `sinks` adds to the denominators only.
+
+    A row that is -inf everywhere gives zeros.
+    """
     expression = trace(normalise_scores, (True, sinks is not None), (), ())
     return evaluate(expression, (scores, sinks), {})
 
 
 def _arrange_scores(operands: Sequence[Any], attrs: Attrs) -> Sequence[Any]:
-    """Return scores, mask, sinks and ALiBi slopes with the axes of the scores [..., heads, tokens, keys]."""
+    """Return the operands of the softmax expression: scores, mask, sinks and ALiBi slopes.
+
+    All of them broadcast to the axes of the scores, [..., heads, tokens, keys].
+    """
     x, mask, sinks = (*operands, None, None)[:3]
     sinks = None if sinks is None else sinks[:, None, None]
     if mask is None:

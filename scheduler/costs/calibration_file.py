@@ -183,7 +183,7 @@ def _is_valid_speeds(s: Speeds) -> bool:
 def _describe_version_and_processors() -> str:
     """Return a text that identifies this version of hocket and the processors of this machine.
 
-    Saved speeds with another text are unusable.
+    Speeds that were saved with another text are not used.
     """
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()

@@ -158,7 +158,7 @@ class Hardware:
         *,
         launches: float = 1.0,
     ) -> float:
-        """Estimate the seconds of one node's execution and its kernel launches.
+        """Estimate the seconds of one execution of a node, kernel launches included.
 
         All parameters except `launches` are the fields of `WorkEstimate`.
 

@@ -374,7 +374,7 @@ def _parse_equal_machines(text: str, description: str, machine_count: int, known
 
 
 def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[str], known: Catalogue) -> Hardware:
-    """Return speeds that no device of a mixed group falls below: the slowest figure of its kinds, field by field.
+    """Build the hardware model of a mixed group: for each speed the slowest figure of its kinds and links.
 
     Args:
         data_sheets: The data sheet of each kind of device.

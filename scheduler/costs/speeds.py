@@ -110,7 +110,7 @@ class Speeds:
 
     @property
     def weight_independent_hardware(self) -> Hardware:
-        """The hardware model with all speeds that do not depend on the weights; the others have their defaults."""
+        """The hardware model with the speeds that do not depend on weights; all other speeds have their defaults."""
         return Hardware(
             launch=self.launch,
             link_bandwidth=self.link_bandwidth,

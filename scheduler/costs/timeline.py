@@ -68,13 +68,13 @@ class TimelineEntry:
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """The predicted cost of one instruction.
+    """The predicted cost of one instruction in one run.
 
     - `flops`: floating-point operations.
     - `nbytes`: bytes read and written.
     - `bytes_sent`: bytes sent to other devices.
     - `seconds`: the predicted seconds.
-    - `unsharded_seconds`: the seconds if all weights and states were whole; None if all of them are whole anyway.
+    - `unsharded_seconds`: the seconds if all weights and states were whole; None if all of them are.
     """
 
     flops: float
@@ -156,9 +156,9 @@ class InstructionCosts:
         return self.device_number, narrow_to_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _estimate_extra_work_without_sharding(self, node: Node) -> tuple[float, float]:
-        """Estimate how much more work a node would have on this device if its weights and states were not sharded.
+        """Estimate how much more work a node would have on this device if its weights and states were whole.
 
-        Only weights and states with at least one entry on this device count.
+        A weight or state counts only if this device has a part of it.
 
         Returns:
             The growth factor of the FLOPs, and the extra bytes to read.
@@ -288,9 +288,9 @@ def _count_copied_bytes(i: Instruction) -> float:
 
 
 def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
-    """Merge the compute entries of devices that run equal ops between two collectives.
+    """Merge the compute entries of devices with equal ops into one entry, which has the longest of their times.
 
-    A merged entry has the longest time of its devices.
+    All entries are between the same two collectives.
 
     Args:
         entry_by_device: For each device, its ops as text and its compute entry.

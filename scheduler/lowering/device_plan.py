@@ -35,7 +35,7 @@ DEVICES_KIND = list_of(
 
 
 class KernelLaunchesAndFallbacks(NamedTuple):
-    """The use of kernels by a program.
+    """How many kernels a program launches, and which instructions have no compiled kernel.
 
     - `launches`: the kernel launches of each instruction; a fraction if one kernel computes several instructions.
     - `numpy_fallback_positions`: the positions of the instructions that NumPy computes for lack of a compiled kernel.
@@ -154,7 +154,7 @@ class UnrollableProgram:
 
 
 def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> DevicePlan:
-    """Make a device plan with a graph and a program that are built at the first access, by unrolling `short`."""
+    """Make a device plan that builds its graph and program at the first access, by unrolling `short`."""
     device_plan: DevicePlan = object.__new__(DevicePlan)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(device_plan, name, value)
@@ -215,11 +215,11 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
 def build_device_plans(
     graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
 ) -> tuple[DevicePlan, ...]:
-    """Lower the graph of each device to a program, and build the device plans.
+    """Lower the graph of each device to a program, and return the device plans.
 
     1. Structurally equal graphs on devices of one kind are lowered once, with node positions in place of names.
-    2. Each graph gets a copy of the program with its own names. Devices with equal graphs share the copy.
-    3. A device that does not support the state saves in the shared program is lowered separately.
+    2. Each graph gets a copy of this program with its own names. Devices with equal graphs share the copy.
+    3. A device that does not support the state saves of the shared program is lowered separately.
 
     Args:
         graphs: The graph of each device; the device supports all of its nodes.
@@ -266,7 +266,7 @@ def build_device_plans(
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
 ) -> DeviceNodeRepetitions | None:
-    """Return the repetitions of repeated layers in a device's graph; None without a shortened graph.
+    """Find the repetitions of repeated layers in the graph of a device; None without a shortened graph.
 
     Args:
         graph: The graph of the device.

@@ -74,12 +74,12 @@ def order_nodes_for_inplace_state_updates(
     stored_spec_of: Callable[[Value], Spec],
     prefers_overlap: bool = False,
 ) -> ExecutionOrder:
-    """Choose an execution order of the nodes in which as many states as possible are updated in place.
+    """Order the nodes for execution, so that as many states as possible are updated in place.
 
     A node may write its result over a state under two conditions. The stored dtypes are equal, and all other readers of
-    the state can run before the node. If this would be a cycle, the new value gets its own memory and is copied into
-    the state at the end, which is slower. A state that several nodes of a run change is changed in place by all of
-    them, if possible.
+    the state can run before the node. If this would be a cycle, the new value gets its own memory. It is then copied
+    into the state at the end, which is slower. If several nodes of a run change a state, all of them change it in place
+    if possible.
 
     Args:
         graph: The graph with dense copies.
@@ -131,10 +131,10 @@ def order_nodes_for_inplace_state_updates(
 def _list_inplace_update_chains(
     state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """Yield chains of values that may be written one over the other into the memory of a state, the best chain first.
+    """Yield chains of values that can be written one over the other into the memory of a state, longest first.
 
-    A chain begins with the state and ends with its new value. Each node between them updates the value before it in
-    place. The longest chains come first. The last chain has only the state and the new value.
+    A chain begins with the state and ends with its new value. Each value of a chain is an in-place update of the value
+    before it. The last chain has only the state and the new value.
 
     Args:
         state: The state.
@@ -155,7 +155,7 @@ def _list_inplace_update_chains(
 
 
 def insert_copies_against_update_conflicts(graph: Graph) -> Graph:
-    """Add copies to a graph, so that state updates cannot change outputs or other new states at the end of a run.
+    """Insert copies into a graph, so that state updates cannot change outputs or other new states.
 
     Three kinds of values are copied:
 
@@ -202,15 +202,15 @@ def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value,
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether a node is elementwise: element i of its result needs only element i of operands of that shape."""
+    """Return whether element i of the node's result needs only element i of its operands of the same shape."""
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
 class _ExtraDependences:
-    """The dependences between nodes that operands do not show: for each node, other nodes that must run before it.
+    """The order constraints between nodes that operands do not show: for each node, the nodes that must run before it.
 
     At first, each collective depends on the collective with the next lower sequence number.
-    `order_nodes_for_inplace_state_updates` adds the dependences of in-place updates.
+    `order_nodes_for_inplace_state_updates` adds the constraints of in-place updates.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -295,7 +295,7 @@ def _order_nodes_by_dependences(
 
 
 def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
-    """Sort the nodes by the sequence number of the last message (`receive`) on which each depends.
+    """Sort the nodes by the sequence number of the last `receive` on which each depends, directly or not.
 
     Nodes that depend on no message come first.
     """

@@ -123,7 +123,7 @@ def require_device_support(graph: Graph, backend: Backend, device: Device) -> No
 
 
 def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
-    """Translate groups of node numbers into groups of nodes of a graph."""
+    """Return groups of nodes of a graph, given groups of node numbers."""
     return [[graph.nodes[number] for number in group] for group in node_number_groups]
 
 
@@ -150,7 +150,7 @@ def _split_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _MemoryReuse:
-    """The values that share memory with another value, and the steps until which each memory is needed.
+    """Which values share memory with another value, and how long the memory of each value is needed.
 
     - `slot_of`: for each value that shares memory, the value that owns it. Other values own their memory.
     - `last_reading_step`: the last step that reads the memory of each value.
@@ -316,10 +316,10 @@ class _ProgramBuilder:
         return _MemoryReuse(slot_of, last_read, step, until)
 
     def _find_overlap_end_steps(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
-        """Return for each overlapped collective the last step that runs at the same time.
+        """Return for each overlapped collective the last step that runs at the same time as the collective.
 
-        This step precedes the next collective and the first node that needs the result. Until its end, no instruction
-        may write the memory that the collective reads.
+        The next step is another collective, or it reads the result. Until then, no instruction may write the memory
+        that the collective reads.
         """
         until: dict[Node, int] = {}
         for at, collective in enumerate(self.ordered_nodes):
@@ -341,10 +341,10 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Return the value with the memory that `result` can take over from an in-place operand; None if it cannot.
+        """Find an in-place operand with memory that `result` can take over; return the owner of this memory, or None.
 
-        The memory must be free: no other node, and no other operand of the node, may still need it. `slot_of` has the
-        owner of the memory of each value that shares memory.
+        The memory must be free: other operands and later nodes may not need it. `slot_of` has the owner of the memory
+        of each value that shares memory.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
@@ -415,7 +415,7 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_unrollable_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
-        """Assign arena offsets to lifetimes, so that repetitions can be unrolled if the graph has repeated layers."""
+        """Assign arena offsets to lifetimes; if layers repeat, in such a way that the program can be unrolled."""
         return (
             assign_arena_offsets_for_any_repetition_order(lifetimes, self.repetition_of_step)
             if self.repetition_of_step

@@ -36,7 +36,7 @@ class StridedView:
 
     @property
     def covers_base(self) -> bool:
-        """Whether the view has all elements of `base` in the order of memory; its shape may differ."""
+        """Whether the view has all elements of `base` in memory order; only its shape may differ."""
         return self.offset == 0 and self.is_dense and math.prod(self.shape) == self.base.spec.size
 
 

@@ -71,9 +71,11 @@ def unroll_kernel_calls(
 
 
 class _Unroller:
-    """Builds the full ("deep") graph and program of one device from its short ones, by copying repeated layers.
+    """Copies the repeated layers in a short graph and its program, until all layers of the full graph are there.
 
-    - `kind_by_node`: the repetition of the short graph, called kind, of each of its nodes.
+    The full graph is called deep.
+
+    - `kind_by_node`: for each node of the short graph, its repetition in the short graph, which is called kind.
     - `nodes_by_repetition`: for each repetition of the deep graph, its node for each node of the short graph.
     """
 
@@ -129,12 +131,13 @@ class _Unroller:
     ) -> Node:
         """Find the node of the full ("deep") graph that replaces an operand of the short graph in one repetition.
 
-        The node is in the same repetition, in the repetition before (a carried value), or before all repetitions.
+        This node is in the repetition of the reader, in the repetition before it (a carried value), or before all of
+        them.
 
         Args:
             source: The operand in the short graph.
             repetition: The repetition of the reader in the deep graph.
-            kind: The repetition of the short graph from which it is copied.
+            kind: The repetition of the short graph that is copied to it.
             carried: The nodes that the repetition before passes to this one, by key (position, name ending).
         """
         if self.kind_by_node[source.node] == kind:
@@ -143,7 +146,10 @@ class _Unroller:
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
     def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
-        """Return the key (position, name ending) of a value that one repetition passes to the next; else None."""
+        """Return the key of a value that one repetition passes to the next one; None for all other values.
+
+        The key is the position of the user's node in its repetition, and the ending of the device node's name.
+        """
         number, ending = split_numbered_name(node.name)
         place = self.shortened_graph.short_repetitions.find_position_of_carried_value(number, reader_repetition)
         return None if place is None else (place, ending)
@@ -201,7 +207,7 @@ class _Unroller:
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
     def _rename_buffer_for_repetition(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
-        """Return the buffer of a leaf with the name that the leaf has in a repetition of the deep graph.
+        """Return the buffer of a leaf, named as the leaf of the same position in one repetition of the deep graph.
 
         Args:
             buffer: The buffer in the short program.
@@ -212,9 +218,9 @@ class _Unroller:
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _find_deep_leaf_name(self, name: str) -> str:
-        """Translate the name of a leaf from the short graph to the full ("deep") graph.
+        """Return the name that a leaf of the short graph has in the full ("deep") graph.
 
-        The leaf must be before or after all repetitions, because other leaves have a name in each repetition.
+        The leaf must not belong to a repetition: such a leaf has another name in each repetition.
         """
         kind = self.shortened_graph.short_repetition_of_name(name)
         return self.shortened_graph.deep_name_in_repetition(
@@ -224,7 +230,7 @@ class _Unroller:
 
 @dataclass(frozen=True, slots=True)
 class _RepetitionRelocator:
-    """The translation of buffers and arena offsets from the short program to one repetition of the unrolled program.
+    """Moves tensors and instructions of the short program to the buffers and arena offsets of one repetition.
 
     - `buffer_numbers`: the buffer of the repetition for each buffer of the short program.
     - `shifted_from_byte`: the arena offset at which state saves begin.
@@ -260,7 +266,7 @@ class _RepetitionRelocator:
 
 
 def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
-    """Count the bytes of state saves in each repetition of the short graph, and find the arena offset where they begin.
+    """Find the arena offset at which state saves begin, and the bytes of saves in each repetition of the short graph.
 
     Returns:
         The arena offset of the first state save, and the bytes by repetition.
@@ -279,9 +285,9 @@ def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph
 
 
 def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return for each instruction of a short program the repetition of the short graph to which it belongs.
+    """Return for each instruction of the short program its repetition in the short graph, which is called kind.
 
-    This repetition is called its kind, because it stands for several repetitions of the full graph.
+    A kind stands for several repetitions of the full graph.
     """
     kinds = shortened.short_repetition_by_node(graph)
     return [

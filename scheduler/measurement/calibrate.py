@@ -259,11 +259,11 @@ def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
 
 
 def _select_probes_for_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Select probes that together read between 15/16 of `nbytes` and `nbytes` bytes of weights; else return no probe.
+    """Select probes that read from 15/16 of `nbytes` to `nbytes` bytes of weights together; else return no probe.
 
     Args:
-        nbytes: The most bytes to read.
-        sizes: Bytes of weights of each probe by name. The function takes each probe that still fits, in this order.
+        nbytes: The largest number of bytes to read.
+        sizes: Bytes of weights of each probe by name. Each probe that still fits is taken, in this order.
     """
     names, rest_bytes = [], nbytes
     for name, size in sizes.items():

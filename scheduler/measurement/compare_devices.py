@@ -218,7 +218,9 @@ class NodeComparer:
             self.store.state(name)[...] = array
 
     def _build_portion_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """Build two graphs for a portion of the values: one for the devices of the plan, one for the reference device.
+        """Build the two graphs that observe and recompute a portion of the values.
+
+        The first is for the devices of the plan, the second for the reference device.
 
         Args:
             names: The names of the values of the portion.

@@ -219,7 +219,7 @@ class SpeedFit:
         return computes, reads
 
     def subtract_launch_seconds(self, name: str, seconds: float | None = None) -> float:
-        """Return the measured seconds of a probe minus its kernel launches, but at least a tenth of its seconds.
+        """Return the seconds of a probe without its kernel launches, but at least a tenth of its measured seconds.
 
         Args:
             name: Name of the probe.
@@ -229,9 +229,9 @@ class SpeedFit:
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
     def compute_dominant_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
-        """Return the seconds per item, such as a FLOP or a byte, of the kind of work that takes most of a probe's time.
+        """Return the seconds per item (such as a FLOP or a byte) of the work that dominates a probe.
 
-        The time of the other work is subtracted. At least a tenth of the seconds without launches is left for the
+        The seconds of its other work are subtracted. At least a tenth of the time without launches is left for the
         items.
 
         Args:
@@ -279,8 +279,8 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
 def _solve_for_seconds_per_unit(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Solve two equations ``a * x + b * y = seconds`` for `x` and `y`, the seconds per unit of two kinds of work.
 
-    `x` must dominate the first equation, and `y` the second. At least a tenth of the seconds of each equation is
-    attributed to its dominant kind of work. So both results are positive in spite of measurement errors.
+    `x` must dominate the first equation, and `y` the second. Each keeps at least a tenth of the seconds of its
+    equation, so both results are positive in spite of measurement errors.
 
     Args:
         equations: Two tuples of `a`, `b` and `seconds`.

@@ -78,7 +78,7 @@ def build_collective_matmul_graph(hidden: int) -> Graph:
 
 
 def build_prefill_attention_graph() -> Graph:
-    """Build the probe of attention in prefill: the second half of a prompt attends to both halves.
+    """Build the probe of attention in prefill: the tokens of the second half of a prompt attend to both halves.
 
     The graph has no weights. Keys and values are states, because a backend keeps states in the dtype that they have in
     models.

@@ -75,7 +75,7 @@ def _list_candidates(
     hardware: Hardware,
     costs: AssignmentCost,
 ) -> list[Candidate]:
-    """List all candidates with several devices; each has an estimate of the time of a single run.
+    """List the candidates that use several devices, each with an estimate of the time of one run.
 
     Args:
         plan_builder: The request, for all devices.
@@ -127,10 +127,10 @@ def _list_candidates(
 def _make_branch_candidate_with_lower_bound(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
-    """Make the candidate for independent branches on different devices; yield nothing if it cannot save enough time.
+    """Yield the candidate that runs independent branches on different devices, if it can save enough time.
 
-    The estimate of the candidate is a lower bound of its time. The bound keeps each cluster on one device. A cluster is
-    a set of nodes that gain nothing from separate devices.
+    Its estimate is a lower bound of its time, for which each cluster stays on one device. A cluster is a set of nodes
+    that gain nothing from separate devices.
     """
     count = len(plan_builder.group)
     if (bound := branches.compute_cluster_time_lower_bound(count)) is not None:
@@ -158,10 +158,10 @@ def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler
 
 
 def _with_stage_overlap_lower_bound(candidate: Candidate, branches: BranchScheduler) -> Candidate:
-    """Return the candidate with a lower bound as its estimate, if its pipeline stages can overlap in time.
+    """Return the candidate with a smaller estimate, if its pipeline stages can overlap in time.
 
-    Stages overlap if they work on independent branches of the graph. A candidate without enough saving by overlap is
-    returned unchanged.
+    The new estimate is a lower bound. Stages can overlap if they work on independent branches of the graph. A candidate
+    that would save too little by overlap is returned unchanged.
     """
     if (
         candidate.stage_count == 1
@@ -229,10 +229,10 @@ def _can_form_several_device_groups(devices_per_machine: int, device_count: int)
 
 
 def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> Iterator[Candidate]:
-    """Make the candidate of the hybrid split: pipeline stages on device groups, with tensor parallelism in each.
+    """Yield the candidate of the hybrid split: pipeline stages on device groups, with tensor parallelism in each group.
 
-    A group is one machine, or one half of the only machine. Nothing is yielded if a node must stay on device 0 because
-    the backends differ.
+    A group is one machine, or one half of the only machine. There is no candidate if a node must stay on device 0
+    because the backends differ.
     """
     if pin_discrete_choices_to_first_device(plan_builder.graph, plan_builder.group):
         return
@@ -279,10 +279,10 @@ def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
 
 
 def _fit_launch_cost_to_plan(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
-    """Return the hardware with a launch cost that is fitted so that all node times add up to the time of the plan.
+    """Fit the launch cost of the hardware model, so that the times of all nodes add up to the time of a plan.
 
-    The plan is the plan of one device. The default launch cost does not fit: in a program, fused chains share one
-    launch, and state saves add launches.
+    The plan is for one device. The default launch cost is wrong there, because fused nodes share a launch and state
+    saves add launches.
     """
     work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
     return replace(costs.hardware, launch=max(0.0, single_device_plan.cost.total - work) / max(1, len(costs.node_work)))

@@ -267,10 +267,10 @@ class BranchScheduler:
 
     @cached_property
     def _non_weight_operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
-        """For each node its operands that are on one device only: computed values and states, but no weights.
+        """For each node its operands except weights, each with the node that decides on which device the operand is.
 
-        Each operand is a pair (value, node), in which the node runs on the device that has the value. For a computed
-        value it is the node that computes it. For a state it is the node that updates it, or else its first reader.
+        This is the node that computes a value or updates a state. For a state without an update, it is its first
+        reader.
         """
         users, at = self.graph.users(), {node: node for node in self.compute_nodes}
         for state in self.graph.states:

@@ -64,20 +64,21 @@ class Candidate:
     refine: Callable[[], Iterable[Candidate]] | None = None
 
     def has_same_estimate_bias_as(self, other: Candidate) -> bool:
-        """Return whether a correction of the estimate of `other` also applies to this candidate, which has no plan yet.
+        """Return whether the estimates of both candidates are wrong in the same way, so that one correction fits both.
 
-        Two estimates of the factor search have the same bias. Estimates that assume pipelining have it if this
-        candidate has at least as many stages, because estimates are more optimistic with fewer stages.
+        The correction comes from the plan of `other`. This candidate must have no plan yet. Two estimates of the factor
+        search have the same bias. So have two estimates that assume pipelining, if this candidate has at least as many
+        stages; with fewer stages, estimates are more optimistic.
         """
         if other.assumes_pipelining:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
     def with_corrected_estimate(self, time_ratio: float) -> Candidate:
-        """Return the candidate with its estimate multiplied by `time_ratio`, in place of any earlier correction.
+        """Return the candidate with its uncorrected estimate multiplied by `time_ratio`.
 
-        The candidate is returned unchanged if the factor of its earlier correction is as small as `time_ratio` or
-        smaller.
+        The candidate is returned unchanged if an earlier correction was at least as strong, that is, its factor was not
+        larger.
 
         Args:
             time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
@@ -90,9 +91,9 @@ class Candidate:
         )
 
     def with_estimate_capped_by_overlap(self, seconds: float) -> Candidate:
-        """Return the candidate with its estimate reduced to at most `seconds`, but not below its own lower bound.
+        """Return the candidate with an estimate of at most `seconds`, but not below its own lower bound.
 
-        This is done after a similar candidate has got a faster plan by the overlap of collectives with compute.
+        It is used after the plan of a similar candidate got faster by overlap of collectives with compute.
 
         Args:
             seconds: The seconds of the plan of the similar candidate.
@@ -100,10 +101,10 @@ class Candidate:
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
     def with_single_stage_lower_bound(self, built_candidate: Candidate) -> Candidate:
-        """Return the candidate with its estimate raised to the seconds of a built plan that has a single stage.
+        """Return the candidate with an estimate of at least the seconds of a built plan with a single stage.
 
         Without pipelining, a run through several stages takes no less time than a run through one stage with all
-        layers. The candidate is returned unchanged if `built_candidate` has several stages or another `group_sharding`.
+        layers. The candidate is unchanged if `built_candidate` has several stages or another `group_sharding`.
         """
         is_one = (
             built_candidate.stage_count == 1
@@ -246,10 +247,10 @@ def choose_best_plan(
 def _replace_by_refined_candidates(
     candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Replace the candidate `replaced` by the refined candidates; return the new list.
+    """Return the candidates with `replaced` exchanged for its refined candidates.
 
-    A refined candidate also replaces a candidate without a plan, if kind and device count are equal. A refined
-    candidate is dropped if a candidate of its kind and device count has a plan.
+    Candidates with the same kind and device count exclude each other. One with a plan excludes a refined candidate, and
+    a refined candidate excludes one without a plan.
     """
     known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
     fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]

@@ -36,9 +36,9 @@ def find_clusters(
 ) -> list[Cluster]:
     """Find the clusters of a graph: sets of nodes that gain nothing from separate devices.
 
-    A cluster is joined with its reader if a single cluster reads it. They stay apart if another operand of this reader
-    could be computed at the same time, and that saves more than `latency`. In the result each cluster comes after the
-    clusters that it reads.
+    A cluster is merged with its reader if no other cluster reads it. The exception is a reader with another operand
+    that could be computed at the same time, if this saves more than `latency`. In the result each cluster comes after
+    the clusters that it reads.
 
     Args:
         nodes: Nodes that compute, in the order of a graph.
@@ -116,9 +116,9 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
 
 
 def link_clusters_by_operands(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Link clusters by their operands: set for each cluster which nodes of other clusters it reads.
+    """Set for each cluster which nodes of other clusters it reads; merge very short clusters.
 
-    A cluster shorter than `latency` seconds is merged into the cluster that it reads, if it reads a single one.
+    A cluster shorter than `latency` seconds is merged into the cluster that it reads, if that is only one.
 
     Returns:
         The clusters, and a mapping of each node to its cluster.

@@ -147,9 +147,10 @@ def _suggest_larger_device_count(pool: MemoryPool, plan: Plan) -> str | None:
 
 
 def _suggest_other_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
-    """Suggest the other one of modes ``tensor`` and ``layer`` if it may fit; both if all leaves are copied.
+    """Suggest split mode ``tensor`` to a plan in mode ``layer``, or the reverse, if the plan may fit then.
 
-    The result is None for one device, or if the memory of all devices together is too small.
+    Both modes are suggested if all leaves are copied. The result is None for one device, or if the memory of all
+    devices together is too small.
     """
     if len(plan.device_plans) == 1:
         return None

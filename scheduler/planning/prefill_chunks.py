@@ -71,9 +71,9 @@ class ChunkTimeModel:
         ]
 
     def _compute_interpolation_coordinates(self, token_count: int, end_token: int) -> tuple[float, float]:
-        """Compute the coordinates of a run in the model, as the pair (tokens, cells).
+        """Compute where a run lies between the four plans: the pair (tokens, cells) for the bilinear interpolation.
 
-        0 stands for the smaller count of the four plans, 1 for the larger count. A token reads all cells before the
+        A coordinate is 0 at the smaller count of the plans and 1 at the larger one. A token reads all cells before the
         run, and on average half of the cells of the run.
 
         Args:
@@ -133,8 +133,8 @@ def choose_prefill_chunks(
 ) -> PrefillChunks:
     """Choose the prefill chunks of a prompt: the fewest chunks that take about the shortest time.
 
-    Several splits are compared. A split has a time limit, and chunks as large as the limit allows. The limits are the
-    times of a chunk of each allowed size, at the beginning and at the end of the prompt.
+    Several ways to divide the prompt are compared. Each has a time limit, and chunks as large as the limit allows. The
+    limits are the times of a chunk of each allowed size, at the beginning and at the end of the prompt.
 
     Args:
         token_count: Tokens of the prompt that are not in the KV cache yet.

@@ -49,8 +49,8 @@ The smallest number within the deviation is taken, else the largest number.
 class RepeatedLayersPlanParts:
     """The parts of a plan for a graph with repeated layers: device plans, and the layouts of leaves and outputs.
 
-    `build_with_chunks(chunks)` builds the same parts with overlap chunks (parts of the tokens), or returns None if that
-    is impossible. The field is None for two reasons: the sums over devices have too few tokens, or the devices do not
+    `build_with_chunks(chunks)` builds the same parts with overlap chunks, which are parts of the tokens; it returns
+    None if that is impossible. The field is None if the sums over devices have too few tokens, or if the devices do not
     overlap collectives with compute.
     """
 
@@ -167,15 +167,15 @@ class _ShortenedGraphSharding:
 
     @property
     def distinct_program_count(self) -> int:
-        """The number of devices with different programs: devices with shard ranges of equal sizes count once."""
+        """The number of different programs: devices with equally large shards have the same program."""
         shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
     def sequence_parallel_chooser(self) -> SequenceParallelChooser:
-        """The object that decides for the short graph whether devices compute all token rows or only their shards.
+        """The chooser of sequence parallelism for the short graph.
 
-        The second is sequence parallelism.
+        It decides whether, after a sum over devices, each device computes all token rows or only its shard of the rows.
         """
         return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
@@ -183,9 +183,9 @@ class _ShortenedGraphSharding:
 
     @property
     def replicated_rows_assignment(self) -> ShardingAssignment:
-        """The layouts of all values of the short graph if each device computes all token rows after a sum over devices.
+        """The layouts of all values of the short graph without sequence parallelism.
 
-        The alternative is sequence parallelism, in which each device computes only its rows.
+        So each device computes all token rows after a sum over devices.
         """
         return self.sequence_parallel_chooser.replicated_rows_assignment
 
@@ -194,7 +194,7 @@ class _ShortenedGraphSharding:
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedLayersPlanParts | None:
-        """Build the plan of the graph with all layers from the short graph of each device, which has few layers.
+        """Unroll the short graph of each device to all layers, and return the parts of the plan.
 
         The result is None if a device does not support a node, or if its repeated layers cannot be unrolled.
         """
@@ -282,10 +282,9 @@ def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedLayer
 
 
 def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
-    """Map the positions of sharded factors in the user's graph to positions in the short graph with few layers.
+    """Map sharded factors (shardable indices) from their positions in the user's graph to positions in the short graph.
 
-    A factor is a shardable index. The result is None if the repeated layers of the user's graph are sharded
-    differently.
+    The result is None if the repeated layers of the user's graph are sharded differently.
     """
     number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
@@ -305,9 +304,9 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
 
 
 def _choose_layer_count_of_short_graph(short_sharding: _ShortenedGraphSharding) -> int:
-    """Choose how many repeated layers the short graph keeps, so that each device gets its proportion over all of them.
+    """Choose how many repeated layers the short graph keeps, so that rounding evens out over the layers.
 
-    The shard ranges of a single layer are rounded. Over several layers the rounding errors cancel.
+    The shard ranges of a single layer are rounded. Over several layers, each device gets its proportion.
     """
     inner = frozenset(
         sharded_factor

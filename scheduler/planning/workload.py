@@ -51,9 +51,9 @@ class Workload:
 
     @property
     def graph_for_stage_balance(self) -> Graph:
-        """The graph for which a layer split balances its stages: the run of a whole prompt, or a step of all sequences.
+        """The graph for which a layer split gives its stages equal times.
 
-        The step is used if the workload has no prompts.
+        It is the prefill of a whole prompt, or a step of all sequences if the workload has no prompts.
         """
         return (
             self.build_graph(1, self.prompt_tokens) if self.prompt_tokens else self.build_graph(self.sequence_count, 1)
@@ -103,9 +103,9 @@ class OptimisticWorkloadEstimator:
         self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
     def estimate_candidate(self, candidate: Candidate, single_device_seconds: float) -> Candidate:
-        """Return the candidate with estimates for the whole workload in place of estimates for one run.
+        """Return the candidate with estimates for the whole workload; before, they are for one step.
 
-        For prompts, the devices of a stage share all work except kernel launches.
+        In prefill, the devices of a stage are assumed to share all work except kernel launches.
 
         Args:
             candidate: The candidate, with estimates for one step of all sequences.
@@ -153,7 +153,7 @@ class OptimisticWorkloadEstimator:
         )
 
     def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
-        """Choose the micro-batch count with the shortest estimated step; return it as a list.
+        """Choose the micro-batch count with the shortest estimated step; return a list with this count.
 
         The list is empty if there are fewer than two sequences or stages.
         """

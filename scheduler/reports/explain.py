@@ -86,10 +86,9 @@ def format_decision_lines(plan: Plan) -> list[str]:
 
 
 def format_predicted_time_line(plan: Plan) -> list[str]:
-    """Return a line with the predicted time of the plan, if factors are sharded.
+    """Return a line with the predicted time of the plan if factors are sharded; otherwise return no line.
 
-    It is longer than the times in the lines of the factor search, because the search does not see the copies in the
-    programs.
+    It is longer than the times of the factor search, because the search does not see the copies in the programs.
     """
     if not plan.sharded_factors:
         return []
@@ -250,7 +249,7 @@ def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: 
 
 
 def _make_row_key_without_numbers(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a table row with all numbers in its reason replaced, so that rows of repeated layers are equal."""
+    """Return a table row without the numbers in its reason, so that the rows of repeated layers are equal."""
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
 
@@ -274,7 +273,9 @@ class TimelineReasons:
     def select_hints_for_entry(
         self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]
     ) -> list[PlacementHint]:
-        """Return the placement hints (advice to put a weight on one device) for weights that a timeline entry reads.
+        """Return the placement hints for the weights that a timeline entry reads.
+
+        A placement hint is the advice to put a weight on one device.
 
         Args:
             entry: The timeline entry.
@@ -298,8 +299,8 @@ class TimelineReasons:
     def _explain_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """Return why nodes run on their devices, from the weights and states that they read.
 
-        The text names the largest leaf that is placed on one device, and the largest sharded one. If the span reads
-        neither, the text has the reason why a node is pinned to a device, or explains the unsharded work.
+        The text names the largest leaf that is placed on one device, and the largest sharded leaf. If there is neither,
+        it has the reason of a pin, or explains the unsharded work.
         """
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
         leaves = {find_view_base(s).node.name: find_view_base(s).node for n in nodes for s in n.inputs}
@@ -322,7 +323,7 @@ class TimelineReasons:
         return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
-        """Return why a compute span without sharded or placed weights runs where it does, from the values it reads."""
+        """Return why a compute span runs on its devices, if it reads no sharded or placed weight or state."""
         read = [(s, find_view_base(s).node) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
@@ -370,9 +371,9 @@ class TimelineReasons:
         return layout.axis
 
     def _find_nearest_sharded_leaf(self, node: Node) -> Node | None:
-        """Return the sharded weight or state that is the fewest nodes before a value, or None.
+        """Return the sharded weight or state that is the fewest nodes before a value.
 
-        The search ends without a result after 1000 nodes.
+        None is returned if there is none within 1000 nodes.
         """
         queue, seen = [node], {node}
         for here in queue:
@@ -401,7 +402,7 @@ def format_user_value_name(value: Value) -> str:
 
 
 def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
-    """Return (device, reason) for each pinned node, and for each leaf that a pinned node reads; by name."""
+    """Return the device and the reason of each pinned node and of each leaf that a pinned node reads, by name."""
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.pinned_nodes for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():

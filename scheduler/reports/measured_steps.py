@@ -33,8 +33,8 @@ class MeasuredStep:
     """The measured time of one instruction in traced runs.
 
     - `kernel`: the names of the kernels that run it.
-    - `seconds`: the median seconds of the kernel. If it runs several instructions, they share the seconds in proportion
-      to their predicted seconds.
+    - `seconds`: the median seconds of the kernel. Instructions of one kernel share them in proportion to their
+      predicted seconds.
     - `steps_in_kernel`: the number of instructions that the kernel runs.
     """
 

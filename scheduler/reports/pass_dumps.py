@@ -169,7 +169,7 @@ class ArenaLifetime:
 
     @property
     def end_step(self) -> int:
-        """The first step that does not need the value any more, or that overwrites it."""
+        """The step from which the bytes are free: after the last read, or when another value overwrites them."""
         return min(self.last_step + 1, self.overwriting_step)
 
 
@@ -230,9 +230,9 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
 
 
 def compute_memory_and_last_use_by_step(program: Program) -> tuple[list[int], list[int]]:
-    """Return the arena bytes in use at each step, and the last step that needs the first result of each step.
+    """Return the arena bytes in use at each step, and for each step the last step that needs its first result.
 
-    The last step is -1 if the result is in a weight, state or constant.
+    The last step is -1 if this result is in a weight, state or constant.
     """
     steps = len(program.instructions)
     last, change = [-1] * steps, [0] * (steps + 1)
@@ -303,7 +303,7 @@ def _format_non_default_attributes(i: Instruction) -> str:
 
 
 def _format_distinct_programs(plan: Plan, text: Callable[[Program], str]) -> str:
-    """Apply the function `text` to the program of each device, and return the texts; equal texts are shown once."""
+    """Format the program of each device by the function `text`, and join the texts; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
     for device_plan in plan.device_plans:
         devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))

@@ -68,7 +68,7 @@ def format_chrome_trace(trace: Trace) -> Iterator[str]:
 
 
 def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
-    """Return the devices and the instructions of a plan, so that a reader of the trace recognises the plan."""
+    """Return the devices and the instructions of a plan; a reader of the trace recognises the plan by them."""
     steps = [
         [[i.op, i.node, format_first_result_spec(i)] for i in device_plan.program.instructions]
         for device_plan in plan.device_plans
@@ -155,7 +155,10 @@ class _PlanTraceEvents:
             yield from _format_collective_arrows(came, arrows)
 
     def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
-        """Return the end of the JSON text of a step's event, which is equal in all runs; the times precede it."""
+        """Return the part of a step's event that is equal in all runs, as the end of its JSON text.
+
+        The times of a run precede it.
+        """
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]

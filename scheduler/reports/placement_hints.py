@@ -33,7 +33,7 @@ MAX_PATTERN_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementHint:
-    """The advice to place a weight on one device only, with its gain and its cost.
+    """The advice to place a weight on one device only, because that saves memory on the other devices.
 
     - `placement_rule`: the argument of ``--place``.
     - `saved_bytes_by_device`: the bytes that each other device saves.
@@ -57,9 +57,10 @@ class PlacementHint:
 
 
 def find_single_device_weight_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
-    """Return the best placement hint (advice to put a weight on one device only) for each weight, by name.
+    """Find weights that should be on one device only; return the best placement hint of each, by name.
 
-    A weight has a hint only if the saved share of a device's bytes is at least the relative increase of the run time.
+    A weight has a hint only if the memory saved outweighs the time: the saved share of a device's bytes is at least the
+    relative increase of the run time.
 
     Args:
         plan: The plan.
@@ -129,9 +130,9 @@ class _PlacementHintFinder:
         )
 
     def _find_nodes_unneeded_elsewhere(self, moved: Set[Node]) -> Set[Node]:
-        """Return the nodes that the other devices need not compute if one device alone computes `moved`.
+        """Return the nodes that the other devices need not compute any more if one device alone computes `moved`.
 
-        They are `moved`, and the replicated nodes with all readers among these nodes.
+        These are `moved`, and replicated nodes that only such nodes read.
         """
         ends = {v.node for v in (*self.plan.graph.outputs.values(), *self.plan.graph.updates.values())}
         elsewhere = set(moved)
@@ -144,10 +145,12 @@ class _PlacementHintFinder:
     def _estimate_extra_seconds_of_move(
         self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int
     ) -> float | None:
-        """Estimate an upper bound of a run's extra seconds if one device alone computes some nodes; None if unknown.
+        """Estimate how many seconds longer a run takes at most if one device alone computes some nodes.
 
-        The target device sends the values that other devices read. The result is None in two cases. Other devices read
-        a moved node that depends on computed values. Or a moved node reads a value that is not replicated.
+        The target device sends the values that other devices read. The result is None (unknown) in two cases:
+
+        - Other devices read a moved node that depends on computed values.
+        - A moved node reads a value that is not replicated.
 
         Args:
             moved: The nodes that the target device alone computes.

@@ -71,7 +71,7 @@ def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial
 
 
 def _find_partial_sum_names(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
-    """Return the names of nodes in a device graph that compute partial sums (terms of a sum over devices).
+    """Return the names of the nodes in a device graph that compute partial sums over devices.
 
     The search goes back from the operands of collectives that add. It ends at a node that reads a sharded value.
 

@@ -32,7 +32,7 @@ MAX_LISTED_CAUSES = 4
 
 @dataclass(frozen=True, slots=True)
 class ImbalanceCause:
-    """Weights that give the fullest device more than its share, all for the same reason.
+    """Weights that are larger on the fullest device than its share of them, all for the same reason.
 
     - `weights`: their names.
     - `nbytes`: their bytes on the fullest device.
@@ -87,7 +87,10 @@ class WeightBalance:
         return [f"{'; '.join(heads)}{self._format_explained_device()}:", *cause_lines]
 
     def _format_explained_device(self) -> str:
-        """Format the device that the causes explain, as ``; on cpu:0``; empty if all devices have the same bytes."""
+        """Return ``; on cpu:0`` with the fullest device, to which the causes belong.
+
+        The text is empty if all devices are equally full.
+        """
         if len({*zip(self.stored_bytes, self.share_bytes, strict=True)}) == 1:
             return ""
         return f"; on {self.device_names[find_fullest_device(self.stored_bytes, self.share_bytes)]}"
@@ -125,12 +128,14 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
 
 
 def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
-    """Return the bytes of the whole weight, as the first device with a part of it would store them.
+    """Return the bytes that a whole weight would have on the first device that stores a part of it.
+
+    Backends may store a weight in different dtypes.
 
     Args:
         plan: The plan.
         leaf: The weight.
-        bytes_by_device: Bytes of the weight on each device. Without any, the result is 0.
+        bytes_by_device: Bytes of the weight on each device. If all are 0, the result is 0.
     """
     device_plan = next(
         (device_plan for device_plan, nbytes in zip(plan.device_plans, bytes_by_device, strict=True) if nbytes), None
@@ -186,7 +191,7 @@ class _ImbalanceReasons:
         return f"whole on each device: {self._explain_replication(self.leaves[name])}"
 
     def _explain_placement(self, devices: Sequence[int]) -> str:
-        """Return why the given devices, and no others, have a weight, as a whole."""
+        """Return why only the given devices have a weight, which is whole on each of them."""
         if self.device not in devices:
             return "whole on other devices"
         where = format_devices([str(self.plan.device_plans[d].device) for d in devices])
@@ -208,7 +213,7 @@ class _ImbalanceReasons:
         return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
 
     def _describe_wider_dtype(self, name: str, layout: Shard) -> str:
-        """Return ``, stored as f32`` or similar if a shard has another stored dtype than the whole weight."""
+        """Return a phrase such as ``, stored as f32`` if a shard is stored in another dtype than the whole weight."""
         leaf, backend = self.leaves[name], self.plan.device_plans[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
         as_stored = backend.storage_spec(local, "weight").dtype
@@ -226,7 +231,7 @@ class _ImbalanceReasons:
         return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
 
     def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
-        """Return for each axis of a weight its factors (shared index ranges), without their division into segments."""
+        """Return the factors (shardable indices) of each axis of a weight, as one list for all segments of the axis."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes_of(weight)]
 
     def _estimate_extra_seconds_of_sharding(self, weight: Value, name: str) -> tuple[float, str]:
@@ -266,7 +271,7 @@ class _ImbalanceReasons:
         return self._assignment_by_factors[chosen]
 
     def _describe_reader_of_whole_weight(self, weight: Value, assignment: ShardingAssignment) -> str:
-        """Name the first node that reads the whole weight, as the reason why the weight is not sharded.
+        """Return a text that names the first node that reads the whole weight, which is why it is not sharded.
 
         Without such a node, the text says that the layout was requested, by a flag or by an earlier plan.
         """

@@ -183,9 +183,9 @@ class BoundPlan:
     ) -> ThreadGroup | CollectiveGroups | RankGroup:
         """Make the communicators of all devices, within this process or between several processes.
 
-        A wait for another process ends soon after the predicted end of the whole run. In pipelined runs only collective
-        groups share a signal pad. Messages go through host memory there, because a device may send a message before its
-        previous message is received.
+        A wait for another process ends soon after the predicted end of the whole run. In pipelined runs, messages go
+        through host memory, because a device may send a message before the previous one is received. Only collective
+        groups share a signal pad there.
 
         Args:
             timeout: Maximum seconds of a wait.

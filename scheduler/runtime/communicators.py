@@ -17,7 +17,7 @@ from ...graph.dtypes import DType
 
 
 class PointToPointGroup(Protocol):
-    """The communicators for messages between any two devices, in one process or between several."""
+    """The communicators for messages between any two devices, in one process or in several."""
 
     def member(self, number: int, /) -> Comm: ...
     def abort(self, why: str) -> None: ...

@@ -253,7 +253,7 @@ class _PipelinedRun:
 
 
 class _UndoableRun(NamedTuple):
-    """The saved data with which one device can undo a finished run.
+    """A finished run that one device can undo, with the data saved for this.
 
     - `run`: the run.
     - `restored_states`: states that the rollback of earlier runs restores, so nothing is saved for them here.
@@ -329,7 +329,7 @@ class _DeviceWorker:
             run.pipeline._device_stages[self.number].undo_log.roll_back_run(saved, behind)
 
     def _save_undo_data(self, run: _PipelinedRun) -> None:
-        """Save the data with which a finished run can be undone on this device.
+        """Save the data with which the run that has just finished can be undone on this device.
 
         States that the rollback of earlier runs over the same store restores are left out.
         """

@@ -23,7 +23,9 @@ class WeightCopies:
         self.copies_by_key: dict[object, tuple[object, Any]] = {}
 
     def load_or_refresh_copy(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
-        """Return a copy of the weight with its present contents; the copy is made or filled again if needed.
+        """Return a copy of the weight with its present contents; allocate or fill it if needed.
+
+        An outdated copy is filled again in place.
 
         Args:
             key: Identifies the device and the part of the weight.

@@ -326,10 +326,11 @@ class _DeviceBuffers:
         part_key: object,
         copies: WeightCopies,
     ) -> Callable[[], bytes]:
-        """Bind a weight to memory that stores share; return a function that computes the digest of its bytes.
+        """Bind a weight to memory that several stores share; return a function that computes the digest of its bytes.
 
-        `data` reads the part of this device, which `part_key` names in `copies`. A part with several ranges is a copy.
-        The device reads the array `source` of the caller if the part is a view of it and the backend can read it.
+        `data` reads the part of this device, which `part_key` names in `copies`. If this part is a view of the array
+        `source` of the caller, the device reads `source` itself, provided that the backend can. A part with several
+        ranges is always a copy.
         """
         assert declared_buffer.declared_spec is not None
         declared = declared_buffer.declared_spec

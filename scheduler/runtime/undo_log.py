@@ -22,10 +22,10 @@ UndoData = Mapping[Tensor, Array]
 
 
 class UndoLog:
-    """Saves the data with which one device can undo the runs of a plan in a pipeline, after the runs have ended.
+    """Saves, after each run of a plan in a pipeline, the data with which one device can undo the run.
 
-    After each run, it copies the arena bytes that the restoring instructions of the program read, because the next run
-    overwrites them. Two kinds of states need no undo data:
+    It copies the arena bytes that the restoring instructions of the program read, because the next run overwrites them.
+    Two kinds of states need no undo data:
 
     - states in `staying`, which a rollback does not restore;
     - states that the rollback of an earlier run overwrites completely.
@@ -50,7 +50,7 @@ class UndoLog:
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
     def list_states_restored_by(self, earlier_logs: Iterable[UndoLog]) -> frozenset[str]:
-        """Return the states that the rollback of earlier runs restores whole, so that a later run need not save them.
+        """Return the states that need no undo data, because the rollback of earlier runs restores them whole.
 
         The result is empty if the rollback of one state reads another state.
 

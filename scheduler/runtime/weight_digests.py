@@ -72,13 +72,13 @@ class LoadedWeightDigests:
 
     @property
     def is_own_rank_checked(self) -> bool:
-        """Whether this rank must compute digests, which rank 0 compares with its own."""
+        """Whether this rank must compute digests of its weights, so that rank 0 can compare them with its own."""
         return self._world.rank in self._checked_ranks
 
     def list_checked_remote_devices(self, layout: Layout) -> list[int]:
-        """Return the devices of other ranks for which rank 0 must compute the digest of their part of a weight.
+        """Return the devices of other ranks that have a part of a weight with this layout and are checked by rank 0.
 
-        The list is empty on all other ranks.
+        Rank 0 must compute the digests of their parts. The list is empty on all other ranks.
         """
         if self._world.rank:
             return []

@@ -25,9 +25,10 @@ from collections.abc import Iterable, Sequence
 
 
 class Factor:
-    """A shardable index of the graph with `size` values, which may occur in several axes, such as the attention heads.
+    """A shardable index of the graph with `size` values, such as the attention heads; several axes may share it.
 
-    Factors are nodes of a union-find structure, so compare them by `find_root`.
+    If a plan shards a factor, each device has some of its values, in all axes that share it. Factors are nodes of a
+    union-find structure, so compare them by `find_root`.
 
     - `up` is the factor into which this one was merged.
     - `parts` are the outer and the inner factor, if this one was split into a product.
@@ -65,9 +66,9 @@ Axis = tuple[Segment, ...]
 
 
 def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
-    """List the current factors of a product, outer first: merged factors are replaced by their roots.
+    """Replace merged and split factors of a product by the present ones; return them, outer first.
 
-    A factor that was split into a product is replaced by its outer and inner factor.
+    A merged factor is replaced by its root, and a factor that was split into a product by its outer and inner factor.
     """
     product: list[Factor] = []
     for factor in segment:
@@ -98,7 +99,10 @@ def compute_product_size(product: Iterable[Factor]) -> int:
 
 
 def forbid_sharding(factors: Iterable[Factor]) -> None:
-    """Forbid that a plan shards these factors, because two views of one axis divide it in different ways."""
+    """Forbid that a plan shards these factors, or a segment of them.
+
+    Callers do so if two views of one axis divide it in different ways.
+    """
     ahead = list_root_factors(factors)
     while ahead:
         factor = ahead.pop()
@@ -134,10 +138,10 @@ def merge_factors(factor: Factor, other_factor: Factor) -> None:
 
 
 def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
-    """Make two products of factors the same product, factor by factor, outer first; their total sizes are equal.
+    """Make two products of factors equal, factor by factor, outer first; both have the same total size.
 
-    Factors of equal size are merged. A larger factor is split if the smaller one divides it. Otherwise this factor and
-    all inner factors may not be sharded.
+    Two factors of equal size are merged. Of two different sizes, the larger factor is split if the smaller size divides
+    it. Otherwise these two and all inner factors may not be sharded.
     """
     left, right, i = list_root_factors(product), list_root_factors(other_product), 0
     while i < min(len(left), len(right)):
@@ -156,10 +160,10 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
 
 
 def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
-    """Split a segment, which is a product of factors, into a concatenation of two segments at entry `entry`.
+    """Split a segment of an axis into two segments, so that the second segment begins at `entry`.
 
-    Return whether that is possible: the entry must be a multiple of the size of the inner factors. If it is not,
-    sharding of the segment's factors is forbidden.
+    Return whether that is possible: `entry` must be a multiple of the size of all inner factors. If it is not, the
+    factors of the segment may not be sharded.
     """
     inner = compute_product_size(segment[1:])
     head = segment[0]
@@ -209,7 +213,7 @@ def _find_segment_across_entry(axis: Axis, entry: int) -> tuple[list[Factor], in
 
 
 def unify_axes(axis: Axis, other_axis: Axis) -> None:
-    """Make two axes of equal size the same index, so that a plan shards them alike.
+    """Make two axes of equal size share their factors, so that a plan shards them alike.
 
     If that is impossible, sharding of their factors is forbidden.
     """
@@ -229,7 +233,7 @@ def unify_axes(axis: Axis, other_axis: Axis) -> None:
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
     """Find the factors (shardable indices) that occur in two of these axes, or twice in one product.
 
-    In ``W Wᵀ`` the rows of ``W`` are in both axes.
+    Example: in ``W Wᵀ`` both axes are the rows of ``W``.
     """
     seen, twice = set[Factor](), set[Factor]()
     for axis in axes:
@@ -256,8 +260,8 @@ def make_axis_of_new_factor(size: int, blocked: bool = False) -> Axis:
 def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
     """Multiply axes into one axis, outer first, as a reshape of several axes to one does.
 
-    The result is None if an inner axis is a concatenation, which a product of factors cannot express inside another
-    index.
+    The result is None if an axis other than the first is a concatenation, because a product of factors cannot express
+    that.
     """
     wide = [a for a in axes if sum(map(compute_product_size, list_segments(a))) != 1]
     if not wide:

@@ -72,9 +72,10 @@ class AssignmentCost:
         return sum(self._compute_node_seconds_and_leaf_bytes(assignment)[len(self.node_work) :])
 
     def _compute_node_seconds_and_leaf_bytes(self, assignment: ShardingAssignment) -> list[float]:
-        """Compute a list of the seconds of each node, followed by the bytes of each weight and state on one device.
+        """Return a list of the seconds of each node that computes, followed by the bytes of each weight and state.
 
-        If the assignment was derived from a base assignment, only the values of recomputed nodes are computed again.
+        Bytes are those on the device with the largest shard. If the assignment was derived from another one, only the
+        items of recomputed nodes are computed again.
         """
         base = assignment.base_assignment
         if base is None:
@@ -131,7 +132,7 @@ class AssignmentCost:
 
 
 def choose_conversion_collective(conversion: LayoutConversion) -> tuple[str, int]:
-    """Choose the collective that stands for a layout conversion in time estimates, as (op name, bytes of the value).
+    """Choose the collective that stands for a layout conversion in estimates; return (op name, bytes of the value).
 
     It is an all-reduce for a partial sum that ends whole. It is an all-gather for all other conversions.
     """

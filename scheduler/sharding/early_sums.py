@@ -21,10 +21,10 @@ def find_partial_sums_to_reduce_early(
     estimate_seconds: Callable[[LayoutConversion], float],
     row_factor: Factor | None = None,
 ) -> list[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Find partial sums that should be reduced early: one collective replaces several later ones at no higher cost.
+    """Find partial sums to reduce early, because one collective then replaces several later ones at no higher cost.
 
-    Two kinds of sums are considered: all-reduces, and reduce-scatters of rows. If an early sum of the list replaces
-    another early sum of the list, the replaced sum comes first, and the savings of both count.
+    A partial sum may be an all-reduce or a reduce-scatter of rows. If an early sum of the list replaces another one of
+    the list, the replaced sum comes first, and the savings of both count.
 
     Args:
         assignment: The layouts and conversions of the graph.
@@ -82,7 +82,7 @@ def _choose_partial_sums_to_reduce_early(
 def _find_next_values_on_paths_to_sums(
     assignment: ShardingAssignment, sums: Iterable[Value]
 ) -> dict[Value, list[Value]]:
-    """Map each partial sum to the partial sums that are directly computed from it, on paths to one of `sums`."""
+    """Map each partial sum to the partial sums that are computed directly from it, on the paths to `sums`."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:

@@ -52,11 +52,10 @@ class FactorShard:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPartial:
-    """The layout of a routed partial sum: each entry is complete on one device and zero on all others.
+    """The layout of a routed partial sum: one device has the complete entry, all others have zero there.
 
-    Such a sum is the result of a lookup in a table with rows that `factor` shards. An entry is complete on the device
-    that has its table row. `index_operand` has the row number of each entry. The first axes of the value are the axes
-    of `index_operand`.
+    It is the layout of a lookup in a table with rows that `factor` shards: an entry is complete on the device that has
+    its table row. `index_operand` has the row number of each entry, and its axes are the first axes of the value.
     """
 
     factor: Factor
@@ -66,9 +65,9 @@ class RoutedPartial:
 
 @dataclass(frozen=True, slots=True)
 class FixedShard:
-    """The layout of a weight or state that keeps the shards of an earlier plan.
+    """The layout of a weight or state that keeps its shards from an earlier plan.
 
-    No factor of the graph has to describe these shards.
+    The shards need not be describable by factors of the new graph.
     """
 
     layout: Shard
@@ -80,9 +79,10 @@ FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Lo
 
 
 def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
-    """Find the layouts that a value gets, one after the other, on its way from `source_layout` to `target_layout`.
+    """Find the layouts through which a value goes from `source_layout` to `target_layout`.
 
-    Each step is one collective, message or slice. The path is empty if no conversion is needed.
+    The path excludes `source_layout`, and is empty if no conversion is needed. Each step is one collective, message or
+    slice.
 
     Raises:
         AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.

@@ -130,9 +130,9 @@ class Factors:
     # ----------------------------------------------------------------------------------------------- building
 
     def _create_leaf_axes(self, node: Node) -> None:
-        """Create the axes of a weight, state, input or constant, with one new factor for each axis.
+        """Create the axes of a weight, state, input or constant, each with one new factor.
 
-        The last axis of a quantised leaf is a product of two factors: the blocks, and the entries of a block. The
+        The last axis of a quantised leaf has two factors: the quantisation blocks, and the entries of a block. The
         second is never sharded.
         """
         spec = node.specs[0]
@@ -291,10 +291,7 @@ class Factors:
                 unify_axes(full_axis, axis)
 
     def _create_result_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
-        """Create the result axes of a view or a concatenation from the axes of its operands.
-
-        The links of the op say which operand axes become which result axes.
-        """
+        """Create the result axes of a view or a concatenation from the operand axes to which the op links them."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
         result = node.results[0]
@@ -354,10 +351,10 @@ class Factors:
 
     @staticmethod
     def _slice_axis(axis: Axis, start: int, length: int) -> Axis:
-        """Slice an axis: return the segments of the `length` entries from entry `start` on.
+        """Return the part of an axis from entry `start` on, with `length` entries, as segments.
 
-        An axis of at most `length` entries is returned whole. If a segment cannot begin at one of both ends, the result
-        is a new axis that no plan may shard.
+        An axis of at most `length` entries is returned whole. If a segment cannot begin at `start` or at the end, the
+        result is a new axis that no plan may shard.
         """
         if find_segment_bounds(axis)[-1] <= length:
             return axis
@@ -385,7 +382,7 @@ def _compute_factor_roles(
 
     Args:
         axes_with_role: Each axis of the operands with its role in the signature.
-        index_axes: Groups of axes that are different indices; a factor that occurs twice in a group is coupled.
+        index_axes: Groups of axes with different indices. A factor that occurs twice in a group is coupled.
         segments_of: Returns the final segments of an axis.
     """
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}

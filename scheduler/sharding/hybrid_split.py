@@ -312,7 +312,7 @@ class _HybridPartitioner:
         return part
 
     def _number_messages(self, stage_number: int, stage: PipelineStage) -> None:
-        """Assign a sender, a receiver and a sequence number to each message from one stage to later stages."""
+        """Assign each message from one stage to later stages its sender, its receiver and its sequence number."""
         for name, value in stage.output_values.items():
             for later in range(stage_number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):

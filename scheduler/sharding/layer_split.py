@@ -42,7 +42,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
 def compute_balanced_proportions(
     graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:
-    """Compute the proportions of stored bytes with which `split_layers` gives all devices equal predicted times.
+    """Compute how to divide the stored bytes, so that `split_layers` gives all devices equal predicted times.
 
     Args:
         graph: The graph to split.

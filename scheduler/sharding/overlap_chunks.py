@@ -56,11 +56,10 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
 
 @dataclass(frozen=True, slots=True)
 class OverlapChunkOptions:
-    """A number of overlap chunks, and an optional condition for sequence parallelism within each chunk.
+    """The number of overlap chunks, and whether the tokens of each chunk are also sharded (sequence parallelism).
 
-    An overlap chunk is a part of the tokens: the sum of one chunk is sent while the next chunk is computed. With
-    `required_saving_seconds`, the tokens of each chunk are also sharded over the devices. That must save more seconds
-    of compute than this number.
+    An overlap chunk is a part of the tokens: the sum over devices of one chunk is sent while the next chunk is
+    computed. With `required_saving_seconds`, tokens are sharded if that saves more seconds of compute than this number.
     """
 
     chunk_count: int
@@ -160,7 +159,7 @@ def split_graphs_into_token_chunks(
 
 
 class _ChunkTokenRanges:
-    """The range of the tokens in each chunk, and if tokens are sharded, the part of it on each device.
+    """The range of tokens in each chunk; if tokens are sharded, also the range of each device in each chunk.
 
     `chunk_bounds` has the pair (first token, end) of each chunk.
     """
@@ -227,8 +226,8 @@ class _ChunkedGraph:
     def can_be_chunked(self) -> bool:
         """Return whether the graph can be split into token chunks.
 
-        It can if each value with sharded tokens is computed and read in the same way: in chunks or whole. Otherwise
-        the shards of the chunks on a device are other tokens than its shard of all tokens.
+        Each value with sharded tokens must be computed and read in the same way, either in chunks or whole. Otherwise
+        the reader would get other tokens: a device's shards of all chunks are not its shard of all tokens.
         """
         pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
@@ -258,10 +257,10 @@ class _ChunkedGraph:
         )
 
     def _is_per_token(self, node: Node) -> bool:
-        """Return whether a node treats each token separately, so that it can be computed in chunks of tokens.
+        """Return whether a node computes each token separately, so that it can be computed in token chunks.
 
-        The token axes of its results are stored. A collective that sums, scatters or gathers the tokens qualifies too,
-        as well as zeros in place of a partial sum.
+        A collective that sums, scatters or gathers the tokens counts too, and so do zeros in place of a partial sum.
+        The token axes of the results are stored.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
             return self._is_chunkable_conversion(node, node.inputs[0])
@@ -290,9 +289,10 @@ class _ChunkedGraph:
         return True
 
     def _is_chunkable_conversion(self, node: Node, token_value: Value) -> bool:
-        """Return whether a layout conversion can be split into token chunks; store the token axis of its result.
+        """Return whether a layout conversion can be split into token chunks.
 
-        It can if it sums, scatters or gathers the tokens of `token_value`, or fills zeros in place of a partial sum.
+        It sums, scatters or gathers the tokens of `token_value`, or fills zeros in place of a partial sum. The token
+        axis of its result is stored.
         """
         axis, is_sharded = self.token_axes[token_value], token_value in self.sharded_values
         runs = self.token_ranges.ranges_by_device
@@ -391,7 +391,7 @@ class _ChunkedGraph:
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
-        """Return a token chunk of a value: a computed chunk, or else a slice of the whole value.
+        """Return one token chunk of a value: the computed chunk, or else a slice of the whole value.
 
         A value without tokens is returned whole.
         """

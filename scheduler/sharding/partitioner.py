@@ -85,9 +85,9 @@ def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
 
 
 def _make_equal_device_graph_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
-    """Make a key that is equal for two devices if their graphs are equal, so that the graph is emitted only once.
+    """Make a key that is equal for devices with equal graphs, so that such a graph is emitted only once.
 
-    Equal graphs need shard ranges of equal sizes, and no node that depends on the device number.
+    Devices have equal graphs if their shard ranges have equal sizes and no node depends on the device number.
     """
     for c in assignment.conversions:
         if isinstance(c.target_layout, FactorShard | Local) or isinstance(c.source_layout, Local):
@@ -148,7 +148,7 @@ def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ValueInLayout:
-    """A pair of a value and one of its layouts; each pair exists once, so that dictionaries find it by identity."""
+    """A value in one of its layouts. There is one object for each pair, so dictionaries can use its identity."""
 
     value: Value
     layout: FactorLayout
@@ -199,10 +199,10 @@ class _LayoutsAndSequenceNumbers:
         self.node_templates = {node: self._build_node_template(node) for node in graph.nodes if not node.is_leaf}
 
     def intern_value_in_layout(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
-        """Return the only object for this pair of a value and a layout.
+        """Return the only object for a value in a layout.
 
-        A value that is on one device gets the layout `Replicate`, because it is whole there. A partial sum gets the
-        layout in which its node produces it.
+        A value on one device is whole there, so it gets the layout `Replicate`. A partial sum gets the layout in which
+        its node produces it.
         """
         if isinstance(factor_layout, Local):
             factor_layout = REPLICATE  # whole on that device
@@ -308,7 +308,7 @@ class _DeviceEmitter:
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
     def _emit_collective_for_reader_on_other_device(self, operand: Value) -> None:
-        """Emit this device's part of the collective that makes an operand whole for a node on another device."""
+        """Emit this device's part of a collective that makes an operand whole for a node on another device."""
         layout = self.layouts.assignment.produced_layouts[operand]
         if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
             self._find_or_emit_replicated_value(operand)

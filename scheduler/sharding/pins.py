@@ -108,10 +108,10 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def pin_discrete_choices_to_first_device(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Assign all nodes with a discrete choice, such as an argmax, to device 0 if the backends of the group differ.
+    """Pin all nodes with a discrete choice, such as an argmax, to device 0, if the backends of the group differ.
 
-    Such a node has float operands and integer results. Backends round differently, so near a tie they would choose
-    differently. The result is empty if all backends are equal.
+    Backends round differently, so near a tie they would choose differently. Such a node has float operands and integer
+    results. The result is empty if all backends are equal.
     """
     if len({(type(backend), backend.name) for backend, _ in group}) == 1:
         return {}
@@ -146,9 +146,9 @@ def pin_earlier_layouts_of_changed_leaves(
 
 
 def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
-    """Make pins from an earlier plan, for nodes that read a weight or state that not all devices store.
+    """Pin each node that reads a weight or state that an earlier plan placed on some devices only.
 
-    Such a node runs on the first device that stores the weight or state. The weight or state keeps its layout.
+    The node runs on the first device that has the weight or state. The weight or state keeps its layout.
     """
     homes = {
         n.results[0]: earlier_layouts[n.name]
@@ -239,7 +239,7 @@ def pin_unsupported_nodes(
 
 
 def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """Pin further nodes to the device of pinned nodes that they read or feed, to save messages; return all pins.
+    """Pin further nodes to the devices of pinned nodes that they read or feed, to save messages; return all pins.
 
     1. A view is pinned if all its readers are pinned to one device.
     2. A node is pinned if all its computed operands come from pinned nodes of one device, and no other unpinned node

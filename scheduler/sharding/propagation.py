@@ -82,7 +82,7 @@ class ShardingAssignment:
     - `operand_layouts`: the layouts in which each node reads its operands.
     - `index_operands`: for each node that looks up rows of a sharded table, the operand with the row numbers.
     - `fixed_leaves`: weights and states with a layout from the pins.
-    - `replicated_weights`: weights that stay whole though they have a chosen factor.
+    - `replicated_weights`: weights that stay whole, although they have a factor that is sharded.
     - `base_assignment`: an assignment that differs from this one only at `recomputed_nodes`.
     """
 
@@ -242,7 +242,10 @@ class LayoutPropagation:
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors_of_value(self, value: Value) -> list[Factor]:
-        """List the factors of a value that the plan shards, largest first; the first one shards a weight or state."""
+        """List the factors of a value that the plan shards, largest first.
+
+        The first one shards the value if it is a weight or state.
+        """
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
         ordered = (
@@ -251,7 +254,10 @@ class LayoutPropagation:
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
     def _assign_computation_layouts(self, node: Node) -> None:
-        """Assign layouts to a node that computes, by the first rule of the module docstring that applies."""
+        """Assign the layouts of the operands and results of a node that computes.
+
+        The module docstring has the rules; the first rule that applies counts.
+        """
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
         results: tuple[FactorLayout, ...]
@@ -279,7 +285,10 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor_for_node(self, node: Node) -> Factor | None:
-        """Choose the factor that shards a node: the legal one with most operand bytes, or None (rules 2 to 4)."""
+        """Choose the factor that shards a node: the legal one with the largest operands in bytes, or None.
+
+        Rules 2 to 4 of the module docstring say which factors are legal.
+        """
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
@@ -298,7 +307,10 @@ class LayoutPropagation:
         )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether a partial sum that `node` reads can be reduce-scattered by its rows `row_factor` (rule 6)."""
+        """Return whether a partial sum that `node` reads can be reduce-scattered by its row index `row_factor`.
+
+        This is rule 6 of the module docstring.
+        """
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -335,9 +347,10 @@ class LayoutPropagation:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Choose the operand layouts and the result layout of a lookup in a table with sharded rows (rule 4).
+        """Choose the operand layouts and the result layout of a lookup in a table with sharded rows.
 
-        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums.
+        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums. This
+        is rule 4 of the module docstring.
         """
         table, ids, joint = find_table_lookup_operands(node)
         self.assignment.index_operands[node] = ids
@@ -359,16 +372,20 @@ class LayoutPropagation:
 
     @staticmethod
     def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
-        """Return whether each entry of the result is complete on one device and zero on all others, like `operand`."""
+        """Return whether the result is a routed partial sum like `operand`: each entry is complete on the same device.
+
+        For that, the leading axes of the operand, which the row numbers index, must be the leading axes of the result.
+        """
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]
         count = len(routed_layout.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _choose_layouts_without_factor(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Choose the operand layouts and the result layout of a node that no factor shards (rules 5 and 7).
+        """Choose the operand layouts and the result layout of a node that no factor shards.
 
-        Partial sums stay if the op is linear in them, all their users pass them on, and the results are not larger.
+        Partial sums stay if the op is linear in them, all their readers pass them on, and the results are not larger.
+        Otherwise every device computes the whole node. These are rules 5 and 7 of the module docstring.
         """
         layouts, named = self.assignment.produced_layouts, list_present_operands_by_name(node)
         partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted_to_layout(s, REPLICATE)}
@@ -389,7 +406,10 @@ class LayoutPropagation:
         return whole, REPLICATE
 
     def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
-        """Find the layout in which each result entry is on one device, as in all partial operands; otherwise None."""
+        """Find the routed layout that all partial operands of a node share and that its result keeps; else None.
+
+        In a routed layout, one device has the complete entry, and all others have zero.
+        """
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others

@@ -45,11 +45,11 @@ class SequenceParallelChooser:
 
     @cached_property
     def replicated_rows_assignment(self) -> ShardingAssignment:
-        """The layouts in which every device computes all rows after a sum over devices."""
+        """The layouts without sequence parallelism: every device computes all rows after a sum over devices."""
         return self._propagate_and_reduce_sums_early()
 
     def choose_fastest_assignment(self) -> ShardingAssignment:
-        """Choose sharded rows if they save the share `MIN_GAIN` of the predicted time, otherwise replicated rows."""
+        """Choose sequence parallelism if it saves the share `MIN_GAIN` of the predicted time, else replicated rows."""
         if not (
             candidates := list_shardable_row_factors(self.replicated_rows_assignment, self.factors, self.device_count)
         ):
@@ -108,7 +108,7 @@ class SequenceParallelChooser:
 
 
 def list_shardable_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
-    """List the factors that sequence parallelism may shard: row indices of sums over devices that end whole.
+    """List the factors that sequence parallelism may shard: row indices of partial sums that end whole.
 
     A row factor has at least `device_count` indices, and no weight or state has it.
 

@@ -24,9 +24,9 @@ from .axes import Factor, compute_product_size
 def compute_axis_ranges_of_factor(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
-    """Compute the entries of an axis that belong to the indices `first_index` to `end_index` of a factor.
+    """Compute the entries of an axis that belong to a range of indices of a factor.
 
-    Segments (concatenated parts of the axis) without the factor are whole.
+    Segments (parts of a concatenated axis) without the factor are whole.
 
     Args:
         axis: The segments of the axis.
@@ -69,7 +69,7 @@ def factor_ranges_from_layout(
     factor: Factor,
     ranges_by_device: Sequence[Sequence[IndexRange]],
 ) -> tuple[tuple[int, int], ...] | None:
-    """Derive the indices of a factor on each device from the entries of an axis on each device.
+    """Find the indices of a factor on each device, given the entries of an axis on each device.
 
     This is the inverse of `compute_axis_ranges_of_factor`.
 

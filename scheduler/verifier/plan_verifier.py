@@ -79,9 +79,9 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
 
 
 def _find_plan_faults_in_every_instruction(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
-    """Yield all faults of a plan by a check of every instruction of every device.
+    """Yield all faults of a plan, found by a check of every instruction of every device.
 
-    The proof by induction over repeated layers is not used here.
+    Repeated layers are checked one by one, without the proof by induction.
 
     Args:
         plan: The plan.
@@ -181,7 +181,7 @@ def _is_read_from_device_after_run(layout: Layout, device: int, device_entries: 
 
 
 def _has_entries_only_on_other_devices(layout: Layout, device: int) -> bool:
-    """Return whether a value is sharded such that `device` has no entries of it, but others have."""
+    """Return whether a value is sharded in such a way that `device` has no entry of it."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 
@@ -200,8 +200,7 @@ class _PlanChecker:
     def find_faults(self) -> Iterator[str]:
         """Yield the faults of the plan, as text.
 
-        Leaf layouts and device values are checked first. Outputs, updates and pins are checked only if device values
-        are right.
+        Leaf layouts and device values are checked first. If they are right, outputs, updates and pins are checked.
         """
         leaves: dict[tuple[int, str], DeviceValueFact] = {}
         for node in self.plan.graph.nodes:
@@ -217,7 +216,7 @@ class _PlanChecker:
             yield why + trace.search_limit_note
 
     def _find_pinned_node_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield faults of pinned nodes, which must be computed on their device and on no other device.
+        """Yield faults of pinned nodes: each must be computed on its device and on no other device.
 
         Nodes that compute equal values may run on the pinned device of any of them.
         """
@@ -254,9 +253,9 @@ class _PlanChecker:
     def _list_entries_by_device(
         self, value: Value, layout: Layout | None
     ) -> list[tuple[IndexRanges, ...] | None] | str:
-        """Return the entries of `value` on each device according to a layout; None for a device without the value.
+        """Return the entries of `value` that each device has in a layout; None for a device without the value.
 
-        If the layout is malformed, the fault is returned as text.
+        A malformed layout gives the fault as text.
         """
         full = tuple(map(make_index_of_all_entries, value.shape))
         if isinstance(layout, Local):

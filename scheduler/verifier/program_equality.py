@@ -99,7 +99,7 @@ def _is_equal_node(
 
 
 def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
-    """Return the attributes of a node; for a collective without its devices and its sequence number."""
+    """Return the attributes of a node; of a collective without its devices and its sequence number."""
     return {name: value for name, value in attrs.items() if name not in COMMUNICATION_ATTRS}
 
 

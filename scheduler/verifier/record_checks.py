@@ -103,7 +103,7 @@ def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
 
 
 def _find_sharded_axis_faults(plan: Plan) -> Iterator[str]:
-    """Yield faults of the plan's sharded axes: an axis that does not exist, or differs from the layout of its leaf."""
+    """Yield faults of the list of sharded axes: an axis that does not exist, or that the layout does not shard."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for sharded_factor in plan.sharded_factors:
         if [type(part) for part in sharded_factor] != [str, int, int, int]:

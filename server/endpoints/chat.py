@@ -149,7 +149,7 @@ def _check_no_grammar(body: ChatBody) -> None:
 
 
 def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced_call: bool) -> str:
-    """Return text to append to the prompt, so that a grammar or a forced tool call begins at the right place.
+    """Return text to append to the prompt, so that a grammar or a forced tool call can begin after it.
 
     The text ends an open thought before a grammar. Before a forced tool call, it has the marker of a tool call.
     """

@@ -130,8 +130,8 @@ class ResponseFormatter:
     ) -> list[bytes]:
         """Add the deltas of new tokens to the output items, and return the events for the client.
 
-        A delta of a message gets its tokens, also the tokens that the parser has held. Tokens before them, such as
-        marks of thoughts, belong to no message.
+        A delta of a message gets its tokens, also earlier tokens that the parser has held back. Tokens that belong to
+        no message, such as marks of thoughts, are dropped.
         """
         if self._body.has_logprobs:
             self._waiting_tokens += tokens
@@ -146,7 +146,7 @@ class ResponseFormatter:
         return events
 
     def _take_tokens_at_end_of(self, text: str) -> list[TokenEvent]:
-        """Take the waiting tokens at the end of `text`, and drop all earlier ones."""
+        """Return the waiting tokens that make up the end of `text`, and drop all earlier waiting tokens."""
         count, size, left = 0, len(text.encode()), self._waiting_tokens
         while size > 0 and count < len(left):
             count += 1
@@ -270,9 +270,9 @@ class ResponseFormatter:
 def split_text_by_tokens(
     state: ServingState, tokens: Sequence[TokenEvent], text: str
 ) -> Iterator[tuple[str, tuple[TokenEvent, ...]]]:
-    """Yield the parts of a complete text with their tokens, as a stream has them.
+    """Split a complete text into the pieces that a stream would have, each with its tokens.
 
-    The last part may have no token, after a part of a character. A stop string may have cut the last token.
+    The last piece may have no token, if a character was incomplete. A stop string may have cut the last token.
     """
     decoder = TokenDecoder(state.service.tokenizer, state.visible_control_tokens)
     waiting: list[TokenEvent] = []

@@ -49,8 +49,8 @@ class _LayerSection:
 def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
     """Collapse each sequence of equal layers to two layers; return None without repeated layers.
 
-    The first layer stands for all but the last. The last layer is kept, because the place of a sum over devices depends
-    on the layer after it.
+    The first one stands for all layers but the last. The last layer is kept, because the layer after it decides where a
+    sum over devices takes place.
     """
     nodes = [
         n for n in order_updates_directly_after_operands(graph) if not n.is_leaf
@@ -101,9 +101,10 @@ def _split_at_single_crossing_values(
 
 
 def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
-    """Make a key that is equal for two sections with the same structure; names of nodes and own leaves do not count.
+    """Make a key that is equal for two sections with the same structure.
 
-    Leaves that other sections read as well must be the same.
+    Names of nodes and of leaves that only the section reads do not count. Leaves that other sections read must be the
+    same.
     """
     number = {node: i for i, node in enumerate(section.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}

@@ -197,7 +197,10 @@ class _GraphSearch:
     def _add_groups_that_reduce_stored_bytes(
         self, costs: AssignmentCost, current: _ScoredFactors, max_seconds: float, notes: list[str]
     ) -> _ScoredFactors:
-        """Add more groups that reduce the stored bytes of each device, as long as a run takes at most `max_seconds`."""
+        """Add groups of factors that reduce the stored bytes per device, as long as a run takes at most `max_seconds`.
+
+        Each step is explained in `notes`.
+        """
         left: Iterable[str] = self.factor_groups
         while True:
             tried = self._score_added_groups(costs, left, current)
@@ -264,7 +267,7 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_kernel_saving_per_collective_second(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Compute the kernel seconds saved per second of collectives added; return -1 if the saving is too small."""
+    """Compute how many kernel seconds are saved for each added second of collectives; -1 if the saving is too small."""
     # Too small: with `eager`, against the added collectives; otherwise, if the total time does not decrease.
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)
@@ -363,10 +366,10 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def list_one_position_per_factor(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """List one position (leaf, axis, segment, place in the segment) of each chosen factor, as its identity.
+    """List one position of each chosen factor in a weight or state, which identifies it in graphs over the same leaves.
 
-    The positions identify factors in every graph over the same leaves. A leaf that `leaf_layouts` shards along another
-    axis is not used.
+    A position is (leaf, axis, segment, place in the segment). A leaf that `leaf_layouts` shards along another axis is
+    not used.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _iterate_leaf_factor_positions(graph, factors, chosen_factors):

@@ -29,7 +29,10 @@ from ..propagation import (
 
 
 class IncrementalLayoutPropagator:
-    """Derives the layouts for many sets of sharded factors of one graph, each from the layouts for a similar set."""
+    """Derives the layouts for many sets of sharded factors of one graph.
+
+    Layouts for a new set are derived from the layouts for a similar set, which is faster.
+    """
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
@@ -66,7 +69,7 @@ class IncrementalLayoutPropagator:
 
 
 class _IncrementalPropagation(LayoutPropagation):
-    """One layout propagation that visits, operands first, only the nodes that may differ from a base assignment.
+    """A layout propagation that starts from a base assignment and visits only the nodes that may differ from it.
 
     Args:
         propagator: The graph, its factors and node positions.
@@ -157,7 +160,7 @@ class _IncrementalPropagation(LayoutPropagation):
         return out
 
     def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
-        """Return whether a conversion before the current node converts `value` to this layout."""
+        """Return whether a conversion for an earlier node of the graph already gives `value` in this layout."""
         return any(
             c.target_layout == layout
             for place, _, c in self.conversions_of_value.get(value, ())
@@ -165,10 +168,13 @@ class _IncrementalPropagation(LayoutPropagation):
         )
 
     def _is_weight_or_state(self, value: Value) -> bool:
-        """Return whether `value` is a weight, a state or a view of one, and precedes the current node in the graph."""
+        """Return whether `value` is a weight, a state or a view of one, and comes before the current node."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:
-        """Record a layout conversion with the position of the current node, so that later visits can replace it."""
+        """Record a layout conversion together with the position of the current node.
+
+        If the node is visited again, the conversion can be replaced.
+        """
         self.conversions_of_value[conversion.value].append((self.current_position, self.conversion_count, conversion))
         self.conversion_count += 1

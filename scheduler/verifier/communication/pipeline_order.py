@@ -28,7 +28,7 @@ CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]
 
 
 class PendingCollective(NamedTuple):
-    """The next collective that a device will call in the simulation of a pipeline.
+    """The next collective that a device will call, in the simulation of a pipeline.
 
     - `run`: the number of the run.
     - `call`: the collective call of the device.
@@ -114,7 +114,7 @@ def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
 
 
 def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
-    """Yield a fault for the first call of a collective, except messages, in which all devices participate."""
+    """Yield a fault for the first collective in which all devices participate; messages do not count."""
     every = (
         a
         for calls in calls_by_device

@@ -89,7 +89,7 @@ class BufferContents:
         return None
 
     def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
-        """Return why the bytes of a tensor do not hold the expected view of a value, or None if they do.
+        """Return why the bytes of a tensor are not the expected view of a value, or None if they are.
 
         Args:
             tensor: The tensor that an instruction reads.
@@ -226,7 +226,7 @@ def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
 def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
-    """Return the number of bytes from the first element of a strided tensor to the end of its last element."""
+    """Return the number of bytes from the first byte of a strided tensor to the end of its last element."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))

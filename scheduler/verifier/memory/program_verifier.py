@@ -85,7 +85,7 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
 
 
 class _ProgramChecker:
-    """The check of one program: it simulates the instructions and tracks the values in memory."""
+    """Checks one program: it simulates the instructions, and tracks which value is in which bytes of memory."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
@@ -216,13 +216,12 @@ class _ProgramChecker:
             self.contents.record_write(extent, written_value)
 
     def _find_node_of_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
-        """Find the node that an instruction computes, or the reason why it computes none.
+        """Find the node that an instruction computes; if there is none, return the reason as text.
 
         An instruction may also copy a new state over the old one at the end of a run.
 
         Returns:
-            The node, the values that it writes, and a key that is unique for each node or state copy. If the
-            instruction is wrong, the reason as text.
+            The node, the values that it writes, and a key that is unique for each node or state copy.
         """
         if instruction.index >= 0:
             node = self.graph.nodes[instruction.index] if instruction.index < len(self.graph.nodes) else None

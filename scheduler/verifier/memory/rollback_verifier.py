@@ -67,7 +67,7 @@ class InstructionLabel:
 
 @dataclass(frozen=True, slots=True)
 class SavedContentMarker:
-    """A marker that stands for a saved state in the recorded contents of memory."""
+    """Stands for a saved state in the recorded contents of memory."""
 
     state_name: str
 
@@ -269,8 +269,8 @@ class UndoChecker:
     def _find_overwritten_undo_source_faults(self, subject: object) -> Iterator[str]:
         """Yield faults for values that the last instruction overwrote, although the undo of a failed run reads them.
 
-        Exception: a state that is a row index of other states may change after its own save. The undo restores it
-        first.
+        Exception: a state with the row numbers of other states may change after its own save, because the undo restores
+        it first.
 
         Args:
             subject: The instruction, as the subject of messages.
@@ -281,7 +281,7 @@ class UndoChecker:
         self.contents.overwritten_values.clear()
 
     def _is_restored_before_use_as_row_index(self, value: object) -> bool:
-        """Return whether `value` is a state that the undo restores before it reads it as a row index."""
+        """Return whether `value` is a state with row numbers that the undo restores before it reads these numbers."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [
@@ -317,7 +317,7 @@ def _can_index_rows(index: Tensor, table: Tensor) -> bool:
 
 
 def _require_tensor(tensor: Tensor | None) -> Tensor:
-    """Return a tensor that the caller knows to be present; assert that it is."""
+    """Return a tensor; assert that it is present, which the caller has checked."""
     assert tensor is not None
     return tensor
 
@@ -362,10 +362,10 @@ def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Ins
 
 
 def _list_row_index_byte_offsets(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """Return the byte offset of each row number in a row index; None for a shape that does not match `leading_shape`.
+    """Return the byte offset of each row number in a row index, to compare the row indices of two instructions.
 
-    The offsets are sorted within each index of the leading axes. Two tensors with equal offsets read the same row
-    numbers.
+    Two tensors with equal offsets read the same row numbers. The offsets are sorted within each index of the leading
+    axes. The result is None if the shape does not match `leading_shape`.
 
     Args:
         index: The row index.

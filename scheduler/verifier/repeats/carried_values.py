@@ -74,10 +74,10 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_unequal_carried_values()
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one node of a device (the graph values that its results equal), and yield its faults.
+        """Record which graph values the results of a device's node equal, and yield the faults of the node.
 
-        If a result is a partial sum that is carried to the next repetition, its readers see one opaque term per device.
-        So they cannot depend on the terms of one repetition.
+        A result may be a partial sum that is carried to the next repetition. Its readers then see one opaque term per
+        device, so they cannot depend on the terms of one repetition.
         """
         yield from super()._record_node_facts(device, node)
         runs = self.device_repetitions[device]
@@ -125,7 +125,7 @@ class CarriedValueTrace(ValueTrace):
         return check_sum_is_complete([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carried_values(self) -> Iterator[str]:
-        """Yield faults of repetitions that carry another value to the next one than other repetitions do.
+        """Yield faults of repetitions that do not carry the same values to the next one as all others.
 
         They must carry the same graph value (relative to the repetition), the same entries and the same partial sum.
         """
@@ -148,7 +148,7 @@ class CarriedValueTrace(ValueTrace):
                     )
 
     def _find_position_relative_to_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
-        """Return where a graph value is computed, relative to a repetition, so that repetitions can be compared.
+        """Return where a graph value is computed, relative to a repetition, in order to compare repetitions.
 
         Returns:
             Three numbers: the position of the value's node in its repetition, the result number, and the number of

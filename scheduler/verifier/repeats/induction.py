@@ -74,7 +74,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
 
 
 def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield faults of a shortened graph: the plan's graph must be the short graph with more repetitions.
+    """Yield faults of a shortened graph: it must be the plan's graph with fewer repetitions of the repeated layers.
 
     Each repetition is compared with the repetition of the short graph that stands for it. Ops, operands and the layouts
     of leaves must be equal. Outputs and state updates must agree as well.
@@ -139,9 +139,11 @@ def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
 
 
 def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
-    """Return the node with the same position in the first repetition for which the same short repetition stands.
+    """Return the corresponding node in the first repetition for which the same repetition of the short graph stands.
 
-    If the short graph has n repetitions, repetition k stands for k, k + n, k + 2n and so on in the deep graph.
+    Corresponding nodes have the same position in their repetitions. If the short graph has n repetitions, repetition k
+    stands for k, k + n, k + 2n and so on in the deep graph. Example: with n = 2, a node of repetition 5 corresponds to
+    a node of repetition 1.
 
     Args:
         shortened: The short graph, the deep graph, and the repetitions of both.
@@ -163,14 +165,14 @@ def _find_short_node_read_by(
 ) -> int | None:
     """Translate an operand from the full ("deep") graph to the short graph: return the number of its node there.
 
-    The operand is in the repetition of its reader, in the repetition before (a carried value), or before all
-    repetitions.
+    The operand must be in the repetition of its reader, in the repetition before (a carried value), or before all
+    repetitions; else the result is None.
 
     Args:
         shortened: The short graph, the deep graph, and the repetitions of both.
-        source_number: The number of the deep graph's node that is read.
+        source_number: The number of the node that is read in the deep graph.
         reader_repetition: The repetition of the reader in the deep graph.
-        reader_kind: The repetition of the short graph that stands for the reader's repetition.
+        reader_kind: The repetition of the short graph that stands for it.
 
     Returns:
         The number of the short graph's node; None if the reader may not read the node of the deep graph.
@@ -190,7 +192,7 @@ def _find_short_node_read_by(
 
 
 def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: Mapping[Node, int]) -> Iterator[str]:
-    """Yield faults of outputs and state updates that differ between the deep graph and the short graph.
+    """Yield faults of outputs and state updates that are not the same in the deep graph and the short graph.
 
     An output must not belong to a repetition. All repetitions of one kind must update their states in the same way.
     """

@@ -115,7 +115,7 @@ class RepetitionsOfDeviceGraph:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_read_by_first_repetition(self, node: Node) -> bool:
-        """Return whether the first repetition reads this node in place of a value carried from a repetition before."""
+        """Return whether the first repetition reads this node where later repetitions read a carried value."""
         return (
             self.shortened_graph.short_repetitions.find_position_of_carried_value(split_numbered_name(node.name)[0], 0)
             is not None

@@ -52,13 +52,13 @@ _FollowedNode: TypeAlias = tuple[list[list[DeviceValueFact]], list[set[int]]]
 
 
 class ValueTrace:
-    """The proof which values of the user's graph each device value equals; such a statement is called a fact.
+    """Proves which values of the user's graph each device value equals; such a statement is called a fact.
 
     After `find_faults`:
 
     - `facts_by_node` has for each device the facts of each result of each node.
-    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A
-      product with a slice of a weight, for example, is a part of the whole product.
+    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A product
+      with a slice of a weight, for example, is a part of the whole product.
     - `complete_devices` maps a value number to the devices that compute all of its entries.
     - `search_limit_note` is the end of a message, if a search was stopped.
 
@@ -116,9 +116,9 @@ class ValueTrace:
             yield "devices wait for each other in a circle"
 
     def _mark_reached_and_check_ready(self, device: int, node: Node) -> bool:
-        """Return whether a node can be traced now: a collective must wait until all participants have reached it.
+        """Return whether a node can be traced now; mark a collective as reached by this device.
 
-        Marks the collective as reached by this device. A node that is no collective is always ready.
+        A collective must wait until all participants have reached it. All other nodes are always ready.
         """
         if node.op not in COLLECTIVES:
             return True
@@ -211,7 +211,10 @@ class ValueTrace:
     def _list_conversion_operand_facts(
         operand_facts: Sequence[list[DeviceValueFact]],
     ) -> Iterator[tuple[DeviceValueFact, ...]]:
-        """Yield operand facts of a node that only moves entries: one fact, or two about parts of one graph value."""
+        """Yield choices of facts about the operands of a conversion, which is a node that only moves entries.
+
+        A choice is one fact, or two facts about parts of one graph value.
+        """
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
         elif len(operand_facts) == 2:
@@ -252,7 +255,7 @@ class ValueTrace:
         return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_facts_by_value_number(self, facts: list[DeviceValueFact]) -> dict[int | None, list[DeviceValueFact]]:
-        """Group facts (equalities with graph values) by graph value; lists of `_intern_facts` are cached."""
+        """Group facts by the number of the graph value; the groups of lists from `_intern_facts` are cached."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
             for fact in facts:
@@ -321,7 +324,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------ all devices of one collective group
 
     def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
-        """Record the graph values that a collective's results equal on all devices; yield a fault if there are none."""
+        """Record which graph values a collective's results equal on all devices; yield a fault if there are none."""
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
             yield f"not every device calls {one!r}"
@@ -352,10 +355,10 @@ class ValueTrace:
     def _list_device_fact_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[DeviceValueFact]]
     ) -> Iterator[tuple[DeviceValueFact, ...]]:
-        """Yield choices of one fact per device, so that all devices have parts of the graph value of the first device.
+        """Yield choices of one fact per device, in which all devices have parts of one graph value.
 
-        A device without a fitting fact takes part with any fact, so that a fault is found. After `max_combinations`
-        choices the search ends, and `search_limit_note` says so.
+        It is the graph value of the first device. A device without a fitting fact takes part with any fact, so that a
+        fault is found. After `max_combinations` choices the search ends, and `search_limit_note` says so.
         """
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
@@ -413,7 +416,7 @@ class ValueTrace:
     def _concatenate_shard_entries(
         self, device_facts: Sequence[DeviceValueFact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
-        """Return the entries of the value that shards of an axis form together, or the reason why they do not fit.
+        """Return the entries that shards of an axis form together; if they do not fit, return the reason as text.
 
         Args:
             device_facts: The fact of each device about its shard.

@@ -42,14 +42,14 @@ class DeviceValueFact:
 
 
 def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
-    """Return the index ranges of a value without the entries of one axis, so that all other axes can be compared."""
+    """Return the entries of each axis, with no entry on one axis, in order to compare all other axes."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
 def infer_conversion_facts(node: Node, operands: Sequence[DeviceValueFact | None]) -> list[DeviceValueFact]:
-    """Infer the fact (equality with a graph value) about the result of a node that only moves or cuts a value.
+    """Infer the graph value that the result of a conversion equals, from the facts about its operands.
 
-    Such a node is called a conversion. The conversions and their results are:
+    A conversion is a node that only moves or cuts a value:
 
     - A copy or a message has the fact of its operand.
     - A slice has fewer entries of the same graph value.

@@ -224,10 +224,10 @@ def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits)
 def find_index_matching_both_values(
     index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
 ) -> IndexRanges | None:
-    """Return an index that stands for the entries of two values at once; None if their entries do not match.
+    """Return entries that stand for the entries of two values at once; None if the entries do not match.
 
-    Two values match if their entries differ only in digits that one of the values ignores. The verifier needs this
-    where two operands must have the same entries of one axis.
+    Two operands of a node must often have the same entries of an axis. They match if they differ only in digits that
+    one of the values ignores, because it does not depend on them.
 
     Args:
         index: Entries of the first value.
@@ -310,7 +310,9 @@ def is_valid_broadcast(
 
 
 def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
-    """Convert digits (stride, size) of a factor to digits of the product axis, by larger strides.
+    """Convert digits of a factor to digits of the product axis, by larger strides.
+
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
 
     Args:
         factor_digits: Digits of the factor.
@@ -320,9 +322,9 @@ def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredD
 
 
 def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size: int) -> IgnoredDigits:
-    """Convert digits (stride, size) of a product axis to digits of one of its factors.
+    """Convert digits of a product axis to digits of one of its factors; parts in other factors are dropped.
 
-    The parts of a digit that are in other factors are dropped.
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
 
     Args:
         product_digits: Digits of the product axis. A digit may cover several factors or a part of one.

@@ -24,7 +24,7 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """The nodes of the user's graph that apply one op to certain operands, grouped by attributes for fast search."""
+    """All nodes of the user's graph that apply one op to the same operands, grouped by attributes for fast search."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -39,10 +39,10 @@ class ConsumerTable:
     def find_candidate_consumers(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the graph nodes that a device's node may compute in part, because their attributes agree.
+        """Yield the graph nodes that a device's node may compute, whole or in part, because their attributes agree.
 
         Without such a node, at most `MAX_EXAMPLES` other nodes are yielded, from which the caller explains the fault. A
-        device's node with empty results may be a part of any graph node, so all are yielded.
+        node with empty results may be a part of any graph node, so all are yielded.
 
         Args:
             device_node: The device's node.
@@ -65,7 +65,10 @@ class ConsumerTable:
 
 
 class _ConsumersWithSharedAttrs:
-    """The nodes of a `ConsumerTable` that have equal attributes, except attributes that may differ on a device."""
+    """The nodes of a `ConsumerTable` with equal attributes.
+
+    Attributes that may differ on a device, such as sizes, do not count.
+    """
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -74,9 +77,9 @@ class _ConsumersWithSharedAttrs:
     def find_candidate_consumers(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the graph nodes of this group that a device's node may compute in part.
+        """Yield the graph nodes of this group that a device's node may compute, whole or in part.
 
-        A slice is compared only with slices that contain its first entry. Other ops are compared with the whole group.
+        For a slice, these are the slices that contain its first entry; for all other ops the whole group.
 
         Args:
             device_node: The device's node.
@@ -107,7 +110,7 @@ class _ConsumersWithSharedAttrs:
 
     @cached_property
     def _slices_sorted_by_start(self) -> tuple[list[int], list[int], list[int]]:
-        """The slices of the group, sorted by start, so that the slices with a given position can be searched.
+        """The slices of the group, sorted by start, for a search of the slices that contain a position.
 
         Returns:
             Three lists in this order: the start of each slice; the largest end of the slice and all earlier ones; its

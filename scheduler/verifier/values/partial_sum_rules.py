@@ -88,8 +88,8 @@ def _propagate_routed_partial_sum(
 ) -> PartialSum | None:
     """Return the routed partial sum of a node's result, if its operands have one and the op keeps it; else None.
 
-    A routed partial sum comes from a table lookup. A device has the result rows that look up one of its local table
-    rows, and zeros elsewhere. The result keeps it under three conditions:
+    A routed partial sum comes from a table lookup. A device has the result rows that look up one of its table rows, and
+    zeros elsewhere. The result keeps it under three conditions:
 
     - All operands that are partial sums have the same routed partial sum.
     - Zeros in these operands give zeros in the result.
@@ -115,9 +115,9 @@ def _propagate_routed_partial_sum(
 def _is_routed_by_leading_index(
     declared: Op[Any], graph_node: NodeSpecs, operand: str, partial_sum: PartialSum
 ) -> bool:
-    """Return whether each entry of the result reads `operand` only at the same index of its leading axes.
+    """Return whether each entry of the result reads only the operand's entries with the same leading index.
 
-    The leading axes are the axes of the index operand of the lookup. Without a routed partial sum the result is False.
+    The leading axes are the axes of the row numbers of the lookup. Without a routed partial sum the result is False.
 
     Args:
         declared: The op of the node.

@@ -39,8 +39,9 @@ from .index_sets import IndexRanges, count_entries, has_common_entries, has_dupl
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The terms of a sum that one device has, as a nested record of the ops from the contraction to the value.
+    """The terms of a sum that one device has, if the value is the sum over all devices.
 
+    Such a sum begins at a contraction, and linear ops pass it on. So the record is nested, with one level for each op.
     The field `kind` decides which fields are used:
 
     - ``none``: The device has no term, only zeros.
@@ -50,8 +51,8 @@ class PartialSum:
       such as ``a+b``. `operand_sums` has their partial sums; None stands for the complete operand.
 
     `routing` is set for rows that are looked up in a table. It is a pair: the value number of the index operand, and
-    its number of axes. The index operand has a row number for each index of the leading axes of the result. At such
-    an index, the result is zero unless `index_box` has this row.
+    its number of axes. The index operand has a row number for each index of the leading axes of the result. At such an
+    index, the result is zero unless `index_box` has this row.
     """
 
     kind: str
@@ -167,10 +168,10 @@ def _check_linear_op_partial_sums(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Return why the partial sums of a linear op's result are incomplete, or None; each operand is checked by itself.
+    """Return why the partial sums of a linear op's result are incomplete, or None.
 
-    A device with the complete result counts as a device with the complete operand. A device with zeros counts as a
-    device with zeros in the operand.
+    The partial sums of each operand are checked by themselves. A device with the complete result counts as a device
+    with the complete operand. A device with zeros counts as a device with zeros in the operand.
     """
     forms = {(s.linear_operands, len(s.operand_sums)) for s in partial_sums if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in partial_sums if s is not None}

@@ -62,7 +62,7 @@ ROW_RANGE_ATTRS = frozenset({"first", "total"})
 
 
 class NodeMismatchError(Exception):
-    """Raised if a device's node computes no part of the graph node with which it is compared."""
+    """Raised if a device's node computes no part of the graph node with which it is compared; the message says why."""
 
 
 @lru_cache(maxsize=1 << 15)
@@ -140,7 +140,10 @@ class _DimensionEntries:
         )
 
     def add_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
-        """Record an operand's entries of its leading axes in `common_entries`; raise if earlier operands differ."""
+        """Record the entries that an operand has of its leading axes; raise if an earlier operand has others.
+
+        They are stored in `common_entries`.
+        """
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
                 common_entries[i] = _unify_entries(common_entries[i], part, f"leading axis {i}")
@@ -149,7 +152,10 @@ class _DimensionEntries:
 
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return the entries of an axis that two operands share, with the digits that both ignore; raise if they differ."""
+    """Return the entries of an axis that two operands share; raise if they differ.
+
+    Only digits that both operands ignore stay ignored.
+    """
     index = find_index_matching_both_values(*entries, *other_entries)
     if index is None:
         raise NodeMismatchError(
@@ -297,7 +303,10 @@ def _require_matching_broadcasts(
     operand_entries: Sequence[ValueEntries | None],
     leading_entries: list[AxisEntries],
 ) -> None:
-    """Require that an operand that is repeated over an axis meets the same entries of it as in the user's graph."""
+    """Require that each operand that is repeated over an axis is repeated over the same entries as in the user's graph.
+
+    Otherwise `NodeMismatchError` is raised.
+    """
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, graph_node.src, strict=False):
         if spec is not None and operand.leading is LeadingAxes.EQUAL:
@@ -373,7 +382,7 @@ def _infer_entries_by_axis_links(
 def _map_operand_axis_entries_to_result(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Return whether an operand axis is only a part of its result axis, and its entries in the result axis."""
+    """Map the entries of an operand axis to its result axis; also return whether they are only a part of it."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
@@ -397,7 +406,7 @@ def _map_reshaped_axis_entries(
     local_shape: tuple[int, ...],
     collected: dict[int, list[Any]],
 ) -> None:
-    """Add to `collected`, by result axis, the entries of operand axes that a reshape combines or splits."""
+    """Map the entries of operand axes to the axes of a reshape, and add them to `collected`, by result axis."""
     sizes = tuple(operand_spec.shape[a] for a in link.source)
     after = tuple(graph_node.results[0].shape[a] for a in link.result)
     flat = combine_factor_indices(tuple(entries[a][0] for a in link.source), sizes)
@@ -425,9 +434,11 @@ def _require_whole_unlinked_axes(
 def _combine_linked_entries(
     linked_parts: Sequence[tuple[int, bool, AxisEntries]] | None, axis_size: int, local_size: int, is_view: bool
 ) -> AxisEntries:
-    """Return the entries of a result axis from its linked operand axes, each (local start, is a part, entries).
+    """Combine the entries of linked operand axes to the entries of a result axis.
 
-    Linked axes are parts of the result axis, or all equal to it. A view may show any prefix of a broadcast axis.
+    The linked axes are consecutive parts of the result axis, or all equal to it. `linked_parts` has for each of them
+    (local start, whether it is a part, entries). Without a link, a view may show any prefix of a broadcast axis. Raises
+    `NodeMismatchError` if the parts do not fit.
     """
     if not linked_parts:
         if not is_view and local_size != axis_size:
