@@ -282,7 +282,7 @@ class RunConfig(DeviceGroup):
 
     @property
     def group(self) -> DeviceGroup:
-        """The fields that a session reads."""
+        """The device group of the configuration: the fields that a session reads."""
         return DeviceGroup(**{name: getattr(self, name) for name in list_options(DeviceGroup)})
 
 

@@ -64,8 +64,8 @@ class RepeatedRuns:
     def first_node_of(self, repetition: int) -> int:
         """Return the number of the first node of a repetition.
 
-        For `PREAMBLE` it is the number ``start - length``. From there on, nodes of the preamble may stand for the
-        carried values that the first repetition reads.
+        For `PREAMBLE`, which is -1, the result is ``start - length``. The nodes from there to `start` compute the
+        values that the first repetition reads in place of carried values.
         """
         return self.start + repetition * self.length
 

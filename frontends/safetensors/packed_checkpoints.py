@@ -88,7 +88,7 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
 
 
 def _require_bytes(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
-    """Return the tensor of bytes to which scales belong; raise `ModelError` if there is none."""
+    """Return the tensor of packed bytes that `scales` scale; raise `ModelError` if `name` is no such tensor."""
     blocks = stored.get(name)
     if blocks is None or blocks.dtype is not DType.I8:
         raise scales.file.make_error(

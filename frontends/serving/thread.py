@@ -110,7 +110,7 @@ class EngineThread(ServedModel):
         self._thread.start()
 
     def _make_engine(self, cache: PrefixCache, options: EngineOptions) -> Engine:
-        """Make the engine; if there is a log, write the header of this run."""
+        """Make the engine; if there is a request log, also write the header of this run to it."""
         queue_size, gap = self._max_requests, options.max_gap_seconds
         if self._log is None:
             return Engine(self._pool, cache, queue_size=queue_size, max_gap_seconds=gap, clock=time.monotonic)
