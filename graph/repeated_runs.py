@@ -74,7 +74,7 @@ class RepeatedRuns:
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
     def drop_last(self) -> RepeatedRuns:
-        """Return these runs without the last repetition, so that all readers of carried values have equal structure."""
+        """Return the repetitions without the last one, so that all readers of carried values have equal structure."""
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
     def find_position_of_carried_value(self, node_number: int, reader_repetition: int) -> int | None:

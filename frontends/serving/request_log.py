@@ -216,7 +216,7 @@ def describe_events(events: Sequence[Event]) -> list[list[object]]:
 
 
 def describe_request(request: GenerationRequest) -> dict[str, object]:
-    """Describe a request as JSON, from which `read_request` makes it again."""
+    """Describe a request as JSON, from which `read_request` restores it."""
     params = request.params
     return {
         "id": request.id,
@@ -248,7 +248,7 @@ def _describe_grammar(grammar: Grammar | LazyGrammar | None) -> dict[str, object
 
 
 def read_request(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> GenerationRequest:
-    """Make a request from its description in a log.
+    """Restore a request from its description in a log.
 
     Args:
         record: The description.

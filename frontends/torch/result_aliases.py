@@ -31,7 +31,7 @@ class _ResultView:
     offset: int
 
     def find_view(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a view of `source` with the recorded shape, strides and offset from the first entry of `source`."""
+        """Build a view of `source` with the recorded shape, strides and offset from the first entry of `source`."""
         return torch.as_strided(source, self.sizes, self.strides, source.storage_offset() + self.offset)
 
 
