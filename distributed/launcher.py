@@ -46,8 +46,10 @@ def detect_launch() -> LaunchInfo | None:
 def fork_supervised_child(launch: LaunchInfo) -> int:
     """Fork this process into a supervisor (the parent) and a child that runs the program; return only in the child.
 
-    The parent waits for the child and ends with its exit code. The result is the file descriptor for
-    `report_progress_to_supervisor`.
+    The parent waits for the child and ends with its exit code.
+
+    Returns:
+        The file descriptor of the pipe to the supervisor, for `report_progress_to_supervisor`.
     """
     reading, writing = os.pipe()
     parent, child = os.getpid(), os.fork()

@@ -88,7 +88,10 @@ def describe_options(config: type) -> str:
 def takes_config(
     config: Callable[_Params, _Config],
 ) -> Callable[[Callable[[_Self, _Config], None]], Callable[Concatenate[_Self, _Params], None]]:
-    """Return a decorator that gives a constructor the arguments of a configuration, in place of the configuration."""
+    """Return a decorator for a constructor that takes a configuration: callers pass the fields as keywords instead.
+
+    Example: ``@takes_config(RunConfig)`` on ``__init__(self, config)`` allows the call ``Model(path, threads=4)``.
+    """
 
     def decorate(function: Callable[[_Self, _Config], None]) -> Callable[Concatenate[_Self, _Params], None]:
         @wraps(function)

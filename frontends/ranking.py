@@ -164,7 +164,10 @@ def encode_rank_text(metadata: Mapping[str, object], tokenizer: Tokenizer, query
 
 
 def _list_separator_tokens(metadata: Mapping[str, object], tokenizer: Tokenizer) -> list[int]:
-    """Return the separator between two texts; for BERT the end of the first text is the separator already."""
+    """Return the separator token between two texts, in a list; the list is empty for a model without one.
+
+    It is also empty for BERT, because the end token of the first text is the separator there.
+    """
     if tokenizer.kind == "bert" or not metadata.get("tokenizer.ggml.add_sep_token"):
         return []
     separator = read_token_id_or_none(metadata, "seperator_token_id", tokenizer.n_tokens)

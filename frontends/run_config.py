@@ -282,7 +282,7 @@ class RunConfig(DeviceGroup):
 
     @property
     def group(self) -> DeviceGroup:
-        """The fields that a session reads."""
+        """The device group of the configuration: the fields that a session reads."""
         return DeviceGroup(**{name: getattr(self, name) for name in list_options(DeviceGroup)})
 
 
@@ -291,5 +291,5 @@ RUN_OPTIONS = list_options(RunConfig)
 
 
 def options_of(*scopes: str) -> frozenset[str]:
-    """Return the names of the options in some scopes."""
+    """Return the names of the options of a model run that have one of the given scopes, such as ``generate``."""
     return frozenset(name for name, row in RUN_OPTIONS.items() if row.scope in scopes)

@@ -90,8 +90,10 @@ def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
 def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
     """Find the layers of a graph, and return the computed nodes of each layer in order.
 
-    A layer is the shortest sequence of sections with repeated ops. The sections between two layers are a layer too.
-    Sections of one node do not count, because the last layer of a model may select rows in its middle.
+    A section is a part of the node order between two points that only one value crosses. A layer is one repetition of
+    the shortest sequence of sections with repeated ops, such as attention and feed-forward network. The sections
+    between two layers are a layer too. Sections of one node do not count, because the last layer of a model may select
+    rows in its middle.
     """
     nodes = _order_computed_nodes_for_folding(graph)
     spans = find_live_spans(graph, nodes)

@@ -64,8 +64,8 @@ class RepeatedRuns:
     def first_node_of(self, repetition: int) -> int:
         """Return the number of the first node of a repetition.
 
-        For `PREAMBLE` it is the number ``start - length``. From there on, nodes of the preamble may stand for the
-        carried values that the first repetition reads.
+        For `PREAMBLE`, which is -1, the result is ``start - length``. The nodes from there to `start` compute the
+        values that the first repetition reads in place of carried values.
         """
         return self.start + repetition * self.length
 
@@ -74,7 +74,7 @@ class RepeatedRuns:
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
     def drop_last(self) -> RepeatedRuns:
-        """Return these runs without the last repetition, so that all readers of carried values have equal structure."""
+        """Return the repetitions without the last one, so that all readers of carried values have equal structure."""
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
     def find_position_of_carried_value(self, node_number: int, reader_repetition: int) -> int | None:

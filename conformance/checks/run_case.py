@@ -112,7 +112,10 @@ class RunnableCase:
         )
 
     def run_on_device_with_masks(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
-        """Run the check of the case on a device; return its results, and a mask of the written elements of each."""
+        """Run the case on a device as its check needs it; return the results, and a mask for each of them.
+
+        A mask has the elements to compare with the expected result.
+        """
         case = self.case
         if case.check.startswith(decomposed.CHECK_NAME):
             if why := decomposed.find_unsupported_decomposition_reason(case, backend, device):

@@ -54,7 +54,7 @@ class ErrorBudget:
 
     @property
     def max_row_rms_error(self) -> Array:
-        """The maximum root mean square (RMS) error of a row, as an array with one share for each element."""
+        """One error for each element; their root mean square (RMS) over a row is the maximum RMS error of the row."""
         return self.rounding + ROW_FACTOR * self.arithmetic
 
 

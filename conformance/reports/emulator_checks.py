@@ -14,41 +14,41 @@ from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
 
 
-def collect_launch_counters(texts: Iterable[str], limits: KernelLimits = LARGEST_LIMITS) -> list[LaunchCounters]:
+def collect_launch_counters(case_texts: Iterable[str], limits: KernelLimits = LARGEST_LIMITS) -> list[LaunchCounters]:
     """Run cases in the emulator, and return the memory access counters of each kernel launch.
 
     Args:
-        texts: texts of the cases.
+        case_texts: texts of the cases.
         limits: limits of the emulated device.
 
     Raises:
         BackendError: a result is wrong.
     """
     driver = AccessCountingDriver(limits, counted_run=1)  # of three runs of a case, the second is compared
-    for text in texts:
+    for text in case_texts:
         _run_in_emulator(text, DriverBackend(driver))
     return list(driver.counters.values())
 
 
-def run_and_list_races(texts: Iterable[str]) -> list[str]:
+def run_and_list_races(case_texts: Iterable[str]) -> list[str]:
     """Run cases in the emulator, and return a line for each pair of unordered conflicting accesses.
 
     Args:
-        texts: texts of the cases.
+        case_texts: texts of the cases.
 
     Raises:
         BackendError: a result is wrong.
     """
     lines = []
-    for text in texts:
+    for text in case_texts:
         driver = AccessLogDriver()
         _run_in_emulator(text, AccessLogBackend(driver))
         lines += [f"{text}: {pair}" for pair in list_races(driver.take_log(), driver.memory)]
     return lines
 
 
-def _run_in_emulator(text: str, backend: DriverBackend) -> None:
+def _run_in_emulator(case_text: str, backend: DriverBackend) -> None:
     """Run one case on an emulated device, and raise `BackendError` if its result is wrong."""
-    result = run_case(parse_test_case(text), backend, backend.device(0))
+    result = run_case(parse_test_case(case_text), backend, backend.device(0))
     if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):
-        raise BackendError(f"{text}: {result.outcome}: {result.why}")
+        raise BackendError(f"{case_text}: {result.outcome}: {result.why}")

@@ -82,7 +82,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
 
 
 def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
-    """Return whether a backend has compiled kernels, but computes all supported cases with NumPy.
+    """Return whether NumPy computes all supported cases, in a backend that otherwise compiles kernels.
 
     Cases with empty results are ignored: they call no kernel.
     """

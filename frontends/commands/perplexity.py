@@ -126,10 +126,10 @@ def compute_second_half_nll_per_chunk(session: Session, tokens: Sequence[int], *
 def compute_second_half_logits_per_chunk(
     session: Session, tokens: Sequence[int], *, bos: int | None
 ) -> Iterator[tuple[F32, Sequence[int]]]:
-    """Yield for each chunk the logits [tokens, vocabulary] from position ``context / 2`` on, and the next tokens.
+    """Yield the logits in the second half of each chunk, and the tokens that they predict.
 
-    The result of a chunk is float64[tokens], for the tokens from number ``context / 2 + 1`` on. Each token is predicted
-    from all tokens before it in the chunk.
+    The logits f32[tokens, vocabulary] begin after position ``context / 2``. Row i predicts token i of the second
+    result, from all tokens before it in the chunk. The last token of a chunk predicts nothing.
 
     Args:
         session: The session; its context is the chunk length.

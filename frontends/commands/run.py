@@ -368,7 +368,11 @@ def format_seed_flag(args: argparse.Namespace) -> str:
 
 
 def format_bytes_in_use_by_device(session: Session) -> str:
-    """Format the bytes in use on each device, then unused devices, or of several processes the weight bytes read."""
+    """Format the bytes in use on each device by kind, for example ``cpu:0: weight 90 MiB, state 4 MiB``.
+
+    One process also lists the named devices that it does not use. With several processes, each lists the bytes of
+    weights that it has read.
+    """
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []

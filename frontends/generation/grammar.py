@@ -120,7 +120,7 @@ class Grammar:
 
     @classmethod
     def from_compiled_rules(cls, tokenizer: Tokenizer, rules: str) -> Grammar:
-        """Make a grammar again from `rules` of a grammar of the same tokenizer.
+        """Restore a grammar from `rules`, the compiled rules of a grammar of the same tokenizer.
 
         Raises:
             ModelError: The rules are wrong, or llguidance is not installed.
@@ -134,7 +134,7 @@ class Grammar:
 
     @property
     def compiled_rules(self) -> str:
-        """The compiled rules in the form of llguidance, from which `from_compiled_rules` makes the grammar again."""
+        """The compiled rules in the form of llguidance, from which `from_compiled_rules` restores the grammar."""
         return str(self._rules)
 
     def make_state(self) -> GrammarState:

@@ -78,7 +78,10 @@ class LazyGrammarState:
         return True
 
     def _advance_over_tail(self) -> None:
-        """Advance over the bytes in `_tail`: through a thought, to a trigger, and to the beginning of an object."""
+        """Scan the bytes in `_tail` for the end of a thought, a trigger, and the beginning of an object, in this order.
+
+        Scanned bytes are removed. Bytes that may begin a mark stay until further bytes decide.
+        """
         if self._mode == "begin":
             text = self._tail.lstrip()
             if self._open_thought.startswith(text) and text != self._open_thought:
@@ -100,7 +103,7 @@ class LazyGrammarState:
         return bool(found)
 
     def _begin_object(self, text: bytes) -> None:
-        """Begin an object with the bytes that the text already has of it, unless the grammar forbids them."""
+        """Let the grammar hold from an object on that begins with `text`, unless the grammar forbids this beginning."""
         try:
             tokens = self._lazy.tokenizer.encode_continuation(text.decode())
         except UnicodeDecodeError:

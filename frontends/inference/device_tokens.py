@@ -91,9 +91,9 @@ class DeviceTokenSchedule:
             return [*map(DeviceToken, self._device_tokens, results["logit"].tolist())]
 
     def _write_other_tokens(self, tokens: PrefillChunk) -> None:
-        """Write the tokens of a step to the device, unless it has chosen all of them itself in the last step.
+        """Write the tokens of a step to the device, unless its last step has chosen exactly these tokens.
 
-        Another generation may have run steps of the session since then, or a reset may have zeroed a token.
+        They differ if another generation has run steps of the session since then, or if a reset has zeroed a token.
         """
         lengths, numbers = self._lengths
         is_last_step = self._session.lengths is lengths and tuple(lengths) == numbers

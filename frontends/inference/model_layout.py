@@ -129,10 +129,13 @@ def create_layout_workload(graph_of: Callable[[int, int], Graph], sequences: int
 def find_speeds_of_first_device_alone(
     on: DeviceGroup, group: Devices, graph: Graph, world: World = SINGLE_PROCESS
 ) -> Hardware | None:
-    """Find the speeds of the first device for the case that a session uses no other device.
+    """Find the speeds of the first device of a group for the case that a session uses no other device.
 
-    Without a thread count, such a device gets all processors that the devices of its machine would share. Return None
-    if the speeds of the group have another origin, or if it belongs to several processes.
+    A device alone is faster if no thread count is given: it gets all processors that the devices would share.
+
+    Returns:
+        The speeds. The result is None for one device or with a thread count, because the speeds of the group hold then.
+        It is also None for several processes, and if the speeds of device and group have different sources.
     """
     if on.threads is not None or len(group) == 1 or world.size > 1:
         return None

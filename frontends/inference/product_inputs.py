@@ -76,9 +76,10 @@ def _find_viewed_weight(value: Value) -> Value | None:
 
 
 def build_input_energy_sums_and_rows(product: WeightProduct) -> tuple[Value, Value | int]:
-    """Build the sums of squares of a product, f32[matrices, columns], and the rows of each matrix.
+    """Build the sums of the squared inputs of a product, by matrix and column, and the number of summed rows.
 
-    The rows are f32[matrices, 1] for chosen experts. Otherwise they are one number.
+    The sums are f32[matrices, columns]. For chosen experts the number is f32[matrices, 1], because each expert gets
+    other rows. Otherwise it is one integer for all matrices.
     """
     x, columns = product.x, product.x.shape[-1]
     energy = ops.sqr(x if x.dtype is DType.F32 else ops.cast(x, dtype=DType.F32))
@@ -146,7 +147,7 @@ class InputEnergyWatch(StepWatch):
         return with_observed_values(graph, values)
 
     def pass_on_step_outputs(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
-        """Pass the sums of a step on; the positions have no effect."""
+        """Call `see` with the sums and the row counts of each product of a step; the positions have no effect."""
         from ...scheduler import select_observed_outputs
 
         observed = {_WatchedOutputName.parse(name): array for name, array in select_observed_outputs(outputs).items()}
@@ -159,9 +160,9 @@ class InputEnergyWatch(StepWatch):
 
 @dataclass(frozen=True, slots=True)
 class _WatchedOutputName:
-    """The name of an observed output: the weight, the number of the product, and its rows.
+    """The name of an observed output: the weight, the number of the product, and the number of summed rows.
 
-    `rows` is 0 for the sums of experts, and -1 for the output with their rows.
+    Chosen experts have two outputs: `rows` is 0 for their sums, and -1 for their row counts.
     """
 
     name: str

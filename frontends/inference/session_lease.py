@@ -79,7 +79,7 @@ class IdleSessions:
 
     @property
     def first(self) -> Session:
-        """The session that loaded the weights. Raises `ModelError` after `close`."""
+        """The first session of the model, which loaded the weights. Raises `ModelError` after `close`."""
         if self._first is None:
             raise ModelError("the model is closed; open it anew with hocket.Model")
         return self._first

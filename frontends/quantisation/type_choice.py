@@ -319,7 +319,9 @@ class _MixtureRules:
         return default
 
     def _count_or_read_layer_number(self, tensor: ShapedTensor, part: str) -> int:
-        """Return the layer of a tensor: the number of tensors of its part before it, or the number in its name.
+        """Return the layer of a tensor: the number of tensors of its part before it, as llama-quantize counts.
+
+        In a model with experts it is the number in the name, because a layer may have one tensor for each expert.
 
         Raises:
             ModelError: The number in the name is beyond the layers of the model.

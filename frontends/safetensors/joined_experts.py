@@ -50,12 +50,12 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _is_transposed(tensor: Tensor, is_bias: bool) -> bool:
-    """Return whether rows are the last axis, as in weights of floats."""
+    """Return whether a tensor is stored as [experts, columns, rows], as float weights are."""
     return not is_bias and not tensor.dtype.is_quantised
 
 
 def _list_axes(tensor: Tensor, is_bias: bool) -> tuple[int, ...]:
-    """Return experts, rows and columns of a weight, or experts and rows of a bias."""
+    """Return the shape of a tensor in the order (experts, rows, columns); a bias has no columns."""
     if _is_transposed(tensor, is_bias):
         experts, columns, rows = tensor.shape
         return experts, rows, columns

@@ -28,7 +28,11 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetHeads:
-    """The numbers and the sizes of key and value heads, and whether value heads of one key head are apart in GGUF."""
+    """The numbers and the sizes of key and value heads, and the order of value heads in GGUF.
+
+    A folder stores the value heads of one key head next to each other. With `is_tiled`, GGUF stores the first value
+    head of every key head, then the second one of every key head, and so on.
+    """
 
     keys: int
     values: int
@@ -37,17 +41,20 @@ class DeltaNetHeads:
     is_tiled: bool
 
     def order_values(self, size: int) -> Indices:
-        """Return the row in the folder of each row of the value heads in GGUF; a head has `size` rows."""
+        """Return for each row of the value heads in GGUF its row in the folder; a head has `size` rows."""
         rows = np.arange(self.values * size)
         return rows.reshape(self.keys, -1, size).swapaxes(0, 1).reshape(-1) if self.is_tiled else rows
 
     def order_queries_keys_values(self) -> Indices:
-        """Return the row in the folder of each row of queries, keys and values in GGUF."""
+        """Return for each row of queries, keys and values in GGUF its row in the folder."""
         before = 2 * self.keys * self.key_size
         return np.concatenate([np.arange(before), before + self.order_values(self.value_size)])
 
     def split_joined_rows(self) -> tuple[Indices, Indices]:
-        """Return the rows of queries, keys and values, and of gates, if each key head has its own rows of all four."""
+        """Split the rows of a joined matrix: return the rows of queries, keys and values, and the rows of gates.
+
+        In such a matrix each key head has its rows of queries, keys, values and gates next to each other.
+        """
         shared = self.values // self.keys * self.value_size
         sizes = np.cumsum([self.key_size, self.key_size, shared])
         rows = np.arange(self.keys * (2 * self.key_size + 2 * shared)).reshape(self.keys, -1)
@@ -140,7 +147,7 @@ def _require_length(tensor: Tensor, axis: int, length: int) -> None:
 
 
 def _negate_exponential(elements: np.ndarray) -> np.ndarray:
-    """Return the decay of a head from its logarithm."""
+    """Return ``-exp(elements)``: the decay rates of heads, which a folder stores as logarithms (``A_log``)."""
     return -np.exp(elements)
 
 

@@ -65,7 +65,13 @@ def _read_block_shape(config: JsonObject) -> tuple[int, int]:
 
 
 def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace weights in two tensors by one tensor each, which is computed when it is read.
+    """Join each packed weight with the tensor of its scales to one tensor, which is computed when it is read.
+
+    FP8 weights become float32, and MXFP4 weights become blocks of GGUF. Other tensors stay.
+
+    Args:
+        config: The contents of ``config.json``.
+        stored: The tensors of the folder by name.
 
     Raises:
         ModelError: Blocks have no scales, or scales of another shape.
@@ -88,7 +94,7 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
 
 
 def _require_bytes(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
-    """Return the tensor of bytes to which scales belong; raise `ModelError` if there is none."""
+    """Return the tensor of packed bytes that `scales` scale; raise `ModelError` if `name` is no such tensor."""
     blocks = stored.get(name)
     if blocks is None or blocks.dtype is not DType.I8:
         raise scales.file.make_error(

@@ -125,7 +125,7 @@ class LogReplay:
         self.counts = ReplayCounts()
 
     def repeat(self, line: int, record: Mapping[str, Any]) -> None:
-        """Repeat an order or a step of the log.
+        """Repeat an order or a step of the log on the engine, and compare the result with the log.
 
         Args:
             line: The number of the line.

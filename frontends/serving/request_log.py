@@ -42,20 +42,20 @@ class TimeAndChecksumTape:
         self._checksums: list[str] = []
 
     def read_clock(self) -> float:
-        """Return the present time."""
+        """Return the present time of the clock, and record it."""
         return self.pass_seconds(self._clock)
 
     def pass_seconds(self, measure: Callable[[], float]) -> float:
-        """Return a measured or predicted number of seconds."""
+        """Return the seconds that `measure` returns, and record them; a replay returns the recorded seconds instead."""
         self._times.append(measure())
         return self._times[-1]
 
     def add_logits(self, slot: int, logits: F32) -> None:
-        """Add the checksum of the logits of a slot."""
+        """Record the checksum of the logits of a slot."""
         self._checksums.append(f"{slot}:{compute_logits_checksum(logits)}")
 
     def take_line_fields(self) -> dict[str, object]:
-        """Return the fields of the next line, and begin anew."""
+        """Return the recorded times and checksums as fields of the next line of the log, and forget them."""
         fields: dict[str, object] = {"times": self._times}
         if self._checksums:
             fields["logits"] = self._checksums
@@ -77,13 +77,13 @@ class TapedPool:
         self.slots, self.context, self.batch = pool.slots, pool.context, pool.batch
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
-        """Read prompt tokens into a slot."""
+        """Read prompt tokens into a slot, record the checksum of the logits, and return the logits."""
         logits = self._pool.read_prompt(slot, tokens, before)
         self._tape.add_logits(slot, logits)
         return logits
 
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
-        """Append one token to each given slot."""
+        """Append one token to each given slot, record the checksums of the logits, and return the logits by slot."""
         rows = self._pool.decode(tokens, before)
         for slot, logits in rows.items():
             self._tape.add_logits(slot, logits)
@@ -91,11 +91,11 @@ class TapedPool:
 
     @property
     def planning_seconds(self) -> float:
-        """The seconds of plans and kernels since the start."""
+        """The seconds of plans and kernels since the start, which are recorded."""
         return self._tape.pass_seconds(lambda: self._pool.planning_seconds)
 
     def predict_prompt_seconds(self, size: int) -> float:
-        """Return the predicted seconds of a prompt chunk of `size` tokens."""
+        """Return the predicted seconds of a prompt chunk of `size` tokens, and record them."""
         return self._tape.pass_seconds(lambda: self._pool.predict_prompt_seconds(size))
 
     def zero_slot_states(self, slot: int) -> None:
@@ -216,7 +216,7 @@ def describe_events(events: Sequence[Event]) -> list[list[object]]:
 
 
 def describe_request(request: GenerationRequest) -> dict[str, object]:
-    """Describe a request as JSON, from which `read_request` makes it again."""
+    """Describe a request as JSON, from which `read_request` restores it."""
     params = request.params
     return {
         "id": request.id,
@@ -248,7 +248,7 @@ def _describe_grammar(grammar: Grammar | LazyGrammar | None) -> dict[str, object
 
 
 def read_request(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> GenerationRequest:
-    """Make a request from its description in a log.
+    """Restore a request from its description in a log.
 
     Args:
         record: The description.

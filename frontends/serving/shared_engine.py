@@ -207,7 +207,7 @@ class SharedEngine:
 
     @contextmanager
     def _pause_steps(self) -> Iterator[None]:
-        """Wait for the end of a step, execute all orders, and run no step in this context."""
+        """Return a context in which no step runs. First wait for the end of a step, and execute all orders."""
         while not self._try_reserve_engine():
             with self._step_ended:
                 self._step_ended.wait_for(lambda: not self._is_stepping)
@@ -233,7 +233,7 @@ class SharedEngine:
 
 
 def _has_half_matrices(session: Session) -> bool:
-    """Whether a model multiplies by a matrix of F16 or BF16; tensors of other uses count too."""
+    """Whether a model has a matrix of F16 or BF16 numbers; the use of the matrix does not matter."""
     return any(
         not tensor.dtype.is_quantised and tensor.dtype.block_bytes == 2 and sum(size > 1 for size in tensor.shape) > 1
         for tensor in session.model.tensors.values()

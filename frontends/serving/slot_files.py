@@ -68,7 +68,9 @@ class SlotFiles:
 
 
 def _require_all_evaluated_tokens(state: SavedSessionState, path: str | Path) -> None:
-    """Require that a state of one sequence has all tokens that it has evaluated, because prompts are compared to them.
+    """Require that a state of one sequence has a token for each evaluated position.
+
+    The prefix cache compares prompts to these tokens. They are missing after a context shift.
 
     `restore_saved_state` checks the types and all else.
     """

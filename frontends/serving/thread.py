@@ -110,7 +110,7 @@ class EngineThread(ServedModel):
         self._thread.start()
 
     def _make_engine(self, cache: PrefixCache, options: EngineOptions) -> Engine:
-        """Make the engine; if there is a log, write the header of this run."""
+        """Make the engine; if there is a request log, also write the header of this run to it."""
         queue_size, gap = self._max_requests, options.max_gap_seconds
         if self._log is None:
             return Engine(self._pool, cache, queue_size=queue_size, max_gap_seconds=gap, clock=time.monotonic)
@@ -297,10 +297,10 @@ class EngineThread(ServedModel):
         self._status, self._last_beat = self._engine.status, time.monotonic()
 
     def _execute_queued_orders(self) -> bool:
-        """Execute the functions in the queue, such as submissions; return False when the engine is to end.
+        """Execute all orders in the queue, such as submissions; return False when the engine is to end.
 
-        If no request is queued or running, this waits for the first order, but not for a second one: `status` must show
-        the end of the last request at once.
+        Without a queued or running request, this waits for one order. It does not wait for a second order, so that
+        `status` shows the end of the last request at once.
         """
         waits = not self._engine.has_work
         try:

@@ -114,8 +114,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words if self._subparsers else self._move_positional_aliases(words), namespace)
 
     def _move_positional_aliases(self, words: Sequence[str]) -> list[str]:
-        """Move the values of `PositionalAliasAction` flags to the places where argparse expects the positional
-        arguments.
+        """Move the values of `PositionalAliasAction` flags to the places of positional arguments in the words.
 
         The value of the first positional argument comes first, other values come last. Flags that only llama.cpp has
         are refused here; otherwise their values would be taken for other arguments.

@@ -53,7 +53,7 @@ class _ParameterVersions:
         self.update_counts_and_sharers(parameters)
 
     def update_counts_and_sharers(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note the present counts, and find the parameters that share memory anew."""
+        """Record the present change counts of parameters, and find anew which other parameters share their memory."""
         self._sharing_count = _sharers.change_count
         others = {id(other): other for p in parameters for other in _sharers.find_sharers(p)}
         self._others = [WeakIdRef(other) for other in others.values()]

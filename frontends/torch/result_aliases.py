@@ -31,7 +31,7 @@ class _ResultView:
     offset: int
 
     def find_view(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a view of `source` with the recorded shape, strides and offset from the first entry of `source`."""
+        """Build a view of `source` with the recorded shape, strides and offset from the first entry of `source`."""
         return torch.as_strided(source, self.sizes, self.strides, source.storage_offset() + self.offset)
 
 
@@ -139,12 +139,15 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
 
 
 def _get_storage_address(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors with the same storage."""
+    """Return the identity of the storage of a tensor: a number that is equal for tensors with the same storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _make_views(results: dict[int, torch.Tensor]) -> dict[int, _ResultView]:
-    """Make the views of results that share a storage; their offsets count from the first entry that any of them has."""
+    """Describe results that share a storage as views, by index of the result.
+
+    Offsets count from the first entry of the storage that any of the results has.
+    """
     first = next(iter(results.values()))
     for result in results.values():
         _require_equal_dtypes(result, first)

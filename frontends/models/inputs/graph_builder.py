@@ -352,8 +352,8 @@ class StepGraphBuilder:
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
         """Put the last ``row_count`` rows of earlier runs before the rows ``new`` f32[B, T, c]: f32[B, row_count+T, c].
 
-        The state ``name`` f32[B, row_count, c] keeps these rows from run to run. Its new value are the last rows
-        without padding; the input ``conv_rows`` has their numbers.
+        The state ``name`` f32[B, row_count, c] keeps these rows from run to run. At the end of a run it gets the last
+        rows that are not padding. The input ``conv_rows`` has the numbers of these rows.
         """
         old = state(name, (self.step.sequences, row_count, new.shape[-1]))
         both, rows = ops.concat(old, new, axis=1), self.conv_rows

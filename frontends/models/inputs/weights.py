@@ -78,15 +78,15 @@ class ModelWeights:
         same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
         return ops.reshape(self(name, stored), shape=shape) if same else self(name, shape)
 
-    def tensor_shape(self, name: str, axes: int = 1) -> tuple[int, ...]:
+    def tensor_shape(self, name: str, min_axes: int = 1) -> tuple[int, ...]:
         """Return the shape of a tensor in the file, outermost axis first.
 
         Raises:
-            ModelError: The tensor is missing or has fewer than ``axes`` axes.
+            ModelError: The tensor is missing or has fewer than ``min_axes`` axes.
         """
         shape = self.gguf.tensor(self._find_name_in_file(name)).shape
-        if len(shape) < axes:
-            raise self._make_error(f"tensor {name} has shape {list(shape)}; need at least {axes} axes")
+        if len(shape) < min_axes:
+            raise self._make_error(f"tensor {name} has shape {list(shape)}; need at least {min_axes} axes")
         return shape
 
     def _find_name_in_file(self, name: str) -> str:

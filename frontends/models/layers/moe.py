@@ -133,10 +133,10 @@ def run_expert_layer(
 def run_experts_between_projections(
     weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
 ) -> Value:
-    """Return the result of `run_routed_experts`, f32[n, E]; in some files the experts are narrower than the model.
+    """Run the routed experts, and the projections to their width and back if they are narrower than the model.
 
-    Such a file has two projections. The first one reduces the columns of ``x`` f32[n, E] before the experts. The second
-    one restores E columns after them.
+    The operand ``x`` and the result are f32[n, E]. If the file has the two projections, the first one reduces the
+    columns of ``x`` before `run_routed_experts`, and the second one restores E columns after it.
     """
     for down, norm, up in (
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),

@@ -134,10 +134,10 @@ def find_frequency_divisors(
 
 
 def _compute_attn_factor_correction(keys: ArchitectureMetadata, factor: float, unit: float) -> float:
-    """Compute the factor that corrects the attention factor of `ops.rope` for files with their own YaRN multiplier.
+    """Compute the correction of the attention factor of `ops.rope` for files with their own YaRN multiplier.
 
-    `ops.rope` uses 1 + 0.1 ln(factor). The key ``rope.scaling.yarn_log_multiplier`` changes this number; without it the
-    correction is 1.
+    `ops.rope` multiplies by ``1 + 0.1 ln(factor)``. A file with the key ``rope.scaling.yarn_log_multiplier`` needs
+    another number, which the correction gives as a further factor. Without the key the correction is 1.
 
     Args:
         keys: The metadata.
