@@ -117,7 +117,7 @@ def _list_all_to_all_slice_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ..
 
 
 def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the position of each index range of a shard: (start in the shard, start in the whole axis, length).
+    """Yield for each index range of a shard its two positions: (start in the shard, start in the whole axis, length).
 
     Args:
         runs: The index ranges of the whole axis that the shard has, as (start, length).

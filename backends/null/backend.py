@@ -52,7 +52,7 @@ class ConstantCostModel:
 
 @dataclass(frozen=True, slots=True)
 class ClockedInstruction:
-    """One instruction on the clock: idle until `start`, then running until `end`."""
+    """One instruction in the recorded track of a virtual device: it waits until `start`, then runs until `end`."""
 
     node: str
     op: str

@@ -32,7 +32,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 
 
 def _move_each_digit_first(b: Any, coded: Any) -> list[Any]:
-    """Return five vectors: the bytes of `coded`, with base-3 digits 0 to 4 in turn moved to the first place."""
+    """Multiply bytes of base-3 digits so that digit n becomes the first one; return the vectors for n from 0 to 4."""
     remainders = [coded]
     for _ in range(DIGITS - 1):
         last = remainders[-1]

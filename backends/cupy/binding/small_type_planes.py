@@ -49,7 +49,7 @@ def _split_words_into_plane_bytes(words: npt.NDArray[np.uint32]) -> U8:
 
 
 def make_sign_plane(blocks: BlockArray) -> U8:
-    """Make a plane of the column bits in field `signs`, or in `qs` of Q1_0."""
+    """Make a plane of one bit for each column: the signs in field `signs`, or the codes in field `qs` of Q1_0."""
     field = "signs" if "signs" in (blocks.dtype.names or ()) else "qs"
     return _split_words_into_plane_bytes(
         place_column_bits_in_plane(np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 4))
@@ -69,19 +69,19 @@ def make_iq2_xxs_index_plane(blocks: BlockArray) -> U8:
 
 
 def make_iq2_xxs_sign_and_scale_plane(blocks: BlockArray) -> U8:
-    """Make the plane of IQ2_XXS signs, with the bits of scales."""
+    """Make the plane of IQ2_XXS signs and scale bits: 4 bytes for each block of 32 columns."""
     return _split_words_into_plane_bytes(
         place_column_bits_in_plane(_unpack_signs_and_scale_bits(blocks["qs"][:, 1::2]))
     )
 
 
 def make_iq3_xxs_sign_and_scale_plane(blocks: BlockArray) -> U8:
-    """Make the plane of IQ3_XXS signs, with the bits of scales."""
+    """Make the plane of IQ3_XXS signs and scale bits: 4 bytes for each block of 32 columns."""
     return _split_words_into_plane_bytes(place_column_bits_in_plane(_unpack_signs_and_scale_bits(blocks["signs"])))
 
 
 def make_iq2_xs_index_low_byte_plane(blocks: BlockArray) -> U8:
-    """Make the plane of the low bytes of IQ2_XS indices."""
+    """Make the plane of the low bytes of IQ2_XS indices: 4 bytes for each block of 32 columns."""
     return blocks["qs"].astype(np.uint8).reshape(len(blocks), -1, 4)
 
 
@@ -103,9 +103,10 @@ def make_quad_index_low_byte_plane(blocks: BlockArray) -> U8:
 
 
 def make_iq1_s_index_and_scale_bit_plane(blocks: BlockArray) -> U8:
-    """Make the plane of the fields of IQ1_S: 4 bits for each index, which are 3 of the index and one other.
+    """Make the IQ1_S plane of high index bits, scales and shift signs: 2 bytes for each block of 32 columns.
 
-    The fourth bits are the scale and, last, the sign of the shift.
+    Each of four indices has 4 bits: its three high bits, and one other bit. The other bits are the three bits of the
+    scale and, last, the sign of the shift.
     """
     fields, out = blocks["qh"].astype(np.uint16), np.zeros(blocks["qh"].shape, np.uint16)
     for i in range(4):

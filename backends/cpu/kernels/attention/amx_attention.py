@@ -120,10 +120,11 @@ def count_32x32_matrices(n):
 
 @subroutine
 def compute_thread_scratch_addresses(a, thread):
-    """Return the addresses of the parts of a thread's scratch, in this order.
+    """Return the addresses of the parts of a thread's scratch, in this order:
 
-    Tile registers, keys, values, scores and weights of two jobs, scratch matrices, bits of visible keys, and steps.
-    Then come arrays with one entry for each job: queries, results, masks and softmax states.
+    - tile registers, keys and values of a tile, scores and weights of two jobs,
+    - scratch matrices, bits of visible keys, AMX steps,
+    - arrays with one entry for each job: queries, results, masks and softmax states.
     """
     deep, wide = max(1, count_32x32_matrices(ARGS.size(a))), count_32x32_matrices(ARGS.width(a))
     jobs = ARGS.shared(a) * ARGS.span(a) // BLOCK_TOKENS

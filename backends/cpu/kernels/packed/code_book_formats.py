@@ -140,9 +140,9 @@ def _make_pack_renumbered_iq1_codes(indices_offset: int, high_offset: int, bits:
 
 @subroutine
 def pack_f16_scale_only(row, to, lane, s):
-    """Copy the float16 scale of a file block to the lane of its row; all smaller scales are stored among the signs.
+    """Copy the float16 scale of a file block to the lane of its row in the packed block.
 
-    It is a `PackedFormat.pack_scales`.
+    It serves as `PackedFormat.pack_scales` for types that store all smaller scales among the signs.
     """
     copy_f16_to_lane(row, to, lane)
 

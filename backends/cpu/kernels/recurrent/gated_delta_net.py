@@ -232,9 +232,9 @@ def make_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
 def make_transposed_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
     """Make the subroutine that applies the gated delta rule for two tokens to a transposed block of state rows.
 
-    The subroutine is ``(a, n, h, source, t, first, memory)``. SIMD lanes are rows, so that no sum crosses lanes. A
-    scalar decay is applied after the sums over channels. Tokens are pages apart, so the operands of the next two tokens
-    are prefetched, `out` included. A store to an absent line of `out` would delay all later stores of the state.
+    The subroutine is ``(a, n, h, source, t, first, memory)``, as in `make_delta_rule_of_one_token`. SIMD lanes are
+    rows, so that no sum crosses lanes. The operands and the outputs of the next two tokens are prefetched, because
+    tokens are pages apart: a store to an absent line of `out` would delay all later stores of the state.
     """
 
     def process_two_transposed(a, n, h, source, t, first, memory):

@@ -81,9 +81,9 @@ def make_key_major_linear_attention_kernel(bonus: bool) -> Kernel:
 
 @kernel
 def compute_value_major_linear_attention(a, thread, threads):
-    """Compute linear attention with a state [value, key], token by token.
+    """Compute linear attention with a state S [value, key], token by token, as in RWKV 7.
 
-    ``S = S * fading + (S read_key) write_key^T + v k^T``, then ``out = S r``.
+    For each token ``S = S * fading + (S read_key) write_key^T + v k^T``, then ``out = S r``.
     """
     tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
     values = BY_VALUE_ARGS.values(a)
