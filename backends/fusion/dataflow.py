@@ -101,9 +101,9 @@ class Dataflow:
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
 
     def require_producer(self, number: int, index: int) -> int:
-        """Return the last instruction before `number` that writes into the memory of operand `index` of `number`.
+        """Return the instruction that computes operand `index` of instruction `number`, or a value that contains it.
 
-        The instruction computes the operand, or a larger value that contains the operand.
+        It is the last instruction before `number` that writes into the memory of the operand.
 
         Raises `NoKernelError` if the operand is missing or no instruction computes it.
         """

@@ -67,7 +67,7 @@ class ReaderTable:
 
     @cached_property
     def _readers_by_instruction(self) -> Mapping[int, list[int]]:
-        """The instructions that read each result, by the number of the instruction that wrote it.
+        """The numbers of the instructions that read each result, by the number of the instruction that wrote it.
 
         They are found in one pass over the program, which tracks the last writer of each byte.
         """

@@ -26,7 +26,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def as_tiling_broadcast_views(shape: Sequence[int], arrays: Sequence[Array | None]) -> list[Array | None]:
-    """Return views of arrays that broadcast together, so that smaller arrays are repeated as tiles to `shape`.
+    """Return views of arrays that NumPy can broadcast together, so that smaller arrays repeat as tiles to `shape`.
 
     Along an axis of size m, an array may have a size n that divides m. If n is neither 1 nor m, the axis becomes two
     axes of sizes ``m // n`` and ``n`` in all arrays.

@@ -56,7 +56,7 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class _TokenBuffers:
-    """The running state and the temporary arrays for the computation of one token.
+    """The running state, and the temporary arrays with which each token is computed.
 
     All except `decay` have a head axis that is split by key head, as in `_split_head_axis`.
     """

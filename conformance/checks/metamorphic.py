@@ -31,7 +31,7 @@ AxisEntries = tuple[int, Array]
 
 @dataclass(frozen=True, slots=True)
 class PartialCase:
-    """One of the smaller runs into which a metamorphic check splits a case; together they give the whole result.
+    """One of the smaller cases into which a metamorphic check splits a case; together they give the whole result.
 
     - `case`: the smaller case.
     - `reads`: for each split operand, the axis and the indices of the entries that this run reads.
@@ -78,7 +78,7 @@ def list_metamorphic_checks(case: Case) -> tuple[str, ...]:
 
 
 def split_case(case: Case) -> tuple[PartialCase, ...]:
-    """Split a case into the partial runs of its metamorphic check; empty if the dimension cannot be split."""
+    """Split a case into the smaller cases of its metamorphic check; empty if the dimension cannot be split."""
     check, _, name = case.check.partition("-")
     size = case.dimension_sizes[name]
     blocks = [s.dtype.block for n, s in case.operands if _is_in_last_axis(case, n, name)]

@@ -48,8 +48,8 @@ STATUS_MESSAGES = {
 class BoundStepLoop(NamedTuple):
     """A compiled loop over the steps of a segment, with argument words for the loop and for the thread pool.
 
-    Addresses are stored, because reading the address of an array takes a microsecond. That is noticeable in a token of
-    a small model.
+    It has addresses in place of arrays: reading the address of an array takes a microsecond, which is noticeable in a
+    token of a small model.
     """
 
     call: Callable[[int, int, int], int]

@@ -22,7 +22,7 @@ TRITS_PER_BYTE, TRIT_MULTIPLE = 5, 243
 
 
 def _make_tables_of_placed_column_bits() -> npt.NDArray[np.uint32]:
-    """Make the tables of `place_column_bits_in_plane`, one for each byte."""
+    """Make the four tables of `place_column_bits_in_plane`: each maps one byte to the places of its 8 bits."""
     tables = np.zeros((4, 256), np.uint32)
     for i in range(32):
         half, t, c = i // 16, i // 4 % 4, i % 4
@@ -34,7 +34,7 @@ COLUMN_BIT_TABLES = _make_tables_of_placed_column_bits()
 
 
 def place_column_bits_in_plane(bits: U8) -> npt.NDArray[np.uint32]:
-    """Move one bit for each of 32 columns to its place in a plane: bytes [..., 4] to numbers [...].
+    """Reorder one bit for each of 32 columns to the order of a plane: bytes [..., 4] to 32-bit numbers [...].
 
     In the bytes, bit i belongs to column i. In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of
     byte c.
@@ -153,12 +153,12 @@ def _encode_five_trits_per_byte(trits: U8) -> U8:
 
 
 def make_tq1_0_registers_0_to_4_plane(blocks: BlockArray) -> U8:
-    """Make the plane of registers 0 to 4: 4 bytes of five digits for each block of 32 columns."""
+    """Make the TQ1_0 plane of registers 0 to 4: 4 bytes for each block of 32 columns, each with five ternary digits."""
     return _encode_five_trits_per_byte(_decode_tq1_0_trits(blocks)[:, :, :TRITS_PER_BYTE].swapaxes(2, 3))
 
 
 def make_tq1_0_registers_5_to_7_plane(blocks: BlockArray) -> U8:
-    """Make the plane of registers 5 to 7: two bytes for each block, then 2 bits for each of its last two columns."""
+    """Make the TQ1_0 plane of registers 5 to 7: two bytes for each block, then 2 bits for each of two columns."""
     rest = _decode_tq1_0_trits(blocks)[:, :, TRITS_PER_BYTE:].reshape(len(blocks), 8, 6, 2)  # in pairs of columns
     pairs = _encode_five_trits_per_byte(rest[:, :, :5].swapaxes(2, 3)).reshape(len(blocks), 16)
     last = rest[:, :, 5, 0] | rest[:, :, 5, 1] << np.uint8(2)

@@ -75,7 +75,7 @@ BINDINGS: Mapping[str, OpBinder] = {}  # collectives also need a group: `COLLECT
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperands:
-    """The operand that a device contributes to a collective, and the result that it gets."""
+    """The operand that one device contributes to a collective, and the result that it receives."""
 
     source: Operand
     target: Operand

@@ -153,9 +153,9 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
 
 
 def _count_instructions_to_return(ops: Sequence[_Instruction], start: int) -> int:
-    """Return the number of instructions of a called function, from index `start` to its return.
+    """Count the instructions of a called function, from index `start` to its return.
 
-    It is an upper limit for one call, which may skip some of them.
+    The result is an upper limit for one call, which may skip some instructions.
     """
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 

@@ -125,8 +125,8 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
     """Make the loop that multiplies activation rows with weight rows, a few rows at a time.
 
     Args:
-        rows_per_call: Activation rows of one call of `multiply`.
-        min_rows: The loop ends when fewer slots are left.
+        rows_per_call: Activation rows that one call of `multiply` processes.
+        min_rows: The loop ends when fewer slots (activation rows) are left.
         multiply: Multiplies `rows_per_call` rows with one or two groups of weight rows.
 
     Returns:
@@ -156,7 +156,7 @@ def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, str
 
 
 def make_multiply_unexpanded_rows(blocks: WeightTiling) -> Subroutine:
-    """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows that are not expanded.
+    """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows without expanding them.
 
     It processes expert slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is:
 

@@ -383,7 +383,7 @@ def _bind_delta_net(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def has_delta_net_kernel(call: BoundInstruction) -> bool:
-    """Return whether the kernels of this file can compute a `gated_delta_net`."""
+    """Return whether a kernel can compute this `gated_delta_net`: its shapes, dtypes and strides are supported."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     plain = all(o.is_float for o in (q, k, v, g, beta, state, out, new)) and state.is_dense and new.is_dense

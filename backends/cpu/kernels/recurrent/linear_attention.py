@@ -166,7 +166,7 @@ def _has_linear_attention_kernel(call: BoundInstruction, walked: list[Operand], 
 
 
 def _make_scan_size_args(keys: Operand, values: Operand) -> dict[str, int]:
-    """Make the size arguments of a scan kernel: sequences, tokens, heads, keys, values."""
+    """Make the size arguments of a scan kernel: numbers of sequences, tokens and heads, sizes of keys and values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
     return {"sequences": sequences, "tokens": tokens, "heads": heads, "keys": size, "values": values.shape[-1]}

@@ -287,7 +287,7 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
 
 @dataclass(frozen=True, slots=True)
 class _MatchedConvolution:
-    """The matched instructions of a convolution and its states, which have operands of the fused kernel.
+    """The matched instructions of a short convolution and its state, which supply operands of the fused kernel.
 
     `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
     """

@@ -40,7 +40,7 @@ def is_vector_aligned(x: Operand) -> bool:
 
 
 def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the stride of several axes that are merged into one; raise `NoKernelError` if that is not possible."""
+    """Return the stride of one axis that replaces several axes; raise `NoKernelError` if they cannot be merged."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
