@@ -144,7 +144,7 @@ def _find_command_name(words: Sequence[str]) -> str | None:
 
 
 def _describe_error_with_remedy(error: Exception) -> str:
-    """Describe an error in one line with a remedy."""
+    """Describe an error in one line that names flags instead of arguments; lack of memory gets a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
     return describe_os_error(error) if isinstance(error, OSError) else replace_arguments_by_flag_names(str(error))

@@ -350,7 +350,7 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Call functions in order; each has the number of its instruction, for the `StepError` if it fails."""
+    """Call the functions of a run in order; raise `StepError` with the number of the instruction if one fails."""
     at = 0
     try:
         for number, call in calls:

@@ -206,7 +206,7 @@ class SupportsOverlap(Protocol):
     """A backend with devices that may run other instructions while a collective waits or transfers data."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Return whether these devices run independent instructions during a collective (see ``beside.py``)."""
+        """Return whether these devices can run independent instructions during a collective (``fusion/overlap.py``)."""
 
 
 def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:

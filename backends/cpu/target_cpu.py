@@ -140,7 +140,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
 
 @cache
 def find_amx_support() -> str | None:
-    """Return the support for AMX tiles: `AMX` instructions, `EMULATED` (plain vector code), or None."""
+    """Return how kernels may use AMX tiles: `AMX` (instructions), `EMULATED` (plain vector code), or None."""
     if asked := os.environ.get("HOCKET_AMX"):
         if asked != EMULATED:
             raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")

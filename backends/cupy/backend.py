@@ -415,7 +415,7 @@ class RecordedProgram:
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
 
     def _make_view_for_host_copy(self, t: Tensor) -> Any:
-        """Return a view of `t`, from which the host copies: of its buffer, or of a float32 copy if `t` is quantised."""
+        """Return a view of `t` for copies to the host: in its buffer, or in a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
         weight = self._make_operand(t)

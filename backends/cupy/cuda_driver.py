@@ -282,12 +282,12 @@ class CudaDriver:
     def _make_step_calls(
         self, steps: Sequence[DriverStep], on: Device, stream: Any, side: Any, may_be_early: bool
     ) -> Iterator[Callable[[], None]]:
-        """Yield calls that put steps into a stream. Overlapped collectives go into the stream `side`.
+        """Yield one call for each step, which puts the step into `stream`; overlapped collectives go into `side`.
 
-        A collective that waits for another device is one block. It occupies a multiprocessor slot while it waits;
-        overlapped launches use the other slots. These launches wait for no collective, so they end on all devices and
-        each device arrives. The high priority lets the collective start before pending blocks of a large launch. No
-        launch of such a collective begins early, because its blocks would occupy slots while they wait.
+        A collective that waits for another device is one block, so overlapped launches have all other slots of the
+        multiprocessors. They wait for no collective, so they end, and every device arrives. `side` has a high priority:
+        a collective starts before the pending blocks of a large launch. Launches of a collective never begin early,
+        because their blocks would occupy slots while they wait.
         """
         for step, is_early in zip(steps, compute_early_launch_flags(steps), strict=True):
             if not isinstance(step, CollectiveOverlap):

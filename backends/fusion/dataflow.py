@@ -101,9 +101,9 @@ class Dataflow:
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
 
     def require_producer(self, number: int, index: int) -> int:
-        """Return the last instruction before `number` that writes into the memory of operand `index` of `number`.
+        """Return the instruction that computes operand `index` of instruction `number`, or a value that contains it.
 
-        The instruction computes the operand, or a larger value that contains the operand.
+        It is the last instruction before `number` that writes into the memory of the operand.
 
         Raises `NoKernelError` if the operand is missing or no instruction computes it.
         """
@@ -152,7 +152,10 @@ class Dataflow:
         return number not in self.fixed_instructions and len(self._order[self._position_by_instruction[number]]) == 1
 
     def can_group(self, numbers: Sequence[int]) -> bool:
-        """Return whether these instructions can run as one group if other instructions move before or behind it."""
+        """Return whether these instructions can run as one group, after all instructions between them are moved away.
+
+        An instruction between them must be able to run before the group or after it without a change of results.
+        """
         return self._partition_around_group(numbers) is not None
 
     def group_instructions(self, numbers: Sequence[int]) -> None:
@@ -171,10 +174,10 @@ class Dataflow:
     def _partition_around_group(
         self, numbers: Sequence[int]
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Partition the other groups between the members of a new group into groups before it and groups after it.
+        """Partition the groups that run between the members of a new group: groups to run before it, and after it.
 
-        A group goes after the new group if it must not pass a member, or must not pass a group that goes after. Returns
-        None if a group would have to be on both sides, or if a member cannot move.
+        A group runs after the new group if it must follow a member, or follow another group that runs after. The result
+        is None if a group would have to run on both sides, or if a member cannot move.
         """
         if not all(map(self.can_join_fusion, numbers)):
             return None
@@ -196,7 +199,10 @@ class Dataflow:
     def _has_group_order_dependency(
         self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
     ) -> bool:
-        """Return whether `group` must keep its order relative to any of `groups`, because of common memory."""
+        """Return whether `group` must keep its order relative to any of `groups`, because they access common memory.
+
+        `touched` has the accesses of each instruction.
+        """
         return any(
             self._has_instruction_order_dependency(one, other, touched)
             for some in groups
@@ -205,9 +211,9 @@ class Dataflow:
         )
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
-        """Return the memory regions that each of these instructions accesses, except values that only they exchange.
+        """Return the memory regions that each instruction of a group accesses, except values inside the group.
 
-        Such a value is the result of one of the instructions, and no other instruction reads it.
+        Such a value is the result of one of the instructions, and no instruction outside of the group reads it.
         """
         touched = {n: self._find_own_accesses(n) for n in numbers}
         for n in numbers:
@@ -239,7 +245,7 @@ class Dataflow:
         return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
 
     def find_instructions_finished_before(self, number: int) -> int | frozenset[int]:
-        """Return the instructions that have finished if the run fails at instruction `number`.
+        """Return the instructions that have finished if the run fails at instruction `number`, in the order of groups.
 
         The result is a count if these are the first instructions of the program, else the set of their numbers.
         `StepError.finished_instructions` has this form.

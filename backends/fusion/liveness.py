@@ -67,7 +67,7 @@ class ReaderTable:
 
     @cached_property
     def _readers_by_instruction(self) -> Mapping[int, list[int]]:
-        """The instructions that read each result, by the number of the instruction that wrote it.
+        """The numbers of the instructions that read each result, by the number of the instruction that wrote it.
 
         They are found in one pass over the program, which tracks the last writer of each byte.
         """
@@ -97,7 +97,7 @@ The entries of a buffer are in order and do not overlap.
 
 
 def _find_overlap_slice(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the sorted `producers` that overlap a region."""
+    """Return the slice of the sorted list `producers` with the byte ranges that overlap a region."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
@@ -107,7 +107,7 @@ def _find_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) ->
 
 
 def _record_write(region: MemoryRegion, producers: list[ProducedBytes], maker: int | None) -> None:
-    """Update the list of the last writer of each byte range in a buffer after a write to `region`.
+    """Record in `producers`, the last writer of each byte range of a buffer, that an instruction wrote `region`.
 
     Entries that the region covers are removed; entries that it covers in part are shortened.
 

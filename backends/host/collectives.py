@@ -73,9 +73,9 @@ def compute_all_gather_slice_pairs(attrs: Attrs) -> list[Pairs]:
 
 
 def compute_reduce_scatter_slice_pairs(attrs: Attrs) -> Pairs:
-    """Return the slices that a reduce-scatter sums.
+    """Return the slices that a device sums in a reduce-scatter, as pairs (index into the result, index into a source).
 
-    A slice is a pair (index into the result, index into the source). It is the same for each source device.
+    They are the same for each source device.
     """
     axis = narrow_to_integer(attrs["axis"])
     return [
@@ -117,7 +117,7 @@ def _list_all_to_all_slice_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ..
 
 
 def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the position of each index range of a shard: (start in the shard, start in the whole axis, length).
+    """Yield for each index range of a shard its two positions: (start in the shard, start in the whole axis, length).
 
     Args:
         runs: The index ranges of the whole axis that the shard has, as (start, length).
@@ -132,7 +132,7 @@ def _make_axis_slices(ranges: Mapping[int, tuple[int, int]]) -> Index:
     """Return an index that selects a range along some axes, and all entries along the other axes.
 
     Args:
-        ranges: The (start, length) of the range, by axis.
+        ranges: The range (start, length) of each restricted axis, by axis number.
     """
     index = [slice(None)] * (max(ranges) + 1)
     for axis, (start, n) in ranges.items():

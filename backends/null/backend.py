@@ -52,7 +52,7 @@ class ConstantCostModel:
 
 @dataclass(frozen=True, slots=True)
 class ClockedInstruction:
-    """One instruction on the clock: idle until `start`, then running until `end`."""
+    """One instruction in the recorded track of a virtual device: it waits until `start`, then runs until `end`."""
 
     node: str
     op: str
@@ -123,7 +123,7 @@ class NullBackend:
         return NullBuffer(nbytes)
 
     def view(self, buffer: NullBuffer, tensor: Tensor) -> Array:
-        """Return an array of the right shape with all elements in one place."""
+        """Return an array of the shape of `tensor`; all its elements share one memory location."""
         dtype = np.dtype(np.uint8) if tensor.dtype.is_quantised else tensor.dtype.storage
         return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), tensor.shape, (0,) * len(tensor.shape))
 
@@ -196,7 +196,7 @@ class _DeviceClock:
 
 
 def estimate_instruction_seconds(i: Instruction, speeds: CostModel, devices: int) -> float:
-    """Return the seconds of one instruction after its start; a receive takes none, as the sender counts it."""
+    """Estimate the seconds of one instruction; a receive takes 0 seconds, because the send counts the transfer."""
     if i.op == "receive":
         return 0.0
     if i.op in COLLECTIVES:

@@ -74,7 +74,7 @@ def bind_attention(call: HostInstruction) -> Calls:
 
 
 def _trace_softmax(has_sinks: bool) -> Expression:
-    """Trace the softmax of rows of scores, with or without sinks."""
+    """Trace the softmax of rows of attention scores as an expression, with or without attention sinks."""
     return trace(normalise_scores, (True, has_sinks), (), ())
 
 

@@ -26,7 +26,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def as_tiling_broadcast_views(shape: Sequence[int], arrays: Sequence[Array | None]) -> list[Array | None]:
-    """Return views of arrays that broadcast together, so that smaller arrays are repeated as tiles to `shape`.
+    """Return views of arrays that NumPy can broadcast together, so that smaller arrays repeat as tiles to `shape`.
 
     Along an axis of size m, an array may have a size n that divides m. If n is neither 1 nor m, the axis becomes two
     axes of sizes ``m // n`` and ``n`` in all arrays.
@@ -43,7 +43,7 @@ def as_tiling_broadcast_views(shape: Sequence[int], arrays: Sequence[Array | Non
 
 
 class ScratchPlan(NamedTuple):
-    """The scratch of an expression: the shapes of its buffers, and the buffer of each step that has one."""
+    """The scratch memory of an expression: the shapes of its buffers, and the buffer of each step that has one."""
 
     shapes: tuple[Shape, ...]
     buffers: Mapping[int, int]
@@ -83,7 +83,7 @@ def plan_scratch(expression: Expression, operand_shapes: Sequence[Shape | None])
 def _release(
     steps: Sequence[int], buffers: Mapping[int, int], shapes: Sequence[Shape], free: dict[Shape, list[int]]
 ) -> None:
-    """Return the buffers of steps to the free ones of their shape."""
+    """Add the buffers of finished steps to `free`, the reusable buffers by shape."""
     for step in steps:
         free.setdefault(shapes[buffers[step]], []).append(buffers[step])
 
@@ -125,7 +125,7 @@ def make_expression_calls(
 
 
 def count_scratch(plan: ScratchPlan) -> int:
-    """Return the float32 elements of the buffers of a plan."""
+    """Return the number of float32 elements of all buffers of a scratch plan."""
     return sum(map(math.prod, plan.shapes))
 
 

@@ -56,7 +56,7 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class _TokenBuffers:
-    """The running state and the temporary arrays for the computation of one token.
+    """The running state, and the temporary arrays with which each token is computed.
 
     All except `decay` have a head axis that is split by key head, as in `_split_head_axis`.
     """
@@ -147,9 +147,9 @@ def _gather_states(pool: Array, slots: Array, out: Array) -> None:
 
 
 def _split_head_axis(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
-    """Return a view of `x` with the head axis split by key head: [r, h] if tiled, [h, r] if interleaved.
+    """Return a view of `x` with the axis of value heads split into two axes: key heads h, and value heads r of each.
 
-    `trailing` is the number of axes after the head axis.
+    The order is [r, h] if heads are tiled, else [h, r]. `trailing` is the number of axes after the head axis.
     """
     axis = x.ndim - trailing - 1
     repeat = x.shape[axis] // key_heads if key_heads else 1

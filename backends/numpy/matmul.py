@@ -71,9 +71,9 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
 
 
 def _flatten_leading_axes(x: Array) -> tuple[Array, Calls]:
-    """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
+    """Flatten the leading axes of `x` to one axis: return a matrix, and the calls that fill it in each run.
 
-    There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.
+    There are no calls if a view is possible. Otherwise the matrix is a copy.
     """
     with suppress(ValueError):
         return x.reshape(-1, x.shape[-1], copy=False), []

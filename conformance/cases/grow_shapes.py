@@ -101,7 +101,10 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def _vary_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
-    """Yield all variants of the sample `point`: one property changed, or all dimensions changed at once."""
+    """Yield variants of the sample call `point`: one property changed, or all dimensions changed at once.
+
+    `bases` are all sample calls of `op`; they supply values of attributes.
+    """
     yield from _vary_one_dimension(op, point)
     yield from _vary_all_dimensions_at_once(op, point)
     yield from _vary_leading_axes(op, point)
@@ -111,7 +114,10 @@ def _vary_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point
 
 
 def is_legal_point(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bool:
-    """Return whether `op` accepts a point, and no operand or result has more than `max_elements` elements."""
+    """Return whether `op` accepts the operand specs and attributes of a call, and the call is small enough.
+
+    No operand or result may have more than `max_elements` elements.
+    """
     specs = [point.get(name) for name in op.operand_names]
     while specs and specs[-1] is None:
         specs.pop()
@@ -126,7 +132,7 @@ def is_legal_point(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bo
 
 
 def _has_enough_rows_to_index(op: Op, point: Point, attrs: Mapping[str, Attr]) -> bool:
-    """Return whether each table has enough rows for the row numbers that its index operand needs."""
+    """Return whether each table of a call has enough rows for the distinct row numbers in its index operand."""
     signature = op.signature_for(attrs)
     sizes = op.resolve_sizes([_spec(point, o.name) for o in signature.operands], attrs).by_name
     for name, legal_values in op.ranges.items():
@@ -155,7 +161,7 @@ def _spec(point: Point, name: str) -> Spec | None:
 
 
 def resolve_point_sizes(op: Op, point: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
-    """Return attributes with defaults, dimension sizes and operand signatures of a point; None if it is illegal."""
+    """Return attributes with defaults, dimension sizes and operand signatures of a call; None for an illegal call."""
     try:
         attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
         signature = op.signature_for(attrs)
@@ -167,11 +173,11 @@ def resolve_point_sizes(op: Op, point: Point) -> tuple[Mapping[str, Attr], Dimen
 def resize_point(
     op: Op, point: Point, new_sizes: Mapping[str, int], leading: tuple[int, ...], broadcast: str = "keep"
 ) -> Point:
-    """Return a point with other dimension sizes and other leading axes.
+    """Return the operand specs and attributes of a call with other dimension sizes and other leading axes.
 
     Args:
-        op: the op of the point.
-        point: the point to change.
+        op: the op of the call.
+        point: the call to change.
         new_sizes: new sizes of all dimensions by name.
         leading: new leading axes.
         broadcast: leading axes of operands that broadcast: ``keep`` theirs, ``whole`` (no broadcast), ``none``,
@@ -219,7 +225,7 @@ def _choose_leading_axes(
 
 
 def _vary_one_dimension(op: Op, point: Point) -> Iterator[Point]:
-    """Yield points in which one dimension has another size."""
+    """Yield variants of a call in which one named dimension has another size."""
     known = resolve_point_sizes(op, point)
     if known is None:
         return
@@ -244,7 +250,7 @@ def find_coupled_dimensions(operands: Sequence[Operand]) -> set[str]:
 
 
 def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
-    """Yield points in which all dimensions and the leading axes change at once, to random sizes."""
+    """Yield variants of a call in which all dimensions and the leading axes change at once, to random sizes."""
     known = resolve_point_sizes(op, point)
     if known is None:
         return
@@ -262,7 +268,11 @@ def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _compute_dimension_unit(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
-    """Return the unit of dimension `name` as a tuple of one: a multiple of the quantisation block sizes along it."""
+    """Return the unit in which the size of dimension `name` may change: whole quantisation blocks of all operands.
+
+    Returns:
+        A tuple with the unit: the least common multiple of the block sizes along the dimension.
+    """
     unit = 1
     for operand in operands:
         spec = _spec(point, operand.name)
@@ -272,12 +282,12 @@ def _compute_dimension_unit(operands: Sequence[Operand], point: Point, name: str
 
 
 def _count_elements_of_largest_operand(point: Point) -> int:
-    """Return the element count of the largest operand."""
+    """Return the element count of the largest operand of a call."""
     return max((s.size for s in point.values() if isinstance(s, Spec)), default=0)
 
 
 def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
-    """Yield points with other leading axes, and with other broadcasts of the operands over them."""
+    """Yield variants of a call with other leading axes, and with other broadcasts of the operands over them."""
     known = resolve_point_sizes(op, point)
     if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
         return
@@ -291,7 +301,7 @@ def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _vary_dtypes(op: Op, point: Point) -> Iterator[Point]:
-    """Yield variants of a point with other dtypes: of one operand, or one dtype for all operands that allow it."""
+    """Yield variants of a call with other dtypes: of one operand, or one dtype for all operands that allow it."""
     known = resolve_point_sizes(op, point)
     if known is None:
         return
@@ -306,7 +316,10 @@ def _vary_dtypes(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _change_operand_dtypes(op: Op, point: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
-    """Yield the point with the operands of `group` in `dtype`; rows grow if quantisation blocks need it."""
+    """Yield the call with the operands of `group` in `dtype`, if it is legal.
+
+    Rows grow to whole quantisation blocks of `dtype`.
+    """
     changed: dict[str, Spec | Attr] = dict(point)
     for operand in group:
         spec = _spec(point, operand.name)
@@ -330,7 +343,7 @@ def _change_operand_dtypes(op: Op, point: Point, group: Sequence[Operand], dtype
 
 
 def _vary_attributes(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
-    """Yield points with each attribute at every value that occurs in the samples, and at its default."""
+    """Yield variants of a call with each attribute at every value that occurs in the samples, and at its default."""
     for name in (*op.required_attributes, *op.defaults):
         values = [b[name] for b in bases if name in b]
         values += [op.defaults[name]] if name in op.defaults else []
@@ -343,7 +356,7 @@ def _vary_attributes(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[P
 
 
 def _drop_one_optional_operand(op: Op, point: Point) -> Iterator[Point]:
-    """Yield points that lack one optional operand."""
+    """Yield variants of a call that lack one optional operand."""
     known = resolve_point_sizes(op, point)
     for operand in known[2] if known else ():
         if operand.optional and operand.name in point:
@@ -353,7 +366,7 @@ def _drop_one_optional_operand(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _enlarge_to_many_rows(op: Op, point: Point) -> Point | None:
-    """Return a copy of `point` with `ROWS` entries along its leading axes; None if it is illegal or too large."""
+    """Return a variant of a call with `ROWS` rows along its leading axes; None if it is illegal or too large."""
     known = resolve_point_sizes(op, point)
     if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None

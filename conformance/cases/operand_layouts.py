@@ -119,9 +119,9 @@ def find_layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -
 
 
 def find_in_place_operand_with_alias(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
-    """Return an in-place operand of an elementwise op and another operand that may be the same value, or None.
+    """Find two operands of an elementwise op that a test may bind to one value; return their names, or None.
 
-    Both operands need equal specs and equal legal values.
+    The first operand can be updated in place. Both have equal specs and equal legal values.
     """
     if any(o.dims for o in op.signature_for(attrs).operands):
         return None

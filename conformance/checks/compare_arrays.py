@@ -89,7 +89,7 @@ def compare_with_reference(
 
 
 def _check_nonfinite_positions(got: Array, want: Array, dtype: DType) -> str:
-    """Return a problem with the positions of NaN and infinities, or the empty text.
+    """Check that NaN and infinities are at the same places as in the reference; return the problem, or "".
 
     A number too large for the dtype may be infinite.
     """
@@ -108,7 +108,10 @@ def _check_nonfinite_positions(got: Array, want: Array, dtype: DType) -> str:
 
 
 def _check_zero_signs(got: Array, want: Array) -> str:
-    """Return a problem with the signs of zeros, or the empty text; the reference may be too small for the dtype."""
+    """Check that zeros have the sign of the reference; return the problem, or "".
+
+    A reference too small for the dtype has a sign, too.
+    """
     wrong = np.flatnonzero((got == 0) & ~np.isnan(want) & (np.signbit(got) != np.signbit(want)))
     return _describe_wrong_elements("zero with the wrong sign", wrong, got, want) if wrong.size else ""
 

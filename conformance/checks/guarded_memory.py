@@ -130,7 +130,7 @@ class GuardedProgram:
         self._byte = byte
 
     def poison_results(self, byte: int) -> None:
-        """Overwrite the results of all instructions with `byte`, so that a result that is not written shows.
+        """Overwrite the results of all instructions with `byte`, so that a result that no kernel writes is found.
 
         Scratch memory stays as it is, because a kernel may save data for its next run there.
         """

@@ -31,7 +31,7 @@ AxisEntries = tuple[int, Array]
 
 @dataclass(frozen=True, slots=True)
 class PartialCase:
-    """One of the smaller runs into which a metamorphic check splits a case; together they give the whole result.
+    """One of the smaller cases into which a metamorphic check splits a case; together they give the whole result.
 
     - `case`: the smaller case.
     - `reads`: for each split operand, the axis and the indices of the entries that this run reads.
@@ -78,7 +78,7 @@ def list_metamorphic_checks(case: Case) -> tuple[str, ...]:
 
 
 def split_case(case: Case) -> tuple[PartialCase, ...]:
-    """Split a case into the partial runs of its metamorphic check; empty if the dimension cannot be split."""
+    """Split a case into the smaller cases of its metamorphic check; empty if the dimension cannot be split."""
     check, _, name = case.check.partition("-")
     size = case.dimension_sizes[name]
     blocks = [s.dtype.block for n, s in case.operands if _is_in_last_axis(case, n, name)]
@@ -173,7 +173,11 @@ def infer_result_specs(case: Case) -> tuple[Spec, ...]:
 
 
 def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
-    """Split the sequential dimension: with a carried state, with overlapping windows, or into a prefix alone."""
+    """Split a case along a sequential dimension, such as tokens, at index `middle`.
+
+    The second part continues with the state of the first part, or its windows overlap the first part. If neither is
+    possible, the only part is the prefix before `middle`.
+    """
     op, sizes, size = case.op_declaration, case.dimension_sizes, case.dimension_sizes[name]
     results = infer_result_specs(case)
     derived = next(
@@ -231,7 +235,7 @@ def _split_table_rows_into_partial_sums(case: Case, name: str, middle: int) -> t
 
 
 def _list_result_dimensions(op: Op, case: Case) -> Sequence[Dimension]:
-    """Return all dimensions of all results."""
+    """Return the dimensions on the axes of all results of an op, in the order of the signature."""
     return [d for r in op.signature_for(case.attributes_with_defaults).results for d in r.dims]
 
 

@@ -104,9 +104,9 @@ def _load_kernel(definition: Kernel) -> tuple[int, object]:
 def _load_object_code(definition: Kernel, code: bytes) -> tuple[int, object]:
     """Load object code, and return the address of the kernel and an object that keeps the code alive.
 
-    If LLVM loads the code, each kernel has an execution engine of its own. LLVM mixes up the offset tables of several
-    objects in one engine. The module of a new engine is removed: compilation of an empty module takes ten times as long
-    as all other work.
+    `object_loader` loads the code if it can; otherwise LLVM does. Each kernel then has an execution engine of its own,
+    because LLVM mixes up the offset tables of several objects in one engine. The empty module of a new engine is
+    removed, because its compilation takes ten times as long as all other work.
     """
     if object_loader.is_loadable(code):
         return object_loader.load_function(code, _symbol_name(definition)), None
@@ -321,7 +321,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
 
 
 def _emit_assembly(definition: Kernel) -> str:
-    """Emit the LLVM assembly of a kernel with an `IrBody`."""
+    """Emit the LLVM assembly (IR text) of a kernel that has an `IrBody`, without Numba."""
     assert isinstance(definition.body, IrBody)
     word, module = ir.IntType(64), ir.Module()
     definition.body.emit(ir.Function(module, ir.FunctionType(word, [word] * 3), _symbol_name(definition)))

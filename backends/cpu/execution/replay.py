@@ -48,8 +48,8 @@ STATUS_MESSAGES = {
 class BoundStepLoop(NamedTuple):
     """A compiled loop over the steps of a segment, with argument words for the loop and for the thread pool.
 
-    Addresses are stored, because reading the address of an array takes a microsecond. That is noticeable in a token of
-    a small model.
+    It has addresses in place of arrays: reading the address of an array takes a microsecond, which is noticeable in a
+    token of a small model.
     """
 
     call: Callable[[int, int, int], int]
@@ -118,10 +118,14 @@ class CompiledSegment:
 
     @staticmethod
     def parse_step_times(times: bytes) -> Array:
-        """Return the seconds at which each step began, followed by the seconds at which the last step ended.
+        """Convert the times of a timed run to seconds: the start of each step, then the end of the last step.
 
-        `times` has the cycle counter at each of these moments. Behind them it has the clock in nanoseconds at the first
-        and at the last moment.
+        Args:
+            times: 64-bit integers. First the cycle counter at each of these moments, then the clock in nanoseconds at
+                the first and at the last moment.
+
+        Returns:
+            float64 [steps + 1].
         """
         *ticks, start, end = np.frombuffer(times, np.int64).tolist()
         return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
@@ -229,8 +233,8 @@ class Replay:
     def run_timed(self) -> Iterable[TimedKernel]:
         """Run the program once and return the start and end time of each kernel.
 
-        The times are computed from the clock buffers after the run. After a token, all memory except the weights is
-        cold, and a line of Python takes five times as long.
+        The times are computed from the clock buffers after the run. During the run this would be slow: after a token
+        the caches hold only weights, and a line of Python takes five times as long.
         """
         self._run(self._timed_calls)
         return self._make_timed_kernels([*map(bytes, self._clock_buffers)])

@@ -32,7 +32,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 
 
 def _move_each_digit_first(b: Any, coded: Any) -> list[Any]:
-    """Return five vectors: the bytes of `coded`, with base-3 digits 0 to 4 in turn moved to the first place."""
+    """Multiply bytes of base-3 digits so that digit n becomes the first one; return the vectors for n from 0 to 4."""
     remainders = [coded]
     for _ in range(DIGITS - 1):
         last = remainders[-1]
@@ -46,7 +46,7 @@ def _first_digit(b: Any, x: Any) -> Any:
 
 
 def _select_concatenated_lanes(b: Any, parts: list[Any], lane_numbers: range) -> Any:
-    """Concatenate the first `SHORT_LANES` lanes of each part, and return the 16 lanes `lane_numbers` of that."""
+    """Concatenate the first `SHORT_LANES` lanes of each part, and select the 16 lanes `lane_numbers` of the result."""
     sources = [divmod(number, SHORT_LANES) for number in lane_numbers]
     joined = parts[sources[0][0]]
     for part in sorted({part for part, _ in sources}):
@@ -59,8 +59,8 @@ def _select_concatenated_lanes(b: Any, parts: list[Any], lane_numbers: range) ->
 def load_ternary_codes(b, long_address, short_address):
     """Load and decode the ternary codes of 32 columns of 16 rows.
 
-    `long_address` has 64 bytes and `short_address` has 40 bytes.
-    A load of `short_address` reads 64 bytes, so that 24 bytes behind the 40 bytes must be readable.
+    The codes are in 64 bytes at `long_address` and 40 bytes at `short_address`. The 24 bytes behind the latter must be
+    readable, too.
     """
     vectors = _move_each_digit_first(b, simd.load_bytes.body(b, long_address))
     short = [b.bitcast(x, _I) for x in _move_each_digit_first(b, simd.load_bytes.body(b, short_address))]

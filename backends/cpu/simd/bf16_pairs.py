@@ -51,7 +51,7 @@ def round_and_concat_as_bf16(b: Any, low: Any, high: Any) -> Any:
 
 
 def widen_bf16(b: Any, bf16_bits: Any) -> tuple[Any, Any]:
-    """Return two float32 vectors with the values of 32 bfloat16: the first 16 and the last 16."""
+    """Widen 32 bfloat16 bit patterns to two float32 vectors: the first 16 values and the last 16 values."""
     halves = (b.shuffle_vector(bf16_bits, bf16_bits, _lane_order([*range(i, i + LANES)])) for i in (0, LANES))
     low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)
     return low, high

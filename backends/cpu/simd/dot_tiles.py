@@ -114,9 +114,10 @@ def make_bit_plane_code_loader(
 
 
 def _unpack_plane_fields_to_bytes(b: Any, plane: Any, width: int, to_bit: int = 0) -> list[Any]:
-    """Return eight vectors with one bit field of a plane in each byte, at bit `to_bit`.
+    """Unpack a plane of `width`-bit fields to eight vectors with one field in each byte, at bit `to_bit`.
 
-    Vector j has field ``j % fields`` of each byte of plane vector ``j // fields``, with ``fields = 8 // width``.
+    A byte of the plane has ``fields = 8 // width`` fields. Vector j has field ``j % fields`` of each byte of plane
+    vector ``j // fields``.
     """
     fields = 8 // width
     vectors = [simd.load_bytes.body(b, _offset_address_as_pointer(b, plane, 64 * i)) for i in range(width)]
@@ -436,7 +437,7 @@ def fold_lanes(b: Any, vectors: Sequence[Any]) -> Any:
 def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
     """Emit the initial int32 lanes of a dot product: the int32 at byte `offset` of `record`, repeated in all lanes.
 
-    If `offset` is None, the lanes are the constant `ONE_AND_A_HALF_BITS`.
+    Without an offset it is `ONE_AND_A_HALF_BITS`, so that the bits of the final sum are a valid float32.
     """
     if offset is None:
         return simd.ints_of(ONE_AND_A_HALF_BITS)

@@ -17,7 +17,7 @@ def compute_thread_range(n, thread, threads):
 
 
 def compute_even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
-    """Return the bounds of the items of each thread: whole units of `unit` items, divided as evenly as possible.
+    """Divide `n` items over threads in whole units of `unit` items, as evenly as possible; return the bounds.
 
     The result has the first item of each thread, and `n` at the end.
     """

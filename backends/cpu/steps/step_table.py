@@ -120,7 +120,7 @@ class StepTableBuilder:
         nbytes: int | None = None,
         stops: bool = False,
     ) -> None:
-        """Append a step that all threads share if it moves many bytes, or that the first thread does alone.
+        """Append one kernel call as a step: all threads share it if it moves many bytes, else the first thread runs it.
 
         Args:
             kernel: The kernel.
@@ -147,7 +147,7 @@ class StepTableBuilder:
     def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork]) -> None:
         """Append a step with work items that the threads take from a queue.
 
-        `make_work` returns the work of all threads for the address of the queue.
+        ``make_work(queue_address)`` returns the work, which is the same for all threads.
         """
         self._append(
             kernel,

@@ -38,7 +38,10 @@ def take_work_item(tickets, following):
 
 @subroutine
 def reset_queue_after_last_ticket(tickets, mine, item_count, threads):
-    """Set the work queue back to 0 if `mine`, the ticket of this thread, is the last one that any thread takes."""
+    """Set the work queue back to 0 if `mine`, the ticket of this thread, is the last ticket of the step.
+
+    Each thread takes one ticket behind the `item_count` items, so the last one is ``item_count + threads - 1``.
+    """
     if tickets != 0 and mine == item_count + threads - 1:
         store_shared(tickets, 0)
 
@@ -54,7 +57,7 @@ def count_row_spans(rows, min_rows, threads):
 
 @subroutine
 def choose_row_span(turn, spans, thread, threads):
-    """Return the number of the row span that a thread processes in its turn number `turn`.
+    """Return the number of the row span from which a thread takes work in its turn number `turn`.
 
     Threads begin at different spans, and each thread visits all spans in a circle.
     """

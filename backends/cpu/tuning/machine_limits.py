@@ -43,7 +43,7 @@ class _TimedKernel:
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
     def measure_seconds(self) -> float:
-        """Run the kernel once on all threads and return the seconds."""
+        """Run the kernel once on all threads, and return the seconds of this run."""
         start = time.perf_counter()
         list(self._pool.map(self._run_thread, range(self._threads)))
         return time.perf_counter() - start

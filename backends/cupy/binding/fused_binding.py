@@ -24,7 +24,7 @@ instructions. The launches write no value that only these instructions read, and
 def bind_largest_fusion(
     flow: Dataflow, launches: LaunchBuilder, fused: Mapping[str, Sequence[FusionBinder]], number: int
 ) -> Sequence[int]:
-    """Find the largest group of instructions that one fused kernel can compute, starting at `number`, and launch it.
+    """Find the largest group of instructions from `number` on that one fused kernel can compute; add its launches.
 
     Args:
         flow: The dataflow of the program. The function groups the fused instructions there.

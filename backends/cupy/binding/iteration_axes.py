@@ -40,7 +40,7 @@ class IterationAxes:
         return [len(self.sizes), *_pad_fields(self.sizes, 1)]
 
     def make_address_and_stride_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
-        """Return the fields of the C struct `Walk` for operand `k`: its address, then its strides, padded with 0."""
+        """Return the fields of the C struct `Walk` of operand `k`: its address, then its strides, padded with 0."""
         return [operand, *_pad_fields(self.operand_strides[k], 0)]
 
 
@@ -106,7 +106,7 @@ def as_row_starts_with_repeat_axis(x: Operand) -> Operand:
 def split_tiled_axes_for_broadcast(
     shape: Sequence[int], operands: Sequence[Operand], tiled_index: int
 ) -> tuple[tuple[int, ...], list[Operand]]:
-    """Split each axis along which one operand is tiled into two axes, so that tiling becomes broadcasting with strides.
+    """Split each axis along which one operand is tiled into two axes, so that strides can express the repetition.
 
     An axis is tiled if it is larger in `shape` than in the operand, by an integer factor. The operand advances along
     the new outer axis and is repeated along the new inner axis.

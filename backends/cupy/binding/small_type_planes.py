@@ -22,7 +22,7 @@ TRITS_PER_BYTE, TRIT_MULTIPLE = 5, 243
 
 
 def _make_tables_of_placed_column_bits() -> npt.NDArray[np.uint32]:
-    """Make the tables of `place_column_bits_in_plane`, one for each byte."""
+    """Make the four tables of `place_column_bits_in_plane`: each maps one byte to the places of its 8 bits."""
     tables = np.zeros((4, 256), np.uint32)
     for i in range(32):
         half, t, c = i // 16, i // 4 % 4, i % 4
@@ -34,7 +34,7 @@ COLUMN_BIT_TABLES = _make_tables_of_placed_column_bits()
 
 
 def place_column_bits_in_plane(bits: U8) -> npt.NDArray[np.uint32]:
-    """Move one bit for each of 32 columns to its place in a plane: bytes [..., 4] to numbers [...].
+    """Reorder one bit for each of 32 columns to the order of a plane: bytes [..., 4] to 32-bit numbers [...].
 
     In the bytes, bit i belongs to column i. In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of
     byte c.
@@ -49,7 +49,7 @@ def _split_words_into_plane_bytes(words: npt.NDArray[np.uint32]) -> U8:
 
 
 def make_sign_plane(blocks: BlockArray) -> U8:
-    """Make a plane of the column bits in field `signs`, or in `qs` of Q1_0."""
+    """Make a plane of one bit for each column: the signs in field `signs`, or the codes in field `qs` of Q1_0."""
     field = "signs" if "signs" in (blocks.dtype.names or ()) else "qs"
     return _split_words_into_plane_bytes(
         place_column_bits_in_plane(np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 4))
@@ -69,19 +69,19 @@ def make_iq2_xxs_index_plane(blocks: BlockArray) -> U8:
 
 
 def make_iq2_xxs_sign_and_scale_plane(blocks: BlockArray) -> U8:
-    """Make the plane of IQ2_XXS signs, with the bits of scales."""
+    """Make the plane of IQ2_XXS signs and scale bits: 4 bytes for each block of 32 columns."""
     return _split_words_into_plane_bytes(
         place_column_bits_in_plane(_unpack_signs_and_scale_bits(blocks["qs"][:, 1::2]))
     )
 
 
 def make_iq3_xxs_sign_and_scale_plane(blocks: BlockArray) -> U8:
-    """Make the plane of IQ3_XXS signs, with the bits of scales."""
+    """Make the plane of IQ3_XXS signs and scale bits: 4 bytes for each block of 32 columns."""
     return _split_words_into_plane_bytes(place_column_bits_in_plane(_unpack_signs_and_scale_bits(blocks["signs"])))
 
 
 def make_iq2_xs_index_low_byte_plane(blocks: BlockArray) -> U8:
-    """Make the plane of the low bytes of IQ2_XS indices."""
+    """Make the plane of the low bytes of IQ2_XS indices: 4 bytes for each block of 32 columns."""
     return blocks["qs"].astype(np.uint8).reshape(len(blocks), -1, 4)
 
 
@@ -103,9 +103,10 @@ def make_quad_index_low_byte_plane(blocks: BlockArray) -> U8:
 
 
 def make_iq1_s_index_and_scale_bit_plane(blocks: BlockArray) -> U8:
-    """Make the plane of the fields of IQ1_S: 4 bits for each index, which are 3 of the index and one other.
+    """Make the IQ1_S plane of high index bits, scales and shift signs: 2 bytes for each block of 32 columns.
 
-    The fourth bits are the scale and, last, the sign of the shift.
+    Each of four indices has 4 bits: its three high bits, and one other bit. The other bits are the three bits of the
+    scale and, last, the sign of the shift.
     """
     fields, out = blocks["qh"].astype(np.uint16), np.zeros(blocks["qh"].shape, np.uint16)
     for i in range(4):
@@ -152,12 +153,12 @@ def _encode_five_trits_per_byte(trits: U8) -> U8:
 
 
 def make_tq1_0_registers_0_to_4_plane(blocks: BlockArray) -> U8:
-    """Make the plane of registers 0 to 4: 4 bytes of five digits for each block of 32 columns."""
+    """Make the TQ1_0 plane of registers 0 to 4: 4 bytes for each block of 32 columns, each with five ternary digits."""
     return _encode_five_trits_per_byte(_decode_tq1_0_trits(blocks)[:, :, :TRITS_PER_BYTE].swapaxes(2, 3))
 
 
 def make_tq1_0_registers_5_to_7_plane(blocks: BlockArray) -> U8:
-    """Make the plane of registers 5 to 7: two bytes for each block, then 2 bits for each of its last two columns."""
+    """Make the TQ1_0 plane of registers 5 to 7: two bytes for each block, then 2 bits for each of two columns."""
     rest = _decode_tq1_0_trits(blocks)[:, :, TRITS_PER_BYTE:].reshape(len(blocks), 8, 6, 2)  # in pairs of columns
     pairs = _encode_five_trits_per_byte(rest[:, :, :5].swapaxes(2, 3)).reshape(len(blocks), 16)
     last = rest[:, :, 5, 0] | rest[:, :, 5, 1] << np.uint8(2)

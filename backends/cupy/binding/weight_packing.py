@@ -64,7 +64,7 @@ class PackedPlaneLayout:
 
 
 def _copy_code_bytes(blocks: BlockArray) -> U8:
-    """Return the codes of blocks unchanged: the bytes of field `qs`, in parts of 16 bytes.
+    """Copy the codes of quantised blocks unchanged to a plane: the bytes of field `qs`, in parts of 16 bytes.
 
     If the codes are nibbles, a part has 32 columns: the low nibbles are the first 16 columns.
     """

@@ -154,14 +154,14 @@ class ProgramCollectives:
         return True
 
     def _can_leave_device_group(self, call: BoundInstruction) -> bool:
-        """Return whether `call` is a message that may leave the device group; it then goes through host memory."""
+        """Return whether `call` is a send or receive that may leave the device group; it then uses host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_exchange_with_shared_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
+        """Bind a library exchange that uses the staging memory of the program as scratch.
 
-        The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
-        Exchanges can share the memory because they run one after the other.
+        All exchanges share this memory, because they run one after the other. `bind` is called twice: first at address
+        0, to measure the staging bytes, then at the real address.
         """
         items, faults, launches.scratch_address, launches.scratch_bytes = (
             len(launches.items),

@@ -124,7 +124,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveLibraryTransfer:
-    """The part of one device in one operation of a collective library.
+    """The part of one device in one transfer of a collective library: its operation, addresses and element count.
 
     `source` and `target` are addresses; `count` is in elements of `dtype`. `op` is one of:
 

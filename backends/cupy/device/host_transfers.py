@@ -155,9 +155,9 @@ class HostTransfers:
 
     @contextmanager
     def _use_stream_and_convert_errors(self, doing: str) -> Iterator[None]:
-        """Return a context in which the device and its stream are current.
+        """Return a context in which the device and its stream are current, and CUDA errors become `BackendError`.
 
-        It converts CUDA errors of the action `doing` to `BackendError`.
+        `doing` names the action in messages.
         """
         with convert_cuda_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield

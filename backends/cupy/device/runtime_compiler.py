@@ -27,8 +27,8 @@ class CompiledCode:
 class RuntimeCompilerLibrary:
     """A runtime compiler library with the calls of NVRTC: NVRTC itself or hiprtc.
 
-    `name` appears in messages. All calls of `library` begin with `prefix`. The calls for machine code end with
-    `code_suffix`.
+    `name` appears in messages. The C functions of `library` begin with `prefix`; the functions that return machine code
+    end with `code_suffix`.
     """
 
     name: str

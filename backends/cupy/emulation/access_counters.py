@@ -156,7 +156,7 @@ def run_with_counters(launch: KernelLaunch) -> LaunchCounters:
 
 
 def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge overlapping (begin, end) spans of a list that is in ascending order."""
+    """Merge the overlapping spans of a list of (begin, end) in ascending order; return disjoint spans."""
     merged: list[tuple[int, int]] = []
     for low, high in spans:
         if merged and low < merged[-1][1]:

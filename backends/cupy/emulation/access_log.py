@@ -53,7 +53,7 @@ class LoggedLaunch:
 
     @property
     def global_stream_index(self) -> int:
-        """The index of the launch's stream if the streams of all devices are numbered, device by device."""
+        """The index of the launch's stream among the streams of all devices, which are numbered device by device."""
         return self.device * STREAM_COUNT + self.stream
 
 

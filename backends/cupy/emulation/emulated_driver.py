@@ -266,7 +266,7 @@ class _EmulatedLaunch:
         return f": {low - address} bytes before {self._format_launch_word_indices(name)}"
 
     def _format_launch_word_indices(self, low: int) -> str:
-        """Format the indices of the launch words that hold the operand with address `low`."""
+        """Format the index of each launch word that is the address of an operand around `low`, for a message."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 
 

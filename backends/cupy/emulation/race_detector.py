@@ -53,9 +53,9 @@ ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store"
 def list_races(log: Sequence[LoggedLaunch], memory: Sequence[DeviceMemorySpan]) -> list[str]:
     """List the data races between the launches of one run, and the kernels that omit the wait for earlier launches.
 
-    A race is a pair of accesses to the same bytes that no synchronisation orders. The result has one entry for each
-    pair of source lines. Every kernel must wait for the launches before it, because it may begin early. An order that
-    is found in this run holds in every run with the same branches.
+    A race is a pair of accesses to the same bytes that no synchronisation orders. The result has one line of text for
+    each pair of source lines. Every kernel must wait for the launches before it, because it may begin before they end.
+    The result holds for every run that takes the same branches.
 
     Args:
         log: The launches of all devices with their accesses.
@@ -96,9 +96,9 @@ def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
 
 
 def _compute_access_granularity(events: npt.NDArray[np.void]) -> int:
-    """Return the size of the cells, in bytes, in which the detector tracks memory: a power of two, at most 16.
+    """Compute the bytes of the memory cells that the race detector tracks: a power of two, at most 16.
 
-    The begin and the end of every access are multiples of this size.
+    It is the largest size that divides the begin and the end of every access.
     """
     accesses = events[events["bytes"] > 0]
     reach = int(np.bitwise_or.reduce(accesses["at"] | accesses["bytes"], initial=np.uint64(16)))

@@ -45,7 +45,7 @@ def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tupl
 
 
 def select_innermost_line(frames: Sequence[str]) -> str:
-    """Return the innermost frame in a kernel source.
+    """Select the innermost of inlined frames that is in a kernel source; frames are ``file:line``, innermost first.
 
     Without one, return the innermost frame in any CUDA file, or else in any file.
     """

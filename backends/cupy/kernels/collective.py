@@ -75,7 +75,7 @@ BINDINGS: Mapping[str, OpBinder] = {}  # collectives also need a group: `COLLECT
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperands:
-    """The operand that a device contributes to a collective, and the result that it gets."""
+    """The operand that one device contributes to a collective, and the result that it receives."""
 
     source: Operand
     target: Operand
@@ -140,7 +140,7 @@ def make_peer_accessible_operands(call: BoundInstruction) -> CollectiveOperands:
 
 
 def launch_run_number_signal(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
-    """Launch the beginning of a run, before its first collective: copy the run number to the device's signals.
+    """Launch the kernel that begins a run, before its first collective: copy the run number to the device's signals.
 
     In pipelined runs (`is_pipelined`) with pushed sums, a barrier of all devices follows. Without it, the run could
     overwrite a sum of the previous run that another device still reads.
@@ -340,7 +340,7 @@ def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
 def _make_slice_read_binder(
     list_slices: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
 ) -> CollectiveBinder:
-    """Return the binder of a collective in which each device reads and sums slices of other devices' operands.
+    """Make the binder of a collective in which each device reads and sums slices of the operands of other devices.
 
     Args:
         list_slices: Returns pairs: a slice of the result, and its addends as (device, operand slice) pairs.

@@ -26,7 +26,7 @@ ScalarReader = Callable[[BoundInstruction], Sequence[float]]
 
 
 def _make_attribute_reader(*names: str) -> ScalarReader:
-    """Return a function that reads the attributes `names` of an instruction, as scalar arguments of a kernel."""
+    """Make a function that reads the attributes `names` of an instruction, as the scalar arguments of its kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 

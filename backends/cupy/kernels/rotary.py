@@ -79,7 +79,7 @@ class RopeOperands:
     def make_rope_fields(
         self, launches: LaunchBuilder, call: BoundInstruction, factors: Operand | None
     ) -> list[LaunchWord]:
-        """Return the fields of the C struct `Turns`, which describes the rotation of a row.
+        """Return the fields of the C struct `Turns`, which describes how RoPE rotates a row.
 
         Args:
             launches: Uploads the constants.
@@ -252,7 +252,7 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 @dataclass(frozen=True, slots=True)
 class _HeadPatternLaunch:
-    """The data of a launch for a head pattern, which has one thread block per row of x.
+    """One prepared launch of the kernel for a head pattern, with one thread block for each row of x.
 
     `words` are the fields of the C struct `Head`. The operands are stored for the check that they do not overlap.
     """
@@ -268,7 +268,7 @@ class _HeadPatternLaunch:
 def _build_head_pattern_launch(
     launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions
 ) -> _HeadPatternLaunch:
-    """Return the data of a launch for a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
+    """Prepare the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {
         name: flow.bound_instruction(n)
         for name in _NormRopeStoreInstructions.__slots__

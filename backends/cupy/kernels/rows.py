@@ -167,7 +167,7 @@ def _bind_group_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _view_elements(x: Operand, skip: int, shape: Sequence[int], strides: Sequence[int]) -> Operand:
-    """Return a view of the elements of `x`.
+    """Return a view of the elements of `x` with another start, shape and strides.
 
     Args:
         x: The operand.
@@ -227,7 +227,7 @@ def _make_sum_rows_binder(factor: Callable[[int], float]) -> OpBinder:
 
 
 def _bind_sum(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind the sum of all elements in two steps, so that many blocks work: sums of rows, then the sum of these sums."""
+    """Bind the sum of all elements, in two launches so that many blocks work: sums of rows, then their sum."""
     x, out = as_float(launches, call.operand(0)), call.out
     count = math.prod(x.shape)
     columns = max((n for n in range(1, math.isqrt(count) + 1) if count % n == 0), default=0)

@@ -79,10 +79,11 @@ def estimate_block_executions(
 def _build_access_equations(
     blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSiteCounters]
 ) -> list[tuple[dict[int, float], float]]:
-    """Build one equation for each group of equivalent locations: the accesses of each block, and the counted ones.
+    """Build linear equations between the executions of basic blocks and the memory accesses that the emulator counted.
 
-    The unit is an access of the largest width that was counted in the group. A group that only one compiler knows
-    has no equation.
+    There is one equation for each group of locations that may be the same access. It is a pair: the accesses of one
+    execution by block index, and the counted accesses of the launch. An access has the largest width that was counted
+    in the group. A group that only one of the two compilers knows has no equation.
     """
     there, counted = _sum_bytes_by_location_and_block(blocks, reached), _sum_counted_bytes_by_location(sites)
     known = []
@@ -102,10 +103,11 @@ def _build_access_equations(
 def _group_locations_of_same_access(
     places: Iterable[AccessLocation], conflicts: Iterable[Sequence[AccessLocation]]
 ) -> Iterable[Sequence[AccessLocation]]:
-    """Group access locations of two compilers that may be the same access in the source.
+    """Group the access locations of two compilers, g++ and NVRTC, that may be the same access in the source.
 
-    Two locations are joined if one has only the inner frames of the other. Each compiler omits outer frames of lambdas
-    and of moved code. The locations of each list in `conflicts` are joined too.
+    Two locations are in one group if the inlined frames of one are the inner frames of the other. The reason: each
+    compiler omits outer frames of lambdas and of moved code. The locations of each list in `conflicts` are in one
+    group, too.
     """
     groups = nx.Graph()
     groups.add_nodes_from(places)
@@ -123,9 +125,9 @@ def _group_locations_of_same_access(
 def _find_locations_sharing_inlined_function(
     blocks: Sequence[BasicBlock], reached: Iterable[int]
 ) -> Iterator[list[AccessLocation]]:
-    """Find the locations of a block that share one inlined function of the prelude; yield a list for each function.
+    """Yield lists of locations in one basic block that come from calls of one inlined function of the prelude.
 
-    NVRTC records some of these accesses at the place where another call of the function was inlined.
+    They are hard to tell apart: NVRTC records some of these accesses at the place of another call of the function.
     """
     for number in reached:
         through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)
@@ -154,7 +156,7 @@ def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
 def _sum_bytes_by_location_and_block(
     blocks: Sequence[BasicBlock], reached: Iterable[int]
 ) -> dict[AccessLocation, dict[int, float]]:
-    """Sum the bytes per warp lane that each reachable block loads or stores, by access location and block index."""
+    """Sum the bytes per warp lane that one execution of each reachable block moves, by access location and block."""
     there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].access_bytes.items():

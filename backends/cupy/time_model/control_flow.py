@@ -42,9 +42,9 @@ _COPY_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class AccessLocation:
-    """The place of a memory access: its source line, the inlined frames around it, and the kind of access.
+    """The source location of a memory access: its line and the inlined frames around it, and the kind of access.
 
-    A kind is a store or a load, in shared or global memory.
+    The kind is a store or a load, in shared or global memory.
     """
 
     frames: Frames
@@ -57,7 +57,7 @@ ASYNC_COPIES = -1
 
 
 class LoadedAndUsedRegisters(NamedTuple):
-    """The registers that an instruction loads from global memory, and the registers that it reads.
+    """The registers that an instruction loads from global memory, and the registers that it reads (uses).
 
     If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
     """
@@ -153,9 +153,9 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
 
 
 def _count_instructions_to_return(ops: Sequence[_Instruction], start: int) -> int:
-    """Return the number of instructions of a called function, from index `start` to its return.
+    """Count the instructions of a called function, from index `start` to its return.
 
-    It is an upper limit for one call, which may skip some of them.
+    The result is an upper limit for one call, which may skip some instructions.
     """
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 

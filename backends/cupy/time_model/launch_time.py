@@ -147,7 +147,7 @@ class LaunchWork:
         )
 
     def extrapolate(self, longer: LaunchWork, difference_factor: float) -> LaunchWork:
-        """Return the work of another launch by linear extrapolation from this launch and a longer one.
+        """Extrapolate the work of a launch linearly from this launch and a longer one.
 
         Args:
             longer: The work of the longer launch.

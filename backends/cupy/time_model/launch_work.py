@@ -68,10 +68,10 @@ def _count_multiplications_per_warp(shape: str) -> float:
 
 
 def _count_global_load_waits(blocks: Sequence[BasicBlock], executions: Sequence[float]) -> float:
-    """Count the waits of all warps for loads from global memory.
+    """Count how often all warps of a launch wait for loads from global memory.
 
     A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
-    The set of pending registers is propagated along the control flow until it no longer grows. Blocks with 0
+    The set of registers with pending loads is propagated along the control flow until it no longer grows. Blocks with 0
     executions add no loads.
 
     Args:

@@ -120,10 +120,11 @@ def count_32x32_matrices(n):
 
 @subroutine
 def compute_thread_scratch_addresses(a, thread):
-    """Return the addresses of the parts of a thread's scratch, in this order.
+    """Return the addresses of the parts of a thread's scratch, in this order:
 
-    Tile registers, keys, values, scores and weights of two jobs, scratch matrices, bits of visible keys, and steps.
-    Then come arrays with one entry for each job: queries, results, masks and softmax states.
+    - tile registers, keys and values of a tile, scores and weights of two jobs,
+    - scratch matrices, bits of visible keys, AMX steps,
+    - arrays with one entry for each job: queries, results, masks and softmax states.
     """
     deep, wide = max(1, count_32x32_matrices(ARGS.size(a))), count_32x32_matrices(ARGS.width(a))
     jobs = ARGS.shared(a) * ARGS.span(a) // BLOCK_TOKENS
@@ -200,8 +201,8 @@ def find_range_of_visible_halves(union):
 def _make_append_score_steps(k: DType) -> Subroutine:
     """Make the subroutine that appends the products of a job's scores to a list of AMX steps.
 
-    A step multiplies two matrix terms. The subroutine ``(end, job, keys, scores, deep)`` appends at `end` and returns
-    the new end of the list. `deep` is the number of matrices along the head size.
+    A step multiplies two matrix terms. The subroutine ``(end, job, keys, scores, deep)`` appends the products of a
+    job's queries and `keys` at `end`, and returns the new end. `deep` is the number of matrices along the head size.
     """
     list_steps = make_append_matmul_steps(count_bf16_terms(k), QUERY_TERMS)
 
@@ -220,7 +221,7 @@ def _make_append_score_steps(k: DType) -> Subroutine:
 
 
 def _make_append_result_steps(v: DType) -> Subroutine:
-    """Make the subroutine ``(end, job, values, weights, wide)`` that appends the AMX steps of a job's results."""
+    """Make the subroutine ``(end, job, values, weights, wide)`` that appends the AMX steps of weights times values."""
     list_steps = make_append_matmul_steps(count_bf16_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):
@@ -292,7 +293,7 @@ def store_softmax_weights_of_two_keys(scores, x, y, to, sums, more):
 def _make_compute_weights_during_amx_steps() -> Subroutine:
     """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps of other jobs meanwhile.
 
-    The subroutine is ``(a, mine, job, scores, weights, at, end)``; it runs the steps from `at` to `end`.
+    The subroutine is ``(a, mine, job, scores, weights, at, end)``; it runs the AMX steps from address `at` to `end`.
     """
     run_steps = make_run_amx_steps()
 

@@ -303,9 +303,10 @@ _COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
 
 @subroutine
 def convert_query_lanes_to_bf16_matrix(rows, factor, to):
-    """Convert 32 query numbers of 32 tokens to a matrix of bfloat16 terms, multiplied by `factor`.
+    """Multiply 32 query columns of 32 tokens by `factor`, and store them at `to` as a matrix of bfloat16 terms.
 
-    A row of `rows` has one number of all 32 tokens as float32. The two numbers of a pair are 16 rows apart.
+    `rows` is the address of 32 float32 rows: a row has one column of all 32 tokens. AMX needs columns in pairs; the two
+    columns of a pair are 16 rows apart.
     """
     for r in range(0, 16 * ROW_BYTES, ROW_BYTES):
         for group in range(2):

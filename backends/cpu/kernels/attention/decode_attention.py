@@ -93,9 +93,9 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
 
 
 def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Subroutine:
-    """Make the subroutine that computes the dot products of `count` queries and 16 keys, from key `s` on.
+    """Make the subroutine that computes the dot products of `count` queries with 16 keys, from key number `s` on.
 
-    At `to` it stores each dot product as four partial sums.
+    It stores each dot product as four partial sums at `to`; the caller adds them.
     """
     load_16, load_first, row_bytes = cells.load_16, cells.load_first, cells.row_bytes
     line = CACHE_LINE_BYTES // cells.nbytes * (BLOCK_ELEMENTS if cells.expand_range else 1)
@@ -192,7 +192,7 @@ def merge_and_write_group_results(a, unit, scratch):
 
 
 def _select_row_operations_for_values(cells: CacheRowOperations) -> CacheRowOperations:
-    """Return the row operations for the form in which heads read values: float32 if the values are expanded first."""
+    """Return the operations with which heads read value rows: float32 operations if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
@@ -200,10 +200,10 @@ def _select_row_operations_for_values(cells: CacheRowOperations) -> CacheRowOper
 class QueryKeyOperations:
     """The subroutines that multiply queries with keys of one type.
 
-    - ``prepare_query(query, size, to)`` writes a query in the form that `store_scores` reads.
+    - ``prepare_query(query, size, to)`` writes a query of `size` numbers in the form that `store_scores` reads.
     - ``query_bytes(size)`` is the size of this form, ``scratch_bytes(size)`` the size of the scratch `memory`.
     - ``store_scores(a, heads, s, high, queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16
-      keys from key `s` on. Rows are `reach` bytes apart. It updates the highest score of each lane.
+      keys from key `s` on. Score rows are `reach` bytes apart. `lanes` has the highest score of each row and SIMD lane.
     """
 
     prepare_query: Subroutine
@@ -323,9 +323,9 @@ def _make_compute_scores_and_maxima(keys: QueryKeyOperations) -> Subroutine:
 
 
 def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that returns the place of 64 columns of `n` float values; it first expands quantised values.
+    """Make the subroutine that locates 64 columns of `n` cached values as floats; it first expands quantised values.
 
-    The place is four numbers: address, bytes from value to value, first column, end column.
+    It returns four numbers: the address, the bytes from value to value, the first column, and the end column.
     """
     if cells.expand_range is None:
         return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
@@ -384,7 +384,7 @@ def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
 def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the attention kernel for few tokens, for keys of type `k` and values of type `v`.
 
-    A work unit is the attention of `beside` groups of heads to one split (part) of the keys.
+    A work unit is the attention of some groups of heads to one split (part) of the keys; `beside` counts these groups.
     """
     score_keys = _make_compute_scores_and_maxima(
         _make_quantised_key_operations(k)

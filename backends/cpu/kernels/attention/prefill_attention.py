@@ -109,8 +109,12 @@ def scale_and_copy_padded_rows(source, step, rows, size, factor, to, count, wide
 def rescale_and_add_8x32_product(a, row, column, b, step, n, to, pace, fades):
     """Add a matrix product to 8 rows of 32 columns: ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]``.
 
-    Strides in bytes: `row` and `column` for a, `step` for rows of b, `pace` for rows of `to`. If `fades` is 0, `to` is
-    overwritten.
+    Args:
+        a: address of the 8 x `n` factors.
+        row, column: bytes between rows and between columns of `a`.
+        b: address of `n` rows of 32 float32, `step` bytes apart.
+        to: address of the 8 rows of results, `pace` bytes apart.
+        fades: address of the 8 factors of the old results; 0 means that the old results are overwritten.
     """
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
@@ -189,10 +193,12 @@ def convert_tile_scores_to_softmax_weights(scores, lane_mask, low, high, cap, sl
 
 @subroutine
 def compute_thread_scratch_addresses(a, thread):
-    """Return the addresses of the parts of a thread's scratch, in this order.
+    """Return the addresses of the parts of a thread's scratch, in this order:
 
-    Keys, values, scores and mask of a tile; bits of visible keys; factors of earlier sums (`fades`). Then come the
-    queries, softmax states and results of every block of tokens and head.
+    1. keys, values, scores and mask of a tile,
+    2. bits of visible keys,
+    3. factors that rescale earlier sums (`fades`),
+    4. queries, softmax states and results of each block of tokens and each head.
     """
     deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
     rows = ARGS.shared(a) * ARGS.span(a)

@@ -126,7 +126,7 @@ def load_16_padded_mask_values(mask, s, keys):
 
 @subroutine
 def find_visible_key_bits(mask):
-    """Return 16 bits, one for each key in a vector of the mask; a bit is set if the key is visible."""
+    """Return an integer with one bit for each of 16 keys in a vector of the mask, set if the key is visible."""
     return greater_bitmask(mask, splat(MIN_SCORE))
 
 

@@ -36,7 +36,9 @@ MATRIX_ROWS = 8
 
 @subroutine
 def find_visible_keys_per_8_tokens(mask, step, tokens, s, keys, to):
-    """Find the keys of a tile that are visible to each 8 tokens; store a word of 64 bits for each 8 tokens at `to`.
+    """Find the keys of a tile that are visible to each group of 8 tokens, and store them as bits.
+
+    At `to` each group of 8 tokens gets a 64-bit word. Bit k is set if a token of the group sees key ``s + k``.
 
     Returns:
         The bits of keys that any token sees, and whether the mask is zero throughout.

@@ -180,7 +180,7 @@ def _make_multiply_bf16_term_pair(i: int, j: int, new: bool, both: bool) -> Subr
 
 
 def _chain_two_subroutines(before: Subroutine, after: Subroutine) -> Subroutine:
-    """Make the subroutine that runs `before`, then `after`, with equal arguments."""
+    """Make the subroutine that calls `before`, then `after`, both with its own arguments."""
 
     def run_both(mine, x, block):
         before(mine, x, block)

@@ -82,9 +82,9 @@ def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutin
 
 @cache
 def make_column_tiling(dtype: DType) -> BlockTiling:
-    """Make the subroutines and tile sizes of batched matmuls with w of a float type.
+    """Make the subroutines and tile sizes of batched matmuls with a float matrix w.
 
-    A tile has as many rows and groups as registers can hold sums.
+    Weights are expanded to float32 columns. A tile has as many rows and groups as registers can hold sums.
     """
     rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
     expand = _make_transpose_weight_rows(dtype)

@@ -56,7 +56,7 @@ Fewer rows are read from memory faster; but each row has only one sum, which has
 
 @subroutine
 def load_f32_weight_lanes(p, c, n):
-    """Load 16 columns of a float32 weight row from column `c` on, or as many of its `n` columns as are left."""
+    """Load 16 columns of a float32 weight row at `p` from column `c` on; lanes past its `n` columns are 0."""
     return load_lanes(p, c, n, 4)
 
 
@@ -117,11 +117,17 @@ def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subrouti
 def _make_multiply_expanded_rows(
     dtype: DType, tile_rows: int, some: int, groups: int, columns_per_pass: int
 ) -> Subroutine:
-    """Make the subroutine that multiplies a chunk of activation rows with `groups` groups of float weight rows.
+    """Make the subroutine that expands float weight rows to float32, and multiplies them with some activation rows.
 
-    It is `WeightTiling.multiply_expanded`. Each sum is a vector that adds every 16th column, as in
-    `_make_multiply_few_activation_rows`, so both give equal results. Weight rows become float32 first: `some` rows at a
-    time, 16 columns of each after the other.
+    It serves as `WeightTiling.multiply_expanded`. Each sum is a vector that adds every 16th column, as in
+    `_make_multiply_few_activation_rows`, so both give equal results.
+
+    Args:
+        dtype: The type of the weight.
+        tile_rows: Activation rows of a register tile.
+        some: Weight rows of a register tile. Their float32 copies alternate every 16 columns.
+        groups: Groups of 16 weight rows that one call expands.
+        columns_per_pass: Columns that are expanded at a time.
     """
     tile, load_weights = make_dot_tile_intrinsics(tile_rows, some), LANE_LOADERS[dtype]
     select_rows, zero_sums, store_lane_sums = tile.row_addresses_by_slot, tile.zero_sums, tile.store_lane_sums

@@ -121,18 +121,18 @@ def make_amx_or_int8_method(dtype: DType, kind: str, rounding: int) -> GatedMatm
 
 @subroutine
 def choose_one_int8_block_per_call(columns):
-    """Return 1: int8 dot products process one block of weight rows per call, because more gain nothing.
+    """Return 1, the number of weight blocks that int8 dot products process per call; more blocks gain nothing.
 
-    It is a `GatedMatmulMethod.block_width`.
+    It serves as `GatedMatmulMethod.block_width`.
     """
     return 1
 
 
 def _make_choose_amx_blocks_per_call(weight: AmxWeightType) -> Subroutine:
-    """Make the subroutine that chooses how many blocks of weight rows AMX tiles process per call.
+    """Make the subroutine that chooses how many blocks of 32 weight rows AMX tiles process per call.
 
-    It is a `GatedMatmulMethod.block_width`. If the activations of a chunk stay in the second cache, the result is one
-    block, so that its gated units stay in the nearest cache.
+    It serves as `GatedMatmulMethod.block_width`. It chooses one block if the activations of a chunk fit into the second
+    cache: then the gated units of the block stay in the nearest cache. Otherwise it chooses as many as fit in scratch.
     """
     terms, x_block, tall = weight.term_count, weight.activation_block_bytes, amx_matmul.ROWS_PER_CHUNK // PANEL_ROWS
 

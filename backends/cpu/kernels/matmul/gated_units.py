@@ -111,7 +111,10 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
 
 
 def _make_gated_unit_thread_work(sources: Sequence[Operand], to: ThreadResultTarget) -> ThreadWork | None:
-    """Make the work of one thread for the gated unit kernel; None if the kernel cannot loop over the operands."""
+    """Make the argument words and accesses of one thread for the gated unit kernel.
+
+    The result is None if the kernel cannot loop over the operands.
+    """
     operands = [*sources, to.float_rows]
     walk = (
         make_row_loop_args(to.float_rows.shape, operands, whole_rows=True)

@@ -51,9 +51,9 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
 def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
-    """Make the subroutine that loads the weight codes of two blocks: ``(p, h, q, k) -> (codes, codes)``.
+    """Make the subroutine ``(p, h, q, k) -> (codes, codes)`` that loads the weight codes of two packed blocks.
 
-    `p` and `h` are the addresses of the first block in both planes of codes, `q` and `k` of the second block.
+    `p` and `h` are the addresses of the first block in the two planes of codes, `q` and `k` of the second block.
     """
     codes, two = form.load_codes, form.load_two_codes
     if two is None:
@@ -70,9 +70,9 @@ def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
 
 
 def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
-    """Make the subroutine that expands packed blocks to byte codes, float32 scales and float32 biases.
+    """Make the subroutine that expands packed weight blocks to byte codes, float32 scales and float32 biases.
 
-    It is a `BlockTiling.expand_blocks`.
+    It serves as `BlockTiling.expand_blocks`.
     """
     scales, biases, nbytes = form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
@@ -115,8 +115,8 @@ def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
 def make_add_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of a weight group.
 
-    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. `r` are the rows; their quantised activations of
-    the columns of the block begin at byte `at`.
+    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. `acc` are the sums, and `r` the activation rows.
+    The quantised activations for the columns of the block begin at byte `at` of a row.
     """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
@@ -203,11 +203,14 @@ def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: Dot
 def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of 1 or 2 packed weight groups.
 
-    The subroutine is ``(acc, p, h, last, b, apart, x, at) -> acc`` for block `b` and rows `x`. If
-    `form.blocks_per_load` is 2, one group adds the products of the next block as well.
+    The subroutine is ``(acc, p, h, last, b, apart, x, at) -> acc``:
 
-    `p` and `h` are the codes of the first group in both planes. `last` is the address of its scales. Groups are `apart`
-    bytes apart.
+    - `acc` are the sums, and `b` is the number of the block.
+    - `p` and `h` are the addresses of the codes of the first group in both planes, and `last` of its scales.
+    - `apart` is the number of bytes from group to group.
+    - `x` are the activation rows; their quantised columns of the block begin at byte `at`.
+
+    With one group and `form.blocks_per_load` 2, it adds the products of the next block as well.
     """
     codes, scales, biases, load_two = (
         form.load_codes,

@@ -91,9 +91,9 @@ def zero_remote_expert_rows(starts, experts, y, step, n):
 
 @subroutine
 def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
-    """Prefetch `lines` cache lines to the first cache, and as many lines further on to the second cache.
+    """Prefetch `lines` cache lines to the L1 cache, from ``p + l1_ahead`` on, and as many to the L2 cache.
 
-    They begin at ``p + l1_ahead`` and at ``p + l2_ahead``.
+    The lines for the L2 cache begin at ``p + l2_ahead``.
     """
     for line in range(lines):
         prefetch(p + l1_ahead + 64 * line)
@@ -125,8 +125,8 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
     """Make the loop that multiplies activation rows with weight rows, a few rows at a time.
 
     Args:
-        rows_per_call: Activation rows of one call of `multiply`.
-        min_rows: The loop ends when fewer slots are left.
+        rows_per_call: Activation rows that one call of `multiply` processes.
+        min_rows: The loop ends when fewer slots (activation rows) are left.
         multiply: Multiplies `rows_per_call` rows with one or two groups of weight rows.
 
     Returns:
@@ -147,16 +147,16 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
 
 @subroutine
 def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
-    """Process no activation rows, and return `i`.
+    """Return `i` unchanged, in place of the loop that multiplies two weight groups at once.
 
-    This function replaces the loop over two weight groups on machines with too few registers for that loop. The next
-    loop then processes all rows, one group at a time.
+    It replaces that loop on machines with too few registers. The next loop then processes all activation rows, one
+    group at a time.
     """
     return i
 
 
 def make_multiply_unexpanded_rows(blocks: WeightTiling) -> Subroutine:
-    """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows that are not expanded.
+    """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows without expanding them.
 
     It processes expert slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is:
 

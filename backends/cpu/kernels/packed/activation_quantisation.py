@@ -130,9 +130,9 @@ def quantise_activation_rows(a, thread, threads):
 
 @subroutine
 def quantise_row_to_targets(a, at, i, y, n):
-    """Quantise row `i`, which has `n` float32 columns at `y`, to each target in the kernel arguments `a`.
+    """Quantise row number `i`, `n` float32 numbers at `y`, to every quantised form that later matmuls read.
 
-    `at` is the first of `ThreadResultTarget.rounding_words` in the arguments.
+    Word `at` of the kernel arguments `a` is the first of `ThreadResultTarget.rounding_words`, which list these forms.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -140,9 +140,9 @@ def quantise_row_to_targets(a, at, i, y, n):
 
 @subroutine
 def quantise_block_to_targets(a, at, i, b, x):
-    """Quantise block `b` of row `i`, which has 32 float32 columns at `x`, to each target in the kernel arguments `a`.
+    """Quantise block `b` of row `i`, 32 float32 numbers at `x`, to every quantised form that later matmuls read.
 
-    `at` is the first of `ThreadResultTarget.rounding_words` in the arguments.
+    Word `at` of the kernel arguments `a` is the first of `ThreadResultTarget.rounding_words`, which list these forms.
     """
     for k in range(load_argument_word(a, at)):
         to, pitch, kind = (
@@ -217,9 +217,9 @@ def find_or_add_quantised_activations(
 
 
 def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> ThreadWork:
-    """Make the work of one thread that quantises columns `first` to `last` of the rows of `x` to `to`.
+    """Make the work of one thread: quantise columns `first` to `last` of the rows of `x` to `to`.
 
-    Part of the columns is possible only for a single row.
+    With several rows, the range must be all columns.
     """
     source, skipped = (
         x.slice_axis(len(x.shape) - 1, first, last - first),

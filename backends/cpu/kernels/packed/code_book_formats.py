@@ -65,9 +65,9 @@ def compute_odd_scale_factor(scale):
 
 @subroutine
 def pack_iq2_xxs_codes(row, b, first, second, lane):
-    """Pack the IQ2_XXS codes of 32 columns: four code book indices, then signs.
+    """Pack the IQ2_XXS codes of 32 columns of one row: four code book indices, then four sign bytes.
 
-    It is a `PackedFormat.pack_codes`. The top bits of the bytes of signs hold the scale.
+    It serves as `PackedFormat.pack_codes`. The top bits of the sign bytes hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 6 + 8 * b)))
@@ -94,9 +94,9 @@ def pack_iq2_s_codes(row, b, first, second, lane):
 
 @subroutine
 def pack_iq3_xxs_codes(row, b, first, second, lane):
-    """Pack the IQ3_XXS codes of 32 columns: eight code book indices, then signs.
+    """Pack the IQ3_XXS codes of 32 columns of one row: eight code book indices, then four sign bytes.
 
-    It is a `PackedFormat.pack_codes`. The top bits of the bytes of signs hold the scale.
+    It serves as `PackedFormat.pack_codes`. The top bits of the sign bytes hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
@@ -140,9 +140,9 @@ def _make_pack_renumbered_iq1_codes(indices_offset: int, high_offset: int, bits:
 
 @subroutine
 def pack_f16_scale_only(row, to, lane, s):
-    """Copy the float16 scale of a file block to the lane of its row; all smaller scales are stored among the signs.
+    """Copy the float16 scale of a file block to the lane of its row in the packed block.
 
-    It is a `PackedFormat.pack_scales`.
+    It serves as `PackedFormat.pack_scales` for types that store all smaller scales among the signs.
     """
     copy_f16_to_lane(row, to, lane)
 
@@ -162,9 +162,9 @@ def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
 
 
 def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
-    """Make the subroutine that loads small scales from the top bits of the bytes of signs.
+    """Make the subroutine that loads the small scales that are stored in the top bits of sign bytes, as float32.
 
-    It is a `PackedFormat.load_scales`.
+    It serves as `PackedFormat.load_scales`.
 
     Args:
         plane_bytes: Bytes of 32 columns of a group in the plane of codes.

@@ -97,7 +97,10 @@ def emit_load_with_zero_extension(b: Any, address: Any, offset: int, element: ir
 
 
 def emit_bit_field_extraction(b: Any, x: Any, first: int, step: int) -> Any:
-    """Emit code that extracts four bytes from each 32-bit lane: byte k gets the bits from ``first + step * k`` on."""
+    """Emit code that extracts four bit fields of each 32-bit lane as bytes.
+
+    Byte k gets the 8 bits from bit ``first + step * k`` on.
+    """
     offsets = [(32 * (row & 1) + first + step * k) % 64 for row in range(LANES) for k in range(4)]
     return simd.emit_llvm_call(b, MOVE_FIELDS, _B, _vector(offsets), x)
 
@@ -112,10 +115,10 @@ def emit_bit_test_per_byte(b: Any, x: Any, bit: int) -> Any:
 def emit_byte_table_lookup(
     b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Emit code that looks each index up in a table of bytes.
+    """Emit code that looks up each index in a table of bytes; return one vector of bytes for each vector of indices.
 
-    An index is 7 low bits, which are in `indices`, and further bits, which are in `bits`, lowest first. All indices are
-    looked up in one part of the table before the next part is loaded, because loads take longest.
+    An index has its 7 low bits in `indices`, and its further bits in `bits`, lowest first. All indices are looked up in
+    one part (128 bytes) of the table before the next part is loaded, because loads take longest.
     """
     if len(table) == TABLE_BYTES:
         low, high = _vector(table[:VECTOR_BYTES]), _vector(table[VECTOR_BYTES:])
@@ -149,9 +152,9 @@ def emit_even_parity_bit(b: Any, signs: Any) -> Any:
 
 
 def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
-    """Make the table of codes; an index has the level in its low `width` bits and the sign in the next bit.
+    """Make the byte table that maps a level and a sign to the code of the signed number.
 
-    Further bits of an index are ignored.
+    An index has the level in its low `width` bits and the sign in the next bit. Further bits are ignored.
     """
     levels = [*book.magnitudes, *[0] * ((1 << width) - len(book.magnitudes))]
     codes = [*(book.zero + m for m in levels), *(book.zero - m for m in levels)]
@@ -166,9 +169,9 @@ def _emit_signed_codes(b: Any, book: CodeBook, level: Any, signs: Any, j: int, w
 
 
 def emit_levels_of_8_columns(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
-    """Emit code that moves each level to a byte of its own, for entries of 8 columns that are packed into two bytes.
+    """Emit code that unpacks the 2-bit levels of entries of 8 columns: each level moves to a byte of its own.
 
-    A level begins at bit `low_bit` of its byte.
+    In `both`, the two packed bytes of an entry are in two vectors. In the result a level begins at bit `low_bit`.
     """
     return [emit_bit_field_extraction(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
@@ -254,9 +257,9 @@ def emit_byte_of_each_lane(b: Any, x: Any, i: int) -> Any:
 
 
 def emit_index_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
-    """Emit code that computes the high bits of code book indices: `width` bits of each 32-bit lane, moved to bit 8.
+    """Emit code that extracts high bits of code book indices: `width` bits of each 32-bit lane of `x`, from bit `at`.
 
-    The bits begin at bit `at` of `x`.
+    They become bits 8 and up of the lanes of the result.
     """
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 

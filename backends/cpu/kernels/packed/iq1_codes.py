@@ -94,14 +94,14 @@ def convert_iq1_file_to_kernel_number(b, number):
 
 
 def _make_iq1_second_half_lookup_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays with an element for each bin of IQ1 entries, to look up the second half of an entry.
+    """Build the tables that look up the last four levels of an IQ1 entry by its bin: 16 consecutive entries.
 
-    A bin is 16 consecutive entries. A second half is the levels of the last four columns of an entry. A bin has one or
-    two different second halves. The arrays are:
+    The entries of a bin have at most two different halves (last four levels), each for a range of places. The three
+    arrays have an element for each bin:
 
-    - the first second half of the bin,
-    - its last second half,
-    - 16 times the place in the bin at which the last one begins (modulo 256).
+    - the half of its first entry,
+    - the half of its last entry,
+    - 16 times the place in the bin at which the second range begins (modulo 256).
     """
     halves = IQ1_BOOK.pack_levels_into_two_bytes()[1][list_iq1_entries_in_kernel_order()].reshape(-1, BIN_ENTRIES)
     first, last = halves[:, 0], halves[:, -1]

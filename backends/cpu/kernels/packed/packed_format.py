@@ -117,7 +117,10 @@ def make_bitplane_format(
 
 
 def make_pack_codes_into_bit_planes(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> Subroutine:
-    """Make the subroutine that splits the bits of codes into one or two planes (`PackedFormat.pack_codes`)."""
+    """Make the subroutine that packs 32 codes of a row: their bits are split over one or two planes.
+
+    It serves as `PackedFormat.pack_codes`.
+    """
     low_bits = _make_copy_code_bits_to_plane(load_four_codes, 0, plane_bits[0])
     if len(plane_bits) == 1:
 

@@ -69,7 +69,10 @@ NEGATIVE_LISTS = 32 * LIST_BYTES
 
 
 def make_write_shifted_entry_list(shift: float) -> Subroutine:
-    """Make the subroutine that writes the list of a group for one sign of the shift."""
+    """Make the subroutine that lists the best IQ1 entries of 8 numbers for 16 scales, with `shift` added to each entry.
+
+    `lattice_search` describes the list.
+    """
     levels = [level + shift for level in IQ1_LEVELS]
     low = make_lane_constant([*levels, 0.0] * 4)
     high = make_lane_constant([level for level in (*levels, 0.0) for _ in range(4)])
@@ -81,7 +84,7 @@ write_positive_list, write_negative_list = make_write_shifted_entry_list(SHIFT),
 
 @cache
 def make_iq1_code_book_table() -> np.ndarray:
-    """Return the table of the code book that IQ1_S and IQ1_M share."""
+    """Return the search table of the code book that IQ1_S and IQ1_M share."""
     return make_lattice_table(LATTICE)
 
 
@@ -96,7 +99,10 @@ def copy_256_numbers_zero_padded(x, scratch):
 
 @subroutine
 def write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, negative):
-    """Write the lists of a group of 8 numbers for both signs of the shift, to two addresses."""
+    """List the best entries of a group of 8 numbers for 16 scales, with shift +1/8 and with shift -1/8.
+
+    `positive` and `negative` are the addresses of the two lists.
+    """
     m, w, products = scratch + MAGNITUDES + 32 * group, scratch + WEIGHTS + 32 * group, scratch + PRODUCTS
     write_positive_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, ZERO, table, table + ROWS, VECTORS, positive)
     write_negative_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, ZERO, table, table + ROWS, VECTORS, negative)
@@ -104,7 +110,7 @@ def write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, nega
 
 @subroutine
 def write_entry_lists_of_all_groups(scratch, table):
-    """Write the lists of all groups of IQ1_S for both signs of the shift."""
+    """List the best entries of all 32 groups of an IQ1_S super-block, for both signs of the shift."""
     for k in range(32):  # one long loop: LLVM would unroll a loop over the groups of a block
         unit = find_largest_magnitude(scratch + MAGNITUDES + 128 * (k >> 2), 32) / TOP_LEVEL
         to = scratch + LISTS + LIST_BYTES * k
@@ -113,7 +119,7 @@ def write_entry_lists_of_all_groups(scratch, table):
 
 @subroutine
 def choose_shift_sign_of_block(scratch, block):
-    """Choose the sign of the shift of block number `block` of IQ1_S, and store the scale of the block."""
+    """Choose the sign of the shift of IQ1_S block number `block` by the smaller error; store the sign and the scale."""
     base = LISTS + 4 * LIST_BYTES * block
     scale, error = find_best_fit_block_scale(scratch + base, 4)
     other_scale, other_error = find_best_fit_block_scale(scratch + base + NEGATIVE_LISTS, 4)
@@ -156,7 +162,7 @@ def quantise_iq1_s(a, thread, threads):
 
 @subroutine
 def write_entry_list_with_best_shifts(scratch, group, unit, table, to):
-    """Write the list of a group of IQ1_M; each lane has the better sign of the shift for its probe."""
+    """List the best entry of an IQ1_M group of 8 numbers for 16 scales, each with the better sign of the shift."""
     positive, negative = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES
     write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, negative)
     probes = compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)

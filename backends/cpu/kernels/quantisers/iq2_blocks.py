@@ -93,11 +93,11 @@ def make_iq2_s_table() -> np.ndarray:
 def make_choose_iq2_entries_and_scales(
     write_list: Subroutine, lattice: LatticeTableLayout, groups: int, has_even_signs: bool
 ) -> Subroutine:
-    """Make the subroutine that chooses the entries, signs and scales of 256 numbers.
+    """Make the subroutine that chooses the code-book entries, signs and scales of 256 numbers.
 
     Args:
-        write_list: the search of a group.
-        lattice: the layout of the table.
+        write_list: lists the best entries of a group (`make_write_entry_list_of_octet`).
+        lattice: the layout of the search table.
         groups: count of groups of 8 numbers that share a scale.
         has_even_signs: whether an even number of signs of a group are negative.
     """

@@ -92,14 +92,16 @@ def make_iq3_s_table() -> np.ndarray:
 
 @subroutine
 def join_two_entry_lists(first, second, part, flag, to):
-    """Write the list of a group with two entries; lane i has the entries for probe i.
+    """Combine the lists of two entries of 4 numbers to pairs of entries, and keep the better pair in each lane of `to`.
+
+    A lane of a list has the best entry for one scale (probe). `lattice_search` describes the list.
 
     Args:
         first: address of the list of the first entry.
         second: address of the list of the second entry.
-        part: a vector of probes; a lane is written only if its error becomes smaller.
+        part: the scale of each lane.
         flag: number of the entry with a flipped sign.
-        to: address of the list; its products have infinite errors before the first call.
+        to: address of the list of pairs. A lane is replaced only if its error becomes smaller.
     """
     a, c = add(load(first), load(second)), add(load(first + PRODUCT_LIST), load(second + PRODUCT_LIST))
     code = fma(load(second + CODE_LIST), splat(SECOND), load(first + CODE_LIST))
@@ -113,7 +115,10 @@ def join_two_entry_lists(first, second, part, flag, to):
 
 @subroutine
 def write_iq3_entry_list(m, w, scratch, unit, is_odd, table, to):
-    """Write the list of 8 numbers, which have an entry for each four."""
+    """List the best pair of entries of 8 numbers for 16 scales; each entry stands for four of the numbers.
+
+    If `is_odd`, one sign is flipped, in the entry for which the error is smaller.
+    """
     first, second, other = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES, scratch + TEMPORARY + 2 * LIST_BYTES
     products, rows, probes = scratch + PRODUCTS, table + ROWS, compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)
     store(to, zeros())

@@ -102,17 +102,16 @@ def find_largest_of_four_look_ups(codes, shift, t0, t1, t2, t3):
 
 @subroutine
 def store_code_with_smallest_error(row, error, vector_numbers, to):
-    """Store the code of a row with the smallest error as float32; a lane has the number of its best vector."""
+    """Store the code at `row` with the smallest error; lane i is the error of code ``16 * vector_numbers[i] + i``."""
     lane = find_first_lane_equal_to(error, lane_min(error))
     entry = to_int(select_lane(vector_numbers, lane)) * LANES + lane
     store_scalar(to, to_scalar(load_u16(row + 2 * entry)))
 
 
 def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
-    """Make the subroutine that compares the entries of a row for four scales.
+    """Make the subroutine that finds the best of some code-book entries for each of four scales.
 
-    Args:
-        flips: whether the tables of flips have an effect.
+    With `flips` the error includes the cheapest flip of one sign.
     """
 
     @subroutine
@@ -120,7 +119,7 @@ def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
         """Store the codes of the best entries for the scales ``scale + step * i``, for i from 0 to 3.
 
         Args:
-            row: address of the codes.
+            row: address of the codes of the entries.
             vectors: count of vectors of 16 codes.
             shift: distance of the indices of tables in a code, in bits.
             a0, a1, a2, a3: tables of A.
@@ -156,13 +155,13 @@ def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
 
 @subroutine
 def make_pair_sum_table(first, second, low, high):
-    """Return a table for two numbers: ``first * low[i] + second * high[i]``; `first` and `second` are addresses."""
+    """Return the table ``first * low[i] + second * high[i]`` of two numbers at the addresses `first` and `second`."""
     return fma(splat_from(second), high, mul(splat_from(first), low))
 
 
 @subroutine
 def make_pair_maximum_table(first, second, low, high):
-    """Return a table for two numbers: the larger of ``first * low[i]`` and ``second * high[i]``."""
+    """Return the table ``max(first * low[i], second * high[i])`` of two numbers at the addresses `first`, `second`."""
     return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
 
 
@@ -175,7 +174,7 @@ def make_write_entry_list_of_octet(
     flips: bool,
     has_ones: bool,
 ) -> Subroutine:
-    """Make the subroutine that writes the list of a group for a code book of 8 numbers with three levels.
+    """Make the subroutine that finds the best code-book entry of 8 numbers for each of 16 scales, and lists them.
 
     Args:
         low_levels: the levels, by the two low bits of a lane number.
@@ -242,7 +241,7 @@ def make_write_entry_list_of_octet(
 
 
 def make_write_entry_list_of_quad(levels: Intrinsic, flips: bool) -> Subroutine:
-    """Make the subroutine that writes the list of 4 numbers for a code book with 8 levels.
+    """Make the subroutine that finds the best code-book entry of 4 numbers for each of 16 scales, and lists them.
 
     Args:
         levels: the levels, by the three low bits of a lane number.
@@ -252,7 +251,7 @@ def make_write_entry_list_of_quad(levels: Intrinsic, flips: bool) -> Subroutine:
 
     @subroutine
     def write_list(m, w, products, unit, first, step, table, rows, vectors, to):
-        """Write the list of 4 numbers; the arguments are as for `make_write_entry_list_of_octet`."""
+        """Write the list of 4 numbers; arguments as for `make_write_entry_list_of_octet`."""
         low, p, flip = levels(), products, MINUS_TWO
         energy, numbers = mul(low, low), load(m)
         store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
@@ -286,16 +285,16 @@ def make_write_entry_list_of_quad(levels: Intrinsic, flips: bool) -> Subroutine:
 
 @subroutine
 def compute_16_scale_probes(unit, first, step):
-    """Return the 16 probes of a block, one in each lane."""
+    """Return the 16 candidate scales (probes) of a block, one in each lane: ``unit * (first + step * lane)``."""
     return mul(splat(unit), fma(lane_numbers(), splat(step), splat(first)))
 
 
 @subroutine
 def find_best_fit_block_scale(lists, groups):
-    """Return the least squares scale of a block, and its error without the constant part.
+    """Return the scale of a block with the least squared error, and this error minus the constant part.
 
     Args:
-        lists: address of the lists of the block.
+        lists: address of the lists of the groups: the best entries of each group for 16 scales.
         groups: count of groups.
     """
     a, c = zeros(), zeros()
@@ -323,7 +322,7 @@ def find_best_fit_block_scale(lists, groups):
 
 @subroutine
 def compute_block_error_per_scale_lane(lists, groups, scales):
-    """Return the error of a block for the scale in each lane, without the constant part."""
+    """Return the squared error of a block for the scale in each lane, with the best listed entry of each group."""
     total = zeros()
     for g in range(groups):
         at, best = lists + LIST_BYTES * g, splat(NO_FIT)
@@ -335,7 +334,7 @@ def compute_block_error_per_scale_lane(lists, groups, scales):
 
 @subroutine
 def compute_super_block_error_per_scale_lane(scratch, blocks, groups, commons, top):
-    """Return the error of a super-block for the common scale in each lane, with the best of three integers each."""
+    """Return the squared error of a super-block for the common scale in each lane; try three integers per block."""
     total, limit = zeros(), splat(to_scalar(top))
     for j in range(blocks):
         lists = scratch + load_int(scratch + BASES + 4 * j)
@@ -376,7 +375,7 @@ def choose_common_super_block_scale(scratch, blocks, groups, top):
 
 @subroutine
 def choose_block_scale_code(lists, groups, common, top):
-    """Return the integer from 0 to `top` that stores the scale of a block with the smallest error."""
+    """Return the integer l from 0 to `top` for which the block scale ``common * (2 l + 1)`` has the smallest error."""
     scales = mul(splat(common), fma(lane_numbers(), splat(TWO), splat(single(1))))
     error = compute_block_error_per_scale_lane(lists, groups, scales)
     error = where_less(splat(to_scalar(top) + HALF), lane_numbers(), splat(NO_FIT), error)
@@ -385,19 +384,19 @@ def choose_block_scale_code(lists, groups, common, top):
 
 @subroutine
 def choose_list_lane_for_scale(at, scale):
-    """Return the lane of a list with the smallest error for a scale."""
+    """Return the lane of the list at `at` that has the entry with the smallest error for a scale."""
     e = fma(splat(scale), load(at), load(at + PRODUCT_LIST))
     return find_first_lane_equal_to(e, lane_min(e))
 
 
 @subroutine
 def find_entry_number_of_code(table, code):
-    """Return the number of the entry with a code, from the table of `make_lattice_table`."""
+    """Look up the number of a code-book entry by its code, in the table of `make_lattice_table`."""
     return load_u16(table + POWERS_BYTES + 2 * code)
 
 
 def make_find_cheapest_sign_flip(levels: Intrinsic, bits: int, count: int) -> Subroutine:
-    """Make the subroutine that finds the number with the cheapest flip of its sign.
+    """Make the subroutine that finds the number of an entry for which a flip of the sign adds the least error.
 
     Args:
         levels: the levels, by the low bits of a lane number.
@@ -427,7 +426,7 @@ def has_odd_bit_count(bits):
 
 @subroutine
 def write_magnitudes(x, scratch, count):
-    """Write the magnitudes of `count` numbers to the scratch memory, and zeros after them."""
+    """Write the absolute values of `count` numbers to `MAGNITUDES`, and zeros after them and after their weights."""
     for i in range(0, count, LANES):
         store(scratch + MAGNITUDES + 4 * i, absolute(load(x + 4 * i)))
     store(scratch + MAGNITUDES + 4 * count, zeros())
@@ -436,7 +435,7 @@ def write_magnitudes(x, scratch, count):
 
 @subroutine
 def find_largest_magnitude(m, count):
-    """Return the largest magnitude of `count` numbers, which is a multiple of 16."""
+    """Return the largest magnitude of `count` numbers at `m`; `count` is a multiple of 16."""
     top = zeros()
     for i in range(0, count, LANES):
         top = maximum(top, absolute(load(m + 4 * i)))

@@ -24,13 +24,14 @@ POINTS_PER_STEP = 512
 
 @dataclass(frozen=True, slots=True)
 class LatticeTableLayout:
-    """The layout of the table of a code book.
+    """The layout of the search table of a code book (`make_lattice_table`).
 
-    - `dtype`: the dtype with the code book.
-    - `levels`: the values of a number of an entry, ascending.
-    - `width`: numbers of an entry.
-    - `bits`: bits of a number in a code.
-    - `neighbour_count`: entries in the row of a point, a multiple of 16.
+    Attributes:
+        dtype: The dtype with the code book.
+        levels: The values that a number of an entry can have, ascending.
+        width: Numbers of an entry: 4 or 8.
+        bits: Bits of a number in a code.
+        neighbour_count: Nearest entries that are stored for each point, a multiple of 16.
     """
 
     dtype: DType
@@ -41,7 +42,7 @@ class LatticeTableLayout:
 
     @property
     def rows_offset(self) -> int:
-        """Offset of the rows in bytes."""
+        """Byte offset of the rows of nearest entries in the table."""
         return POWERS_BYTES + 2 * (1 << self.bits * self.width)
 
     @property
@@ -56,7 +57,13 @@ IQ1_LEVELS = (-1.0, 0.0, 1.0)
 
 
 def make_lattice_table(lattice: LatticeTableLayout) -> np.ndarray:
-    """Make the table of a code book, as float32 words."""
+    """Make the search table of a code book: the nearest entries of each point, and entry numbers by code.
+
+    A point is a vector of levels. The module docstring describes the three parts of the table.
+
+    Returns:
+        The bytes of the table as float32 words.
+    """
     book = load_code_book(lattice.dtype)
     numbers = np.searchsorted(np.unique(book), book)
     shifts = lattice.bits * np.arange(lattice.width)

@@ -94,18 +94,19 @@ def sum_weights(w, n):
 
 @subroutine
 def make_inverse_scale_candidates(limit, first, step):
-    """Return 16 candidates for the inverse scale of a block, times its peak: ``limit * (first + step * lane)``.
+    """Return 16 candidates for the inverse scale of a block, one in each lane: ``limit * (first + step * lane)``.
 
-    The peak is the number of largest magnitude.
+    A candidate is an inverse scale times the peak of the block, which is the number of largest magnitude.
     """
     return mul(splat(limit), fma(lane_numbers(), splat(step), splat(first)))
 
 
 @subroutine
 def make_inverse_scale_candidates_of_both_signs(low, high, first, step):
-    """Return 16 candidates for the inverse scale of a block, times its peak: `low` and `high`, each times 8 factors.
+    """Return 16 candidates for the inverse scale of a block: `low` and `high`, each times 8 factors.
 
-    The peak is the number of largest magnitude. The factors are ``first + step * i`` for i from 0 to 7.
+    The factors are ``first + step * i`` for i from 0 to 7. A candidate is an inverse scale times the peak of the block,
+    which is the number of largest magnitude.
     """
     limits = where_less(first_half(), splat(np.float32(0.5)), splat(low), splat(high))
     return mul(limits, fma(half_numbers(), splat(step), splat(first)))

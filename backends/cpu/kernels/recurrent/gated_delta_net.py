@@ -232,9 +232,9 @@ def make_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
 def make_transposed_delta_rule_of_two_tokens(per_channel: bool) -> Subroutine:
     """Make the subroutine that applies the gated delta rule for two tokens to a transposed block of state rows.
 
-    The subroutine is ``(a, n, h, source, t, first, memory)``. SIMD lanes are rows, so that no sum crosses lanes. A
-    scalar decay is applied after the sums over channels. Tokens are pages apart, so the operands of the next two tokens
-    are prefetched, `out` included. A store to an absent line of `out` would delay all later stores of the state.
+    The subroutine is ``(a, n, h, source, t, first, memory)``, as in `make_delta_rule_of_one_token`. SIMD lanes are
+    rows, so that no sum crosses lanes. The operands and the outputs of the next two tokens are prefetched, because
+    tokens are pages apart: a store to an absent line of `out` would delay all later stores of the state.
     """
 
     def process_two_transposed(a, n, h, source, t, first, memory):
@@ -383,7 +383,7 @@ def _bind_delta_net(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def has_delta_net_kernel(call: BoundInstruction) -> bool:
-    """Return whether the kernels of this file can compute a `gated_delta_net`."""
+    """Return whether a kernel can compute this `gated_delta_net`: its shapes, dtypes and strides are supported."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     plain = all(o.is_float for o in (q, k, v, g, beta, state, out, new)) and state.is_dense and new.is_dense

@@ -81,9 +81,9 @@ def make_key_major_linear_attention_kernel(bonus: bool) -> Kernel:
 
 @kernel
 def compute_value_major_linear_attention(a, thread, threads):
-    """Compute linear attention with a state [value, key], token by token.
+    """Compute linear attention with a state S [value, key], token by token, as in RWKV 7.
 
-    ``S = S * fading + (S read_key) write_key^T + v k^T``, then ``out = S r``.
+    For each token ``S = S * fading + (S read_key) write_key^T + v k^T``, then ``out = S r``.
     """
     tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
     values = BY_VALUE_ARGS.values(a)
@@ -166,7 +166,7 @@ def _has_linear_attention_kernel(call: BoundInstruction, walked: list[Operand], 
 
 
 def _make_scan_size_args(keys: Operand, values: Operand) -> dict[str, int]:
-    """Make the size arguments of a scan kernel: sequences, tokens, heads, keys, values."""
+    """Make the size arguments of a scan kernel: numbers of sequences, tokens and heads, sizes of keys and values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
     return {"sequences": sequences, "tokens": tokens, "heads": heads, "keys": size, "values": values.shape[-1]}

@@ -217,9 +217,9 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
 def _add_save_and_set_rows_by_columns(
     steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
 ) -> None:
-    """Add the steps that save rows of a table and then overwrite them, in which each thread moves its own columns.
+    """Add the steps that save rows of a table and then overwrite them; each thread moves its own columns.
 
-    The two instructions are bound separately if no earlier step gave each thread some columns of the new rows. Every
+    If no earlier step gave each thread some columns of the new rows, the two instructions are bound separately. Every
     thread checks all ids, so all threads stop at an invalid id before a row is overwritten.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)

@@ -166,7 +166,10 @@ def _add_quantised_scaled_rms_norm(
 def _make_scaled_rms_norm_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: ThreadResultTarget | None = None
 ) -> ThreadWork | None:
-    """Make the work of one thread for the kernel `scaled_rms_norm`; None if the kernel cannot loop over the rows."""
+    """Make the argument words and accesses of one thread for the kernel `scaled_rms_norm`.
+
+    The result is None if the kernel cannot loop over the rows.
+    """
     walk, to = make_row_loop_args(y.shape, [x, factors, y], whole_rows=True), to or ThreadResultTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None

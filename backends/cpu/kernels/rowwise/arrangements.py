@@ -92,9 +92,10 @@ def _view_bits_as_float32(operand: Operand) -> Operand:
 
 
 def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a repeat, which copies the operand with stride 0 along repetitions.
+    """Add the step of a `repeat`: a copy of the operand with stride 0 along the repetitions.
 
-    Each repeated axis of the result is split into (repetition, entry). Return False if the kernel cannot do that.
+    Each repeated axis of the result is split into two axes: repetition and entry. Return False if the kernel cannot
+    copy with these axes.
     """
     x, y = call.operand(0), call.out
     if not y.is_float or not x.is_float:

@@ -71,10 +71,10 @@ find_iq4_nl_indices = make_count_boundaries([*map(float, IQ4_NL_BOUNDARIES)])
 class CacheBlock:
     """A block of 32 codes of 4 or 5 bits after a float16 scale.
 
-    - `has_minimum`: whether a float16 minimum, the meaning of code 0, is between scale and codes.
+    - `has_minimum`: whether a float16 minimum is between scale and codes; code 0 means this minimum.
     - `offset`: the code that means 0, if there is no minimum.
     - `top`: the largest code.
-    - `high_bits`: the offset of the fifth bits in the block, or 0 if codes have 4 bits.
+    - `high_bits`: the byte offset of the fifth bits in the block, or 0 if codes have 4 bits.
     - `has_book`: whether codes are indices of the code book of IQ4_NL.
     """
 
@@ -87,7 +87,7 @@ class CacheBlock:
 
     @property
     def codes(self) -> int:
-        """The offset of the nibbles in the block: they are last."""
+        """The byte offset of the nibbles (low 4 bits of all codes) in the block; the nibbles are last."""
         return self.dtype.block_bytes - BLOCK_ELEMENTS // 2
 
 

@@ -43,9 +43,9 @@ ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WOR
 
 
 def make_row_args(operands: str, more: str = "") -> KernelArgs:
-    """Make the arguments of a kernel over rows: the loop arguments `walk` (`make_row_loop_args`), then `more`.
+    """Declare the argument words of a kernel over rows: loop arguments as `make_row_loop_args` makes, then `more`.
 
-    The kernel reads ``ARGS.columns(a)``, ``ARGS.rows(a)``, ``ARGS.x(a, i)`` (address of row i of operand x), and
+    For an operand x the kernel reads ``ARGS.columns(a)``, ``ARGS.rows(a)``, ``ARGS.x(a, i)`` (address of row i), and
     ``ARGS.x_step(a)`` (bytes from element to element).
     """
     names = operands.split()
@@ -141,10 +141,15 @@ MAX_ROW_ELEMENTS = 2048
 def make_row_loop_args(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
-    """Make the loop arguments of a kernel over rows: row length, row counts, addresses, strides; None if impossible.
+    """Make the loop arguments of a kernel over rows: row length, row counts, and each operand's address and strides.
 
-    Operands broadcast to `shape`. Adjacent axes merge if all operands allow it; `whole_rows` keeps the last axis.
-    `apart` allows strided elements.
+    The result is None if a loop over rows and three outer axes cannot express the strides.
+
+    Args:
+        shape: The shape to which operands broadcast.
+        operands: The operands, the result included.
+        whole_rows: Whether a row is the last axis. Otherwise adjacent axes merge if all operands allow it.
+        apart: Whether the elements of a row may be strided.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # a repeated operand
@@ -185,11 +190,11 @@ Strides: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowKernel:
-    """A kernel over rows.
+    """A kernel that loops over rows, with everything that a step needs except the operands.
 
     Attributes:
         select: function that returns the kernel for the element strides of the operands, 0 or 4 bytes.
-        words: the words behind the walk.
+        words: the argument words after the loop arguments (`make_row_loop_args`).
         whole_row_shape: the shape of the rows, if the kernel needs whole rows; else None.
     """
 
@@ -222,7 +227,10 @@ def add_row_step_after_dense_copies(
 def _add_column_steps(
     steps: StepTableBuilder, row_kernel: RowKernel, kernel: Kernel, sources: Sequence[Operand], out: Operand
 ) -> bool:
-    """Add the step for the columns that each thread wrote before; return False if the operands have no such columns."""
+    """Add a step in which each thread computes the columns that it wrote in an earlier step, so no barrier is needed.
+
+    Return False if the operands have no such columns.
+    """
     column_split = find_continued_column_split(steps, sources, out)
     if column_split is None:
         return False
@@ -275,7 +283,11 @@ def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> 
 def make_whole_row_args_and_dense_copy(
     steps: StepTableBuilder, x: Operand, y: Operand
 ) -> tuple[list[int], Operand] | None:
-    """Make the loop arguments over whole rows of `x` and `y`; return them with `x`, or with a dense copy of `x`."""
+    """Make the loop arguments of a kernel over whole rows of `x` and `y`; copy `x` first if its rows are not dense.
+
+    Returns:
+        The loop arguments and `x` or its dense copy; None if a loop over the rows is impossible.
+    """
     for source in (x, _make_scratch_for_dense_copy(steps, x, 0)):
         walk = make_row_loop_args(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
@@ -288,9 +300,9 @@ def make_whole_row_args_and_dense_copy(
 def _make_row_thread_work(
     row_kernel: RowKernel, sources: Sequence[Operand], out: Operand
 ) -> tuple[ThreadWork, Strides] | None:
-    """Make the work of one thread for a kernel over rows, and the element strides of its operands.
+    """Make the argument words and accesses of one thread for a kernel over rows; also return element strides.
 
-    None if operands are empty, or need a copy first.
+    The result is None if operands are empty, or need a copy first.
     """
     operands, whole_rows = [*sources, out], row_kernel.whole_row_shape
     if not all(o.is_float and o.tensor.spec.size for o in operands):
@@ -351,7 +363,7 @@ def add_fill_step(steps: StepTableBuilder, value: float, out: Operand) -> bool:
 
 
 def bind_declared_op(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Bind an op that is declared in the scalar language, with operands that need no rearrangement."""
+    """Add the step of an op that is declared in the scalar language; return False if no kernel can compute it."""
     declared = REGISTRY[call.op].expression
     if declared is None or (declared.arrange and any(o is not None for o in call.src[1:])):
         return False

@@ -62,19 +62,19 @@ class ExpressionKernel:
 
     @cached_property
     def operand_indices(self) -> tuple[int, ...]:
-        """The operands that the expression reads, in the order of the words."""
+        """The indices of the operands that the expression reads, ascending; the argument words have this order."""
         return tuple(sorted(int(s.value) for s in self.expression.steps if s.function == "operand"))
 
     @cached_property
     def number_steps(self) -> tuple[int, ...]:
-        """The steps with numbers of the call that are words of the kernel; constants are part of the code."""
+        """The steps with a number that depends on the call: argument words pass it. Constants are part of the code."""
         steps, numbers = self.expression.steps, self.expression.number_steps
         read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {len(steps) - 1}
         return tuple(sorted(n for n in read & numbers if steps[n].function != "constant"))
 
     @property
     def name(self) -> str:
-        """The name: functions of the expression, and a digest of everything that changes the code."""
+        """The name of the kernel: the functions of the expression, and a digest of everything that changes the code."""
         functions = [s.function for s in self.expression.steps if s.sources]
         digest = hashlib.sha256(repr((self.expression.steps, self.is_single)).encode()).hexdigest()[:12]
         return f"rows.{'.'.join(functions[:8]) or 'copy'}.{digest}"
@@ -82,11 +82,11 @@ class ExpressionKernel:
 
 @cache
 def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...]) -> Kernel:
-    """Make the kernel of an expression.
+    """Make the kernel that computes an expression of the scalar language for rows of operands.
 
     Args:
         expression: the expression; `has_lanes` holds.
-        is_single: whether each operand that the expression reads has one element for each row.
+        is_single: for each operand that the expression reads, whether it has one element for each row.
     """
     plan = ExpressionKernel(expression, is_single)
     source = expression.declaration or make_expression_kernel
@@ -95,7 +95,10 @@ def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...]) 
 
 @dataclass
 class _RowKernelEmitter:
-    """The emission of one kernel: the builder, and the values of steps that all columns of a row share."""
+    """Emitter of the LLVM code of one row kernel.
+
+    `b` is the IR builder. `row_values` has the values of steps that are equal in all columns of the present row.
+    """
 
     plan: ExpressionKernel
     function: ir.Function
@@ -106,7 +109,7 @@ class _RowKernelEmitter:
     stash: int | None = field(init=False)
 
     def emit(self) -> None:
-        """Emit the function ``(arguments, thread, threads) -> 0``."""
+        """Emit the kernel function ``(arguments, thread, threads) -> 0``: a loop over the rows of the thread."""
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.columns, self.stash = self._word(0), self._find_stash()
@@ -131,7 +134,7 @@ class _RowKernelEmitter:
         return vectors.load_argument_word.body(self.b, self.function.args[0], _integer(index))
 
     def _thread_range(self) -> tuple[Any, Any]:
-        """Return the first and the end row of the thread, as `compute_thread_range`."""
+        """Emit code that computes the first and the end row of the thread, as `compute_thread_range` does."""
         b, (_, thread, threads) = self.b, self.function.args
         rows = b.mul(b.mul(self._word(1), self._word(2)), self._word(3))
         each = b.sdiv(b.add(rows, b.sub(threads, _integer(1))), threads)
@@ -174,7 +177,7 @@ class _RowKernelEmitter:
         self._pass(lambda column, count: self._store(self._lanes([result], column, count)[0], column, count))
 
     def _emit_row_steps(self) -> None:
-        """Emit the steps that depend on known numbers of the row only."""
+        """Emit all steps that depend only on row values known so far: they are computed once for each row."""
         for number, step in enumerate(self.plan.expression.steps):
             is_known = step.sources and step.function not in ROW_FUNCTIONS and self.row_values.keys() >= {*step.sources}
             if is_known and number not in self.row_values:
@@ -182,7 +185,7 @@ class _RowKernelEmitter:
                 self.row_values[number] = LANE_FUNCTIONS[step.function](self.b, *values)
 
     def _row_addresses(self, row: Any) -> list[Any]:
-        """Return the addresses of a row of each operand and of the result."""
+        """Emit code that computes the address of row number `row` in each operand and in the result."""
         b, outer, inner = self.b, self._word(2), self._word(3)
         axes = b.icmp_signed("==", b.mul(self._word(1), outer), _integer(1))
         with b.goto_entry_block():
@@ -205,9 +208,10 @@ class _RowKernelEmitter:
         return addresses
 
     def _pass(self, body: Callable[[Any, Any], None], start: Any = None) -> None:
-        """Emit a pass over the columns, 16 at a time.
+        """Emit a loop over the columns of a row, 16 at a time.
 
-        `body` gets the column, and None or, if less than 16 columns are left, their count.
+        ``body(column, count)`` emits the code of 16 columns. `count` is None, or the number of columns in the last
+        turn if fewer than 16 are left.
         """
         whole = self.b.sub(self.columns, _integer(LANES - 1))
         end = self._loop(_integer(0) if start is None else start, whole, LANES, lambda column: body(column, None))
@@ -215,7 +219,7 @@ class _RowKernelEmitter:
             body(end, self.b.sub(self.columns, end))
 
     def _emit_reduction(self, number: int) -> Any:
-        """Emit the pass of a reduction, and return its result in all lanes."""
+        """Emit the pass over a row that computes reduction step `number`; return the result, repeated in all lanes."""
         b, step = self.b, self.plan.expression.steps[number]
         join, across, neutral = _REDUCTIONS[step.function]
         with b.goto_entry_block():
@@ -249,13 +253,14 @@ class _RowKernelEmitter:
 
     @property
     def last_reduction(self) -> int:
-        """The last step that reduces the row, or -1."""
+        """The number of the last step that reduces the row, such as a sum; -1 without one."""
         return max((n for n, s in enumerate(self.plan.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
 
     def _find_stash(self) -> int | None:
-        """Return the step that the last reduction writes to the result, and that the last pass reads from there.
+        """Find a transcendental step that is worth storing: the last reduction stores its lanes in the result row.
 
-        It is of a transcendental function. All other values that the last pass needs are numbers of the row.
+        The last pass then loads the lanes instead of computing them again. All other values that it needs must be row
+        values. Return None without such a step.
         """
         expression = self.plan.expression
         if self.last_reduction < 0 or expression.reduces_row:
@@ -269,15 +274,22 @@ class _RowKernelEmitter:
         return None
 
     def _find_needed_steps(self, number: int, known: set[int]) -> set[int]:
-        """Return the elementwise steps on which a step depends, up to `known` ones and numbers of the row."""
+        """Return the elementwise steps that must be computed for step `number`, itself included.
+
+        Steps in `known`, row values, and steps behind them are left out.
+        """
         if number in known or number in self.plan.expression.row_steps:
             return set()
         return {number}.union(*(self._find_needed_steps(s, known) for s in self.plan.expression.steps[number].sources))
 
     def _lanes(self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None) -> list[Any]:
-        """Emit 16 lanes of steps from a column on, in the pass of a reduction, or in the last pass for None.
+        """Emit code that computes the `required` steps for 16 columns from `column` on; return one vector per step.
 
-        `count` is the number of columns that are left if there are less than 16, else None.
+        Args:
+            required: The numbers of the steps.
+            column: The first column.
+            count: The number of columns that are left if there are fewer than 16, else None.
+            reduction: The reduction step to which the pass belongs; None for the pass that writes the result.
         """
         values = {**self.row_values}
 
@@ -306,7 +318,7 @@ class _RowKernelEmitter:
         return vectors.load_first_lanes.body(self.b, address, count)
 
     def _store(self, lanes: Any, column: Any, count: Any) -> None:
-        """Store lanes to the result."""
+        """Emit the store of 16 lanes (or the first `count`) to the result row, from `column` on."""
         address = self.b.add(self.addresses[-1], self.b.mul(column, _integer(4)))
         if count is None:
             vectors.store.body(self.b, address, lanes)

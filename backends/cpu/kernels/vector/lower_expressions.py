@@ -22,9 +22,9 @@ _ARGUMENT_TYPES = {ADDRESS: ir.IntType(64), FLOAT: ir.FloatType()}
 
 
 def emit_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) -> Any:
-    """Emit the code of a subroutine without branches, or of an intrinsic.
+    """Emit the code of an intrinsic, or inline the code of a subroutine without branches; return its value.
 
-    The body runs once in Python. The intrinsics and subroutines that it names emit their code instead.
+    The body of the subroutine runs once in Python. Each call of an intrinsic or subroutine in the body emits code.
     """
     if isinstance(subroutine, Intrinsic):
         kinds = zip(values, subroutine.operands, strict=True)
@@ -38,12 +38,12 @@ def emit_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) ->
 
 
 def _emit_called(b: Any, thing: Any) -> Any:
-    """Return a function that emits the code of an intrinsic or subroutine; return other objects as they are."""
+    """Replace an intrinsic or subroutine by a function that emits its code; return any other object unchanged."""
     return partial(emit_subroutine, b, thing) if isinstance(thing, Intrinsic | Subroutine) else thing
 
 
 def _as_ir_value(value: Any, kind: str) -> Any:
-    """Return a Python number as a constant of the type `kind`, and an LLVM value itself."""
+    """Convert a Python number to an LLVM constant of type `kind`; return an LLVM value unchanged."""
     return value if isinstance(value, ir.Value) else ir.Constant(_ARGUMENT_TYPES[kind], value)
 
 
@@ -78,7 +78,7 @@ LANE_FUNCTIONS: Mapping[str, EmitLanes] = MappingProxyType(
 
 @cache
 def has_lanes(expression: Expression) -> bool:
-    """Return whether each function of an expression that is computed per element or row has code."""
+    """Return whether compiled kernels have code for every function that an expression computes per element or row."""
     known = {*LANE_FUNCTIONS, *ROW_FUNCTIONS, "operand", "row_count"}
     return all(s.function in known for n, s in enumerate(expression.steps) if n not in expression.number_steps)
 
@@ -91,9 +91,11 @@ def emit_splat(b: Any, number: float) -> ir.Constant:
 
 @cache
 def make_lane_function(build: Callable[..., Scalar], operand_count: int) -> Intrinsic:
-    """Make the intrinsic of 16 lanes of a function of the scalar language, for kernels that are written by hand.
+    """Make an intrinsic that computes a function of the scalar language on 16 lanes, for hand-written kernels.
 
-    The function must not reduce a row, and its only parameters are operands.
+    Args:
+        build: Returns the result of the function for its operands. It must not reduce a row.
+        operand_count: The number of operands.
     """
     expression = linearise(build(*(Scalar("operand", (), index) for index in range(operand_count))))
     numbers = expression.compute_numbers({})

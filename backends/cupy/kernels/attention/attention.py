@@ -174,7 +174,7 @@ def _swap_axes(x: Operand, one: int, other: int) -> Operand:
 
 
 def _iterate_one_axis_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
-    """Yield the operands in batches that have at most one leading axis; several if the leading axes cannot merge."""
+    """Yield the operands in batches with at most one leading axis; it is one batch if the leading axes can merge."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
     axes = build_merged_iteration_axes(leading, heads)
@@ -219,7 +219,7 @@ def _is_vector_loadable(x: Operand, columns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _HalvedKeysValuesScratch:
-    """Scratch for keys and values that are split into two halves, with one scale per row."""
+    """Scratch for keys and values that are split: each number becomes two 16-bit halves, and each row has a scale."""
 
     k: Operand
     v: Operand
@@ -234,7 +234,7 @@ class _HalvedKeysValuesScratch:
 
     @property
     def words(self) -> list[LaunchWord]:
-        """The launch words of the split keys and values."""
+        """The launch words of the split keys and values, and of their scales."""
         return [self.k, self.v, self.k_units, self.v_units]
 
 
@@ -349,7 +349,7 @@ class _AttentionBinder:
             self._launch_combine_splits(batch, words, splits)
 
     def _launch_key_tiled(self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Launch a tiled variant for many query rows.
+        """Launch a variant for many query rows that processes the keys in tiles, with the launches before and after it.
 
         Launches before it split float32 keys and values into halves, and find the tiles that the mask leaves visible. A
         launch after it combines the key splits.

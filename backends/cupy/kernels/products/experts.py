@@ -136,9 +136,9 @@ def _launch_weighted_expert_sum(
     shared_down: BoundInstruction | None = None,
     gate: Operand | None = None,
 ) -> None:
-    """Launch the weighted sum of expert outputs: the down projections of chosen experts times their shares.
+    """Launch one GEMV that computes the down projections of the chosen experts and sums them, weighted by their shares.
 
-    The launch also adds the down projection of the shared expert, if there is one.
+    It also adds the down projection of the shared expert, if there is one.
 
     Args:
         launches: Receives the launch.

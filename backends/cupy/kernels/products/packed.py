@@ -104,7 +104,7 @@ def _count_row_units(w: Operand) -> int:
 
 
 def _choose_gemv_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
-    """Return the number of weight rows and of 32-column blocks that a GEMV warp processes at a time.
+    """Return the tile of a GEMV warp: the number of weight rows, and of 32-column blocks, that it processes at a time.
 
     The struct ``Part`` in C++ has the same numbers.
     """
@@ -114,7 +114,7 @@ def _choose_gemv_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
 
 
 def _count_shared_activation_items(columns: int, tokens: int) -> int:
-    """Return the number of shared-memory items for the quantised activations of all tokens in a GEMV.
+    """Return the size of the shared memory for the quantised activations of all tokens in a GEMV, in items.
 
     The function ``place`` in C++ computes the positions of these items.
 

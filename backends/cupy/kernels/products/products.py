@@ -34,7 +34,7 @@ MAX_MATRICES = 65535
 
 
 def as_matrix_starts(x: Operand) -> Operand:
-    """Return a view of the matrix starts of `x`: the first element of each matrix, without the last two axes."""
+    """Return a view of the first element of each matrix of `x`; its axes are all axes of `x` except the last two."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 

@@ -54,6 +54,6 @@ NO_SUM_FIELDS: Sequence[LaunchWord] = (0,) * 6
 
 
 def join_and_pad_product_words(fields: Sequence[Sequence[LaunchWord]]) -> list[LaunchWord]:
-    """Join the launch words of all products into one list, padded with zeros to `MAX_PRODUCTS` products."""
+    """Join the launch words of several products of one launch into one list, padded to `MAX_PRODUCTS` with zeros."""
     rest: list[LaunchWord] = [0] * (len(fields[0]) * (MAX_PRODUCTS - len(fields)))
     return [word for product in fields for word in product] + rest

@@ -113,10 +113,10 @@ SOURCES = (
 
 
 def _compute_stage_shared_bytes(dtype: DType, tile: TileShape) -> int:
-    """Compute the shared-memory bytes that a block needs for its pipeline stages of weights and activations.
+    """Compute the shared-memory bytes of all pipeline stages of a block: tiles of weights and of activations.
 
     - In general, rows have 8 additional columns, so that different rows begin in different banks.
-    - Warpgroup stages are swizzled and begin at a multiple of 1024. There are three with two terms, four with one.
+    - Warpgroup stages are swizzled and begin at a multiple of 1024 bytes. There are four, or three with two terms.
     - Cluster stages also have two mbarriers each.
     """
     is_float = dtype in FLOAT_DTYPES
@@ -205,10 +205,10 @@ def unpack_to_bf16_if_faster(launches: LaunchBuilder, w: Operand, entries: int) 
 def _is_cluster_faster_than_warpgroup(rows: int, entries: int) -> bool:
     """Return whether cluster tiles are faster than warpgroup tiles, which hold half as many rows of x.
 
-    They are if both conditions hold:
+    Cluster tiles are faster if both conditions hold:
 
-    - Clusters can have several blocks.
-    - Padding to cluster tiles gives at most 5/4 of the rows of x that padding to warpgroup tiles gives.
+    - A cluster can have several blocks.
+    - The rows of x, padded to whole cluster tiles, are at most 5/4 of the rows padded to whole warpgroup tiles.
 
     Args:
         rows: The number of weight rows.
@@ -242,10 +242,10 @@ def find_activation_rounding_error(dtype: DType, is_exact: bool) -> float | None
 def _split_activations_into_terms(
     launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
 ) -> tuple[Operand, LaunchWord]:
-    """Launch the split of activations into 16-bit terms; for clusters, the terms are in the order of tiles.
+    """Launch the split of activations into 16-bit terms that add up to them; clusters need the terms in tile order.
 
     Returns:
-        The terms, and the factors that undo the scales of rows (0: no scales).
+        The terms, and the launch word of the factors that undo the scales of rows (0: no scales).
     """
     count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
     kind = w.dtype if w.dtype in FLOAT_DTYPES else DType.BF16
@@ -272,7 +272,10 @@ def _split_activations_into_terms(
 
 
 def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
-    """Return launch words of a weight: its strides between matrices and between rows."""
+    """Return two launch words of a weight: strides between matrices and between rows, or sizes of a packed weight.
+
+    A packed weight has its number of 32-row units and the bytes of a row instead.
+    """
     if w.dtype in PLANE_LAYOUTS:
         return [count_blocks(w.shape[-2], UNIT_ROWS), w.shape[-1] // w.dtype.block * w.dtype.block_bytes]
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]

@@ -352,7 +352,7 @@ def launch_delta_rule_by_chunks(
 
 
 def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
-    """Choose the number of blocks in a cluster of the scan; its blocks have different slices of the same state."""
+    """Choose the number of blocks in a cluster of the scan; the blocks process different row slices of one state."""
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
@@ -374,7 +374,7 @@ def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chu
 
 
 def _choose_scan_block_rows(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> int:
-    """Choose how many state rows a scan block has: as many as fit into shared memory and leave enough blocks.
+    """Choose how many state rows a block of the scan processes: as many as fit into shared memory and fill the device.
 
     Many rows are better, because each block reads all prepared values.
     """

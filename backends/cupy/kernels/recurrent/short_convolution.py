@@ -191,7 +191,7 @@ def launch_gated_rms_norm(
 
 @dataclass(frozen=True, slots=True)
 class _DecayAndRateInstructions:
-    """The indices of the instructions that compute log decays and learning rates; `None` for a copy that is absent."""
+    """The instruction indices of the computation of log decays and learning rates; `None` for an absent copy."""
 
     shifted: int
     steps: int
@@ -287,7 +287,7 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
 
 @dataclass(frozen=True, slots=True)
 class _MatchedConvolution:
-    """The matched instructions of a convolution and its states, which have operands of the fused kernel.
+    """The matched instructions of a short convolution and its state, which supply operands of the fused kernel.
 
     `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
     """
@@ -393,7 +393,7 @@ def _require_disjoint_results(
 
 
 def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
-    """Return a view of gates as [sequences, tokens, groups, heads of a group].
+    """Return a view of the gates `x` as [sequences, tokens, groups, heads of a group], so that kernels can read them.
 
     Contiguous gates are one group. Otherwise the heads of each group must be adjacent in memory.
     """

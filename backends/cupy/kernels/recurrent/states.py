@@ -40,7 +40,7 @@ def is_vector_aligned(x: Operand) -> bool:
 
 
 def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the stride of several axes that are merged into one; raise `NoKernelError` if that is not possible."""
+    """Return the stride of one axis that replaces several axes; raise `NoKernelError` if they cannot be merged."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
@@ -68,7 +68,7 @@ class StateOperands:
     fault_fields: tuple[LaunchWord, ...]
 
     def make_fields_without_newer_snapshots(self, snapshot: int = 0) -> list[LaunchWord]:
-        """Return the fields of the C struct `States` without the snapshots that are newer than snapshot `snapshot`.
+        """Return the fields of the C struct `States`, for a launch that writes snapshot `snapshot` and older ones only.
 
         In the struct, state ``n * snapshots`` is snapshot `snapshot` of sequence n.
         """
@@ -81,7 +81,7 @@ class StateOperands:
         return [self.new, slots, self.new.shape[0]]
 
     def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
-        """Return the fields of the C struct `Beginning` for a launch that resumes from a snapshot."""
+        """Return the fields of the C struct `Beginning` for a launch that starts from the states of a snapshot."""
         return [*self.make_fields_without_newer_snapshots(snapshot), self.snapshots, 0, 0]
 
 
