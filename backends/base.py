@@ -377,9 +377,9 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def view_host_tensor(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
     """Return a view of `tensor` as a NumPy array in a host buffer; a quantised dtype gives rows of block bytes."""
-    dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.bytes_of(s) for s in tensor.strides]
+    dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.count_bytes(s) for s in tensor.strides]
     if dtype.is_quantised:
-        shape, strides = (*shape[:-1], dtype.bytes_of(shape[-1])), [*strides[:-1], 1]
+        shape, strides = (*shape[:-1], dtype.count_bytes(shape[-1])), [*strides[:-1], 1]
     return np.ndarray(shape, dtype.storage, buffer=buffer.data, offset=tensor.offset, strides=strides)
 
 

@@ -11,11 +11,11 @@ reference: the joined results of shards equal the whole result, and the results 
 from .cases.case import Case
 from .cases.case import parse_test_case as parse_case
 from .checks.run_case import Outcome, Result, run_case
-from .generate_cases import select_cases
+from .generate_cases import generate_cases_of_matching_ops
 from .reports.support_matrix import SupportRow, support_matrix
-from .suite import Suite, run_suite
+from .suite import Suite, run_cases_of_suite
 
-Row, cases, check = SupportRow, select_cases, run_suite
+Row, cases, check = SupportRow, generate_cases_of_matching_ops, run_cases_of_suite
 """Names until 0.3."""
 
 __all__ = [
@@ -24,9 +24,9 @@ __all__ = [
     "Result",
     "Suite",
     "SupportRow",
+    "generate_cases_of_matching_ops",
     "parse_case",
     "run_case",
-    "run_suite",
-    "select_cases",
+    "run_cases_of_suite",
     "support_matrix",
 ]

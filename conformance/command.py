@@ -28,7 +28,7 @@ from .checks.run_case import Outcome, Result
 from .reports.html_page import format_html_report
 from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
 from .reports.text_report import format_junit_report, format_markdown_report, format_text_report
-from .suite import Suite, run_suite
+from .suite import Suite, run_cases_of_suite
 
 STDOUT = Path("-")
 """The path of a report that is printed in place of the text report."""
@@ -125,7 +125,7 @@ def run_parsed_command(args: argparse.Namespace) -> int:
     """Run ``hocket check`` with parsed options, and return the exit code; an error is one line on stderr."""
     try:
         if args.compare:
-            return _print_changes(*args.compare)
+            return _print_report_changes(*args.compare)
         suite = _make_suite(args)
         if args.list:
             for case in suite.generate_cases():
@@ -135,7 +135,7 @@ def run_parsed_command(args: argparse.Namespace) -> int:
             return _print_access_counters(suite)
         if args.order:
             return _print_races(suite)
-        return _print_speeds(suite) if args.perf else _run_checks(suite, args)
+        return _print_cold_speeds_and_limit_fractions(suite) if args.perf else _run_checks(suite, args)
     except HocketError as why:
         print(f"hocket check: {why}", file=sys.stderr)
         return 2
@@ -181,7 +181,7 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{failed} failed, {result.case.op}", refresh=False)
             bar.update()
 
-        results = run_suite(suite, on_result, selected)
+        results = run_cases_of_suite(suite, on_result, selected)
     seconds = time.perf_counter() - start
     for name, path in paths.items():
         if path not in (None, STDOUT):
@@ -199,13 +199,13 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _print_speeds(suite: Suite) -> int:
+def _print_cold_speeds_and_limit_fractions(suite: Suite) -> int:
     """Print the speed of each case with cold buffers, and its fraction of the limit of the device."""
     from .reports import op_speed
 
     backend, device = find_device(suite.backend)
     limits = op_speed.MeasuredLimits(backend, device)
-    gflops = limits.measure_flops_per_second("f32") / 1e9
+    gflops = limits.measure_matmul_flops_per_second("f32") / 1e9
     print(f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {gflops:.1f} GFLOP/s (f32)")
     cases = (
         list(suite.generate_cases())
@@ -214,7 +214,7 @@ def _print_speeds(suite: Suite) -> int:
     )
     for case in cases:
         try:
-            print(op_speed.measure_op_speed(case, backend, device).format_line(limits), flush=True)
+            print(op_speed.measure_op_speed_with_cold_buffers(case, backend, device).format_line(limits), flush=True)
         except (BackendError, NoReference) as why:
             print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
     return 0
@@ -223,9 +223,9 @@ def _print_speeds(suite: Suite) -> int:
 def _print_access_counters(suite: Suite) -> int:
     """Print the memory access counters of CUDA kernels; return 1 if a kernel exceeds its access budget, else 0."""
     from ..backends.cupy.emulation.access_budget import format_access_table, list_budget_violations
-    from .reports.emulator_checks import collect_launch_counters
+    from .reports.emulator_checks import emulate_cases_and_count_accesses
 
-    counts = collect_launch_counters(_choose_selected_or_main_path_cases(suite, "counters are"))
+    counts = emulate_cases_and_count_accesses(_choose_selected_or_main_path_cases(suite, "counters are"))
     if not counts:
         raise BackendError("these cases launch no kernel, so there is nothing to count")
     print(format_access_table(counts))
@@ -239,9 +239,9 @@ def _print_races(suite: Suite) -> int:
     """
 
     texts = _choose_selected_or_main_path_cases(suite, "the order of accesses is")
-    from .reports.emulator_checks import run_and_list_races
+    from .reports.emulator_checks import emulate_cases_and_list_races
 
-    lines = run_and_list_races(texts)
+    lines = emulate_cases_and_list_races(texts)
     if not lines:
         print(f"all accesses of {len(texts)} cases are in order")
     return _print_faults(lines)
@@ -268,7 +268,7 @@ def _print_faults(faults: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _print_changes(one: Path, two: Path) -> int:
+def _print_report_changes(one: Path, two: Path) -> int:
     """Print the changes between two JSON reports; return 1 if a case fails now, else 0."""
     changes = compare_reports(one, two)
     for change in changes:

@@ -16,7 +16,7 @@ from ..ops import REGISTRY, Op
 from .cases.case import Case
 from .cases.grow_shapes import FEW_ELEMENTS, count_axes_with_distinct_ids, grow_cases_from_samples
 from .cases.inputs import select_relevant_input_kinds
-from .cases.operand_layouts import find_in_place_operand_with_alias, find_layout_by_name
+from .cases.operand_layouts import find_in_place_operand_and_duplicate, find_layout_by_name
 from .checks import zero_propagation
 from .checks.metamorphic import list_metamorphic_checks
 
@@ -41,7 +41,7 @@ def select_relevant_layouts(case: Case) -> tuple[str, ...]:
     specs = case.specs
     if any(name in specs and specs[name].size for _, name in op.inplace_pairs(attrs)):
         layouts.append("inplace")
-    if find_in_place_operand_with_alias(op, specs, attrs) is not None:
+    if find_in_place_operand_and_duplicate(op, specs, attrs) is not None:
         layouts.append("twin")
     return tuple(layouts)
 
@@ -103,7 +103,7 @@ def _compute_selection_order(case: Case) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _list_point_traits(
+def _list_point_dtype_and_attribute_traits(
     op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a point as traits."""
@@ -113,10 +113,10 @@ def _list_point_traits(
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
-def _list_case_operand_traits(case: Case) -> tuple[tuple[object, ...], ...]:
+def _list_case_dtype_and_attribute_traits(case: Case) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
-    return _list_point_traits(case.op_declaration, case.operands, attrs)
+    return _list_point_dtype_and_attribute_traits(case.op_declaration, case.operands, attrs)
 
 
 def _list_single_traits(case: Case) -> set[object]:
@@ -126,7 +126,11 @@ def _list_single_traits(case: Case) -> set[object]:
     """
     if case.check != "reference":
         return {("check", case.check)}
-    return {*_list_case_operand_traits(case), *_list_shape_traits(case.operands), (case.layout, case.inputs)}
+    return {
+        *_list_case_dtype_and_attribute_traits(case),
+        *_list_shape_traits(case.operands),
+        (case.layout, case.inputs),
+    }
 
 
 def _list_layout_dtype_traits(case: Case) -> set[object]:
@@ -138,7 +142,7 @@ def _list_layout_dtype_traits(case: Case) -> set[object]:
 
 def _list_trait_pairs(case: Case) -> set[object]:
     """Return all pairs of traits of a case; the quick run covers pairs after all single traits."""
-    traits = _list_case_operand_traits(case)
+    traits = _list_case_dtype_and_attribute_traits(case)
     attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
@@ -170,7 +174,7 @@ def _list_shape_traits(operands: Operands) -> tuple[tuple[object, ...], ...]:
     return tuple(traits)
 
 
-def select_cases(
+def generate_cases_of_matching_ops(
     pattern: str = "", *, full: bool = False, seed: int = 0, only: Sequence[str] | None = None
 ) -> Iterator[Case]:
     """Yield the quick or all cases of the ops with a name that `pattern` matches completely.

@@ -54,7 +54,7 @@ def search_random_shapes(
     )
     @given(strategies.data())
     def search(data: strategies.DataObject) -> None:
-        case = _draw_case(op, bases, data)
+        case = _draw_random_case(op, bases, data)
         if case not in results:
             results[case] = run_case(case, backend, device)
         if results[case].outcome is Outcome.FAIL:
@@ -68,7 +68,7 @@ def search_random_shapes(
         yield results[failed[-1]]
 
 
-def _draw_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
+def _draw_random_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
     """Draw a sample of the op with random dimensions, layout and input kind."""
     from hypothesis import assume, strategies
 

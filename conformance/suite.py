@@ -13,7 +13,7 @@ from ..graph.errors import BackendError
 from ..ops import REGISTRY
 from .cases.case import Case, parse_test_case
 from .checks.run_case import Result, run_case
-from .generate_cases import select_cases
+from .generate_cases import generate_cases_of_matching_ops
 from .reports.expected_failures import ExpectedFailures, fail_required_unsupported, read_expected_failures
 
 CASES_PER_TASK = 64
@@ -53,7 +53,7 @@ class Suite:
                 yield case.with_settings(seed=self.seed) if self.seed else case
             return
         self.list_matching_ops()
-        yield from select_cases(self.op, full=self.full or self.thorough, seed=self.seed)
+        yield from generate_cases_of_matching_ops(self.op, full=self.full or self.thorough, seed=self.seed)
 
     def read_expected_failures(self) -> ExpectedFailures:
         """Read the file of expected failures, if there is one, and check that the backend exists.
@@ -81,7 +81,7 @@ class Suite:
         return matching
 
 
-def run_suite(
+def run_cases_of_suite(
     suite: Suite, on_result: Callable[[Result], None] = lambda result: None, selected: Sequence[Case] | None = None
 ) -> list[Result]:
     """Run the cases of `suite`, or only the `selected` ones, and return their results in order.

@@ -43,7 +43,7 @@ def detect_launch() -> LaunchInfo | None:
     return LaunchInfo(*found) if found else None
 
 
-def fork_supervised_child(launch: LaunchInfo) -> int:
+def fork_supervisor_and_return_in_child(launch: LaunchInfo) -> int:
     """Fork this process into a supervisor (the parent) and a child that runs the program; return only in the child.
 
     The parent waits for the child and ends with its exit code.

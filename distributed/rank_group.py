@@ -185,7 +185,7 @@ class RankGroup:
         for group in self.thread_groups.values():
             group.abort(why)
 
-    def clear(self) -> None:
+    def clear_messages_and_failures(self) -> None:
         """Clear messages and failures after a run; run numbers stay.
 
         If a rank has failed in the meantime, its failure is reported again.
@@ -193,7 +193,7 @@ class RankGroup:
         for board in self.signal_pads.values():
             align_run_numbers_and_clear_failure(board)
         for group in self.thread_groups.values():
-            group.clear()
+            group.clear_messages_and_failures()
         self.between.world.repeat_failure_callbacks()
 
 

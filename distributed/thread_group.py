@@ -61,7 +61,7 @@ class ThreadGroup:
         with self.post:
             self.post.notify_all()
 
-    def clear(self) -> None:
+    def clear_messages_and_failures(self) -> None:
         """Clear messages and failures after a run, when no thread waits."""
         self.messages.clear()
         self.posted[:] = [None] * self.size

@@ -290,7 +290,7 @@ class World:
         self.repeat_failure_callbacks()
         return True
 
-    def leave(self, timeout: float | None = None) -> None:
+    def wait_for_all_ranks_and_close(self, timeout: float | None = None) -> None:
         """Leave the run after the work of this rank: wait until all other ranks leave too, then close the link.
 
         The wait takes at most `timeout` seconds.

@@ -21,7 +21,7 @@ from .completion import Completion, Token, complete_text, compute_logprobs, deco
 from .config_options import describe_options, takes_config
 from .errors import ModelError
 from .generation import speculative
-from .generation.generate import GenerationParams, generate_texts, sample_tokens, stream_text
+from .generation.generate import GenerationParams, generate_texts, sample_tokens_of_all_sequences, stream_text
 from .generation.options import MESSAGES_KIND, OBJECTS_KIND, PROMPT_KIND, Options, resolve_options
 from .gguf.chat import choose_chat_template_and_variables
 from .gguf.tokenization.tokenizer import Tokenizer, has_vocabulary, tokenizer_from_metadata
@@ -34,7 +34,7 @@ from .open_model import open_adapted_model, open_model, open_session
 from .run_config import RunConfig
 from .serving.requests import GenerationRequest, TokenEvent
 from .serving.running_requests import make_token_event
-from .serving.shared_engine import SharedEngine, can_share_steps
+from .serving.shared_engine import SharedEngine, can_run_in_shared_engine
 from .text_limits import require_nonempty_texts_fit
 
 TOKEN_ROWS_KIND = list_of(list_of(ANY, "a sequence of tokens"), "a sequence of sequences of tokens")
@@ -69,7 +69,7 @@ class Model:
         first = open_session(self._model, on=self._group, context=config.context, batch=config.batch)
         self._idle_sessions, self._draft_max = IdleSessions(first), draft_max or speculative.DEFAULT_DRAFT_TOKENS
         self._drafting = None if draft is None else self._open_draft_session(draft)
-        self._can_share_steps = draft is None and can_share_steps(first)
+        self._can_share_steps = draft is None and can_run_in_shared_engine(first)
         self._shared_engine: SharedEngine | None = None
         self._leases_before_shared_call = -1
         self._tokenizer: Tokenizer | None = None
@@ -210,7 +210,7 @@ class Model:
         with self._idle_sessions.lease() as lease:
             ahead = self._create_speculative_decoder(lease, params)
             prompts = [lease.reuse_prefix_or_reset(ids)]
-            for one in sample_tokens(lease.session, prompts, params, known=lease.tokens, ahead=ahead):
+            for one in sample_tokens_of_all_sequences(lease.session, prompts, params, known=lease.tokens, ahead=ahead):
                 yield make_token_event(GenerationRequest("", (), params, top_logprobs), one.token, one.logits)
                 _ = self.session  # raises after `close`
 
@@ -355,7 +355,7 @@ class Model:
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes on each device by kind: ``weight``, ``state`` (with the caches of idle sessions) and ``arena``."""
         first = self.session
-        leases, engine = self._idle_sessions.leases, self._shared_engine
+        leases, engine = self._idle_sessions.idle_leases, self._shared_engine
         shared = [] if engine is None else [engine.session]
         models = [(first, [*shared, *(one for lease in leases for one in lease.session.sessions)])]
         if self._drafting is not None:
@@ -405,13 +405,13 @@ class Model:
     @property
     def session(self) -> Session:
         """The session that loaded the weights; other sessions share its weights. Raises `ModelError` after `close`."""
-        return self._idle_sessions.first
+        return self._idle_sessions.weight_loading_session
 
     def _find_shared_engine_if_usable(self, ids: Sequence[int], params: GenerationParams) -> SharedEngine | None:
         """Return the engine that runs a call together with others; `None` for a call that needs its own session."""
         if not self._can_share_steps or params.pinned_tokens is not None or len(ids) >= self.context:
             return None
-        if any(one.has_saved_state and one.is_prefix_known(ids) for one in self._idle_sessions.leases):
+        if any(one.has_saved_state and one.is_prefix_known(ids) for one in self._idle_sessions.idle_leases):
             return None
         with self._lock:
             first = self.session  # raises after `close`

@@ -98,14 +98,14 @@ def main(words: Sequence[str]) -> int:
         ]
         return max(each)
     kernels = [*dict.fromkeys(list_kernels_to_precompile(of_all_types="--all" in words))]
-    status = compile_kernels_in_parallel(kernels)
+    status = compile_in_parallel_and_return_worst_status(kernels)
     print(
         f"{find_compile_target().name}: {len(kernels)} kernels are ready" if not status else "kernels were not compiled"
     )
     return status
 
 
-def compile_kernels_in_parallel(kernels: Sequence[Kernel]) -> int:
+def compile_in_parallel_and_return_worst_status(kernels: Sequence[Kernel]) -> int:
     """Compile kernels in parallel, in one process per processor, and return the worst exit status.
 
     A kernel holds closures, which only a fork can pass to another process. Without fork this process compiles all of

@@ -52,7 +52,7 @@ def require_next_token_logits(model: Model) -> None:
         raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
 
 
-def make_growing_text_error(sequence: int) -> ModelError:
+def make_non_causal_append_error(sequence: int) -> ModelError:
     """Return the error for a sequence that gets more tokens, though the model sees all tokens at once."""
     return ModelError(
         f"sequence {sequence} would grow in steps, but this model sees all tokens at once; "

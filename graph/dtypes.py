@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .errors import GraphError
+from .old_names import RenamedAttribute
 from .validation import did_you_mean, format_value
 
 
@@ -67,6 +68,8 @@ class DType(Enum, metaclass=DTypeMeta):
     Q1_0 = ("q1_0", 41, 128, 18)
     Q2_0 = ("q2_0", 42, 64, 18)
 
+    bytes_of = RenamedAttribute("count_bytes")
+
     def __init__(self, text: str, ggml: int, block: int, block_bytes: int, storage: str = "|u1") -> None:
         self.text = text
         self.ggml = ggml
@@ -87,7 +90,7 @@ class DType(Enum, metaclass=DTypeMeta):
         """Whether the dtype is quantised: several elements share one block, so that a single element has no address."""
         return self.block > 1
 
-    def bytes_of(self, count: int) -> int:
+    def count_bytes(self, count: int) -> int:
         """Return the number of bytes of `count` adjacent elements; `count` is a multiple of `block`."""
         return count // self.block * self.block_bytes
 

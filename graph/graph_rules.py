@@ -33,7 +33,7 @@ def leaves_have_no_operands(graph: Graph) -> Iterator[str]:
             yield f"{node!r}: a leaf has no operands and one result"
 
 
-def specs_are_legal(graph: Graph) -> Iterator[str]:
+def specs_have_legal_shapes(graph: Graph) -> Iterator[str]:
     """Check that all specs are legal: rank at most 5, sizes not negative, and quantised rows of complete blocks."""
     for node in graph.nodes:
         for spec in node.specs:
@@ -115,7 +115,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     graph_has_output_or_update,
     leaves_have_distinct_names,
     leaves_have_no_operands,
-    specs_are_legal,
+    specs_have_legal_shapes,
     only_states_are_updated,
     constants_hold_their_bytes,
     attributes_are_plain,

@@ -69,11 +69,11 @@ class RepeatedRuns:
         """
         return self.start + repetition * self.length
 
-    def drop_first(self) -> RepeatedRuns:
+    def without_first_repetition(self) -> RepeatedRuns:
         """Return the repetitions without the first one, which becomes a part of the preamble."""
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
-    def drop_last(self) -> RepeatedRuns:
+    def without_last_repetition(self) -> RepeatedRuns:
         """Return the repetitions without the last one, so that all readers of carried values have equal structure."""
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
@@ -115,7 +115,7 @@ def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
     last_read = (j for line in reads[end:] for j in _list_present_operands(line) if first <= j < end)
     carried = frozenset(crossing.union(j - found.first_node_of(count - 1) for j in last_read))
     found = RepeatedRuns(first, length, count, carried)
-    candidates = (found, found.drop_first())  # the first repetition may read a leaf
+    candidates = (found, found.without_first_repetition())  # the first repetition may read a leaf
     return next(
         (runs for runs in candidates if runs.count > 1 and _is_valid_repetition(graph, runs, position, reads)), None
     )

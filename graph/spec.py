@@ -53,7 +53,7 @@ class Spec:
         """The number of bytes of a contiguous value. Rows of a quantised dtype are complete blocks."""
         if self.dtype.block == 1:
             return math.prod(self.shape) * self.dtype.block_bytes
-        return math.prod(self.shape[:-1]) * self.dtype.bytes_of(self.shape[-1])
+        return math.prod(self.shape[:-1]) * self.dtype.count_bytes(self.shape[-1])
 
     def __str__(self) -> str:
         return f"{self.dtype.text}[{','.join(map(str, self.shape))}]"

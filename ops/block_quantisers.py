@@ -41,7 +41,7 @@ def _build_block_records(dtype: DType, qs: npt.NDArray[np.generic], **columns: n
     return blocks
 
 
-def _to_codes(numbers: F32, top: int) -> U8:
+def _truncate_to_codes(numbers: F32, top: int) -> U8:
     """Truncate numbers to codes from 0 to `top`; NaN becomes 0."""
     return np.clip(np.nan_to_num(np.trunc(numbers)), 0, top).astype(np.uint8)
 
@@ -85,7 +85,7 @@ def _quantise_q8_0(x: F32) -> np.ndarray:
 def _quantise_without_minimum(dtype: DType, middle: int, x: F32) -> np.ndarray:
     """Quantise blocks to a scale and codes from 0 to ``2 * middle - 1``; the code `middle` means 0."""
     d = _find_peak(x) / np.float32(-middle)
-    codes = _to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
+    codes = _truncate_to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
     return _with_fifth_bits(_build_block_records(dtype, _pack_nibbles(codes), d=d), codes)
 
 
@@ -93,7 +93,7 @@ def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
     """Quantise blocks to a scale, a minimum and codes from 0 to `top`; the code 0 means the minimum."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = (high - low) / np.float32(top)
-    codes = _to_codes((x - low) * _safe_reciprocal(d) + HALF, top)
+    codes = _truncate_to_codes((x - low) * _safe_reciprocal(d) + HALF, top)
     return _with_fifth_bits(_build_block_records(dtype, _pack_nibbles(codes), d=d, dmin=low), codes)
 
 

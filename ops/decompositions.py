@@ -69,7 +69,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Decompose attention into one `attention` call per token, over a KV cache that two row updates fill."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
-    keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
+    keys, values = _write_cache_later_half_first(k, "k"), _write_cache_later_half_first(v, "v")
     settings: dict[str, Any] = dict(attrs)
     rows = []
     for t in range(q.shape[-3]):
@@ -82,7 +82,7 @@ def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) 
     return (out,)
 
 
-def _write_cache_in_two_steps(x: Value, name: str) -> Value:
+def _write_cache_later_half_first(x: Value, name: str) -> Value:
     """Write all rows of `x` [..., s, h, d] into a cache of zeros with two row updates, the later half first.
 
     Args:
@@ -112,7 +112,7 @@ DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
 """Decompositions by op. ``unfused`` uses simpler ops; the others rearrange calls of the same op."""
 
 
-def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
+def list_applicable_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
     """Return the names of all decompositions that compute the same as a call of `op` with these operands.
 
     A call with one mask per head, or with a pool of states, has none.

@@ -234,7 +234,7 @@ class AnswerStream:
         """
         try:
             for request in self._requests.values():
-                self._service.submit(request, self._forward_event)
+                self._service.submit(request, self._forward_event_to_event_loop)
                 self._open.add(request.id)
         except BaseException:
             self.cancel_running_requests()
@@ -259,7 +259,7 @@ class AnswerStream:
         """Whether all requests of the response still wait for a slot."""
         return not self._has_begun and not self._open & set(self._service.status.slot_requests)
 
-    def _forward_event(self, event: Event) -> None:
+    def _forward_event_to_event_loop(self, event: Event) -> None:
         """Pass an event from the thread of the engine to the event loop."""
         self._bridge.send(self._queue, event)
 

@@ -18,7 +18,7 @@ from ..scheduler.lowering.device_plan import DevicePlan, find_first_devices_with
 from ..scheduler.reports.explain import TimelineReasons, format_decision_lines, format_summary
 from ..scheduler.reports.measured_steps import MeasuredPlan
 from ..scheduler.reports.pass_dumps import compute_memory_and_last_use_by_step
-from ..scheduler.reports.placement_hints import find_single_device_weight_hints
+from ..scheduler.reports.placement_hints import suggest_weights_for_single_device
 from ..scheduler.reports.value_layouts import format_value_layouts
 from .graph_data import GraphData, format_spec_and_bytes
 from .intern_table import InternTable
@@ -48,7 +48,7 @@ class PlanData:
         programs = [self._build_instruction_columns(p) for p in range(len(self.first))]
         rows = [self._build_timeline_row(*row) for row in self._iterate_timeline_rows([p["block"] for p in programs])]
         layouts = format_value_layouts(plan)
-        advice = find_single_device_weight_hints(plan, layouts)
+        advice = suggest_weights_for_single_device(plan, layouts)
         measured = None if self.times is None else self._build_measured_time_columns(self.times)
         return {
             "summary": format_summary(plan),
@@ -82,7 +82,7 @@ class PlanData:
             "about": device_plan.device.description,
             "memory": device_plan.device.memory,
             "program": self.program[d],
-            "held": {**device_plan.memory(), "undo": device_plan.program.undo_bytes},
+            "held": {**device_plan.count_memory_bytes_by_kind(), "undo": device_plan.program.undo_bytes},
             "speeds": asdict(self.plan.speeds[d]),
         }
 

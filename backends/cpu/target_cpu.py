@@ -139,7 +139,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
 
 
 @cache
-def find_amx_support() -> str | None:
+def find_native_or_emulated_amx() -> str | None:
     """Return how kernels may use AMX tiles: `AMX` (instructions), `EMULATED` (plain vector code), or None."""
     if asked := os.environ.get("HOCKET_AMX"):
         if asked != EMULATED:

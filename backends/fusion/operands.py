@@ -103,7 +103,7 @@ class Operand:
     def slice_axis(self, axis: int, start: int, count: int) -> Operand:
         """Return the slice of `count` entries along `axis` from `start`, without a copy."""
         t = self.tensor
-        skipped = t.dtype.bytes_of(start * t.strides[axis])
+        skipped = t.dtype.count_bytes(start * t.strides[axis])
         shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
         tensor = replace(t, offset=t.offset + skipped, shape=shape)
         return replace(self, address=self.address + skipped, tensor=tensor)
@@ -128,7 +128,7 @@ class Operand:
         for (_, outer), (m, inner) in pairwise(axes):
             if outer != m * inner:
                 return None
-        return self.tensor.dtype.bytes_of(axes[-1][1] if axes else n)
+        return self.tensor.dtype.count_bytes(axes[-1][1] if axes else n)
 
     @cached_property  # each instruction compares its regions with the regions of earlier instructions
     def region(self) -> MemoryRegion:
@@ -137,10 +137,10 @@ class Operand:
             assert self.stored_spec is not None
             return MemoryRegion(t.buffer, 0, self.stored_spec.nbytes)
         last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
-        high = t.offset + (t.dtype.bytes_of(last) + t.dtype.block_bytes if all(t.shape) else 0)
+        high = t.offset + (t.dtype.count_bytes(last) + t.dtype.block_bytes if all(t.shape) else 0)
         pitch, width = (
             (self._find_row_stride_bytes() if t.shape else None),
-            t.dtype.bytes_of(t.shape[-1] if t.shape else 1),
+            t.dtype.count_bytes(t.shape[-1] if t.shape else 1),
         )
         if pitch is None or pitch <= width or high - t.offset <= width:
             return MemoryRegion(t.buffer, t.offset, high)

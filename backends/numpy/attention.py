@@ -12,7 +12,7 @@ from ...ops.declaration.expression import Expression, trace
 from ...ops.reduction.norms import alibi_slopes, normalise_scores
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction
-from .expressions import count_scratch, make_expression_calls, plan_scratch
+from .expressions import count_scratch_elements, make_expression_calls, plan_scratch
 from .matmul import multiply_in_float64
 
 
@@ -52,7 +52,7 @@ def bind_attention(call: HostInstruction) -> Calls:
     softmax = _trace_softmax(sinks is not None)
     plan = plan_scratch(softmax, [scores.shape, (1,)])
     memory = [call.take_scratch(*shape) for shape in plan.shapes]
-    numbers = softmax.compute_numbers({})
+    numbers = softmax.compute_number_steps({})
     slopes = alibi_slopes(heads, call.number_attribute("max_bias")).astype(np.float32)
     calls: Calls = []
     if mask is not None and call.attrs["mask_heads"] == "one":
@@ -104,7 +104,7 @@ def _count_attention_scratch(node: Node) -> int:
     q, k = node.inputs[0].shape, node.inputs[1].shape
     matrices = 2 if node.attrs["max_bias"] else 1
     plan = plan_scratch(_trace_softmax(len(node.src) > 4 and node.src[4] is not None), [(q[-3], k[-3]), (1,)])
-    return q[-3] * matrices * k[-3] + count_scratch(plan)
+    return q[-3] * matrices * k[-3] + count_scratch_elements(plan)
 
 
 KERNELS: Mapping[str, Binding] = {

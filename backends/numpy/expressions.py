@@ -16,7 +16,7 @@ from ...graph.attrs import Attrs
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.declaration.expression import Expression
-from ...ops.declaration.interpreter import DeclaredExpression
+from ...ops.declaration.interpreter import ScalarLanguageDeclaration
 from ...ops.declaration.numpy_functions import NUMPY_FUNCTIONS
 from ...ops.declaration.scalar import COMPARISON_FUNCTIONS, ROW_FUNCTIONS
 from ..base import Array
@@ -101,7 +101,7 @@ def make_expression_calls(
     Args:
         expression: the expression of one element or one row of the result.
         operands: arrays that broadcast together, with the row as the last axis; None for absent ones.
-        numbers: the values of the steps without operands (`Expression.compute_numbers`).
+        numbers: the values of the steps without operands (`Expression.compute_number_steps`).
         out: the result. It may be an operand: all other steps precede the last one, which writes it.
         plan: the scratch of the expression for these operands.
         memory: a dense float32 array for each buffer of the plan.
@@ -124,19 +124,19 @@ def make_expression_calls(
     return calls or [partial(np.copyto, out, values[-1])]
 
 
-def count_scratch(plan: ScratchPlan) -> int:
+def count_scratch_elements(plan: ScratchPlan) -> int:
     """Return the number of float32 elements of all buffers of a scratch plan."""
     return sum(map(math.prod, plan.shapes))
 
 
-def make_expression_binding(declared: DeclaredExpression) -> Binding:
+def make_expression_binding(declared: ScalarLanguageDeclaration) -> Binding:
     """Make the NumPy kernel of an op that is declared in the scalar language."""
 
     def arrange(
         operands: Sequence[Array | None], attrs: Attrs, out: Array
     ) -> tuple[Expression, list[Array | None], Array]:
         """Return the expression, and its operands and its result as views that broadcast together."""
-        arranged = declared.arrange_operands(operands, attrs)
+        arranged = declared.arrange_operands_for_expression(operands, attrs)
         expression = declared.trace([a is not None for a in arranged], attrs)
         shape = next(a.shape for a in arranged if a is not None)
         *views, result = as_tiling_broadcast_views(shape, [*arranged, None if expression.reduces_row else out])
@@ -146,7 +146,9 @@ def make_expression_binding(declared: DeclaredExpression) -> Binding:
         expression, operands, out = arrange(call.src, call.attrs, call.out)
         plan = plan_scratch(expression, [None if a is None else a.shape for a in operands])
         memory = [call.take_scratch(*shape) for shape in plan.shapes]
-        return make_expression_calls(expression, operands, expression.compute_numbers(call.attrs), out, plan, memory)
+        return make_expression_calls(
+            expression, operands, expression.compute_number_steps(call.attrs), out, plan, memory
+        )
 
     def scratch(node: Node) -> int:
         def view(spec: Spec) -> Array:  # it has a shape, but no memory
@@ -154,6 +156,6 @@ def make_expression_binding(declared: DeclaredExpression) -> Binding:
 
         operands = [None if v is None else view(v.spec) for v in node.src]
         expression, operands, _ = arrange(operands, node.attrs, view(node.specs[0]))
-        return count_scratch(plan_scratch(expression, [None if a is None else a.shape for a in operands]))
+        return count_scratch_elements(plan_scratch(expression, [None if a is None else a.shape for a in operands]))
 
     return Binding(bind, scratch)

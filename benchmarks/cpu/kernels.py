@@ -245,7 +245,7 @@ def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: in
     times: dict[str, list[float]] = {}
     for i in range(1 + repeats):
         run.bind(inputs)
-        for step in run.measure()[0]:
+        for step in run.time_kernels()[0]:
             if i:
                 times.setdefault(step.kernel, []).append(step.seconds)
     if "NumPy" in times:

@@ -59,12 +59,12 @@ def measure_op(op: str, build: Callable[[], Value]) -> dict[str, object]:
     """
     graph, rng = Graph({"y": build()}), np.random.default_rng(5)
     run = hocket.load(hocket.plan(graph, "cpu:0"), {})
-    if STAND_IN not in run.kernels():
+    if STAND_IN not in run.list_kernel_names():
         raise SystemExit(f"{op}: has a compiled kernel; remove it from the cases")
     arrays = {v.node.name: rng.random(v.shape) + 0.5 for v in graph.inputs if not v.dtype.is_integer}
     arrays |= {v.node.name: rng.integers(0, ROWS, v.shape) for v in graph.inputs if v.dtype.is_integer}
     run.bind({name: arrays[name].astype(v.dtype.storage) for v in graph.inputs if (name := v.node.name) in arrays})
-    seconds = median(sum(step.seconds for step in run.measure()[0]) for _ in range(RUNS))
+    seconds = median(sum(step.seconds for step in run.time_kernels()[0]) for _ in range(RUNS))
     work = WorkCounter().count_work(next(node for node in graph.nodes if node.op == op))
     predicted = DEFAULT_HARDWARE.compute_seconds(*work)
     return {"op": op, "seconds": seconds, "gbs": work.nbytes / seconds / 1e9, "predicted": predicted}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hocket.conformance import Outcome, Suite, run_suite
+from hocket.conformance import Outcome, Suite, run_cases_of_suite
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.ops import REGISTRY
@@ -48,7 +48,7 @@ def _check_op(bench: BenchmarkDevice, name: str) -> Iterator[ResultRow]:
     suite, start = Suite(str(bench.on), re.escape(name)), time.perf_counter()
     if bench.tiny:
         suite = Suite(str(bench.on), texts=tuple(case.text_without_seed for case in suite.generate_cases())[::60])
-    results = run_suite(suite)
+    results = run_cases_of_suite(suite)
     outcomes = Counter(result.outcome for result in results)
     row: ResultRow = {str(outcome): outcomes[outcome] for outcome in (Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)}
     row |= {"no reference": outcomes[Outcome.NO_REFERENCE], "s": time.perf_counter() - start}

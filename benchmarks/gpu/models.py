@@ -13,7 +13,7 @@ from typing import Any
 from hocket.backends.cupy.cuda_driver import CudaDriver
 from hocket.backends.cupy.device.driver import Driver, KernelLaunch
 from hocket.frontends.commands import bench as counting
-from hocket.frontends.generation.generate import GenerationParams, GenerationTiming, sample_tokens
+from hocket.frontends.generation.generate import GenerationParams, GenerationTiming, sample_tokens_of_all_sequences
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch
@@ -96,7 +96,9 @@ def _measure_text(session: Session, prompt: list[int], count: int) -> Iterator[R
         for _ in range(2):  # the first round makes plans
             session.reset(0)
             timing, params = GenerationTiming(), GenerationParams(count, Sampling())
-            samples = sample_tokens(session, [prompt], params, known=[[]], timing=timing, needs_logits=needs_logits)
+            samples = sample_tokens_of_all_sequences(
+                session, [prompt], params, known=[[]], timing=timing, needs_logits=needs_logits
+            )
             text = [one.token for one in samples]
         texts.append(text)
         row = MeasuredTime(timing.decode / timing.new_tokens, 0.0).as_row()

@@ -40,7 +40,7 @@ from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
 from hocket.conformance.cases.case import parse_test_case
 from hocket.conformance.checks.case_graph import build_case_graph
-from hocket.conformance.reports.emulator_checks import collect_launch_counters
+from hocket.conformance.reports.emulator_checks import emulate_cases_and_count_accesses
 from hocket.graph import DType
 from hocket.ops import op_of
 from hocket.scheduler.costs.device_catalogue import DATA_SHEETS
@@ -129,7 +129,7 @@ class KernelShape:
                 stack.enter_context(patch.object(module, name, value))
             # The cache has the scratch bytes of kernels that other constants chose.
             compute_scratch_bytes_at_placeholders.cache_clear()
-            return list(zip(*(collect_launch_counters([case], limits) for case in cases), strict=True))
+            return list(zip(*(emulate_cases_and_count_accesses([case], limits) for case in cases), strict=True))
 
     def predict_launches(self, counted: Sequence[tuple[LaunchCounters, ...]], kind: str) -> LaunchPredictions:
         """Return the predicted time of each launch on a GPU kind."""

@@ -156,7 +156,7 @@ def _run_all(pool: Threads, runs: Sequence[Callable[[], object]], thread_group: 
     start = time.perf_counter()
     list(pool.map(one, runs))
     taken = time.perf_counter() - start
-    thread_group.clear()
+    thread_group.clear_messages_and_failures()
     return taken
 
 

@@ -87,7 +87,7 @@ def predict_plan_seconds(plan: Plan, use: Workload | None) -> float:
 
 def compute_stored_bytes(plan: Plan) -> int:
     """Return the bytes of weights and states on all devices of a plan."""
-    return plan.memory()["weight"] + plan.memory()["state"]
+    return plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"]
 
 
 def format_choices(name: str, path: str) -> Iterator[str]:

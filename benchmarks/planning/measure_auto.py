@@ -16,7 +16,7 @@ from statistics import median
 
 from hocket.benchmarks.results_file import collect_circumstances, format_circumstances, format_table, write_result
 from hocket.frontends.commands.bench_batched import measure_batch_seconds
-from hocket.frontends.inference.micro_batches import make_session
+from hocket.frontends.inference.micro_batches import make_session_micro_batched_if_faster
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model, open_session
 
@@ -78,7 +78,9 @@ def measure_choices(
     model = open_model(path)
     room = {"context": prompt + new, "batch": 2048 // sequences}
     first = {choice: open_session(model, on=on, sequences=sequences, **room) for choice, on in GROUP_BY_CHOICE.items()}
-    sessions = {choice: make_session(session, sequences, **room) for choice, session in first.items()}
+    sessions = {
+        choice: make_session_micro_batched_if_faster(session, sequences, **room) for choice, session in first.items()
+    }
     times = [
         {choice: sum(measure_batch_seconds(session, prompt, new)) for choice, session in sessions.items()}
         for _ in range(1 + rounds)

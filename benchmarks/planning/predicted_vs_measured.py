@@ -24,7 +24,7 @@ from hocket.frontends.measure_plan import draw_random_token_lists_endlessly, run
 from hocket.frontends.open_model import open_model, open_session
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.costs.speeds import Speeds
-from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, ProbeRuns, compute_trimmed_mean
+from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, BoundCalibrationProbes, compute_trimmed_mean
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS_PER_ROUND = 5
@@ -79,7 +79,9 @@ def main() -> None:
     about = collect_circumstances(args.shared)
     runs = [run for path in args.models for run in make_runs(path, args.p, args.c, args.threads)]
     dtypes = {str(weight.dtype) for run in runs for weight in run.plan.graph.weights}
-    probes = ProbeRuns([run.plan.group[0] for run in runs[:1]], [kind for kind in PROBED_DTYPES if str(kind) in dtypes])
+    probes = BoundCalibrationProbes(
+        [run.plan.group[0] for run in runs[:1]], [kind for kind in PROBED_DTYPES if str(kind) in dtypes]
+    )
     rounds = [row for _ in range(args.rounds) for row in measure_round(probes, runs)]
     text = format_table(HEAD, [format_errors(run, rounds) for run in runs])
     print(format_circumstances(about) + "\n\n" + text, end="")
@@ -107,7 +109,7 @@ def make_runs(path: Path, tokens: list[int], context: int, threads: int | None) 
     return runs
 
 
-def measure_round(probes: ProbeRuns, runs: list[ModelRun]) -> list[dict[str, object]]:
+def measure_round(probes: BoundCalibrationProbes, runs: list[ModelRun]) -> list[dict[str, object]]:
     """Return the predicted and measured seconds of each run in one round."""
     beside: dict[int, list[dict[str, float]]] = defaultdict(list)
     seconds: dict[int, list[float]] = defaultdict(list)

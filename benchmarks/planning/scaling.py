@@ -109,7 +109,7 @@ def format_rows(graph: Graph, sequences: int) -> Iterator[tuple[str, str]]:
 def format_row(plan: Plan, sequences: int) -> str:
     """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
     used = sum(bool(device_plan.program.instructions) for device_plan in plan.device_plans)
-    stored_bytes = plan.memory()["weight"] + plan.memory()["state"]
+    stored_bytes = plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"]
     lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
     rate = sequences / plan.cost.total
     cells = (

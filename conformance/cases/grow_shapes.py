@@ -21,7 +21,7 @@ from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec, check_spec
 from ...ops import Op
-from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingAxes, Operand, SignatureMismatch
+from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingAxesBroadcast, Operand, SignatureMismatch
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]
@@ -204,9 +204,9 @@ def _choose_leading_axes(
     operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], broadcast: str
 ) -> tuple[int, ...]:
     """Return the new leading axes of one operand; `broadcast` is explained in `resize_point`."""
-    if operand.leading is LeadingAxes.NONE:
+    if operand.leading is LeadingAxesBroadcast.NONE:
         return ()
-    if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
+    if operand.leading in (LeadingAxesBroadcast.EQUAL, LeadingAxesBroadcast.CONTRACTED):
         return new
     match broadcast:
         case "whole":
@@ -289,10 +289,10 @@ def _count_elements_of_largest_operand(point: Point) -> int:
 def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
     """Yield variants of a call with other leading axes, and with other broadcasts of the operands over them."""
     known = resolve_point_sizes(op, point)
-    if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
+    if known is None or all(o.leading is LeadingAxesBroadcast.NONE for o in known[2]):
         return
     elementwise = not any(o.dims for o in known[2])
-    repeats = any(o.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED) for o in known[2])
+    repeats = any(o.leading in (LeadingAxesBroadcast.TILED, LeadingAxesBroadcast.GROUPED) for o in known[2])
     for leading in ELEMENTWISE if elementwise else LEADING_AXES:
         for broadcast in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
             grown = resize_point(op, point, known[1].by_name, leading, broadcast)

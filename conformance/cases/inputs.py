@@ -20,7 +20,12 @@ from ...ops.elementwise.binary import round_to_dtype
 from ...ops.quantisation import dequantise, f32_to_bf16
 from .case import Case
 from .grow_shapes import count_axes_with_distinct_ids
-from .operand_layouts import Array, compute_shape_in_units, find_in_place_operand_with_alias, find_layout_or_contiguous
+from .operand_layouts import (
+    Array,
+    compute_shape_in_units,
+    find_in_place_operand_and_duplicate,
+    find_layout_or_contiguous,
+)
 
 LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
 """Standard deviation of numbers of kind ``large``; 1e4 for other dtypes. Squares and sums of them are still finite."""
@@ -93,7 +98,7 @@ def generate_random_operands(case: Case) -> dict[str, Array]:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
         operands[name] = array
     if case.layout == "twin":
-        one, other = find_in_place_operand_with_alias(op, specs, case.attributes_with_defaults) or ("", "")
+        one, other = find_in_place_operand_and_duplicate(op, specs, case.attributes_with_defaults) or ("", "")
         operands[other] = operands[one]
     return operands
 

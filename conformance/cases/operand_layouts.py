@@ -118,7 +118,7 @@ def find_layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -
     return find_layout_by_name(spec, layout, distinct_axes) or _make_contiguous_layout(spec)
 
 
-def find_in_place_operand_with_alias(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
+def find_in_place_operand_and_duplicate(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
     """Find two operands of an elementwise op that a test may bind to one value; return their names, or None.
 
     The first operand can be updated in place. Both have equal specs and equal legal values.

@@ -25,7 +25,7 @@ from ..cases.operand_layouts import (
     Array,
     OperandLayout,
     build_leaf_array,
-    find_in_place_operand_with_alias,
+    find_in_place_operand_and_duplicate,
     find_layout_or_contiguous,
 )
 
@@ -84,7 +84,7 @@ def build_case_graph(case: Case) -> CaseGraph:
         is_weight |= name in cached and spec.dtype in (DType.F16, DType.BF16)
         leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
         layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
-    if case.layout == "twin" and (pair := find_in_place_operand_with_alias(op, case.specs, attrs)) is not None:
+    if case.layout == "twin" and (pair := find_in_place_operand_and_duplicate(op, case.specs, attrs)) is not None:
         one, other = pair
         operands[other] = leaves[one]
         del layouts[other], leaves[other]

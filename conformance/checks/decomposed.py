@@ -10,7 +10,7 @@ from ...backends.base import Backend, Device
 from ...graph.graph import Graph
 from ...graph.node import input
 from ...ops import REGISTRY
-from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
+from ...ops.decompositions import DECOMPOSITIONS, list_applicable_decompositions
 from ...scheduler import load, plan_for_group
 from ..cases.case import Case
 from ..cases.operand_layouts import Array
@@ -24,7 +24,8 @@ def list_decomposition_checks(case: Case) -> tuple[str, ...]:
     if any(0 in spec.shape or spec.dtype.is_quantised for _, spec in case.operands):
         return ()
     return tuple(
-        f"{CHECK_NAME}-{name}" for name in select_decompositions(case.op, case.specs, case.attributes_with_defaults)
+        f"{CHECK_NAME}-{name}"
+        for name in list_applicable_decompositions(case.op, case.specs, case.attributes_with_defaults)
     )
 
 

@@ -181,7 +181,7 @@ def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[Par
     op, sizes, size = case.op_declaration, case.dimension_sizes, case.dimension_sizes[name]
     results = infer_result_specs(case)
     derived = next(
-        (d for d in op.derived_sizes if any(d in dim.factors for dim in _list_result_dimensions(op, case))), ""
+        (d for d in op.derived_sizes if any(d in dim.factors for dim in _list_dimensions_of_all_results(op, case))), ""
     )
     if derived and derived != name:
         overlap, rows = size - sizes[derived], sizes[derived]
@@ -234,7 +234,7 @@ def _split_table_rows_into_partial_sums(case: Case, name: str, middle: int) -> t
     return tuple(runs)
 
 
-def _list_result_dimensions(op: Op, case: Case) -> Sequence[Dimension]:
+def _list_dimensions_of_all_results(op: Op, case: Case) -> Sequence[Dimension]:
     """Return the dimensions on the axes of all results of an op, in the order of the signature."""
     return [d for r in op.signature_for(case.attributes_with_defaults).results for d in r.dims]
 

@@ -70,7 +70,7 @@ def run_case(case: Case, backend: Backend, device: Device) -> Result:
     start = time.perf_counter()
     difference = ArrayDifference()
     try:
-        difference = _run_and_compare(case, backend, device)
+        difference = _run_and_compare_with_expected(case, backend, device)
         outcome, why = (Outcome.FAIL, difference.why) if difference.why else (Outcome.PASS, "")
     except _UnsupportedCase as reason:
         outcome, why = Outcome.UNSUPPORTED, str(reason)
@@ -104,14 +104,16 @@ class RunnableCase:
     units: Mapping[str, Array]
     operands: Mapping[str, Array]
 
-    def compute_expected_result(self, backend: Backend) -> ExpectedResult:
+    def compute_expected_result_by_reference(self, backend: Backend) -> ExpectedResult:
         """Compute the expected results by the reference, with the error budget for this backend."""
         slack = next((s for check, s in CHECK_TOLERANCE_FACTORS.items() if self.case.check.startswith(check)), 2.0)
         return ExpectedResult(
             self.case, self.operands, slack * _choose_operation_rounding_error(build_case_graph(self.case), backend)
         )
 
-    def run_on_device_with_masks(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
+    def run_on_device_and_mask_compared_elements(
+        self, backend: Backend, device: Device
+    ) -> tuple[list[Array], list[Array]]:
         """Run the case on a device as its check needs it; return the results, and a mask for each of them.
 
         A mask has the elements to compare with the expected result.
@@ -129,7 +131,7 @@ class RunnableCase:
         return results, [np.ones(r.shape, bool) for r in results]
 
 
-def generate_runnable_case(case: Case) -> RunnableCase:
+def make_runnable_case_with_random_operands(case: Case) -> RunnableCase:
     """Return a case with its random operands.
 
     Raises:
@@ -162,16 +164,16 @@ def _run_and_join_partial_cases(
     return join_results_with_masks(case, parts, outputs)
 
 
-def _run_and_compare(case: Case, backend: Backend, device: Device) -> ArrayDifference:
+def _run_and_compare_with_expected(case: Case, backend: Backend, device: Device) -> ArrayDifference:
     """Run a case on a device, and compare its results with the expected results."""
-    runnable_case = generate_runnable_case(case)
-    got, masks = runnable_case.run_on_device_with_masks(backend, device)
+    runnable_case = make_runnable_case_with_random_operands(case)
+    got, masks = runnable_case.run_on_device_and_mask_compared_elements(backend, device)
     if (
         case.check.startswith(zero_propagation.CHECK_NAME)
         and (got[0][zero_propagation.zero_entries_and_find_zero_results(case, runnable_case.units)[1]] != 0).any()
     ):
         raise _WrongResult(f"zeros in {case.check.removeprefix(f'{zero_propagation.CHECK_NAME}-')} give no zeros")
-    return _compare_results(case, got, runnable_case.compute_expected_result(backend), masks)
+    return _compare_results(case, got, runnable_case.compute_expected_result_by_reference(backend), masks)
 
 
 def _take_axis_entries(units: Array, place: AxisEntries, spec: Spec) -> Array:
@@ -275,11 +277,11 @@ def _run_bound_program_three_times(
     _replay_and_check_guards(guarded, "the first run")
     guarded.poison_results(NAN)
     guarded.write_inputs(inputs)
-    _replay_and_check_operands(built, guarded, "the run")
+    _replay_and_check_guards_and_operands(built, guarded, "the run")
     first = guarded.copy_outputs()
     guarded.poison_arena(WILD_BYTE)
     guarded.write_inputs(inputs)
-    _replay_and_check_operands(built, guarded, "the replay")
+    _replay_and_check_guards_and_operands(built, guarded, "the replay")
     again = guarded.copy_outputs()
     names = [n for n in first if n.startswith(RESULT_PREFIX)]
     if any(first[n].tobytes() != again[n].tobytes() for n in names):
@@ -288,7 +290,7 @@ def _run_bound_program_three_times(
     return [numbers[n] for n in names]
 
 
-def _replay_and_check_operands(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
+def _replay_and_check_guards_and_operands(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
     """Replay the program, and raise `_WrongResult` if it changed a guard zone or an operand that is alive."""
     before = guarded.read_input_leaf_bytes(guarded.copy_arena())
     _replay_and_check_guards(guarded, when)

@@ -20,7 +20,7 @@ import numpy as np
 from ...graph.attrs import Attr
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
-from ...ops.declaration.signature import DimensionRole, LeadingAxes
+from ...ops.declaration.signature import DimensionRole, LeadingAxesBroadcast
 from ..cases.case import Case
 from ..cases.operand_layouts import Array
 
@@ -66,7 +66,7 @@ def count_terms_per_element(case: Case) -> int:
     sizes = case.dimension_sizes
     count = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in summed)
     for operand in signature.operands:
-        if operand.leading is LeadingAxes.CONTRACTED and operand.name in case.specs:
+        if operand.leading is LeadingAxesBroadcast.CONTRACTED and operand.name in case.specs:
             return max(1, count * case.specs[operand.name].size)
     return max(1, count)
 
@@ -214,7 +214,7 @@ class ExpectedResult:
         """Return whether the signature has contracted dimensions or contracted leading axes."""
         signature = self.op.signature_for(self.attrs)
         return any(d.role is DimensionRole.CONTRACTED for d in signature.operand_dims) or any(
-            o.leading is LeadingAxes.CONTRACTED for o in signature.operands
+            o.leading is LeadingAxesBroadcast.CONTRACTED for o in signature.operands
         )
 
     def _raise_to_row_rms(self, change: Array, result: int) -> Array:

@@ -14,7 +14,9 @@ from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
 
 
-def collect_launch_counters(case_texts: Iterable[str], limits: KernelLimits = LARGEST_LIMITS) -> list[LaunchCounters]:
+def emulate_cases_and_count_accesses(
+    case_texts: Iterable[str], limits: KernelLimits = LARGEST_LIMITS
+) -> list[LaunchCounters]:
     """Run cases in the emulator, and return the memory access counters of each kernel launch.
 
     Args:
@@ -26,11 +28,11 @@ def collect_launch_counters(case_texts: Iterable[str], limits: KernelLimits = LA
     """
     driver = AccessCountingDriver(limits, counted_run=1)  # of three runs of a case, the second is compared
     for text in case_texts:
-        _run_in_emulator(text, DriverBackend(driver))
+        _run_case_in_emulator(text, DriverBackend(driver))
     return list(driver.counters.values())
 
 
-def run_and_list_races(case_texts: Iterable[str]) -> list[str]:
+def emulate_cases_and_list_races(case_texts: Iterable[str]) -> list[str]:
     """Run cases in the emulator, and return a line for each pair of unordered conflicting accesses.
 
     Args:
@@ -42,12 +44,12 @@ def run_and_list_races(case_texts: Iterable[str]) -> list[str]:
     lines = []
     for text in case_texts:
         driver = AccessLogDriver()
-        _run_in_emulator(text, AccessLogBackend(driver))
+        _run_case_in_emulator(text, AccessLogBackend(driver))
         lines += [f"{text}: {pair}" for pair in list_races(driver.take_log(), driver.memory)]
     return lines
 
 
-def _run_in_emulator(case_text: str, backend: DriverBackend) -> None:
+def _run_case_in_emulator(case_text: str, backend: DriverBackend) -> None:
     """Run one case on an emulated device, and raise `BackendError` if its result is wrong."""
     result = run_case(parse_test_case(case_text), backend, backend.device(0))
     if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):

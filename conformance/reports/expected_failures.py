@@ -22,7 +22,7 @@ class ExpectedFailures:
     lines: tuple[str, ...] = ()
 
     @property
-    def patterns(self) -> tuple[str, ...]:
+    def fnmatch_patterns(self) -> tuple[str, ...]:
         # A bracket is a shape here, never a set of characters.
         """The case or pattern of each line, without its reason, as a pattern for `fnmatch`."""
         bare = (line.partition("#")[0].strip() for line in self.lines)
@@ -30,7 +30,7 @@ class ExpectedFailures:
 
     def expects(self, text: str) -> bool:
         """Return whether a line matches the text of a case."""
-        return any(fnmatchcase(text, p) for p in self.patterns)
+        return any(fnmatchcase(text, p) for p in self.fnmatch_patterns)
 
     def mark_expected_outcome(self, result: Result) -> Result:
         """Adjust a result to the list: a listed failure becomes xfail, and a listed case that passes becomes a failure.

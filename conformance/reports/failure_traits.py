@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import format_attribute
-from ...ops.declaration.signature import LeadingAxes
+from ...ops.declaration.signature import LeadingAxesBroadcast
 from ..cases.case import INPUTS, LAYOUTS, Case
 from ..checks.run_case import Outcome, Result
 
@@ -25,9 +25,9 @@ MAX_TRAITS = 3
 """Maximum reported traits of an op."""
 SIZE_THRESHOLDS = tuple(2**n for n in range(3, 11))
 """Sizes at which kernels change: a vector, a tile, a thread block."""
-BROADCAST_TRAITS: Mapping[LeadingAxes, str] = {
-    LeadingAxes.TILED: "repeated",
-    LeadingAxes.GROUPED: "used for several rows",
+BROADCAST_TRAITS: Mapping[LeadingAxesBroadcast, str] = {
+    LeadingAxesBroadcast.TILED: "repeated",
+    LeadingAxesBroadcast.GROUPED: "used for several rows",
 }
 """The trait of an operand that is broadcast over leading axes, by the kind of broadcast."""
 

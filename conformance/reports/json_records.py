@@ -15,7 +15,7 @@ from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
 from ...graph.storage.files import replacing
 from ..cases.inputs import NoReference, as_stored_weight
-from ..checks.run_case import Outcome, Result, generate_runnable_case
+from ..checks.run_case import Outcome, Result, make_runnable_case_with_random_operands
 
 
 def make_result_record(result: Result, backend: str) -> dict[str, object]:
@@ -117,13 +117,17 @@ def save_failure_arrays(result: Result, folder: Path, backend: Backend, device: 
     path = folder / f"{case.op}-{crc32(str(case).encode()):08x}.npz"
     arrays = {"case": np.array(str(case)), "why": np.array(result.why)}
     with suppress(NoReference, NotImplementedError):
-        runnable_case = generate_runnable_case(case)
+        runnable_case = make_runnable_case_with_random_operands(case)
         arrays |= {f"operand_{n}": as_stored_weight(a, case.specs[n]) for n, a in runnable_case.units.items()}
         arrays |= {
-            f"expected_{n}": np.asarray(w) for n, w in enumerate(runnable_case.compute_expected_result(backend).arrays)
+            f"expected_{n}": np.asarray(w)
+            for n, w in enumerate(runnable_case.compute_expected_result_by_reference(backend).arrays)
         }
         with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
-            arrays |= {f"got_{n}": g for n, g in enumerate(runnable_case.run_on_device_with_masks(backend, device)[0])}
+            arrays |= {
+                f"got_{n}": g
+                for n, g in enumerate(runnable_case.run_on_device_and_mask_compared_elements(backend, device)[0])
+            }
     with replacing(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
     return path

@@ -51,25 +51,25 @@ class MeasuredLimits:
     """
 
     def __init__(self, backend: Backend, device: Device) -> None:
-        self._measure = lambda case: measure_op_speed(case, backend, device)
+        self._measure = lambda case: measure_op_speed_with_cold_buffers(case, backend, device)
         copy = make_case(cont, {"x": Spec((1 << 24,))})
         read = make_case(mul_mat, {"w": Spec((4096, 4096)), "x": Spec((1, 4096))})
         self.bandwidth = max(self._measure(case).bytes_per_second for case in (copy, read))
         self._flops: dict[str, float] = {}
 
-    def measure_flops_per_second(self, dtype: str) -> float:
+    def measure_matmul_flops_per_second(self, dtype: str) -> float:
         """Measure the operations per second of a large matrix product with weights of `dtype`, once per dtype."""
         if dtype not in self._flops:
             w, x = make_spec((1024, 1024), dtype), Spec((1024, 1024))
             self._flops[dtype] = self._measure(make_case(mul_mat, {"w": w, "x": x})).flops_per_second
         return self._flops[dtype]
 
-    def measure_case_flops_per_second(self, case: Case) -> float:
+    def measure_matmul_flops_per_second_for_case(self, case: Case) -> float:
         """Return the operations per second that a case could reach, measured on a matrix product.
 
         For a product, the weights have the dtype of the weights of the case; for other ops float32.
         """
-        return self.measure_flops_per_second(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
+        return self.measure_matmul_flops_per_second(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class OpSpeed:
         """Return the reached fraction of the measured limits: of bytes or of operations, the larger one."""
         return max(
             self.bytes_per_second / limits.bandwidth,
-            self.flops_per_second / limits.measure_case_flops_per_second(self.case),
+            self.flops_per_second / limits.measure_matmul_flops_per_second_for_case(self.case),
         )
 
     def format_line(self, limits: MeasuredLimits) -> str:
@@ -124,7 +124,7 @@ def read_last_level_cache_bytes() -> int:
     return max(sizes)
 
 
-def measure_op_speed(case: Case, backend: Backend, device: Device) -> OpSpeed:
+def measure_op_speed_with_cold_buffers(case: Case, backend: Backend, device: Device) -> OpSpeed:
     """Measure the seconds of runs of a case on a device with cold buffers.
 
     Raises:
@@ -135,13 +135,13 @@ def measure_op_speed(case: Case, backend: Backend, device: Device) -> OpSpeed:
         raise BackendError(f"{case} cannot run on {device}: {support.reason}")
     built = build_case_graph(case)
     device_plan = build_verified_device_plan(built.graph, backend, device)
-    size = max(1, sum(device_plan.memory().values()))
+    size = max(1, sum(device_plan.count_memory_bytes_by_kind().values()))
     cache = read_last_level_cache_bytes()
     copies = max(1, min(MAX_COPIES, MAX_COPY_BYTES // size, -(-2 * cache // size)))
     units = generate_random_operands(case)
     leaves = built.build_leaf_arrays(units, 0.0)
     runs = [_bind_plan_to_case(device_plan, built.encode_weights(leaves), leaves) for _ in range(copies)]
-    seconds = _measure_run_seconds(runs)
+    seconds = _measure_run_seconds_with_cold_cache(runs)
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     op: Op[Any] = case.op_declaration
     return OpSpeed(
@@ -162,7 +162,7 @@ def _bind_plan_to_case(device_plan: DevicePlan, weights: dict[str, Any], leaves:
     return lambda: guarded.replay()  # the closure keeps the memory alive
 
 
-def _measure_run_seconds(runs: Sequence[Callable[[], None]]) -> list[float]:
+def _measure_run_seconds_with_cold_cache(runs: Sequence[Callable[[], None]]) -> list[float]:
     """Measure the seconds of each run of a case; the copies of the case run in turn, so that each finds a cold cache.
 
     Args:

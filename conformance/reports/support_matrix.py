@@ -73,7 +73,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
             name: tuple(
                 dtypes
                 for dtypes, cases in by_dtype.items()
-                if not support[name][dtypes] and _has_no_compiled_kernel(cases, backend, device)
+                if not support[name][dtypes] and _computes_all_cases_with_numpy(cases, backend, device)
             )
             for name, (backend, device) in loaded.items()
         }
@@ -81,7 +81,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
     return rows
 
 
-def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
+def _computes_all_cases_with_numpy(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
     """Return whether NumPy computes all supported cases, in a backend that otherwise compiles kernels.
 
     Cases with empty results are ignored: they call no kernel.
@@ -116,7 +116,7 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
         entries = [
             {
                 "op": r.op,
-                "tier": _find_tier(r),
+                "tier": _find_must_or_should_tier(r),
                 "dtypes": list(r.dtypes),
                 "support": {d: r.format_cell(d) for d in devices},
             }
@@ -125,7 +125,8 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
         return json.dumps(entries, indent=1) + "\n"
     head = ["op", "tier", "meaning", *devices]
     body = [
-        [r.op, _find_tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.format_cell, devices)] for r in rows
+        [r.op, _find_must_or_should_tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.format_cell, devices)]
+        for r in rows
     ]
     if text_format == "md":
         lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in body)]
@@ -137,6 +138,6 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
     return f"<!doctype html><meta charset=utf-8><title>hocket ops</title><table>\n{table}</table>\n"
 
 
-def _find_tier(row: SupportRow) -> str:
+def _find_must_or_should_tier(row: SupportRow) -> str:
     """Return ``MUST`` for an op that every backend must support, otherwise ``SHOULD``."""
     return "MUST" if row.must else "SHOULD"

@@ -54,7 +54,7 @@ def format_run_total(results: Sequence[Result], backend: str, seconds: float | N
     return f"{backend}: {len(results)} cases of {ops} ops{took}: {outcomes or 'none'}"
 
 
-def describe_unsupported_ops(results: Iterable[Result]) -> Iterator[str]:
+def describe_unsupported_and_partly_supported_ops(results: Iterable[Result]) -> Iterator[str]:
     """Yield a line with unsupported ops, and a line with partly supported ops and their case counts."""
     by_op: dict[str, Counter[Outcome]] = defaultdict(Counter)
     for result in results:
@@ -87,7 +87,7 @@ def format_text_report(results: Sequence[Result], backend: str, seconds: float, 
             lines.append(
                 f"  and {len(group.results) - max_failures} more; --json, --markdown or --html lists all of them"
             )
-    for line in describe_unsupported_ops(results):
+    for line in describe_unsupported_and_partly_supported_ops(results):
         lines += wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     whys = Counter(r.why for r in results if r.outcome is Outcome.UNSUPPORTED)
     lines += [f"  {n} cases: {why}" for why, n in whys.most_common(5)]
@@ -128,7 +128,7 @@ def format_markdown_report(results: Sequence[Result], backend: str) -> str:
     lines = [f"# Conformance of {backend}", "", f"{format_run_total(results, backend)}.", ""]
     lines += ["| sign | outcome | meaning |", "|---|---|---|"]
     lines += [f"| {sign} | {outcome} | {OUTCOME_MEANINGS[outcome]} |" for outcome, sign in SIGNS.items()]
-    lines += ["", CELLS, "", *describe_unsupported_ops(results), ""]
+    lines += ["", CELLS, "", *describe_unsupported_and_partly_supported_ops(results), ""]
     for group in group_failures_by_op(results):
         lines += [f"## {group.op}", "", *(f"- {sentence}" for sentence in group.describe_failures()), "", "```"]
         for result in group.results:

@@ -293,10 +293,10 @@ def count_weight_bytes_per_token(model: Model, backend: Backend | None = None) -
         backend: Backend with the dtypes of the stored weights; None uses the dtypes of the file.
     """
     graph = model.graph(Step(1, 1, 256, 256, 1))
-    return sum(_count_node_bytes(node, backend) for node in graph.nodes)
+    return sum(_count_weight_bytes_read_by_node(node, backend) for node in graph.nodes)
 
 
-def _count_node_bytes(node: Node, backend: Backend | None) -> int:
+def _count_weight_bytes_read_by_node(node: Node, backend: Backend | None) -> int:
     """Count the bytes of weights that a graph node reads; a view reads none."""
     weights = [v.spec for v in node.inputs if v.node.op == "weight"]
     if not weights:

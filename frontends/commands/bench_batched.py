@@ -14,7 +14,7 @@ import numpy as np
 
 from ...distributed import World
 from ..errors import ModelError
-from ..inference.micro_batches import MicroBatchedSession, make_session, open_decode_schedule
+from ..inference.micro_batches import MicroBatchedSession, make_session_micro_batched_if_faster, open_decode_schedule
 from ..inference.session import DeviceGroup, Session
 from ..models import Model
 from ..open_model import open_session
@@ -95,7 +95,7 @@ class BatchedBenchmark:
             world=self.world,
         )
         each = {
-            n: make_session(one, n, context=context, batch=self._compute_max_tokens_per_run(n))
+            n: make_session_micro_batched_if_faster(one, n, context=context, batch=self._compute_max_tokens_per_run(n))
             for n in dict.fromkeys(self.sequence_counts)
         }
         for session in each.values():
@@ -128,7 +128,7 @@ def measure_batch_seconds(session: Session | MicroBatchedSession, prompt: int, n
         for turn in range(new + 1):
             for group, place in enumerate(steps.sequence_ranges):
                 if turn:
-                    steps.finish_step()
+                    steps.finish_oldest_step()
                 if turn < new:
                     steps.begin_step(group, [[tokens[i][prompt + turn]] for i in place])
     return read - start, time.perf_counter() - read

@@ -14,7 +14,7 @@ from ..language_model import Model
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from ..text_limits import require_nonempty_texts_fit
-from .shared_flags import SESSION_OPTIONS, add_model_flags, add_option_flags, options_from_flags
+from .shared_flags import SESSION_OPTIONS, add_model_flags, add_option_flags, run_options_from_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     texts = args.prompt or _read_stdin_lines()
     if not texts:
         raise ModelError("got no text; give some with -p, or a line each on stdin")
-    with Model(args.model, **options_from_flags(args) | {"context": args.context or None}) as model:
+    with Model(args.model, **run_options_from_flags(args) | {"context": args.context or None}) as model:
         ids = [model.tokenize(text) for text in texts]
         require_nonempty_texts_fit(ids, model.context, "text" if args.prompt else "line")
         vectors = model.embed(ids, normalise=not args.no_normalise)

@@ -172,10 +172,10 @@ def describe_memory_fit_and_speed(
     """
 
     def filling(device_plan: DevicePlan) -> float:
-        return sum(device_plan.memory().values()) / (device_plan.device.memory or math.inf)
+        return sum(device_plan.count_memory_bytes_by_kind().values()) / (device_plan.device.memory or math.inf)
 
     fullest = max(plan.device_plans, key=filling)
-    needed, memory = format_bytes(sum(fullest.memory().values())), fullest.device.memory
+    needed, memory = format_bytes(sum(fullest.count_memory_bytes_by_kind().values())), fullest.device.memory
     room = f"{needed} of {format_bytes(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
     if describe_memory_problem(plan):
         fits = "does not fit"

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
                 replay.counts = total
             else:
                 assert replay is not None  # the first line is a header
-                replay.repeat(line, record)
+                replay.repeat_line_and_compare(line, record)
     except ReplayDifferenceError as difference:
         write_to_stdout_unless_closed(f"{args.log}: {difference}\n")
         return 1

@@ -22,7 +22,7 @@ from ..generation.generate import (
     GenerationParams,
     GenerationTiming,
     compile_generation_plans,
-    sample_tokens,
+    sample_tokens_of_all_sequences,
     stream_text,
 )
 from ..generation.grammar import Grammar
@@ -36,7 +36,7 @@ from ..generation.speculative import (
 )
 from ..gguf.chat import ChatTemplateWithVariables, choose_chat_template_and_variables
 from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
-from ..inference.device_group import resolve_exact_device_name
+from ..inference.device_group import resolve_device_name_for_exact_results
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
@@ -191,7 +191,9 @@ def print_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenize
         ahead = speculative_decoder_from_flags(args, session)
         timing = compile_generation_plans(session, new, params, ahead) + GenerationTiming(load=load)
     known = [before[: session.lengths[0]]]
-    samples = sample_tokens(session, [new], params, known=known, timing=timing, ahead=ahead, needs_logits=False)
+    samples = sample_tokens_of_all_sequences(
+        session, [new], params, known=known, timing=timing, ahead=ahead, needs_logits=False
+    )
     write_to_stdout_unless_closed(text)
     with trace_to_file(session, args.trace):
         try:
@@ -376,13 +378,15 @@ def format_bytes_in_use_by_device(session: Session) -> str:
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []
-    for device, used_bytes in zip(local_devices, store.nbytes(), strict=True):
+    for device, used_bytes in zip(local_devices, store.count_bytes_by_kind(), strict=True):
         parts.append(f"{device}: " + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
         parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.loaded_byte_count)} of weights")
     else:
         used = {str(device) for _, device in session.group}
-        named = [str(find_device(resolve_exact_device_name(name, session.on))[1]) for name in session.on.devices]
+        named = [
+            str(find_device(resolve_device_name_for_exact_results(name, session.on))[1]) for name in session.on.devices
+        ]
         if unused := [name for name in named if name not in used]:
             parts.append(f"{', '.join(unused)} left free")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

@@ -38,9 +38,9 @@ from .shared_flags import (
     add_cache_folder_flag,
     add_model_flags,
     add_option_flags,
-    apply_process_flags,
     config_from_flags,
-    options_from_flags,
+    run_options_from_flags,
+    set_cache_folder_and_blas_threads,
 )
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.world.size > 1:
         raise ModelError("hocket serve runs in one process; start it without mpiexec")
-    apply_process_flags(args)
+    set_cache_folder_and_blas_threads(args)
     if args.dry_run:
         return print_dry_run_prediction(args)
     options = read_server_options_and_files(args)
@@ -248,13 +248,13 @@ def lower_gc_threshold() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    model = Model(args.model, **served_options_from_flags(args))
+    model = Model(args.model, **model_arguments_from_flags(args))
     return model, args.alias[0] if args.alias else Path(args.model).stem
 
 
-def served_options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
+def model_arguments_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `Model` that the flags give; a context of 0 is the context of the model."""
-    options = options_from_flags(args)
+    options = run_options_from_flags(args)
     if args.context == 0:
         options["context"] = open_model(args.model, header_only=True).context_length
     return options
@@ -270,7 +270,7 @@ def open_request_log(args: argparse.Namespace) -> RequestLog | None:
         return None
     from ..serving.request_log import RequestLog
 
-    options = {**served_options_from_flags(args), "model": str(Path(args.model).absolute())}
+    options = {**model_arguments_from_flags(args), "model": str(Path(args.model).absolute())}
     return RequestLog(open_log(args.log_requests), partial(_announce_log_error, args.log_requests), options)
 
 

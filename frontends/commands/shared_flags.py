@@ -75,7 +75,7 @@ def add_option_flags(
             (devices_in if devices_in and name == "devices" else sub).add_argument(*row.flags, dest=name, **arguments)
 
 
-def options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
+def run_options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the model run that the flags give, as arguments of `RunConfig` and `hocket.Model`.
 
     Raises:
@@ -91,8 +91,8 @@ def options_from_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_from_flags(args: argparse.Namespace) -> RunConfig:
-    """Return the configuration of the model run that the flags describe; see `options_from_flags`."""
-    return RunConfig(args.model, **options_from_flags(args))
+    """Return the configuration of the model run that the flags describe; see `run_options_from_flags`."""
+    return RunConfig(args.model, **run_options_from_flags(args))
 
 
 def mark_as_multi_rank_command(sub: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ def add_cache_folder_flag(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--cache-dir", metavar="DIR", help="folder of compiled kernels and plans (~/.cache/hocket)")
 
 
-def apply_process_flags(args: argparse.Namespace) -> None:
+def set_cache_folder_and_blas_threads(args: argparse.Namespace) -> None:
     """Set the cache folder and the BLAS threads of this process as the flags say."""
     if args.cache_dir:
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
@@ -166,7 +166,7 @@ def open_session_from_flags(
         watched: False ignores the flag `--watch`.
         watch: An observer of the steps, in place of the flag `--watch`.
     """
-    apply_process_flags(args)
+    set_cache_folder_and_blas_threads(args)
     config = config_from_flags(args)
     watch = watch or (value_watch_from_flags(args) if watched else None)
     return open_session(model, on=config.group, context=context, batch=config.batch, watch=watch, world=args.world)

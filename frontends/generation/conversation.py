@@ -10,7 +10,7 @@ from ..gguf.chat import ChatTemplateWithVariables, choose_chat_template_and_vari
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.saved_state import load_state, read_saved_conversation, save_state
 from ..inference.session import Session
-from .generate import GenerationParams, GenerationTiming, sample_tokens, stream_text
+from .generate import GenerationParams, GenerationTiming, sample_tokens_of_all_sequences, stream_text
 from .speculative import SpeculativeDecoder
 
 
@@ -70,7 +70,7 @@ class Conversation:
         new_tokens = self._encode_new_text(prompt)
         length, timing = self.session.lengths[0], GenerationTiming()
         tokens = [self.tokens[:length]]
-        samples = sample_tokens(
+        samples = sample_tokens_of_all_sequences(
             self.session,
             [self.tokens[length:] + new_tokens],
             self.params,

@@ -29,7 +29,7 @@ from .gbnf_parser import (
     Choice,
     Expression,
     GbnfParser,
-    Lexeme,
+    LexemeMark,
     Reference,
     Repetition,
     Rules,
@@ -74,7 +74,7 @@ def _list_children(expression: Expression) -> tuple[Expression, ...]:
             return items
         case Repetition(item):
             return (item,)
-        case Lexeme(body):
+        case LexemeMark(body):
             return (body,)
     return ()
 
@@ -179,7 +179,7 @@ class _LexemeChooser:
         """Yield the names of the rules that an expression references outside of its lexemes."""
         if isinstance(expression, Reference):
             yield expression.name
-        elif not isinstance(expression, Lexeme):
+        elif not isinstance(expression, LexemeMark):
             for item in _list_children(expression):
                 yield from self.find_rule_references_outside_lexemes(item)
 
@@ -188,7 +188,7 @@ class _LexemeChooser:
 
     def mark_lexemes(self, expression: Expression) -> Expression:
         if self.is_regular(expression) and expression not in self.split_expressions and expression != EMPTY_SEQUENCE:
-            return Lexeme(expression)
+            return LexemeMark(expression)
         match expression:
             case Sequence(items):
                 parts: list[Expression] = []
@@ -223,9 +223,11 @@ class _LexemeChooser:
         def walk(expression: Expression, then: frozenset[Expression]) -> frozenset[Expression]:
             """Record the followers of each lexeme; return the first lexemes of an expression that precedes `then`."""
             match expression:
-                case Lexeme(body):
+                case LexemeMark(body):
                     following[body] = following.get(body, frozenset()) | then
-                    return frozenset((body,)) | (then if self.compute_conflict_properties(body)[2] else frozenset())
+                    return frozenset((body,)) | (
+                        then if self.compute_first_and_extension_byte_masks(body)[2] else frozenset()
+                    )
                 case Reference(name):
                     after[name] |= then
                     return first[name] | (then if name in nullable else frozenset())
@@ -251,13 +253,16 @@ class _LexemeChooser:
         found: set[Expression] = set()
         for group in groups:
             for a, b in combinations(group, 2):
-                if self.compute_conflict_properties(a)[0] & self.compute_conflict_properties(b)[0]:
-                    found.update(each for each in (a, b) if not self.compute_conflict_properties(each)[3])
+                if (
+                    self.compute_first_and_extension_byte_masks(a)[0]
+                    & self.compute_first_and_extension_byte_masks(b)[0]
+                ):
+                    found.update(each for each in (a, b) if not self.compute_first_and_extension_byte_masks(each)[3])
         for lexeme, next_ones in following.items():
             leading = 0
             for each in next_ones:
-                leading |= self.compute_conflict_properties(each)[0]
-            if self.compute_conflict_properties(lexeme)[1] & leading:
+                leading |= self.compute_first_and_extension_byte_masks(each)[0]
+            if self.compute_first_and_extension_byte_masks(lexeme)[1] & leading:
                 found.add(lexeme)
         return found
 
@@ -277,11 +282,12 @@ class _LexemeChooser:
             groups = {start, *following.values()}
             is_stable = True
             for group in groups:
-                singles = [each for each in group if self.compute_conflict_properties(each)[3]]
+                singles = [each for each in group if self.compute_first_and_extension_byte_masks(each)[3]]
                 for a, b in combinations(singles, 2):
                     if (
                         following[a] != following[b]
-                        and self.compute_conflict_properties(a)[0] & self.compute_conflict_properties(b)[0]
+                        and self.compute_first_and_extension_byte_masks(a)[0]
+                        & self.compute_first_and_extension_byte_masks(b)[0]
                     ):
                         following[a] = following[b] = following[a] | following[b]
                         is_stable = False
@@ -293,8 +299,8 @@ class _LexemeChooser:
 
         def is_nullable(expression: Expression) -> bool:
             match expression:
-                case Lexeme(body):
-                    return self.compute_conflict_properties(body)[2]
+                case LexemeMark(body):
+                    return self.compute_first_and_extension_byte_masks(body)[2]
                 case Reference(name):
                     return name in nullable
                 case Sequence(items):
@@ -309,7 +315,7 @@ class _LexemeChooser:
             nullable |= new
         return nullable
 
-    def compute_conflict_properties(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
+    def compute_first_and_extension_byte_masks(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
         """Compute four properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
@@ -418,7 +424,7 @@ def _format_lark_grammar(rules: Rules) -> str:
         match expression:
             case CharacterRanges() | TokenIdRanges():
                 return expression.text
-            case Lexeme(body):
+            case LexemeMark(body):
                 if body not in terminals:
                     terminals[body] = f"L{len(terminals)}"
                 return terminals[body]

@@ -74,13 +74,13 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Lexeme:
+class LexemeMark:
     """A mark around an expression without recursion: the expression becomes one lexeme, a unit of the lexer."""
 
     body: Expression
 
 
-Expression = CharacterRanges | TokenIdRanges | Sequence | Choice | Repetition | Reference | Lexeme
+Expression = CharacterRanges | TokenIdRanges | Sequence | Choice | Repetition | Reference | LexemeMark
 Rules = Mapping[str, Expression]
 EMPTY_SEQUENCE = Sequence(())
 

@@ -16,7 +16,11 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
-from ..inference.device_tokens import DeviceToken, can_choose_on_device, make_token_step
+from ..inference.device_tokens import (
+    DeviceArgmaxToken,
+    can_choose_tokens_on_device,
+    make_step_choosing_tokens_on_device,
+)
 from ..inference.micro_batches import MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
@@ -87,7 +91,7 @@ def generate_tokens(
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = GenerationParams(limit, sampling, seed, stop)
     known: list[list[int]] = [list(before), *idle]
-    for sample in sample_tokens(
+    for sample in sample_tokens_of_all_sequences(
         session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead, needs_logits=False
     ):
         yield sample.token
@@ -127,7 +131,7 @@ class GenerationParams:
 EMPTY_PROMPT_ERROR = "the prompt is empty and the model adds no BOS token; give some text to continue"
 
 
-def sample_tokens(
+def sample_tokens_of_all_sequences(
     session: Session | MicroBatchedSession,
     prompts: Sequence[Sequence[int]],
     params: GenerationParams,
@@ -157,7 +161,7 @@ def sample_tokens(
     """
     timing, active = GenerationTiming() if timing is None else timing, set[int]() if active is None else active
     try:
-        on_device = not needs_logits and _takes_device_tokens(session, params, ahead)
+        on_device = not needs_logits and _chooses_tokens_on_device(session, params, ahead)
         yield from _sample_sequences(session, prompts, params, known, timing, active, ahead, on_device)
     finally:
         if ahead is not None:
@@ -201,9 +205,9 @@ def _sample_sequences(
     counts = [0] * len(prompts)
     grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
-    def choose_token(i: int, answer: F32 | DeviceToken) -> tuple[int, F32]:
+    def choose_token(i: int, answer: F32 | DeviceArgmaxToken) -> tuple[int, F32]:
         """Return the next token of sequence `i`, and the logits from which the host chose it."""
-        if isinstance(answer, DeviceToken):
+        if isinstance(answer, DeviceArgmaxToken):
             require_finite_logit(*answer)
             return answer.token, NO_LOGITS
         logits = answer[-1][: params.token_count]
@@ -211,7 +215,7 @@ def _sample_sequences(
         masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
         return broadcast_sampled_token(session, sampling.choose_token(masked_logits, rng, known[i])), logits
 
-    def sample_next(i: int, answer: F32 | DeviceToken) -> Generator[SampledToken, None, list[int]]:
+    def sample_next(i: int, answer: F32 | DeviceArgmaxToken) -> Generator[SampledToken, None, list[int]]:
         """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
         counts[i] += 1
         token, logits = choose_token(i, answer)
@@ -223,7 +227,7 @@ def _sample_sequences(
         is_full = counts[i] > free_tokens[i]
         if (
             counts[i] == limit
-            or (grammar_states and not grammar_states[i].accept_token(token))
+            or (grammar_states and not grammar_states[i].accept_token_and_can_continue(token))
             or (is_full and limit < 0 and params.pinned_tokens is None)
         ):
             active.discard(i)
@@ -241,7 +245,7 @@ def _sample_sequences(
     with open_decode_schedule(session, alone=params.pinned_tokens is not None, on_device=on_device) as steps:
         running_groups: deque[int] = deque()
 
-        def start_next_step(group: int, answers: Sequence[F32 | DeviceToken]) -> Iterator[SampledToken]:
+        def start_next_step(group: int, answers: Sequence[F32 | DeviceArgmaxToken]) -> Iterator[SampledToken]:
             """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
             for i, answer in zip(steps.sequence_ranges[group], answers, strict=True):
@@ -254,14 +258,14 @@ def _sample_sequences(
             yield from start_next_step(group, rows[place.start : place.stop])
         while running_groups:
             read = sum(i in active for i in steps.sequence_ranges[running_groups[0]])
-            answers = steps.finish_step() if ahead is None else [ahead.compute_next_logits(known[0])]
+            answers = steps.finish_oldest_step() if ahead is None else [ahead.compute_next_logits(known[0])]
             # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
             yield from start_next_step(running_groups.popleft(), answers)
 
 
-def _takes_device_tokens(
+def _chooses_tokens_on_device(
     session: Session | MicroBatchedSession, params: GenerationParams, ahead: SpeculativeDecoder | None
 ) -> bool:
     """Whether the device chooses the tokens of a generation: the choice is the largest logit of all tokens."""
@@ -271,7 +275,7 @@ def _takes_device_tokens(
         and params.grammar is None
         and params.pinned_tokens is None
         and (params.token_count is None or params.token_count >= session.model.vocabulary_size)
-        and can_choose_on_device(session)
+        and can_choose_tokens_on_device(session)
     )
 
 
@@ -337,8 +341,12 @@ def compile_generation_plans(
     session.compile_plans_for_tokens(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
-        on_device = _takes_device_tokens(session, params, ahead)
-        step = make_token_step(session, length) if on_device else session.make_step(1, length, session.sequences)
+        on_device = _chooses_tokens_on_device(session, params, ahead)
+        step = (
+            make_step_choosing_tokens_on_device(session, length)
+            if on_device
+            else session.make_step(1, length, session.sequences)
+        )
         session.executor(step)
         if ahead is not None:
             ahead.compile_plans(len(prompt))
@@ -411,7 +419,9 @@ def generate_texts(
     texts = [""] * len(prompts)
     decoders, filters = [Utf8Stream(tokenizer) for _ in prompts], [StopStringFilter(stops) for _ in prompts]
     active: set[int] = set()
-    with closing(sample_tokens(session, prompts, params, known=known, active=active, needs_logits=False)) as samples:
+    with closing(
+        sample_tokens_of_all_sequences(session, prompts, params, known=known, active=active, needs_logits=False)
+    ) as samples:
         for one in samples:
             i = one.sequence
             texts[i] += filters[i].feed(decoders[i].feed(one.token))

@@ -169,7 +169,7 @@ class GrammarState:
         masked[:count][is_allowed] = logits[:count][is_allowed]
         return masked
 
-    def accept_token(self, token: int) -> bool:
+    def accept_token_and_can_continue(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return whether the text may continue.
 
         Raises:
@@ -186,7 +186,7 @@ class GrammarState:
         """
         if self._matcher.validate_tokens(list(tokens)) < len(tokens):
             return False
-        return all(self.accept_token(token) for token in tokens)
+        return all(self.accept_token_and_can_continue(token) for token in tokens)
 
     def _require_valid_state(self) -> None:
         if self._matcher.is_error() or self._matcher.stop_reason() not in NORMAL_STOP_REASONS:

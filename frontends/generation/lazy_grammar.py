@@ -64,20 +64,20 @@ class LazyGrammarState:
         """
         return logits if self._object is None else self._object.mask_logits(logits)
 
-    def accept_token(self, token: int) -> bool:
+    def accept_token_and_can_continue(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return True, because free text may always follow.
 
         Raises:
-            ModelError: As `GrammarState.accept_token`.
+            ModelError: As `GrammarState.accept_token_and_can_continue`.
         """
         if self._object is None:
             self._tail += self._lazy.tokenizer.token_bytes(token)
-            self._advance_over_tail()
-        elif not self._object.accept_token(token):
+            self._scan_tail_for_thought_or_trigger()
+        elif not self._object.accept_token_and_can_continue(token):
             self._object, self._mode = None, "free"
         return True
 
-    def _advance_over_tail(self) -> None:
+    def _scan_tail_for_thought_or_trigger(self) -> None:
         """Scan the bytes in `_tail` for the end of a thought, a trigger, and the beginning of an object, in this order.
 
         Scanned bytes are removed. Bytes that may begin a mark stay until further bytes decide.

@@ -131,7 +131,7 @@ class ArchitectureMetadata:
         """Return whether the value of the key is a list, as opposed to one value for all blocks."""
         return isinstance(self.gguf.metadata.get(self._full_key(name)), LazyMetadataArray)
 
-    def read_block_count_up_to_tensors(self) -> int:
+    def read_block_count_limited_by_tensor_count(self) -> int:
         """Read ``block_count``, the number of blocks of the model, which is at most the number of tensors of the file.
 
         This limit stops loops over the blocks of a damaged file.

@@ -34,7 +34,7 @@ class TensorDescription:
     @property
     def nbytes(self) -> int:
         """Bytes of the data, without padding."""
-        return int(np.prod(self.shape[:-1], dtype=np.int64)) * self.dtype.bytes_of(self.shape[-1])
+        return int(np.prod(self.shape[:-1], dtype=np.int64)) * self.dtype.count_bytes(self.shape[-1])
 
 
 def encode_length_prefixed_string(text: str) -> bytes:

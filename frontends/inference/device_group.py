@@ -27,10 +27,10 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
     """
     device_of_name: dict[str, str] = {}
     for device in on.devices:
-        other = device_of_name.setdefault(name := resolve_exact_device_name(device, on), device)
+        other = device_of_name.setdefault(name := resolve_device_name_for_exact_results(device, on), device)
         if on.exact and other != device:
             raise ModelError(f"devices {other} and {device}: exact results of both are computed on {name}; name one")
-    names = [resolve_exact_device_name(name, on) for name in on.devices]
+    names = [resolve_device_name_for_exact_results(name, on) for name in on.devices]
     if world.size > 1:
         own = [name for name in names if DeviceName.parse(name).rank is None]
         everywhere = [f"{name}@{rank}" for rank in range(world.size) for name in own]
@@ -65,7 +65,7 @@ def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: 
     return [(backend, device) for (backend, _), device in zip(group, joined, strict=True)]
 
 
-def resolve_exact_device_name(device: str, on: DeviceGroup) -> str:
+def resolve_device_name_for_exact_results(device: str, on: DeviceGroup) -> str:
     """Return the name of the device that runs the ops of `device`.
 
     The names differ only for exact results: NumPy computes instead of the CPU backend, so ``cpu:1`` becomes

@@ -20,7 +20,7 @@ from .prefill_chunks import PrefillChunk
 from .session import Session
 
 
-class DeviceToken(NamedTuple):
+class DeviceArgmaxToken(NamedTuple):
     """The most probable token of a sequence, and its logit. The first token wins among equal logits.
 
     A NaN counts as the largest logit.
@@ -30,7 +30,7 @@ class DeviceToken(NamedTuple):
     logit: float
 
 
-def can_choose_on_device(session: object) -> bool:
+def can_choose_tokens_on_device(session: object) -> bool:
     """Whether decode steps of a session can choose tokens on its device, and save time by it.
 
     The model has to be causal, without MTP blocks and without inputs that the host computes from tokens. The session
@@ -49,7 +49,7 @@ def can_choose_on_device(session: object) -> bool:
     )
 
 
-def make_token_step(session: Session, length: int) -> Step:
+def make_step_choosing_tokens_on_device(session: Session, length: int) -> Step:
     """Return the decode step that chooses tokens on the device, in the context bucket of `length`."""
     return session.make_step(1, length, session.sequences, kind=TOKEN_KIND)
 
@@ -57,7 +57,7 @@ def make_token_step(session: Session, length: int) -> Step:
 class DeviceTokenSchedule:
     """A decode schedule for one session in which the device chooses the tokens; all sequences are one group.
 
-    `finish_step` returns a `DeviceToken` for each sequence. The token of an idle sequence has no meaning.
+    `finish_oldest_step` returns a `DeviceArgmaxToken` for each sequence. The token of an idle sequence has no meaning.
     """
 
     def __init__(self, session: Session) -> None:
@@ -72,15 +72,15 @@ class DeviceTokenSchedule:
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         self._tokens = tokens
 
-    def finish_step(self) -> Sequence[DeviceToken]:
+    def finish_oldest_step(self) -> Sequence[DeviceArgmaxToken]:
         session, tokens = self._session, self._tokens
         with session.store.device_lock:
             session.require_evaluable_tokens(tokens)
             length = max(n + len(new) for n, new in zip(session.lengths, tokens, strict=True))
-            step = make_token_step(session, length)
+            step = make_step_choosing_tokens_on_device(session, length)
             executor = session.executor(step)
             inputs = session.model.inputs(step, Batch(tokens, session.lengths))
-            self._write_other_tokens(tokens)
+            self._write_tokens_unless_chosen_on_device(tokens)
             with DeferredInterrupts():  # states and lengths belong together
                 self._device_tokens = None  # unknown after a failure
                 results = executor.run(inputs)
@@ -88,9 +88,9 @@ class DeviceTokenSchedule:
                 session.advance_by(tokens)
             self._device_tokens = results["token"].tolist()
             self._lengths = session.lengths, tuple(session.lengths)
-            return [*map(DeviceToken, self._device_tokens, results["logit"].tolist())]
+            return [*map(DeviceArgmaxToken, self._device_tokens, results["logit"].tolist())]
 
-    def _write_other_tokens(self, tokens: PrefillChunk) -> None:
+    def _write_tokens_unless_chosen_on_device(self, tokens: PrefillChunk) -> None:
         """Write the tokens of a step to the device, unless its last step has chosen exactly these tokens.
 
         They differ if another generation has run steps of the session since then, or if a reset has zeroed a token.

@@ -18,7 +18,7 @@ from ...graph.validation import ANY, BOOL, integer_between, list_of, require, va
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
-from .device_tokens import DeviceToken, DeviceTokenSchedule
+from .device_tokens import DeviceArgmaxToken, DeviceTokenSchedule
 from .prefill_chunks import (
     F32,
     PipelinedPrefill,
@@ -172,12 +172,12 @@ class DecodeSchedule(Protocol):
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
 
-    def finish_step(self) -> Sequence[F32 | DeviceToken]:
+    def finish_oldest_step(self) -> Sequence[F32 | DeviceArgmaxToken]:
         """Finish the oldest pending step: advance its sequences, and return the logits or the token of each."""
 
 
 class _SequentialDecodeSchedule:
-    """A decode schedule without overlap: all sequences are one group, and `finish_step` runs the whole step."""
+    """A decode schedule without overlap: all sequences are one group, and `finish_oldest_step` runs the whole step."""
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
@@ -187,7 +187,7 @@ class _SequentialDecodeSchedule:
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         self._tokens = tokens
 
-    def finish_step(self) -> list[F32]:
+    def finish_oldest_step(self) -> list[F32]:
         return self._session.evaluate(self._tokens)
 
 
@@ -214,7 +214,7 @@ class _PipelinedDecodeSchedule:
         self._pipelined_runs.enqueue(runs)
         self._pending_steps.append((session, reading))
 
-    def finish_step(self) -> list[F32]:
+    def finish_oldest_step(self) -> list[F32]:
         assert self._pipelined_runs is not None
         session, reading = self._pending_steps[0]
         (rows,) = session.end_prefill(reading, [self._pipelined_runs.wait_for_outputs()])
@@ -234,7 +234,7 @@ def open_decode_schedule(
     Args:
         session: The session; without micro-batches no steps overlap.
         alone: Whether each step waits for all steps before it.
-        on_device: Whether the device chooses the most probable tokens, as `can_choose_on_device` permits.
+        on_device: Whether the device chooses the most probable tokens, as `can_choose_tokens_on_device` permits.
     """
     with ExitStack() as around:
         if on_device and isinstance(session, Session):
@@ -245,7 +245,7 @@ def open_decode_schedule(
             yield _PipelinedDecodeSchedule(session, around)
 
 
-def make_session(
+def make_session_micro_batched_if_faster(
     like: Session, sequences: int, *, context: int | None = None, batch: int = DEFAULT_BATCH
 ) -> Session | MicroBatchedSession:
     """Make a session for `sequences` sequences; it has micro-batches if they are predicted to be faster.

@@ -75,7 +75,7 @@ def _find_viewed_weight(value: Value) -> Value | None:
     return value if value.node.op == "weight" else None
 
 
-def build_input_energy_sums_and_rows(product: WeightProduct) -> tuple[Value, Value | int]:
+def build_input_energy_sums_and_row_counts(product: WeightProduct) -> tuple[Value, Value | int]:
     """Build the sums of the squared inputs of a product, by matrix and column, and the number of summed rows.
 
     The sums are f32[matrices, columns]. For chosen experts the number is f32[matrices, 1], because each expert gets
@@ -139,7 +139,7 @@ class InputEnergyWatch(StepWatch):
         for i, product in enumerate(self._select_products(graph)):
             key = (product.matrices, product.x, product.ids)
             if key not in known:  # several weights read one input
-                known[key] = build_input_energy_sums_and_rows(product)
+                known[key] = build_input_energy_sums_and_row_counts(product)
             sums, rows = known[key]
             values[_WatchedOutputName(product.name, i, rows if isinstance(rows, int) else 0).text] = sums
             if not isinstance(rows, int):

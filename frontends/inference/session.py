@@ -22,8 +22,8 @@ from ..errors import ModelError
 from ..models import Batch, Model, Step
 from ..models.inputs.step import count_cache_rows_with_spare
 from ..run_config import DEFAULT_BATCH, ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup
-from ..text_limits import make_growing_text_error, require_next_token_logits, require_tokens_fit_context
-from .device_group import resolve_exact_device_name
+from ..text_limits import make_non_causal_append_error, require_next_token_logits, require_tokens_fit_context
+from .device_group import resolve_device_name_for_exact_results
 from .model_digest import compute_model_digest
 from .model_layout import LoadProgress as LoadProgress
 from .model_layout import load_weights_largest_first, plan_model_layout
@@ -113,7 +113,9 @@ class Session:
         if self.world.size > 1:
             own = f"one with the digest {compute_model_digest(model)[:16]}"
             self.world.require_agreement("model", own, "give all ranks the same file")
-        self._rules = tuple((pattern, resolve_exact_device_name(device, self.on)) for pattern, device in self.on.place)
+        self._rules = tuple(
+            (pattern, resolve_device_name_for_exact_results(device, self.on)) for pattern, device in self.on.place
+        )
         self._gives = "both" if model.mtp_block_count else "logits"
         self._token_step = self.make_step(1, 1, sequences)
         self._full_step = replace(self._token_step, output_kind="all") if model.mtp_block_count else self._token_step
@@ -298,7 +300,7 @@ class Session:
             text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
             require_tokens_fit_context(self.model, self.context, text, length + len(new))
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
-                raise make_growing_text_error(i)
+                raise make_non_causal_append_error(i)
 
     def is_per_cell_cache(self, name: str) -> bool:
         """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..errors import ModelError
-from .micro_batches import MicroBatchedSession, make_session
+from .micro_batches import MicroBatchedSession, make_session_micro_batched_if_faster
 from .session import Session
 
 MAX_IDLE_SESSIONS = 4
@@ -78,7 +78,7 @@ class IdleSessions:
         """Number of calls that had a session of one sequence."""
 
     @property
-    def first(self) -> Session:
+    def weight_loading_session(self) -> Session:
         """The first session of the model, which loaded the weights. Raises `ModelError` after `close`."""
         if self._first is None:
             raise ModelError("the model is closed; open it anew with hocket.Model")
@@ -89,7 +89,7 @@ class IdleSessions:
         return self._first is None
 
     @property
-    def leases(self) -> list[SessionLease]:
+    def idle_leases(self) -> list[SessionLease]:
         """The idle sessions."""
         with self._lock:
             return list(self._leases)
@@ -102,7 +102,7 @@ class IdleSessions:
             sequences: Number of sequences.
             longest: Tokens of a sequence; by default the context of the model.
         """
-        first = self.first
+        first = self.weight_loading_session
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
             if (
@@ -110,7 +110,9 @@ class IdleSessions:
             ) is not None:
                 self._leases.remove(lease)
         if lease is None:
-            lease = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
+            lease = SessionLease(
+                make_session_micro_batched_if_faster(first, sequences, context=key[1], batch=min(first.batch, key[1]))
+            )
         try:
             yield lease
         finally:
@@ -144,7 +146,7 @@ def sum_bytes_by_device_and_kind(models: Sequence[tuple[Session, Sequence[Sessio
     sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in models[0][0].group}
     for root, sessions in models:
         for session in dict.fromkeys((root, *sessions)):
-            for (_, device), byte_counts in zip(session.group, session.store.nbytes(), strict=True):
+            for (_, device), byte_counts in zip(session.group, session.store.count_bytes_by_kind(), strict=True):
                 for kind, count in byte_counts.items():
                     sums[str(device)][kind] += count if kind != "weight" or session is root else 0
     return sums

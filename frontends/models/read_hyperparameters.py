@@ -90,7 +90,8 @@ def add_mtp_hyperparameters(keys: ArchitectureMetadata, hyper: Hyperparameters) 
     tensors, first = keys.gguf.tensors, hyper.stored_blocks
     numbers = list(
         takewhile(
-            lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.read_block_count_up_to_tensors())
+            lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors,
+            range(first, keys.read_block_count_limited_by_tensor_count()),
         )
     )
     if not numbers:
@@ -123,7 +124,10 @@ def mtp_error(keys: ArchitectureMetadata, why: str) -> ModelError:
 
 def count_layers_without_mtp(keys: ArchitectureMetadata) -> int:
     """Return the number of layers without the MTP blocks, which ``block_count`` includes at the end."""
-    blocks, extra = keys.read_block_count_up_to_tensors(), keys.read_count("nextn_predict_layers", 0, minimum=0)
+    blocks, extra = (
+        keys.read_block_count_limited_by_tensor_count(),
+        keys.read_count("nextn_predict_layers", 0, minimum=0),
+    )
     if extra >= blocks:
         raise keys.make_key_error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
     return blocks - extra

@@ -110,7 +110,9 @@ def make_global_pool_converter(kind: str) -> Any:
 
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
-        return reductions.mean(x, over, True) if kind == "mean" else reductions.reduce_by_kind(kind, x, over, True)
+        return (
+            reductions.mean(x, over, True) if kind == "mean" else reductions.reduce_max_min_or_prod(kind, x, over, True)
+        )
 
     return row
 

@@ -206,7 +206,7 @@ class _ModelImporter:
                 self.weight_names -= set(node.input)
         self._require_convertible_ops(graph)
         for node in graph.node:
-            self._convert_node(node, _get_opset_versions(self.model).get("", 1))
+            self._evaluate_or_convert_node(node, _get_opset_versions(self.model).get("", 1))
 
     def _add_input(self, info: ValueInfoProto) -> None:
         """Add an input of the model as a graph input.
@@ -251,7 +251,7 @@ class _ModelImporter:
         """Return whether a node computes shapes from constants, so that the import can evaluate it."""
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
-    def _convert_node(self, node: NodeProto, opset: int) -> None:
+    def _evaluate_or_convert_node(self, node: NodeProto, opset: int) -> None:
         """Convert one node: evaluate it if it is constant, import the branch of an ``If``, or call its converter."""
         where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
         for name in node.input:

@@ -240,7 +240,7 @@ def pad(
         raise ModelError(f"pads of {flat} make more than {MAX_CONSTANT_ENTRIES} entries")
     if mode == "constant":
         return shapes.pad(x, ends, value if fill is None else shapes.reshape(fill, ()))
-    return shapes.pad_by_mode(x, ends, mode)
+    return shapes.pad_with_own_entries(x, ends, mode)
 
 
 def tile(x: Tensor, counts: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ reduce_log_sum_exp = make_reduction_converter(
 
 def make_max_min_prod_converter(kind: str) -> OpConverter:
     """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``, by `kind`: ``max``, ``min`` or ``prod``."""
-    return make_reduction_converter(lambda x, over, keep: reductions.reduce_by_kind(kind, x, over, keep))
+    return make_reduction_converter(lambda x, over, keep: reductions.reduce_max_min_or_prod(kind, x, over, keep))
 
 
 def make_argmax_argmin_converter(kind: Callable[..., Tensor]) -> OpConverter:

@@ -137,7 +137,7 @@ class ModelFacts:
     has_importances: bool = False
 
     @property
-    def is_large(self) -> bool:
+    def has_70b_size(self) -> bool:
         """Whether llama.cpp calls the size of the model 70B."""
         large = LARGE_LAYER_COUNTS.get(self.architecture) == self.layer_count
         return large and not (self.architecture == "llama" and self.query_groups == 1)
@@ -351,7 +351,7 @@ class _MixtureRules:
             dtype = DType.Q6_K
         elif kind == "Q4_K_S" and number < 4:
             dtype = DType.Q5_K
-        if self.facts.is_large and dtype in (DType.Q3_K, DType.Q4_K):
+        if self.facts.has_70b_size and dtype in (DType.Q3_K, DType.Q4_K):
             dtype = DType.Q5_K
         return DType.Q8_0 if self.facts.expert_count == 8 else dtype
 

@@ -50,7 +50,7 @@ class DeltaNetHeads:
         before = 2 * self.keys * self.key_size
         return np.concatenate([np.arange(before), before + self.order_values(self.value_size)])
 
-    def split_joined_rows(self) -> tuple[Indices, Indices]:
+    def split_qkv_rows_from_gate_rows(self) -> tuple[Indices, Indices]:
         """Split the rows of a joined matrix: return the rows of queries, keys and values, and the rows of gates.
 
         In such a matrix each key head has its rows of queries, keys, values and gates next to each other.
@@ -115,7 +115,7 @@ def convert_delta_net(config: JsonObject, name: str, tensor: Tensor) -> dict[str
     if match is None:
         return {}
     heads, prefix, kind = read_delta_net_heads(config), f"blk.{int(match[1])}.", match[2]
-    whole, joined = heads.order_queries_keys_values(), heads.split_joined_rows()
+    whole, joined = heads.order_queries_keys_values(), heads.split_qkv_rows_from_gate_rows()
     by_value, by_head = heads.order_values(heads.value_size), heads.order_values(1)
     rows: dict[str, tuple[tuple[str, Indices], ...]] = {
         "in_proj_qkvz.weight": (("attn_qkv.weight", joined[0]), ("attn_gate.weight", joined[1])),

@@ -81,11 +81,13 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
     for name, tensor in stored.items():
         if method == "fp8" and name.endswith(SCALE_SUFFIX):
             weight = name.removesuffix(SCALE_SUFFIX)
-            joined[weight] = _dequantise_fp8(config, _require_bytes(tensor, stored, weight), tensor)
+            joined[weight] = _dequantise_fp8(config, _require_byte_tensor_of_scales(tensor, stored, weight), tensor)
             del joined[name]
         elif method == "mxfp4" and name.endswith(SCALES_SUFFIX):
             weight = name.removesuffix(SCALES_SUFFIX)
-            joined[weight] = _join_mxfp4(_require_bytes(tensor, stored, weight + BLOCKS_SUFFIX), tensor, weight)
+            joined[weight] = _join_mxfp4(
+                _require_byte_tensor_of_scales(tensor, stored, weight + BLOCKS_SUFFIX), tensor, weight
+            )
             del joined[name], joined[weight + BLOCKS_SUFFIX]
     for name, tensor in joined.items():
         if tensor.dtype is DType.I8:
@@ -93,7 +95,7 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
     return joined
 
 
-def _require_bytes(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
+def _require_byte_tensor_of_scales(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
     """Return the tensor of packed bytes that `scales` scale; raise `ModelError` if `name` is no such tensor."""
     blocks = stored.get(name)
     if blocks is None or blocks.dtype is not DType.I8:

@@ -31,7 +31,7 @@ from .requests import (
     RequestTiming,
 )
 from .running_requests import QueuedRequest, RunningRequest, choose_token, make_token_event, start_request
-from .slots import MIN_PROMPT_TOKENS, choose_slot_window
+from .slots import MIN_PROMPT_TOKENS, choose_smallest_aligned_slot_window
 from .step_history import StepHistory
 from .step_runner import StepRunner
 
@@ -104,7 +104,7 @@ class Engine:
         """
         self.check_request(request)
         if len(self._queue) >= self._queue_size:
-            raise QueueFullError(len(self._queue), self.predict_seconds_until_queue_place())
+            raise QueueFullError(len(self._queue), self.predict_seconds_until_queue_has_room())
         now = self._clock()
         self._queue.append(QueuedRequest(request, now))
         self.history.record_submission(request.id, now, len(request.prompt))
@@ -263,8 +263,11 @@ class Engine:
         return EndEvent(request.id, reason, timing, message)
 
     def _compute_window_size_with_slot(self, slot: int) -> int:
-        """Return the slot count of the smallest window (`choose_slot_window`) with `slot` and all running requests."""
-        return choose_slot_window([slot, *self._running])[1]
+        """Return the slot count of the smallest window that has `slot` and the slots of all running requests.
+
+        `choose_smallest_aligned_slot_window` chooses the window.
+        """
+        return choose_smallest_aligned_slot_window([slot, *self._running])[1]
 
     def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
         """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
@@ -273,7 +276,7 @@ class Engine:
         takes a few milliseconds.
         """
         size = next_power_of_two(len(decoding))
-        if choose_slot_window([one.slot for one in decoding])[1] < 2 * size:
+        if choose_smallest_aligned_slot_window([one.slot for one in decoding])[1] < 2 * size:
             return
         blocks = Counter(one.slot // size for one in decoding)
         block = max(blocks, key=lambda number: blocks[number])
@@ -413,7 +416,7 @@ class Engine:
             self._sums.new_tokens += 1
             yield make_token_event(one.request, token, logits)
         try:
-            is_complete = one.grammar is not None and not one.grammar.accept_token(token)
+            is_complete = one.grammar is not None and not one.grammar.accept_token_and_can_continue(token)
         except HocketError as error:
             yield self._end_with_error_and_zero_slot(one, error)
             return
@@ -441,7 +444,7 @@ class Engine:
         self.history.record_end(one.request.id, now, reason, one.new_tokens)
         return EndEvent(one.request.id, reason, one.measure_timing(now), message)
 
-    def predict_seconds_until_queue_place(self) -> float:
+    def predict_seconds_until_queue_has_room(self) -> float:
         """Predict the seconds until a place in the queue is free, from the mean time of a request."""
         return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
 

@@ -58,7 +58,7 @@ class ReplayTape(TimeAndChecksumTape):
         """Load the recorded times of a line of the log, which the engine then reads."""
         self._line, self._left = line, deque(times)
 
-    def pass_seconds(self, measure: Callable[[], float]) -> float:
+    def record_or_replay_seconds(self, measure: Callable[[], float]) -> float:
         """Return the next time of the log, without measuring anything.
 
         Raises:
@@ -124,7 +124,7 @@ class LogReplay:
         self._slot_files = SlotFiles(self._pool, cache)
         self.counts = ReplayCounts()
 
-    def repeat(self, line: int, record: Mapping[str, Any]) -> None:
+    def repeat_line_and_compare(self, line: int, record: Mapping[str, Any]) -> None:
         """Repeat an order or a step of the log on the engine, and compare the result with the log.
 
         Args:

@@ -43,14 +43,14 @@ class TimeAndChecksumTape:
 
     def read_clock(self) -> float:
         """Return the present time of the clock, and record it."""
-        return self.pass_seconds(self._clock)
+        return self.record_or_replay_seconds(self._clock)
 
-    def pass_seconds(self, measure: Callable[[], float]) -> float:
+    def record_or_replay_seconds(self, measure: Callable[[], float]) -> float:
         """Return the seconds that `measure` returns, and record them; a replay returns the recorded seconds instead."""
         self._times.append(measure())
         return self._times[-1]
 
-    def add_logits(self, slot: int, logits: F32) -> None:
+    def record_logits_checksum(self, slot: int, logits: F32) -> None:
         """Record the checksum of the logits of a slot."""
         self._checksums.append(f"{slot}:{compute_logits_checksum(logits)}")
 
@@ -79,24 +79,24 @@ class TapedPool:
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Read prompt tokens into a slot, record the checksum of the logits, and return the logits."""
         logits = self._pool.read_prompt(slot, tokens, before)
-        self._tape.add_logits(slot, logits)
+        self._tape.record_logits_checksum(slot, logits)
         return logits
 
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
         """Append one token to each given slot, record the checksums of the logits, and return the logits by slot."""
         rows = self._pool.decode(tokens, before)
         for slot, logits in rows.items():
-            self._tape.add_logits(slot, logits)
+            self._tape.record_logits_checksum(slot, logits)
         return rows
 
     @property
     def planning_seconds(self) -> float:
         """The seconds of plans and kernels since the start, which are recorded."""
-        return self._tape.pass_seconds(lambda: self._pool.planning_seconds)
+        return self._tape.record_or_replay_seconds(lambda: self._pool.planning_seconds)
 
     def predict_prompt_seconds(self, size: int) -> float:
         """Return the predicted seconds of a prompt chunk of `size` tokens, and record them."""
-        return self._tape.pass_seconds(lambda: self._pool.predict_prompt_seconds(size))
+        return self._tape.record_or_replay_seconds(lambda: self._pool.predict_prompt_seconds(size))
 
     def zero_slot_states(self, slot: int) -> None:
         """Zero all states of a slot."""

@@ -43,7 +43,7 @@ SAVED_STATE_BYTES = 1 << 28
 """Bytes of saved recurrent states in the prefix cache."""
 
 
-def can_share_steps(session: Session) -> bool:
+def can_run_in_shared_engine(session: Session) -> bool:
     """Whether an engine can run the model of a session.
 
     It cannot run encoders, models that see all tokens at once, MTP blocks, watched values, several processes, and

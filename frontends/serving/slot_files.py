@@ -52,7 +52,7 @@ class SlotFiles:
         """
         if self._pool.has_recurrent_states and not self._cache.can_save_recurrent_states():
             raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
-        _require_all_evaluated_tokens(state, path)
+        _require_token_for_each_evaluated_position(state, path)
         session = self._pool.open_slot_session(slot, ())
         (tokens,) = restore_saved_state(session, state, path)
         (length,) = session.lengths
@@ -67,7 +67,7 @@ class SlotFiles:
         return count
 
 
-def _require_all_evaluated_tokens(state: SavedSessionState, path: str | Path) -> None:
+def _require_token_for_each_evaluated_position(state: SavedSessionState, path: str | Path) -> None:
     """Require that a state of one sequence has a token for each evaluated position.
 
     The prefix cache compares prompts to these tokens. They are missing after a context shift.

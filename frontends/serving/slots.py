@@ -29,7 +29,7 @@ SlotStates = Mapping[str, npt.NDArray[np.generic]]
 """The recurrent states of one slot (all states except caches), by name, as host arrays."""
 
 
-def choose_slot_window(slots: Sequence[int]) -> tuple[int, int]:
+def choose_smallest_aligned_slot_window(slots: Sequence[int]) -> tuple[int, int]:
     """Choose the smallest aligned window that has all of `slots`; return its first slot and its number of slots.
 
     A window has a power of two of slots and begins at a multiple of it. Example: 5, 6 gives 4, 4.
@@ -201,7 +201,7 @@ class SlotPool:
             tokens: The new token of each slot.
             before: The tokens that each slot has already.
         """
-        first, count = choose_slot_window([*tokens])
+        first, count = choose_smallest_aligned_slot_window([*tokens])
         window = self.open_window_session(first, count)
         slots = range(first, first + window.sequences)
         self._set_lengths(window, [before.get(slot, ()) for slot in slots])
@@ -238,7 +238,7 @@ class SlotPool:
         for name in self._state_names:
             self._all_slots.store.state(name)[:] = 0
 
-    def can_run_test_prompt(self, slot: int) -> bool:
+    def can_devices_run_test_prompt(self, slot: int) -> bool:
         """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
         try:
             self.zero_slot_states(slot)

@@ -94,7 +94,7 @@ class EngineThread(ServedModel):
         cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
         self._slot_files, self._log = SlotFiles(self._pool, cache), log
         self._max_requests = options.slots + options.queue_size
-        self._engine = self._make_engine(cache, options)
+        self._engine = self._make_engine_and_log_header(cache, options)
         self._receivers: dict[str, Callable[[Event], None]] = {}
         self._receivers_lock = threading.Lock()
         self._slot_actions: list[SlotAction] = []
@@ -109,7 +109,7 @@ class EngineThread(ServedModel):
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
 
-    def _make_engine(self, cache: PrefixCache, options: EngineOptions) -> Engine:
+    def _make_engine_and_log_header(self, cache: PrefixCache, options: EngineOptions) -> Engine:
         """Make the engine; if there is a request log, also write the header of this run to it."""
         queue_size, gap = self._max_requests, options.max_gap_seconds
         if self._log is None:
@@ -168,7 +168,7 @@ class EngineThread(ServedModel):
             if self._failure or self._is_closing:
                 raise ModelError(f"the engine has ended: {self._failure or 'the server shuts down'}")
             if len(self._receivers) >= self._max_requests:
-                raise QueueFullError(self._status.queued, self._engine.predict_seconds_until_queue_place())
+                raise QueueFullError(self._status.queued, self._engine.predict_seconds_until_queue_has_room())
             if request.id in self._receivers:
                 raise ModelError(f"there is a request {request.id!r:.60} already; give each its own id")
             self._receivers[request.id] = on_event
@@ -234,7 +234,7 @@ class EngineThread(ServedModel):
         self._orders.put(list)  # an order without events wakes the engine
         return future
 
-    def _run_slot_actions(self) -> None:
+    def _run_actions_of_free_slots(self) -> None:
         """Run the actions for slots that are free now, and drop cancelled ones; the others wait."""
         for action in tuple(self._slot_actions):
             if action.future.cancelled() or not self._engine.status.slot_requests[action.slot]:
@@ -245,9 +245,9 @@ class EngineThread(ServedModel):
         try:
             self._pool.compile_short_steps(self._note_status)
             self._is_ready = True
-            while self._compile_step_while_idle() or self._execute_queued_orders():
-                self._run_step()
-                self._run_slot_actions()
+            while self._compile_step_while_idle() or self._execute_queued_orders_unless_ended():
+                self._run_step_or_restart_engine()
+                self._run_actions_of_free_slots()
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
             self._fail_all_requests(_describe_error(error))
@@ -256,7 +256,7 @@ class EngineThread(ServedModel):
             return
         self._fail_all_requests("the server shuts down")
 
-    def _run_step(self) -> None:
+    def _run_step_or_restart_engine(self) -> None:
         """Run a step of the engine and send its events; build the engine anew after a failure.
 
         An exception ends the requests of its step. After a run that failed for one request alone, that request has
@@ -274,7 +274,7 @@ class EngineThread(ServedModel):
             self._restarts_in_row = 0
         free = [slot for slot in engine.failed_slots if not engine.status.slot_requests[slot]]
         engine.failed_slots.clear()
-        if free and not self._pool.can_run_test_prompt(free[0]):
+        if free and not self._pool.can_devices_run_test_prompt(free[0]):
             self._restart((), "the devices run no steps any more", None)
 
     def _restart(self, failed_requests: Collection[str], why: str, error: Exception | None) -> None:
@@ -288,7 +288,7 @@ class EngineThread(ServedModel):
         if self._restarts_in_row > MAX_RESTARTS:
             raise error or ModelError(f"{why}; the engine has failed after {MAX_RESTARTS} restarts, start it again")
         self._send_events(self._engine.restart_and_requeue_requests(failed_requests, why))
-        if not self._pool.can_run_test_prompt(0):
+        if not self._pool.can_devices_run_test_prompt(0):
             raise ModelError(f"{why}; a new engine does not run either, start the server again")
         self._preparations = self._pool.compile_longer_steps()
         self._on_restart(why)
@@ -296,7 +296,7 @@ class EngineThread(ServedModel):
     def _note_status(self) -> None:
         self._status, self._last_beat = self._engine.status, time.monotonic()
 
-    def _execute_queued_orders(self) -> bool:
+    def _execute_queued_orders_unless_ended(self) -> bool:
         """Execute all orders in the queue, such as submissions; return False when the engine is to end.
 
         Without a queued or running request, this waits for one order. It does not wait for a second order, so that

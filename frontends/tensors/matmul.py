@@ -12,7 +12,7 @@ from ... import ops
 from ...graph import Value
 from ..errors import ModelError
 from .arithmetic import add, apply_unary_op, as_float, compare, maximum, mul, rsqrt, scale_and_shift, sub, where
-from .reductions import reduce_by_kind, sum_over
+from .reductions import reduce_max_min_or_prod, sum_over
 from .shapes import expand, move_axis, permute_value, reshape, squeeze, transpose, unsqueeze
 from .tensor import Tensor, as_tensor, constant_tensor, reshape_value
 
@@ -62,7 +62,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return ``exp(x) / sum(exp(x))`` along an axis; a row of only -inf gives NaN."""
     if not prod(x.shape):
         return as_float(x)
-    return add(masked_softmax(x, axis), scale_and_shift(reduce_by_kind("max", x, axis, keepdim=True), 0.0))
+    return add(masked_softmax(x, axis), scale_and_shift(reduce_max_min_or_prod("max", x, axis, keepdim=True), 0.0))
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -76,7 +76,7 @@ def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return the logarithm of the softmax along an axis."""
-    below = sub(x, reduce_by_kind("max", x, axis, keepdim=True))
+    below = sub(x, reduce_max_min_or_prod("max", x, axis, keepdim=True))
     return sub(below, apply_unary_op(ops.log, sum_over(apply_unary_op(ops.exp, below), axis, keepdim=True)))
 
 
@@ -113,7 +113,7 @@ def attention(
     flat = (prod(batch),) if len(batch) > 2 else batch
     parts = [reshape(expand(x, (*batch, *x.shape[-3:])), (*flat, *x.shape[-3:])) for x in (q, k, v)]
     order = (*range(len(flat)), len(flat) + 1, len(flat), len(flat) + 2)
-    seen_by, each = (None, False) if mask is None else _prepare_attention_mask(mask, batch, heads, t, s)
+    seen_by, each = (None, False) if mask is None else _convert_mask_and_detect_per_head_masks(mask, batch, heads, t, s)
     q_first, k_first, v_first = (permute_value(as_float(x).value, order) for x in parts)
     how = "each" if each else "one"
     out = ops.attention(q_first, k_first, v_first, seen_by, scale=float(scale), mask_heads=how)
@@ -133,7 +133,9 @@ def _limit_finite_mask_entries(mask: Tensor) -> Tensor:
     return where(compare("eq", mask, -math.inf), -math.inf, maximum(mask, constant_tensor(np.float32(-1e30))))
 
 
-def _prepare_attention_mask(mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int) -> tuple[Value, bool]:
+def _convert_mask_and_detect_per_head_masks(
+    mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int
+) -> tuple[Value, bool]:
     """Convert an attention mask to the form of `ops.attention`; also return whether heads have different masks.
 
     A boolean mask becomes an additive one.

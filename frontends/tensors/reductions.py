@@ -87,7 +87,9 @@ def variance(
     return div(sum_over(squared, over, keepdim), max(0.0, count - correction) if count else 0.0)
 
 
-def reduce_by_kind(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def reduce_max_min_or_prod(
+    kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False
+) -> Tensor:
     """Return the maximum, minimum or product over axes; `kind` is ``max``, ``min`` or ``prod``."""
     over = _list_axes(x, axes)
     if kind == "prod" and x.is_bool:
@@ -97,7 +99,7 @@ def reduce_by_kind(kind: str, x: Tensor, axes: int | Sequence[int] | None = None
 
 def any_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return whether any entry over the given axes is non-zero, as booleans."""
-    return reduce_by_kind("max", as_bool(x), axes, keepdim)
+    return reduce_max_min_or_prod("max", as_bool(x), axes, keepdim)
 
 
 def all_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -109,7 +111,7 @@ def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
     """Return the index of the first largest entry along an axis, or of the flattened tensor, in i64."""
     over = _list_axes(x, axis)
     if x.is_integer:  # exact for large integers, unlike f32
-        x = compare("eq", x, reduce_by_kind("max", x, over, keepdim=True))
+        x = compare("eq", x, reduce_max_min_or_prod("max", x, over, keepdim=True))
     value = ops.argmax(merge_axes_into_last(x, over))
     return cast(_reshape_reduced_rows(value, x, over, keepdim), DType.I64)
 
@@ -121,7 +123,7 @@ def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
 
 def max_or_min_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the largest entries along an axis and their indices in i64; the smallest ones if `kind` is ``min``."""
-    return reduce_by_kind(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
+    return reduce_max_min_or_prod(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
 
 
 def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
@@ -147,7 +149,7 @@ def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:
     """Return ``log(sum(exp(x)))`` over axes without overflow; -inf if all entries are -inf."""
     over = _list_axes(x, axes)
-    top = reduce_by_kind("max", x, over, keepdim=True)
+    top = reduce_max_min_or_prod("max", x, over, keepdim=True)
     top = where(is_infinite(top), 0.0, top)
     whole = add(apply_unary_op(ops.log, sum_over(apply_unary_op(ops.exp, sub(x, top)), over, keepdim=True)), top)
     return whole if keepdim else reshape(whole, [n for a, n in enumerate(x.shape) if a not in over])
@@ -161,7 +163,7 @@ def vector_norm(x: Tensor, power: float = 2, axes: int | Sequence[int] | None = 
         return sum_over(cast(compare("ne", x, 0.0), DType.F32), axes, keepdim)
     size = apply_unary_op(ops.abs_, x)
     if isinf(power):
-        return reduce_by_kind("max" if power > 0 else "min", size, axes, keepdim)
+        return reduce_max_min_or_prod("max" if power > 0 else "min", size, axes, keepdim)
     if power == 1:
         return sum_over(size, axes, keepdim)
     return raise_to(sum_over(raise_to(size, power), axes, keepdim), 1 / power)

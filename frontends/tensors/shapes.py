@@ -317,7 +317,7 @@ def _pad_zeros(value: Value, axis: int, before: int, after: int) -> Value:
     return ops.pad(value, left=tuple(left), right=tuple(right))
 
 
-def pad_by_mode(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
+def pad_with_own_entries(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
     """Pad `x` with its own entries, as `numpy.pad` does for the modes edge, reflect, symmetric and wrap."""
     for axis, (a, b) in enumerate(pads):
         if a or b:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from ...distributed import RanksError, World
-from ...distributed.launcher import LaunchInfo, fork_supervised_child, report_progress_to_supervisor
+from ...distributed.launcher import LaunchInfo, fork_supervisor_and_return_in_child, report_progress_to_supervisor
 from ...distributed.mpi_link import MpiLink
 from ...distributed.world import SILENCE_TIMEOUT_SECONDS
 from ...graph.errors import HocketError
@@ -40,7 +40,7 @@ def run_command_as_rank(
         version: Version of hocket, which all ranks must share.
         debug: Whether to show the traceback of an error.
     """
-    pipe = fork_supervised_child(launch)
+    pipe = fork_supervisor_and_return_in_child(launch)
     try:
         link = MpiLink()
     except HocketError as error:
@@ -59,11 +59,11 @@ def run_command_as_rank(
         world.require_agreement("version of hocket", version, SAME_INSTALLATION_HINT)
         world.require_agreement("version of NumPy", np.__version__, SAME_INSTALLATION_HINT)
         code = run(world)
-        world.leave()
+        world.wait_for_all_ranks_and_close()
     except SystemExit as end:  # wrong usage, already reported
         code = end.code if isinstance(end.code, int) else 1
         try:
-            world.leave(SILENCE_TIMEOUT_SECONDS if code else None)
+            world.wait_for_all_ranks_and_close(SILENCE_TIMEOUT_SECONDS if code else None)
         except RanksError:
             world.end_process_after_rank_failure(code or 2)
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ from .importer import (
     has_pytorch_sort_order,
     import_program,
 )
-from .parameter_binding import ParameterBindings, is_bindable_parameter
+from .parameter_binding import ExecutorsByParameters, is_bindable_parameter
 from .program_split import split_at_unsupported_ops
 from .result_aliases import ResultAliases, find_result_aliases, may_share_memory
 
@@ -180,7 +180,7 @@ class WholeGraph:
         self.module = module
         operands = [i for i, arg in enumerate(args) if is_bindable_parameter(arg)]
         self.program = import_program(_export_and_decompose_graph(module, args), operands, _is_supported_exactly)
-        self.bindings = ParameterBindings(self.program, plan(self.program.graph, devices, **settings), module)
+        self.bindings = ExecutorsByParameters(self.program, plan(self.program.graph, devices, **settings), module)
 
     def __call__(self, args: CallArguments) -> Any:
         if self.program.mutated_arguments and _has_shared_memory(

@@ -156,9 +156,9 @@ def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
     return shapes.pad(x, as_pads_per_axis(x, pads), value)
 
 
-def make_pad_converter(mode: str) -> OpConverter:
+def make_reflect_or_edge_pad_converter(mode: str) -> OpConverter:
     """Make the converter of a pad that repeats entries of the operand; `mode` is ``reflect`` or ``edge``."""
-    return lambda x, pads: shapes.pad_by_mode(x, as_pads_per_axis(x, pads), mode)
+    return lambda x, pads: shapes.pad_with_own_entries(x, as_pads_per_axis(x, pads), mode)
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
@@ -242,7 +242,7 @@ def make_max_min_converter(kind: str) -> OpConverter:
 
     def row(x: Tensor, other: Tensor | int | None = None, keepdim: bool = False) -> Any:
         if other is None:
-            return reductions.reduce_by_kind(kind, x)
+            return reductions.reduce_max_min_or_prod(kind, x)
         if isinstance(other, Tensor):
             return pair(x, other)
         return reductions.max_or_min_with_index(kind, x, other, keepdim)
@@ -250,9 +250,9 @@ def make_max_min_converter(kind: str) -> OpConverter:
     return row
 
 
-def make_reduction_converter(kind: str) -> OpConverter:
+def make_max_min_prod_converter(kind: str) -> OpConverter:
     """Make the converter of a reduction over axes that returns no indices; `kind` is ``max``, ``min`` or ``prod``."""
-    return lambda x, axes=None, keepdim=False: reductions.reduce_by_kind(kind, x, axes, keepdim)
+    return lambda x, axes=None, keepdim=False: reductions.reduce_max_min_or_prod(kind, x, axes, keepdim)
 
 
 def make_cumulative_converter(kind: str) -> OpConverter:

@@ -71,7 +71,7 @@ class _ParameterVersions:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _ParameterBinding:
+class _ExecutorOfParameters:
     """An executor that reads one set of parameters, with their places and versions at the time of binding.
 
     `storages` keeps the memory of the parameters alive. So no other tensor can get the same address before the next
@@ -96,7 +96,7 @@ def _get_address_and_strides(parameter: torch.Tensor) -> tuple[int, tuple[int, .
     return parameter.data_ptr(), parameter.stride()
 
 
-class ParameterBindings:
+class ExecutorsByParameters:
     """The executors of one planned program: one for each set of parameters with which the program is called.
 
     All executors share the memory of intermediate values.
@@ -110,7 +110,7 @@ class ParameterBindings:
         self.store = Store(plan.group)
         for name in self.weight_specs.keys() & program.weights.keys() - set(self.own_parameter_names):
             self.store.bind(name, program.weights[name], self.weight_specs[name], plan.leaves[name])
-        self.binding_by_ids: dict[tuple[int, ...], _ParameterBinding] = {}
+        self.binding_by_ids: dict[tuple[int, ...], _ExecutorOfParameters] = {}
 
     def bind_runner_and_refresh_copies(self, args: Sequence[Any]) -> Runner:
         """Return a runner that reads the parameters of a call; copies of parameters that have changed are refreshed."""
@@ -129,9 +129,9 @@ class ParameterBindings:
 
     def _build_executor_for_parameters(
         self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]
-    ) -> _ParameterBinding:
+    ) -> _ExecutorOfParameters:
         """Build an executor that reads a set of parameters; it is deleted when one of the parameters is deleted."""
-        mine, store = weakref.ref(self), self.store.in_turn()
+        mine, store = weakref.ref(self), self.store.share_weights_and_arena()
 
         def forget(_: object) -> None:
             if (bindings := mine()) is not None:
@@ -144,7 +144,7 @@ class ParameterBindings:
         versions = _ParameterVersions(parameters)
         self._bind_or_refresh_parameters(store, parameters)
         runner = Runner(self.program, self.plan, Executor(self.plan, store))
-        return _ParameterBinding(known, storages, places, versions, runner)
+        return _ExecutorOfParameters(known, storages, places, versions, runner)
 
     def _bind_or_refresh_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
         """Bind parameters to the weights of a store; copies of parameters that have changed are refreshed."""

@@ -30,7 +30,7 @@ class _ResultView:
     strides: tuple[int, ...]
     offset: int
 
-    def find_view(self, source: torch.Tensor) -> torch.Tensor:
+    def build_view_of_tensor(self, source: torch.Tensor) -> torch.Tensor:
         """Build a view of `source` with the recorded shape, strides and offset from the first entry of `source`."""
         return torch.as_strided(source, self.sizes, self.strides, source.storage_offset() + self.offset)
 
@@ -57,16 +57,16 @@ class ResultAliases:
             for i, number in self.argument_by_result.items():
                 results[i] = args[number]
             for i, (number, view) in self.argument_views.items():
-                results[i] = view.find_view(args[number])
+                results[i] = view.build_view_of_tensor(args[number])
             for views in self.groups:
                 entries = max(view.offset + _count_spanned_entries(view) for view in views.values())
                 source = results[next(iter(views))].new_empty(entries)
                 for i, view in views.items():
-                    results[i] = _write_entries(view.find_view(source), results[i])
+                    results[i] = _write_entries_to_view(view.build_view_of_tensor(source), results[i])
         return tree_unflatten(results, spec)
 
 
-def _write_entries(view: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+def _write_entries_to_view(view: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
     """Write the entries of a tensor to a view of the same shape, and return the view.
 
     PyTorch refuses to write to a view that repeats an entry along an axis, so the entry is written once.
@@ -92,8 +92,8 @@ def may_share_memory(module: torch.fx.GraphModule) -> bool:
     if any("example_value" not in node.meta for node in (*nodes, *results)):
         return True
     arguments, values = ([node.meta["example_value"] for node in group] for group in (nodes, results))
-    storages = [_get_storage_address(value) for value in values if isinstance(value, torch.Tensor)]
-    taken = {_get_storage_address(value) for value in arguments if isinstance(value, torch.Tensor)}
+    storages = [_get_storage_identity(value) for value in values if isinstance(value, torch.Tensor)]
+    taken = {_get_storage_identity(value) for value in arguments if isinstance(value, torch.Tensor)}
     return len(set(storages)) < len(storages) or not taken.isdisjoint(storages)
 
 
@@ -116,7 +116,7 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
         raise ModelError(f"it cannot run on fake tensors: {first}") from None
     number_by_id = {id(fake): number for number, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
     number_by_storage = {
-        _get_storage_address(fake): number
+        _get_storage_identity(fake): number
         for number, fake in enumerate(fakes)
         if isinstance(fake, torch.Tensor) and fake.numel()
     }
@@ -128,17 +128,17 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
             continue
         if (number := number_by_id.get(id(result))) is not None:
             equal[i] = number
-        elif (number := number_by_storage.get(_get_storage_address(result))) is not None:
+        elif (number := number_by_storage.get(_get_storage_identity(result))) is not None:
             _require_equal_dtypes(result, fakes[number])
             offset = int(result.storage_offset()) - int(fakes[number].storage_offset())
             views[i] = number, _ResultView(tuple(result.shape), result.stride(), offset)
         else:
-            shared[_get_storage_address(result)][i] = result
+            shared[_get_storage_identity(result)][i] = result
     groups = [_make_views(group) for group in shared.values() if len(group) > 1]
     return ResultAliases(equal, views, tuple(groups))
 
 
-def _get_storage_address(tensor: torch.Tensor) -> int:
+def _get_storage_identity(tensor: torch.Tensor) -> int:
     """Return the identity of the storage of a tensor: a number that is equal for tensors with the same storage."""
     return int(tensor.untyped_storage()._cdata)
 

@@ -44,7 +44,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hocket"
 
 
-def hash_key(*key: object) -> str:
+def hash_key_to_file_name(*key: object) -> str:
     """Return the hash of a cache key as a file name: 40 hexadecimal digits of the SHA-256 of its `repr`."""
     from hashlib import sha256  # loads OpenSSL, which `import hocket` need not do
 
@@ -58,7 +58,7 @@ def make_cache_path(kind: str, *key: object) -> Path:
         kind: The kind of the data, which is the name of the folder.
         *key: Everything that determines the data.
     """
-    return cache_folder() / kind / hash_key(*key)
+    return cache_folder() / kind / hash_key_to_file_name(*key)
 
 
 def read_cached(file: Path) -> bytes | None:

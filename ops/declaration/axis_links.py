@@ -26,7 +26,7 @@ class AxisLink:
     start: int = 0
 
 
-def link_first_operand_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
+def link_first_operand_axes_to_result(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
     """Link axes of the first operand to axes of the result, one to one.
 
     Args:

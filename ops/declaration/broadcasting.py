@@ -17,7 +17,7 @@ def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
     return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
 
 
-def repeat_leading_axes(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
+def repeat_leading_axis_entries(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
     """Repeat each entry of the leading axes of `w` until they have the shape `leading`; copies are neighbours.
 
     Entry i of a repeated axis is ``w[i // ratio]``. The last `trailing` axes of `w` stay as they are.

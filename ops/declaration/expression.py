@@ -46,7 +46,7 @@ class Expression:
         return frozenset(self._close_over(lambda step: step.function in ("attribute", "constant")))
 
     @cached_property
-    def row_steps(self) -> frozenset[int]:
+    def steps_with_one_number_per_row(self) -> frozenset[int]:
         """The steps that are one number for each row, such as a sum of the row; `number_steps` are included."""
         leaves = ("attribute", "constant", "row_count")
         return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
@@ -60,21 +60,21 @@ class Expression:
         return found
 
     @property
-    def is_row(self) -> bool:
+    def depends_on_whole_row(self) -> bool:
         """Whether an element of the result depends on its whole row, by a reduction or by the number of elements."""
         return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
 
     @property
     def reduces_row(self) -> bool:
         """Whether the result is one number for each row, such as the sum of the row."""
-        return self.is_row and len(self.steps) - 1 in self.row_steps
+        return self.depends_on_whole_row and len(self.steps) - 1 in self.steps_with_one_number_per_row
 
     @cached_property
     def last_readers(self) -> Mapping[int, int]:
         """The last step that reads each step."""
         return {source: number for number, step in enumerate(self.steps) for source in step.sources}
 
-    def compute_numbers(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
+    def compute_number_steps(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
         """Compute `number_steps` in float64, from the attributes of a call; return the numbers by step."""
         numbers: dict[int, Any] = {}
         for number in sorted(self.number_steps):
@@ -107,7 +107,10 @@ def linearise(result: Scalar) -> Expression:
 
     visit(result)
     expression = Expression(tuple(numbers))
-    if any(s.function in ROW_FUNCTIONS and expression.row_steps.issuperset(s.sources) for s in expression.steps):
+    if any(
+        s.function in ROW_FUNCTIONS and expression.steps_with_one_number_per_row.issuperset(s.sources)
+        for s in expression.steps
+    ):
         raise TypeError("a reduction of a row needs elements of the row, but reads a number of the row")
     return expression
 

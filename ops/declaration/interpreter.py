@@ -21,7 +21,7 @@ ArrangeOperands: TypeAlias = "Callable[[Sequence[Any], Attrs], Sequence[Any]]"
 
 
 @dataclass(frozen=True, eq=False)
-class DeclaredExpression:
+class ScalarLanguageDeclaration:
     """The declaration of an op by a function in the scalar language.
 
     Attributes:
@@ -40,7 +40,7 @@ class DeclaredExpression:
         """The names of the operands of the expression."""
         return self.build.__code__.co_varnames[: self.build.__code__.co_argcount]
 
-    def arrange_operands(self, operands: Sequence[Any], attributes: Attrs) -> list[Any]:
+    def arrange_operands_for_expression(self, operands: Sequence[Any], attributes: Attrs) -> list[Any]:
         """Return the operands of the expression for the operands of the op; None stands for an absent one.
 
         `arrange` may reorder, reshape or split the operands of the op.
@@ -68,7 +68,7 @@ class DeclaredExpression:
         dims = signature.operands[0].dims
         if dims and dims[-1].role in (DimensionRole.COUPLED, DimensionRole.CONTRACTED):
             return
-        if self.trace([True] * len(self.operand_names), attributes).is_row:
+        if self.trace([True] * len(self.operand_names), attributes).depends_on_whole_row:
             raise SignatureMismatch(
                 "the expression reads whole rows, but devices may share them; declare the last axis as *c"
             )
@@ -88,7 +88,7 @@ class DeclaredExpression:
         @wraps(self.build)
         def reference(*operands: Array | None, **attributes: Any) -> Array:
             values = {**defaults, **attributes}
-            arranged = self.arrange_operands(operands, values)
+            arranged = self.arrange_operands_for_expression(operands, values)
             expression = self.trace([a is not None for a in arranged], values)
             return evaluate(expression, arranged, values)
 
@@ -107,7 +107,7 @@ def evaluate(expression: Expression, operands: Sequence[Array | None], attribute
     """
     first = next(a for a in operands if a is not None)
     values: list[Any] = []
-    numbers = expression.compute_numbers(attributes)
+    numbers = expression.compute_number_steps(attributes)
     with np.errstate(all="ignore"):  # IEEE results (inf, NaN) are results here
         for number, (function, sources, value) in enumerate(expression.steps):
             if number in numbers:

@@ -64,7 +64,7 @@ def _compute_normal_cdf(x: Array, out: Array | None) -> Any:
     return _store(np.where(x < 0, tail, 1 - tail), out)
 
 
-def _compute_fma(x: Any, y: Any, z: Any, out: Array | None) -> Any:
+def _compute_fma_rounded_once(x: Any, y: Any, z: Any, out: Array | None) -> Any:
     """Compute ``x * y + z`` with one rounding for float32; float64 rounds the product, too.
 
     The product of two float32 is exact in float64. The sum is rounded to odd, so that float32 rounds it as the
@@ -84,14 +84,14 @@ def _compute_fma(x: Any, y: Any, z: Any, out: Array | None) -> Any:
     return _store(odd.astype(np.float32), out)
 
 
-def _compute_maximum(x: Any, y: Any, out: Array | None) -> Any:
+def _compute_ieee_maximum(x: Any, y: Any, out: Array | None) -> Any:
     """Compute the maximum of IEEE 754, 2019: NaN if one number is NaN, and +0 is larger than -0."""
     larger = np.maximum(x, y)
     is_zero = (larger == 0) & np.equal(x, y)
     return _store(np.where(is_zero, np.add(x, y), larger), out)
 
 
-def _compute_minimum(x: Any, y: Any, out: Array | None) -> Any:
+def _compute_ieee_minimum(x: Any, y: Any, out: Array | None) -> Any:
     """Compute the minimum of IEEE 754, 2019: NaN if one number is NaN, and -0 is smaller than +0."""
     smaller = np.minimum(x, y)
     is_zero = (smaller == 0) & np.equal(x, y)
@@ -128,9 +128,9 @@ _UFUNC_NAMES = {
 NUMPY_FUNCTIONS: Mapping[str, NumpyFunction] = MappingProxyType(
     {
         **{name: getattr(np, ufunc) for name, ufunc in _UFUNC_NAMES.items()},
-        "fma": _compute_fma,
-        "maximum": _compute_maximum,
-        "minimum": _compute_minimum,
+        "fma": _compute_fma_rounded_once,
+        "maximum": _compute_ieee_maximum,
+        "minimum": _compute_ieee_minimum,
         "round_half_away": _compute_round_half_away,
         "erf": lambda x, out: _store(error_function(x), out),
         "softplus": lambda x, out: np.logaddexp(0.0, x, out=out),

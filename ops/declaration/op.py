@@ -21,7 +21,7 @@ from ...graph.validation import did_you_mean, format_value, validate_constructor
 from .attributes import normalise_attribute
 from .axis_links import AxisLink
 from .call_signature import build_call_signature, format_untyped_signature, read_attributes, returns_scalar
-from .interpreter import ArrangeOperands, DeclaredExpression
+from .interpreter import ArrangeOperands, ScalarLanguageDeclaration
 from .numpy_functions import Array as Array
 from .old_keywords import accept_old_keywords
 from .samples import LegalRange
@@ -75,7 +75,7 @@ class Op(Generic[R]):
 
     name: str
     reference: Callable[..., Any]
-    expression: DeclaredExpression | None
+    expression: ScalarLanguageDeclaration | None
     signatures: Mapping[str, Signature]
     signature_key: SignatureKey
     defaults: Attrs
@@ -341,7 +341,7 @@ class _OpDecorator:
         function = inspect.unwrap(reference)
         types, defaults = read_attributes(function)
         arrange = self.parts.pop("arrange")
-        declared = DeclaredExpression(function, types, arrange) if returns_scalar(function) else None
+        declared = ScalarLanguageDeclaration(function, types, arrange) if returns_scalar(function) else None
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
         return Op(

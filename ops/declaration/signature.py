@@ -66,7 +66,7 @@ class DimensionRole(Enum):
     INDEXED = "@"
 
 
-class LeadingAxes(Enum):
+class LeadingAxesBroadcast(Enum):
     """How an operand broadcasts over the leading axes of a signature; the module docstring explains each notation."""
 
     NONE = ""
@@ -100,7 +100,7 @@ class Operand:
     """
 
     name: str
-    leading: LeadingAxes
+    leading: LeadingAxesBroadcast
     dims: tuple[Dimension, ...]
     optional: bool = False
     dtypes: tuple[DType, ...] = ()
@@ -155,16 +155,16 @@ class Signature:
             sizes: sizes of all dimensions.
             count: number of axes.
         """
-        mine = self._name_axis_indices(operand, shape, sizes)[:count]
-        return len(self.results) == 1 and mine == self._name_axis_indices(self.results[0], result, sizes)[:count]
+        mine = self._make_axis_index_keys(operand, shape, sizes)[:count]
+        return len(self.results) == 1 and mine == self._make_axis_index_keys(self.results[0], result, sizes)[:count]
 
-    def _name_axis_indices(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
+    def _make_axis_index_keys(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
         """Return a key for each axis of an operand or result; axes with equal keys always have equal indices."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []
         for i, n in enumerate(shape[:ahead]):
-            shared = operand.leading is not LeadingAxes.CONTRACTED and n == sizes.leading[shift + i]
+            shared = operand.leading is not LeadingAxesBroadcast.CONTRACTED and n == sizes.leading[shift + i]
             indices.append(shift + i if shared else (operand.name, i))
         for dim, n in zip(operand.dims, shape[ahead:], strict=True):
             several = tuple(f for f in dim.factors if (int(f) if f.isdecimal() else sizes.by_name[f]) != 1)
@@ -186,7 +186,7 @@ class Signature:
             if spec.dtype not in operand.dtypes:
                 allowed = ", ".join(map(str, operand.dtypes))
                 raise SignatureMismatch(f"{operand.name} is {spec.dtype}; it must be one of {allowed}")
-            solver.add_operand_shape(operand, spec.shape)
+            solver.set_or_check_sizes_from_shape(operand, spec.shape)
         return solver.solve_sizes()
 
     def result_specs(self, specs: Sequence[Spec | None], sizes: DimensionSizes) -> tuple[Spec, ...]:
@@ -199,7 +199,7 @@ class Signature:
         by_name = {o.name: s for o, s in zip(self.operands, specs, strict=True)}
         results = []
         for result in self.results:
-            shape = sizes.leading if result.leading is LeadingAxes.EQUAL else ()
+            shape = sizes.leading if result.leading is LeadingAxesBroadcast.EQUAL else ()
             source = by_name[result.dtype_of or self.operands[0].name]
             dtype = result.dtypes[0] if result.dtypes else source.dtype if source else DType.F32
             results.append(Spec(shape + tuple(_compute_size(d, sizes.by_name) for d in result.dims), dtype))
@@ -219,15 +219,15 @@ class _SizeSolver:
         self.products: list[tuple[Operand, Dimension, int]] = []
         self.leading: list[tuple[Operand, tuple[int, ...]]] = []
 
-    def add_operand_shape(self, operand: Operand, shape: tuple[int, ...]) -> None:
+    def set_or_check_sizes_from_shape(self, operand: Operand, shape: tuple[int, ...]) -> None:
         """Set or check the sizes of all dimensions that an operand has, from its shape."""
         extra = len(shape) - len(operand.dims)
-        if extra < 0 or (extra and operand.leading is LeadingAxes.NONE):
-            prefix = "at least " if operand.leading is not LeadingAxes.NONE else ""
+        if extra < 0 or (extra and operand.leading is LeadingAxesBroadcast.NONE):
+            prefix = "at least " if operand.leading is not LeadingAxesBroadcast.NONE else ""
             raise SignatureMismatch(
                 f"{operand.name} has rank {len(shape)}; {operand.text} needs {prefix}{len(operand.dims)}"
             )
-        if operand.leading is not LeadingAxes.NONE:
+        if operand.leading is not LeadingAxesBroadcast.NONE:
             self.leading.append((operand, shape[:extra]))
         for dim, size in zip(operand.dims, shape[extra:], strict=True):
             if dim.may_be_one and size == 1:
@@ -274,7 +274,11 @@ class _SizeSolver:
         return True
 
     def _resolve_leading_axes(self) -> tuple[int, ...]:
-        equal = [(o, shape) for o, shape in self.leading if o.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED)]
+        equal = [
+            (o, shape)
+            for o, shape in self.leading
+            if o.leading in (LeadingAxesBroadcast.EQUAL, LeadingAxesBroadcast.CONTRACTED)
+        ]
         if not equal:
             return ()
         first, shared = equal[0]
@@ -284,7 +288,7 @@ class _SizeSolver:
                     f"leading axes are {list(shared)} in {first.text} but {list(shape)} in {operand.text}"
                 )
         for operand, shape in self.leading:
-            if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
+            if operand.leading in (LeadingAxesBroadcast.EQUAL, LeadingAxesBroadcast.CONTRACTED):
                 continue
             if len(shape) > len(shared):
                 raise SignatureMismatch(
@@ -320,13 +324,13 @@ def _split_into_matches(pattern: re.Pattern[str], text: str) -> list[re.Match[st
 
 
 def _parse_operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
-    leading = LeadingAxes.NONE
+    leading = LeadingAxesBroadcast.NONE
     dims: list[Dimension] = []
     for item in _split_into_matches(_DIM, match["dims"].strip()):
         if item["leading"]:
             if dims:
                 raise GraphError(f"signature: in {match[0]!r} the ... has to come first")
-            leading = LeadingAxes(item["leading"])
+            leading = LeadingAxesBroadcast(item["leading"])
         else:
             factors = tuple(item["product"].split()) if item["product"] else (item["name"],)
             role = DimensionRole.INDEXED if item["index"] else DimensionRole(item["role"])

@@ -58,7 +58,7 @@ def _list_unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
-def _compute_visible_cell_fraction(node: Node) -> float:
+def _compute_fraction_of_cells_in_window(node: Node) -> float:
     """Compute the fraction of KV cache cells inside the attention window of a token; kernels skip the other cells."""
     mask = node.src[3].node if len(node.src) > 3 and node.src[3] is not None else None
     if mask is None or mask.op != "causal_mask" or not mask.attrs["window"]:
@@ -79,7 +79,7 @@ def _compute_visible_cell_fraction(node: Node) -> float:
     unsharded_dimensions=_list_unsharded_head_dimensions,
     infinite=("-mask",),
     flops=lambda t, kv_heads, query_heads, s, d, e, **_: t * kv_heads * query_heads * s * (2 * d + 2 * e + 5),
-    active_fraction=_compute_visible_cell_fraction,
+    active_fraction=_compute_fraction_of_cells_in_window,
     samples=(
         *expand_template(
             "q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
-from ..declaration.broadcasting import repeat_leading_axes
+from ..declaration.broadcasting import repeat_leading_axis_entries
 from ..declaration.op import Array, op
 from ..declaration.samples import expand_template
 
@@ -40,4 +40,4 @@ def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) ->
     planner does not shard the summed axis, so the last bit of a sum does not depend on the number of devices. Without
     `exact`, a backend may round `x` to the dtype of 16-bit weights.
     """
-    return x @ np.swapaxes(repeat_leading_axes(w, x.shape[:-2], 2), -1, -2)
+    return x @ np.swapaxes(repeat_leading_axis_entries(w, x.shape[:-2], 2), -1, -2)

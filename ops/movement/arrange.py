@@ -8,7 +8,7 @@ import numpy as np
 
 from ...graph.attrs import Attrs
 from ...graph.spec import Spec
-from ..declaration.axis_links import AxisLink, link_first_operand_axes
+from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.broadcasting import tile_to_shape
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
@@ -51,7 +51,7 @@ def _infer_repeat(specs: OperandSpecs, attrs: Attrs) -> Spec:
 def _repeat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     shape, target = first_spec(specs).shape, integers_attribute(attrs, "shape")
     extra = len(target) - len(shape)
-    return link_first_operand_axes({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
+    return link_first_operand_axes_to_result({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
 
 
 @op(
@@ -97,7 +97,7 @@ def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
 def _link_unpadded_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link the axes of `x` without padding to the result, so that they may be sharded; other axes must be complete."""
     left, right = integers_attribute(attrs, "left"), integers_attribute(attrs, "right")
-    return link_first_operand_axes({i: i for i in range(len(left)) if left[i] == right[i] == 0})
+    return link_first_operand_axes_to_result({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
 
 @op(
@@ -178,7 +178,9 @@ def _infer_roll(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _roll_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    return link_first_operand_axes({i: i for i, shift in enumerate(integers_attribute(attrs, "shifts")) if shift == 0})
+    return link_first_operand_axes_to_result(
+        {i: i for i, shift in enumerate(integers_attribute(attrs, "shifts")) if shift == 0}
+    )
 
 
 @op(
@@ -230,7 +232,7 @@ def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]
     return tuple(AxisLink(operand, (i,), (i,)) for operand in (0, 1) for i in full)
 
 
-def _count_region_traffic_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_region_write_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     """Return the bytes that a write of `b` into a region of `a` moves in memory: the bytes of `b`, read and written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
@@ -259,7 +261,7 @@ _REGION_ERRORS = (
     infer=_infer_region,
     links=_link_filled_axes,
     flops=lambda **_: 0,
-    traffic=_count_region_traffic_bytes,
+    traffic=_count_region_write_bytes,
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "f16", "i32")),
     errors=_REGION_ERRORS,
     compare="exact",

@@ -10,7 +10,7 @@ from ...graph.attrs import Attrs
 from ...graph.dtypes import QUANTISED_DTYPES, STATE_DTYPES
 from ...graph.spec import Spec
 from ..declaration.axis_links import AxisLink
-from ..declaration.broadcasting import repeat_leading_axes
+from ..declaration.broadcasting import repeat_leading_axis_entries
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
 from ..declaration.shape_rules import axis_attribute
@@ -73,7 +73,7 @@ def set_rows(into: Array, rows: Array, ids: Array) -> Array:
     If a row number repeats, one of its rows is stored.
     """
     out = into.copy()
-    chosen = repeat_leading_axes(require_row_numbers(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)
+    chosen = repeat_leading_axis_entries(require_row_numbers(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)
     np.put_along_axis(out, chosen[..., None], rows, axis=-2)
     return out
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.spec import Spec
-from ..declaration.axis_links import AxisLink, link_first_operand_axes
+from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
 from ..declaration.shape_rules import first_spec, integers_attribute
@@ -53,7 +53,7 @@ def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 def _link_images_and_channels(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link images and channels to the result, so that they may be sharded; other axes must be complete."""
-    return link_first_operand_axes({0: 0, 1: 2})
+    return link_first_operand_axes_to_result({0: 0, 1: 2})
 
 
 @op(

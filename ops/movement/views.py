@@ -9,7 +9,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.spec import Spec
-from ..declaration.axis_links import AxisLink, link_first_operand_axes, link_reshaped_axes
+from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result, link_reshaped_axes
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
 from ..declaration.shape_rules import axis_attribute, first_spec, integer_attribute, integers_attribute
@@ -55,7 +55,9 @@ def _infer_permute(specs: OperandSpecs, attrs: Attrs) -> Spec:
     view=True,
     linear=("x",),
     infer=_infer_permute,
-    links=lambda specs, attrs: link_first_operand_axes({a: i for i, a in enumerate(integers_attribute(attrs, "axes"))}),
+    links=lambda specs, attrs: link_first_operand_axes_to_result(
+        {a: i for i, a in enumerate(integers_attribute(attrs, "axes"))}
+    ),
     samples=("x=f32[2,3,4], axes=(1,0,2)", "x=f16[2,3,4,5], axes=(3,1,0,2)", "x=i32[7], axes=(0,)"),
     errors=(("x=f32[2,3], axes=(0,0)", "no permutation"), ("x=f32[2,3], axes=(1,)", "no permutation of the 2 axes")),
     compare="exact",
@@ -154,7 +156,7 @@ def _infer_broadcast(specs: OperandSpecs, attrs: Attrs) -> Spec:
 def _broadcast_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     shape, target = first_spec(specs).shape, integers_attribute(attrs, "shape")
     extra = len(target) - len(shape)
-    return link_first_operand_axes({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
+    return link_first_operand_axes_to_result({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
 
 
 @op(

@@ -168,8 +168,8 @@ def _is_valid_speeds(s: Speeds) -> bool:
     The byte counts for which the cached share was measured must also ascend.
     """
     # speeds by dtype are checked as speeds by op
-    each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
-    others = (s.weight_independent_hardware.op_bandwidth, s.unpacking, s.cached)
+    each = replace(s.hardware_without_weight_speeds, op_flops=s.flops, op_bandwidth=s.bandwidth)
+    others = (s.hardware_without_weight_speeds.op_bandwidth, s.unpacking, s.cached)
     cache_shares = [(float(size), share) for size, share in s.held.items()]
     return (
         bool(s.bandwidth and s.flops)

@@ -316,10 +316,10 @@ def parse_simulated_group(text: str) -> SimulatedGroup:
     """
     path = Path(text)
     spec, catalogue = read_simulated_machine_file(path) if path.suffix == ".toml" else (text, CATALOGUE)
-    return _parse_group(spec, catalogue)
+    return _parse_machines_and_links(spec, catalogue)
 
 
-def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
+def _parse_machines_and_links(text: str, known: Catalogue) -> SimulatedGroup:
     """Parse a description such as ``h200:8,nvlink`` (one machine) or ``h200:8,nvlink x 4,ib400`` (four machines)."""
     machine, times, rest = text.partition(" x ")
     if not times:

@@ -71,7 +71,7 @@ class Speeds:
             nbytes[str(v.dtype)] += v.spec.nbytes
             numbers[str(v.dtype)] += v.spec.size
         return replace(
-            self.weight_independent_hardware,
+            self.hardware_without_weight_speeds,
             flops=_compute_harmonic_mean_speed(self.flops, numbers),
             bandwidth=self._estimate_weight_bandwidth_with_caches(graph),
             unpack_bandwidth=_compute_harmonic_mean_speed(self.unpacking, nbytes) if self.unpacking else 0.0,
@@ -109,7 +109,7 @@ class Speeds:
         return float(np.interp(nbytes, sizes, shares)) * min(1.0, sizes[-1] / max(nbytes, 1.0))
 
     @property
-    def weight_independent_hardware(self) -> Hardware:
+    def hardware_without_weight_speeds(self) -> Hardware:
         """The hardware model with the speeds that do not depend on weights; all other speeds have their defaults."""
         return Hardware(
             launch=self.launch,

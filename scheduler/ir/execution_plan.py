@@ -126,6 +126,8 @@ class Plan:
     shares: tuple[float, ...] = ()
     unused_devices: tuple[str, ...] = ()
 
+    collectives = RenamedAttribute("count_collectives")
+    memory = RenamedAttribute("count_memory_bytes_by_kind")
     lanes = RenamedAttribute("device_plans")
     cuts = RenamedAttribute("sharded_factors")
     placed = RenamedAttribute("pinned_nodes")
@@ -182,18 +184,18 @@ class Plan:
         """The predicted seconds of one run, split into compute and collectives."""
         return estimate_run_time(self.timeline, len(self.device_plans))
 
-    def memory(self) -> dict[str, int]:
+    def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes by kind of memory (weight, state, constant, arena), summed over all devices."""
         return {
-            kind: sum(device_plan.memory()[kind] for device_plan in self.device_plans)
-            for kind in self.device_plans[0].memory()
+            kind: sum(device_plan.count_memory_bytes_by_kind()[kind] for device_plan in self.device_plans)
+            for kind in self.device_plans[0].count_memory_bytes_by_kind()
         }
 
     def flops(self) -> int:
         """Return the FLOPs (floating-point operations) of one run of the user's graph, before sharding."""
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
-    def collectives(self) -> int:
+    def count_collectives(self) -> int:
         """Return how many collectives, messages included, the first device calls in one run."""
         return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
@@ -202,9 +204,9 @@ class Plan:
 
         Ranks (processes) compare their digests, to be sure that they made the same plan.
         """
-        from ..serialisation.plan_json import compute_plan_digest
+        from ..serialisation.plan_json import compute_digest_of_executed_plan_parts
 
-        return compute_plan_digest(self)
+        return compute_digest_of_executed_plan_parts(self)
 
     @validate_arguments(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
@@ -236,7 +238,8 @@ class Plan:
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device_plan.device) for device_plan in self.device_plans)
-        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {format_bytes(sum(self.memory().values()))})"
+        needed = format_bytes(sum(self.count_memory_bytes_by_kind().values()))
+        return f"Plan({len(self.graph.nodes)} nodes on {devices}, {needed})"
 
     def __str__(self) -> str:
         from ..reports.explain import format_memory_table, format_summary

@@ -14,6 +14,7 @@ from ...backends.fusion.overlap import find_instructions_beside_collectives
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
+from ...graph.old_names import RenamedAttribute
 from ...graph.repeated_runs import DeviceNodeRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
@@ -60,6 +61,8 @@ class DevicePlan:
     graph: Graph
     program: Program
     short: UnrollableProgram | None = field(default=None, init=False, compare=False, repr=False)
+
+    memory = RenamedAttribute("count_memory_bytes_by_kind")
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("graph", "program") or self.short is None:
@@ -130,7 +133,7 @@ class DevicePlan:
         """
         return KernelLaunchesAndFallbacks(self.count_launches_by_instruction(), self.find_numpy_fallback_positions())
 
-    def memory(self) -> dict[str, int]:
+    def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 

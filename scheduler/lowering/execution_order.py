@@ -26,7 +26,7 @@ from .strides import StridedView
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutionOrder:
+class ExecutionOrderWithInplaceStates:
     """The nodes of a graph in execution order, and the states that are updated in place.
 
     - `nodes`: all nodes, in execution order.
@@ -73,7 +73,7 @@ def order_nodes_for_inplace_state_updates(
     views: Mapping[Value, StridedView],
     stored_spec_of: Callable[[Value], Spec],
     prefers_overlap: bool = False,
-) -> ExecutionOrder:
+) -> ExecutionOrderWithInplaceStates:
     """Order the nodes for execution, so that as many states as possible are updated in place.
 
     A node may write its result over a state under two conditions. The stored dtypes are equal, and all other readers of
@@ -123,7 +123,7 @@ def order_nodes_for_inplace_state_updates(
             donated.update(dict.fromkeys(line[1:], state))
             over.update((result, victim) for victim, result in pairwise(line))
     order = _order_nodes_by_dependences(graph, waits.extra_predecessors, collectives_first=prefers_overlap)
-    return ExecutionOrder(
+    return ExecutionOrderWithInplaceStates(
         _move_collectives_earlier(order, waits.extra_predecessors) if prefers_overlap else order, donated, over, copied
     )
 
@@ -154,7 +154,7 @@ def _list_inplace_update_chains(
     yield state, last
 
 
-def insert_copies_against_update_conflicts(graph: Graph) -> Graph:
+def insert_copies_that_protect_outputs(graph: Graph) -> Graph:
     """Insert copies into a graph, so that state updates cannot change outputs or other new states.
 
     Three kinds of values are copied:
@@ -270,7 +270,7 @@ def _order_nodes_by_dependences(
     """
     done: dict[Node, None] = {}
     begun: set[Node] = set()
-    for root in _order_nodes_by_last_message(graph):
+    for root in _sort_nodes_by_last_received_message(graph):
         stack = [root]
         while stack:
             node = stack[-1]
@@ -294,7 +294,7 @@ def _order_nodes_by_dependences(
     return tuple(done)
 
 
-def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
+def _sort_nodes_by_last_received_message(graph: Graph) -> Sequence[Node]:
     """Sort the nodes by the sequence number of the last `receive` on which each depends, directly or not.
 
     Nodes that depend on no message come first.

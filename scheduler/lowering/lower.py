@@ -33,9 +33,9 @@ from ...ops.elementwise.binary import cont
 from ...ops.registry import find_graph_role, find_inplace_operand
 from .arena import Arena, Lifetime, assign_arena_offsets, assign_arena_offsets_for_any_repetition_order
 from .execution_order import (
-    ExecutionOrder,
+    ExecutionOrderWithInplaceStates,
     can_overwrite,
-    insert_copies_against_update_conflicts,
+    insert_copies_that_protect_outputs,
     order_nodes_for_inplace_state_updates,
 )
 from .state_saves import StateSave, build_state_saves
@@ -83,7 +83,7 @@ def lower_with_state_saves(
         The graph with the copies that kernels need, its program, and the nodes that save and restore states. These
         nodes are not in the graph.
     """
-    graph, views = insert_dense_copies(insert_copies_against_update_conflicts(graph), backend.reads_strided)
+    graph, views = insert_dense_copies(insert_copies_that_protect_outputs(graph), backend.reads_strided)
     order = order_nodes_for_inplace_state_updates(
         graph,
         views,
@@ -185,7 +185,7 @@ class _ProgramBuilder:
         backend: Backend,
         device: Device,
         views: Mapping[Value, StridedView],
-        order: ExecutionOrder,
+        order: ExecutionOrderWithInplaceStates,
         repetitions: DeviceNodeRepetitions | None = None,
         groups: Sequence[Sequence[Node]] = (),
         is_roomy: bool = False,

@@ -16,7 +16,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
 from ...ops.registry import find_graph_role, find_inplace_operand
-from .execution_order import ExecutionOrder
+from .execution_order import ExecutionOrderWithInplaceStates
 from .strides import StridedView, compute_strides_of_view_node, make_dense_view
 
 
@@ -39,7 +39,7 @@ class StateSave:
 
 
 def build_state_saves(
-    order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, device: Device
+    order: ExecutionOrderWithInplaceStates, views: Mapping[Value, StridedView], backend: Backend, device: Device
 ) -> tuple[StateSave, ...]:
     """Build the saves of all states that a run changes, so that a failed run can be undone.
 
@@ -84,7 +84,7 @@ def _make_whole_state_save(writer_node: Node | None, state: Value, earlier_resul
 def _make_changed_rows_save(
     new_state: Value,
     state: Value,
-    order: ExecutionOrder,
+    order: ExecutionOrderWithInplaceStates,
     views: Mapping[Value, StridedView],
     backend: Backend,
     device: Device,

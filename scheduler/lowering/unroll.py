@@ -34,7 +34,7 @@ def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) ->
         program: The program of `graph`.
         shortened: The short graph, the full ("deep") graph, and the repetitions of both.
     """
-    unroller = _Unroller(graph, shortened)
+    unroller = _RepeatedLayerUnroller(graph, shortened)
     long = unroller.build_unrolled_graph()
     return long, unroller.build_unrolled_program(long, program)
 
@@ -70,7 +70,7 @@ def unroll_kernel_calls(
     return found
 
 
-class _Unroller:
+class _RepeatedLayerUnroller:
     """Copies the repeated layers in a short graph and its program, until all layers of the full graph are there.
 
     The full graph is called deep.

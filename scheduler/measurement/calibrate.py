@@ -1,6 +1,6 @@
 """Calibration: measure the speeds of devices by small graphs, the probes, for the plans of models.
 
-1. `ProbeRuns` plans and binds the graphs of `probe_graphs` for a device group.
+1. `BoundCalibrationProbes` plans and binds the graphs of `probe_graphs` for a device group.
 2. A round runs each probe in turn and takes its seconds.
 3. `compute_trimmed_mean` reduces the seconds of a probe over several rounds to one number.
 4. `SpeedFit` computes the speeds from the plans and the seconds of all probes.
@@ -124,11 +124,11 @@ def measure_speeds(
         kinds: The dtypes of weights to measure.
         rounds: Number of rounds. The first of several rounds is a warm-up and does not count.
     """
-    probes = ProbeRuns(group, kinds, clock)
+    probes = BoundCalibrationProbes(group, kinds, clock)
     return probes.fit_speeds([probes.measure_round_seconds() for _ in range(rounds)][rounds > 1 :])
 
 
-class ProbeRuns:
+class BoundCalibrationProbes:
     """The calibration probes of a device group: small graphs, planned and bound to memory, that are ready to be timed.
 
     A round runs all probes in turn. Therefore a temporary disturbance affects all of them, and the weights of a probe
@@ -166,7 +166,7 @@ class ProbeRuns:
         self.reread_probes = {
             f"again {size}": names
             for size in REREAD_SIZES_MIB
-            if (names := _select_probes_for_bytes(size << 20, sizes))
+            if (names := _select_probes_that_sum_to_bytes(size << 20, sizes))
         }
         solo = [kind for kind in kinds if kind in SOLO_PROBED_DTYPES] or [*kinds[:1]]
         self.solo_probes = (
@@ -258,7 +258,7 @@ def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
     return [f"{work} {kind}" for work in ("read", "cached") for kind in reversed(kinds)]
 
 
-def _select_probes_for_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
+def _select_probes_that_sum_to_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
     """Select probes that read from 15/16 of `nbytes` to `nbytes` bytes of weights together; else return no probe.
 
     Args:

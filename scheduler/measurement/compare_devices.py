@@ -132,7 +132,8 @@ class NodeComparer:
         )
         self.values: Mapping[str, Value] = collect_computed_values(plan.graph)
         self._portions = [
-            (names, *self._build_portion_graphs(names)) for names in _split_graph_into_portions(plan.graph)
+            (names, *self._build_observed_and_reference_graphs(names))
+            for names in _split_graph_into_portions(plan.graph)
         ]
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
@@ -165,7 +166,9 @@ class NodeComparer:
         for name in plain.run(inputs):
             own = next((n for n, v in self.values.items() if v == self.plan.graph.outputs[name]), None)
             if own is not None:
-                unseen = replace(self._compute_difference(own, plain.copies(name), outputs[name][0]), limit=loosest)
+                unseen = replace(
+                    self._compute_difference(own, plain.read_output_copies(name), outputs[name][0]), limit=loosest
+                )
                 if unseen.is_wrong and agree and len(self._portions) == 1:
                     unseen = self._find_first_value_wrong_when_fused(inputs, before, seen, loosest) or unseen
                 yield unseen
@@ -211,13 +214,13 @@ class NodeComparer:
         """
         self._restore_states(before)
         run = Executor(plan_for_group(graph, self.plan.group, place=self.placement_rules, like=self.plan), self.store)
-        return {name: run.copies(name) for name in run.run(inputs)}
+        return {name: run.read_output_copies(name) for name in run.run(inputs)}
 
     def _restore_states(self, before: Mapping[str, Array]) -> None:
         for name, array in before.items():
             self.store.state(name)[...] = array
 
-    def _build_portion_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
+    def _build_observed_and_reference_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
         """Build the two graphs that observe and recompute a portion of the values.
 
         The first is for the devices of the plan, the second for the reference device.

@@ -93,7 +93,7 @@ class SpeedFit:
     def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
         """The seconds per FLOP without weights, and the seconds per byte of activations, from two probes together."""
         names = ("attention", "values")
-        return _solve_for_seconds_per_unit(
+        return _solve_two_seconds_equations(
             [
                 (self.work_by_probe[name].flops, self.work_by_probe[name].nbytes, self.subtract_launch_seconds(name))
                 for name in names
@@ -125,7 +125,7 @@ class SpeedFit:
 
         def of(kind: str) -> tuple[float, float]:
             names = (f"rows {kind}", f"few {kind}")
-            return _solve_for_seconds_per_unit(
+            return _solve_two_seconds_equations(
                 [
                     (
                         self.work_by_probe[name].flops,
@@ -276,7 +276,7 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
     return WorkEstimate(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.stored_bytes for w in works))
 
 
-def _solve_for_seconds_per_unit(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def _solve_two_seconds_equations(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Solve two equations ``a * x + b * y = seconds`` for `x` and `y`, the seconds per unit of two kinds of work.
 
     `x` must dominate the first equation, and `y` the second. Each keeps at least a tenth of the seconds of its

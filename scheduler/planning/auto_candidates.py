@@ -40,7 +40,7 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
     candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_built_plan(scorer)]
     if len(plan_builder.group) > 1:
-        others = _list_candidates(plan_builder, alone, once, hardware, costs)
+        others = _list_multi_device_candidates(plan_builder, alone, once, hardware, costs)
         if estimator is not None:
             others = [estimator.estimate_candidate(candidate, among.cost.total) for candidate in others]
         candidates += others
@@ -65,10 +65,10 @@ def _score_layout_for_workload(
     over = cache(
         lambda sequences, tokens: plan_builder.build_with_layout_of_other_plan(plan, use.build_graph(sequences, tokens))
     )
-    return use.score_plans(over, estimator.choose_micro_batch_counts)
+    return use.score_plans(over, estimator.choose_fastest_micro_batch_count)
 
 
-def _list_candidates(
+def _list_multi_device_candidates(
     plan_builder: PlanBuilder,
     single_device_plan: Plan,
     single_device_bytes: float,

@@ -177,7 +177,7 @@ class BranchScheduler:
                 )
         scheduler = _ListScheduler(self, device_count)
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
-            scheduler.place_cluster_on_earliest_device(cluster)
+            scheduler.place_cluster_where_it_starts_first(cluster)
         order = [
             node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
         ]
@@ -310,7 +310,7 @@ class _ListScheduler:
         self.leaf_bytes_by_device = [0] * device_count
         self.device_by_state: dict[Value, int] = {}
 
-    def place_cluster_on_earliest_device(self, cluster: Cluster) -> None:
+    def place_cluster_where_it_starts_first(self, cluster: Cluster) -> None:
         """Place a cluster on the device that can start it first, among devices with enough memory if there are any.
 
         If an earlier cluster uses the same state, the cluster goes to the device of this state.

@@ -129,7 +129,7 @@ class Candidate:
         """Build the plan of the candidate; return the candidate with this plan, and with its seconds and bytes."""
         plan = self.build_plan()
         seconds, how = scorer(plan)
-        memory = plan.memory()
+        memory = plan.count_memory_bytes_by_kind()
         stored_bytes = memory["weight"] + memory["state"]
         return replace(
             self,
@@ -141,7 +141,7 @@ class Candidate:
             pipeline_description=how,
         )
 
-    def compute_penalised_seconds(self, single_device_bytes: float) -> float:
+    def compute_device_and_copy_penalised_seconds(self, single_device_bytes: float) -> float:
         """Compute the seconds with a penalty for each doubling of devices, and one for copies of weights and states.
 
         Args:
@@ -195,7 +195,7 @@ def choose_best_plan(
     alone_bytes = candidates[0].stored_bytes  # bytes of a plan, which may store weights with another dtype
 
     def cost(candidate: Candidate) -> tuple[float, float]:
-        return candidate.missing_bytes, candidate.compute_penalised_seconds(
+        return candidate.missing_bytes, candidate.compute_device_and_copy_penalised_seconds(
             single_device_bytes if candidate.plan is None else alone_bytes
         )
 

@@ -8,7 +8,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.rewrite import rewrite_graph
 from ...ops import op_of
-from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
+from ...ops.decompositions import DECOMPOSITIONS, list_applicable_decompositions
 from ..lowering.device_plan import Devices
 
 UNFUSED_DECOMPOSITION = "unfused"
@@ -30,7 +30,7 @@ def decompose_unsupported_ops(graph: Graph, group: Devices) -> Graph:
             return None
         named = dict(zip(op_of(node).operand_names, node.src, strict=False))
         operands = {name: value for name, value in named.items() if value is not None}
-        if UNFUSED_DECOMPOSITION not in select_decompositions(node.op, operands, node.attrs):
+        if UNFUSED_DECOMPOSITION not in list_applicable_decompositions(node.op, operands, node.attrs):
             return None
         if any(0 in value.shape for value in operands.values()):  # a decomposition into chunks needs at least one token
             return None

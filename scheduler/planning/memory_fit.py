@@ -32,7 +32,7 @@ class MemoryPool:
     @property
     def needed_bytes(self) -> int:
         """The bytes that all device plans in this memory need."""
-        return sum(sum(device_plan.memory().values()) for device_plan in self.device_plans)
+        return sum(sum(device_plan.count_memory_bytes_by_kind().values()) for device_plan in self.device_plans)
 
     @property
     def missing_bytes(self) -> int:
@@ -85,8 +85,8 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
     worst = max(short, key=lambda pool: pool.missing_bytes)
     where = ", ".join(str(device_plan.device) for device_plan in worst.device_plans)
     parts = {
-        kind: sum(device_plan.memory()[kind] for device_plan in worst.device_plans)
-        for kind in worst.device_plans[0].memory()
+        kind: sum(device_plan.count_memory_bytes_by_kind()[kind] for device_plan in worst.device_plans)
+        for kind in worst.device_plans[0].count_memory_bytes_by_kind()
     }
     bytes_by_kind = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n)
     others = f" (and {len(short) - 1} more devices)" if len(short) > 1 else ""
@@ -159,7 +159,7 @@ def _suggest_other_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
     mode, needed = (
         ("tensor" if placed else "layer"),
-        sum(sum(device_plan.memory().values()) for device_plan in plan.device_plans),
+        sum(sum(device_plan.count_memory_bytes_by_kind().values()) for device_plan in plan.device_plans),
     )
     memory = sum(p.memory_bytes for p in list_memory_pools(plan))
     return f"use split_mode='{mode}'" if needed <= memory else None

@@ -31,7 +31,7 @@ from ..sharding.layer_split import (
     NO_FIXED_VALUES,
     Placement,
     compute_balanced_proportions,
-    placement_from_layouts,
+    place_nodes_where_leaves_are_stored,
     split_layers,
 )
 from ..sharding.layer_split import emit_placed_graphs as place_nodes
@@ -42,7 +42,7 @@ from ..sharding.pins import (
     find_unsupported_nodes,
     pin_discrete_choices_to_first_device,
     pin_earlier_layouts_of_changed_leaves,
-    pins_from_layouts,
+    pin_readers_to_devices_of_leaves,
 )
 from ..sharding.search.greedy_search import FactorChoice, factors_from_positions, list_all_factor_positions
 from .branches import BranchSchedule
@@ -84,7 +84,9 @@ class PlanBuilder(ShardedPlanBuilder):
             and compute_missing_bytes(plan)
         ):
             plan = (
-                self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_mainly_on_first_device)
+                self.build_layer_split_with_host(
+                    host, uses_single_device=mode is PlanBuilder.build_mainly_on_first_device
+                )
                 or plan
             )
         taken = {str(device_plan.device) for device_plan in plan.device_plans}
@@ -125,10 +127,10 @@ class PlanBuilder(ShardedPlanBuilder):
             return self._build_hybrid_stages(
                 where, groups, earlier_plan.sharded_factors, ("an earlier plan's layout",), earlier_plan.leaves
             )
-        fixed_pins = pins_from_layouts(self.graph, earlier_plan.leaves)
+        fixed_pins = pin_readers_to_devices_of_leaves(self.graph, earlier_plan.leaves)
         stored = [earlier_plan.leaves[v.node.name] for v in (*earlier_plan.graph.weights, *earlier_plan.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
-            where = placement_from_layouts(self.graph, earlier_plan.leaves)
+            where = place_nodes_where_leaves_are_stored(self.graph, earlier_plan.leaves)
             base = {n: Pin(d, "its weights or its operands are on this device") for n, d in where.items()}
             return self._build_with_pinned_nodes(
                 base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
@@ -243,7 +245,7 @@ class PlanBuilder(ShardedPlanBuilder):
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
         return self._build_with_pinned_nodes(pins, omits_idle_devices=True, order=schedule.order)
 
-    def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
+    def build_layer_split_with_host(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
         """Build a layer split in which the host is one more device, for weights and states that do not fit.
 
         Returns None if the host is already in the group, or if the plan does not fit even with the host.
@@ -270,7 +272,7 @@ class PlanBuilder(ShardedPlanBuilder):
             return replace(plan, host=host.hardware) if plan.device_plans[-1].device == host.device else plan
 
         first = self._build_layer_split_by_proportions(shares, omits_idle_devices=uses_single_device)
-        total = sum(first.memory()[kind] for kind in ("weight", "state"))
+        total = sum(first.count_memory_bytes_by_kind()[kind] for kind in ("weight", "state"))
         return (
             choose_smallest_fitting_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
             if compute_missing_bytes(first)

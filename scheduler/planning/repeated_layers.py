@@ -92,7 +92,7 @@ def plan_repeated_layers(
         return None
     for runs in (
         repeated_layers,
-        repeated_layers.drop_first(),
+        repeated_layers.without_first_repetition(),
     ):  # before the first repetition, no value may have been summed yet
         once = shorten_graph(graph, runs, 1)
         if once is None or (own := _map_factors_to_short_graph(once, sharded_factors)) is None:
@@ -223,8 +223,8 @@ class _ShortenedGraphSharding:
         2. If the values passed from layer to layer then have different layouts, the first layer is planned separately,
            too. Before it no sum may have been reduce-scattered yet.
         """
-        inner = self.shortened_graph.deep_repetitions.drop_last()
-        for runs in (inner, inner.drop_first()):
+        inner = self.shortened_graph.deep_repetitions.without_last_repetition()
+        for runs in (inner, inner.without_first_repetition()):
             sharding = (
                 self._with_shortened_graph(
                     shorten_graph(self.shortened_graph.deep_graph, runs, self.shortened_graph.short_count)
@@ -266,7 +266,7 @@ def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedLayer
         of.deep_repetitions.count - of.short_count
     ) * of.deep_repetitions.length * sharding.distinct_program_count < MIN_SAVED_NODES:
         return None
-    assignment = sharding.sequence_parallel_chooser.choose_fastest_assignment()
+    assignment = sharding.sequence_parallel_chooser.choose_sharded_or_replicated_rows()
     repeated_plan = (
         sharding.build_repeated_plan(sharding.build_partitioned_graphs(assignment))
         if _has_equal_layouts_of_carried_values(of, assignment)

@@ -137,7 +137,7 @@ class ShardedPlanBuilder:
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             return nodes, partition_graph(
-                self.graph, self.factors, make_sequence_options(nodes).choose_fastest_assignment(), shares
+                self.graph, self.factors, make_sequence_options(nodes).choose_sharded_or_replicated_rows(), shares
             )
 
         where, sharded = self._pin_nodes_until_supported(first, build)

@@ -123,7 +123,7 @@ class OptimisticWorkloadEstimator:
                 one,
                 *(
                     self._estimate_step_seconds(n, stages)
-                    for n in self.choose_micro_batch_counts(use.sequence_count, stages)
+                    for n in self.choose_fastest_micro_batch_count(use.sequence_count, stages)
                 ),
             ]
         )
@@ -152,7 +152,7 @@ class OptimisticWorkloadEstimator:
             refine=refined,
         )
 
-    def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
+    def choose_fastest_micro_batch_count(self, sequence_count: int, stage_count: int) -> list[int]:
         """Choose the micro-batch count with the shortest estimated step; return a list with this count.
 
         The list is empty if there are fewer than two sequences or stages.

@@ -22,7 +22,7 @@ from ..lowering.device_plan import DevicePlan
 from ..pipelining.stage_times import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
 from .critical_path import find_critical_path
 from .pass_dumps import format_node_reference, format_program
-from .placement_hints import PlacementHint, find_single_device_weight_hints
+from .placement_hints import SingleDevicePlacementHint, suggest_weights_for_single_device
 from .weight_balance import find_weight_imbalance
 
 
@@ -188,12 +188,12 @@ def format_memory_table(plan: Plan) -> list[str]:
     """
     rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
     for device_plan in plan.device_plans:
-        bytes_by_kind = device_plan.memory()
+        bytes_by_kind = device_plan.count_memory_bytes_by_kind()
         free = "-"
         if device_plan.device.memory is not None:
             own = (device_plan.device.kind, device_plan.device.index)
             parts = [other for other in plan.device_plans if (other.device.kind, other.device.index) == own]
-            left = device_plan.device.memory - sum(sum(part.memory().values()) for part in parts)
+            left = device_plan.device.memory - sum(sum(part.count_memory_bytes_by_kind().values()) for part in parts)
             free = format_bytes(left) if left >= 0 else f"{format_bytes(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
         sizes = (*(bytes_by_kind[k] for k in kinds), device_plan.program.undo_bytes)
@@ -203,7 +203,7 @@ def format_memory_table(plan: Plan) -> list[str]:
 
 def format_timeline_table(plan: Plan) -> list[str]:
     """Format the timeline as a table with one row for each entry and its reason; repeated layers are shown once."""
-    reasons, advice = TimelineReasons(plan), find_single_device_weight_hints(plan)
+    reasons, advice = TimelineReasons(plan), suggest_weights_for_single_device(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.timeline):
@@ -258,7 +258,7 @@ class TimelineReasons:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.pin_reasons = _list_pin_reasons(plan)
+        self.pin_reasons = _find_pin_and_reason_by_name(plan)
         self.shapes_by_name = {
             name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()
         }
@@ -267,12 +267,12 @@ class TimelineReasons:
         """Return why a timeline entry runs on its devices, or for a collective why it is needed."""
         nodes = self._list_entry_nodes(entry)
         if entry.op == COMPUTE:
-            return self._explain_compute_span(nodes, entry.devices)
+            return self._explain_devices_of_compute_span(nodes, entry.devices)
         return self._explain_collective(self.plan.device_plans[entry.sending_device], entry, nodes[0])
 
     def select_hints_for_entry(
-        self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]
-    ) -> list[PlacementHint]:
+        self, entry: TimelineEntry, hints_by_weight: Mapping[str, SingleDevicePlacementHint]
+    ) -> list[SingleDevicePlacementHint]:
         """Return the placement hints for the weights that a timeline entry reads.
 
         A placement hint is the advice to put a weight on one device.
@@ -296,7 +296,7 @@ class TimelineReasons:
         ]
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
-    def _explain_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
+    def _explain_devices_of_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """Return why nodes run on their devices, from the weights and states that they read.
 
         The text names the largest leaf that is placed on one device, and the largest sharded leaf. If there is neither,
@@ -308,7 +308,7 @@ class TimelineReasons:
         special = [n for n in stored_leaves if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
             why = [because[n.name] for n in nodes if n.name in because]
-            return f"placed here: {why[0]}" if why else self._explain_unsharded_work(nodes)
+            return f"placed here: {why[0]}" if why else self._explain_devices_of_unsharded_work(nodes)
         sharded_leaves = [n for n in special if isinstance(self.plan.leaves[n.name], Shard)]
         local = [n for n in special if n not in sharded_leaves]
         phrases = []
@@ -322,7 +322,7 @@ class TimelineReasons:
             phrases.append(f"%{largest_leaf.label}{others} cut on axis {self._find_shard_axis(largest_leaf)}")
         return "; ".join(phrases)
 
-    def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
+    def _explain_devices_of_unsharded_work(self, nodes: Sequence[Node]) -> str:
         """Return why a compute span runs on its devices, if it reads no sharded or placed weight or state."""
         read = [(s, find_view_base(s).node) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
@@ -401,7 +401,7 @@ def format_user_value_name(value: Value) -> str:
     )
 
 
-def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
+def _find_pin_and_reason_by_name(plan: Plan) -> dict[str, tuple[int, str]]:
     """Return the device and the reason of each pinned node and of each leaf that a pinned node reads, by name."""
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.pinned_nodes for name in placed.nodes}
     reasons = dict(pins_by_name)

@@ -29,7 +29,7 @@ MAX_TRACE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredInstruction:
     """The measured time of one instruction in traced runs.
 
     - `kernel`: the names of the kernels that run it.
@@ -57,7 +57,7 @@ class MeasuredPlan:
     """The median seconds of a run."""
     has_equal_shapes: bool
     """Whether all shapes equal the shapes of the plan. They may differ, for example with a shorter context."""
-    steps_by_device: tuple[tuple[MeasuredStep | None, ...], ...]
+    steps_by_device: tuple[tuple[MeasuredInstruction | None, ...], ...]
 
 
 def read_measured_times_from_trace(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
@@ -111,7 +111,7 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
         if e["cat"] != "run":
             key = int(e["pid"]) - FIRST_DEVICE_PROCESS, tuple(map(int, e["args"]["steps"]))
             taken[key][str(e["args"]["kernel"])].append(_read_event_microseconds(e))
-    devices: list[list[MeasuredStep | None]] = [
+    devices: list[list[MeasuredInstruction | None]] = [
         [None] * len(device_plan.program.instructions) for device_plan in plan.device_plans
     ]
     for (device, steps), kernels in taken.items():
@@ -119,7 +119,7 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
         costs = [plan.instruction_costs[device].get_cost(step).seconds for step in steps]
         for step, cost in zip(steps, costs, strict=True):
             share = cost / sum(costs) if sum(costs) else 1 / len(steps)
-            devices[device][step] = MeasuredStep(" ".join(kernels), seconds * share, len(steps))
+            devices[device][step] = MeasuredInstruction(" ".join(kernels), seconds * share, len(steps))
     exact = best == 1.0
     label = str(about["plans"][number]["label"])
     return MeasuredPlan(label, len(runs), median(runs) / MICROSECONDS_PER_SECOND, exact, tuple(map(tuple, devices)))

@@ -168,7 +168,7 @@ class ArenaLifetime:
         return self.offset + self.nbytes
 
     @property
-    def end_step(self) -> int:
+    def first_step_after_use(self) -> int:
         """The step from which the bytes are free: after the last read, or when another value overwrites them."""
         return min(self.last_step + 1, self.overwriting_step)
 
@@ -237,7 +237,7 @@ def compute_memory_and_last_use_by_step(program: Program) -> tuple[list[int], li
     steps = len(program.instructions)
     last, change = [-1] * steps, [0] * (steps + 1)
     for life in find_arena_lifetimes(program):
-        end = min(life.end_step, steps)
+        end = min(life.first_step_after_use, steps)
         change[max(life.first_step, 0)] += life.nbytes
         change[end] -= life.nbytes
         if life.writing_step >= 0:

@@ -32,7 +32,7 @@ MAX_PATTERN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacementHint:
+class SingleDevicePlacementHint:
     """The advice to place a weight on one device only, because that saves memory on the other devices.
 
     - `placement_rule`: the argument of ``--place``.
@@ -56,7 +56,9 @@ class PlacementHint:
         return f"--place {shlex.quote(self.placement_rule)} {', '.join(phrases)}"
 
 
-def find_single_device_weight_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
+def suggest_weights_for_single_device(
+    plan: Plan, layouts: Mapping[Node, str] | None = None
+) -> dict[str, SingleDevicePlacementHint]:
     """Find weights that should be on one device only; return the best placement hint of each, by name.
 
     A weight has a hint only if the memory saved outweighs the time: the saved share of a device's bytes is at least the
@@ -82,7 +84,9 @@ class _PlacementHintFinder:
         self.name_by_node = assign_names(plan.graph)
         self.users = plan.graph.users()
         self.devices = [str(device_plan.device) for device_plan in plan.device_plans]
-        self.stored_bytes = [max(1, sum(device_plan.memory().values())) for device_plan in plan.device_plans]
+        self.stored_bytes = [
+            max(1, sum(device_plan.count_memory_bytes_by_kind().values())) for device_plan in plan.device_plans
+        ]
         self.weight_bytes = [
             {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"}
             for device_plan in plan.device_plans
@@ -94,11 +98,11 @@ class _PlacementHintFinder:
         }
         self.node_times = [runs[first] for first in first_equal]
 
-    def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
+    def find_leaf_hints(self, leaf: Node) -> Iterator[SingleDevicePlacementHint]:
         """Yield a placement hint for each device on which one weight alone would save enough memory for its cost."""
         if (
             self._compute_largest_device_share_of_weights([leaf]) < MIN_SAVED_SHARE
-            or (pattern := self._make_name_pattern(leaf.name)) is None
+            or (pattern := self._make_exact_name_pattern(leaf.name)) is None
         ):
             return
         first = self.devices[0]  # the nodes are the same for every device
@@ -114,9 +118,9 @@ class _PlacementHintFinder:
             ):
                 others = (d for d in range(len(self.devices)) if d != to)
                 saved = {self.devices[d]: sum(self.weight_bytes[d].get(n.name, 0) for n in left) for d in others}
-                yield PlacementHint(f"{pattern}={device}", saved, seconds)
+                yield SingleDevicePlacementHint(f"{pattern}={device}", saved, seconds)
 
-    def _make_name_pattern(self, name: str) -> str | None:
+    def _make_exact_name_pattern(self, name: str) -> str | None:
         """Return a regular expression that matches only this node name; None if it is too long to type."""
         word = re.escape(name)
         pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"

@@ -53,7 +53,7 @@ def _diff_leaf_layouts(before: Plan, after: Plan) -> list[str]:
     ]
 
 
-def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
+def _count_collectives_by_op_and_name(plan: Plan) -> dict[tuple[str, str], int]:
     """Return how often each collective runs, by op and node name; a message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for number, device_plan in enumerate(plan.device_plans):
@@ -64,7 +64,7 @@ def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def _diff_collectives(before: Plan, after: Plan) -> list[str]:
-    was, now = _count_collectives(before), _count_collectives(after)
+    was, now = _count_collectives_by_op_and_name(before), _count_collectives_by_op_and_name(after)
     return [*_format_surplus_collectives("removed", was, now), *_format_surplus_collectives("added", now, was)]
 
 
@@ -89,7 +89,8 @@ def _format_surplus_collectives(
 def _diff_memory(before: Plan, after: Plan) -> list[str]:
     """Return a line for each device with other memory bytes in the two plans, by kind of memory."""
     was, now = (
-        {str(device_plan.device): device_plan.memory() for device_plan in p.device_plans} for p in (before, after)
+        {str(device_plan.device): device_plan.count_memory_bytes_by_kind() for device_plan in p.device_plans}
+        for p in (before, after)
     )
     lines = []
     for device in dict.fromkeys((*was, *now)):

@@ -31,7 +31,7 @@ MAX_LISTED_CAUSES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ImbalanceCause:
+class ExcessWeightsWithReason:
     """Weights that are larger on the fullest device than its share of them, all for the same reason.
 
     - `weights`: their names.
@@ -59,7 +59,7 @@ class WeightBalance:
     stored_bytes: tuple[int, ...]
     share_bytes: tuple[float, ...]
     is_requested: bool
-    causes: tuple[ImbalanceCause, ...]
+    causes: tuple[ExcessWeightsWithReason, ...]
 
     def format_lines(self) -> list[str]:
         """Return the weight balance as text: a line about the devices, and a line for each cause of the imbalance.
@@ -84,9 +84,9 @@ class WeightBalance:
         sized = [("-" if over < 0 else "+") + format_bytes(abs(over)) for over, _ in rows]
         width = max(map(len, sized), default=0)
         cause_lines = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
-        return [f"{'; '.join(heads)}{self._format_explained_device()}:", *cause_lines]
+        return [f"{'; '.join(heads)}{self._format_fullest_device_suffix()}:", *cause_lines]
 
-    def _format_explained_device(self) -> str:
+    def _format_fullest_device_suffix(self) -> str:
         """Return ``; on cpu:0`` with the fullest device, to which the causes belong.
 
         The text is empty if all devices are equally full.
@@ -111,7 +111,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
         for device_plan in plan.device_plans
     ]
     once = {
-        v.node.name: _compute_unsharded_weight_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
+        v.node.name: _compute_whole_weight_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
         for v in plan.graph.weights
     }
     asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
@@ -127,7 +127,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
     return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
-def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
+def _compute_whole_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
     """Return the bytes that a whole weight would have on the first device that stores a part of it.
 
     Backends may store a weight in different dtypes.
@@ -145,7 +145,7 @@ def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Seq
 
 def _list_imbalance_causes(
     plan: Plan, fullest: int, stored_bytes: Mapping[str, int], excess_bytes: Mapping[str, float]
-) -> list[ImbalanceCause]:
+) -> list[ExcessWeightsWithReason]:
     """Group the weights that exceed the share of the fullest device by reason, largest excess first.
 
     Args:
@@ -159,7 +159,7 @@ def _list_imbalance_causes(
     for name in sorted(excess_bytes, key=lambda name: -stored_bytes.get(name, 0)):
         grouped[reasons.explain_weight(name)].append(name)
     causes = [
-        ImbalanceCause(
+        ExcessWeightsWithReason(
             tuple(names), sum(stored_bytes.get(n, 0) for n in names), sum(excess_bytes[n] for n in names), why
         )
         for why, names in grouped.items()
@@ -187,10 +187,10 @@ class _ImbalanceReasons:
         if isinstance(layout, Shard):
             return f"cut along {self._describe_shards(name, layout)}{self._describe_wider_dtype(name, layout)}"
         if isinstance(layout, Local):
-            return self._explain_placement(layout.devices)
+            return self._explain_whole_weight_placement(layout.devices)
         return f"whole on each device: {self._explain_replication(self.leaves[name])}"
 
-    def _explain_placement(self, devices: Sequence[int]) -> str:
+    def _explain_whole_weight_placement(self, devices: Sequence[int]) -> str:
         """Return why only the given devices have a weight, which is whole on each of them."""
         if self.device not in devices:
             return "whole on other devices"
@@ -207,7 +207,7 @@ class _ImbalanceReasons:
         own = self.factors.axes_of(self.leaves[name])[layout.axis]
         factor, word = next((f for segment in own for f in segment if f in self.sharded_factors), None), "entries"
         if factor is not None and all(n * factor.size % size == 0 for n in lengths):
-            word = self.factors.describe_factor(factor) or "pieces"
+            word = self.factors.format_signature_name_of_factor(factor) or "pieces"
             size, lengths = factor.size, [n * factor.size // size for n in lengths]
         counts = [str(n) for n in lengths]
         return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"

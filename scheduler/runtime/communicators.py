@@ -21,7 +21,7 @@ class PointToPointGroup(Protocol):
 
     def member(self, number: int, /) -> Comm: ...
     def abort(self, why: str) -> None: ...
-    def clear(self) -> None: ...
+    def clear_messages_and_failures(self) -> None: ...
 
 
 class CollectiveGroups:
@@ -62,13 +62,13 @@ class CollectiveGroups:
         for group in (self.message_group, *self.thread_groups.values()):
             group.abort(why)
 
-    def clear(self) -> None:
+    def clear_messages_and_failures(self) -> None:
         """Forget the pending messages and failures of all groups, after a run and when no thread waits.
 
         Messages are cleared last: messages between ranks keep the failure of a rank, and abort the groups again.
         """
         for group in (*self.thread_groups.values(), self.message_group):
-            group.clear()
+            group.clear_messages_and_failures()
 
 
 class CollectiveGroupMember(ThreadGroupMember):

@@ -16,7 +16,7 @@ class Rendezvous(Protocol):
     def abort(self, why: str) -> None:
         """Wake all waiting device threads with an error, because a device failed."""
 
-    def clear(self) -> None:
+    def clear_messages_and_failures(self) -> None:
         """Forget the pending messages and failures, after a run and when no thread waits."""
 
 
@@ -62,7 +62,7 @@ class DeviceThreads:
         for number, other in others.items():
             self._wait_for_device(number, other)
         if len(self.devices) > 1:
-            self.rendezvous.clear()
+            self.rendezvous.clear_messages_and_failures()
         self._results = {}  # only the caller holds the results
         return results
 

@@ -18,6 +18,7 @@ from ...distributed.presence import format_failure_reason
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError
+from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     TEXT,
     ArgumentKind,
@@ -63,6 +64,10 @@ class Executor:
     plan: Plan
     store: Store
     label: str
+
+    copies = RenamedAttribute("read_output_copies")
+    measure = RenamedAttribute("time_kernels")
+    kernels = RenamedAttribute("list_kernel_names")
 
     @validate_arguments(
         PlanError,
@@ -139,7 +144,7 @@ class Executor:
         )
 
     @validate_arguments(PlanError, name=TEXT)
-    def copies(self, name: str) -> list[Array]:
+    def read_output_copies(self, name: str) -> list[Array]:
         """Return an output of the last run once for each local device that has all of it.
 
         If the output is not on all devices, it is returned once, assembled from its parts. Raises `PlanError` for an
@@ -211,7 +216,7 @@ class Executor:
         finished = find_finished_instructions(error, len(self.plan.device_plans[number].program.instructions))
         self._bound_plan.roll_back(number, finished)
 
-    def kernels(self, device: int = 0) -> list[str]:
+    def list_kernel_names(self, device: int = 0) -> list[str]:
         """Return the names of the kernels that a run calls on one device, in order.
 
         They are op names if the backend has no kernel names, or if the device belongs to another process.
@@ -227,7 +232,7 @@ class Executor:
         ops = [i.op for i in self.plan.device_plans[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, SupportsTiming) else ops
 
-    def measure(self) -> Sequence[Sequence[TimedKernel]]:
+    def time_kernels(self) -> Sequence[Sequence[TimedKernel]]:
         """Run once on the inputs of the last `bind`, and return the timed kernels of each device.
 
         Raises `PlanError` if a backend cannot time its steps.

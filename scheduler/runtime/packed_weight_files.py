@@ -15,7 +15,7 @@ import numpy as np
 
 from ...backends.base import Array
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.disk_cache import hash_key, map_cached_file, write_mappable_file
+from ...graph.storage.disk_cache import hash_key_to_file_name, map_cached_file, write_mappable_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class PackedWeightFiles:
         return self.map_existing_file(origin, packing, share, packed.nbytes) or (packed, digest)
 
     def _make_file_path(self, origin: WeightOrigin, packing: str, share: str) -> Path:
-        versions = self.folder / hash_key(origin.file)
-        return versions / hash_key(origin.version, packing) / hash_key(origin.offset, share)
+        versions = self.folder / hash_key_to_file_name(origin.file)
+        return versions / hash_key_to_file_name(origin.version, packing) / hash_key_to_file_name(origin.offset, share)
 
     @staticmethod
     def _remove_old_versions(version: Path) -> None:

@@ -229,10 +229,10 @@ class PipelinedRuns:
         for pipeline in list(self._used_plans):  # devices begin no later runs
             pipeline._communicator_group.abort(why)
 
-    def clear(self) -> None:
+    def clear_messages_and_failures(self) -> None:
         """Forget the pending messages and failures of all plans, after all devices have ended."""
         for pipeline in self._used_plans:
-            pipeline._communicator_group.clear()
+            pipeline._communicator_group.clear_messages_and_failures()
 
 
 class _PipelinedRun:
@@ -252,7 +252,7 @@ class _PipelinedRun:
         return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
 
 
-class _UndoableRun(NamedTuple):
+class _FinishedRunWithUndoData(NamedTuple):
     """A finished run that one device can undo, with the data saved for this.
 
     - `run`: the run.
@@ -281,7 +281,7 @@ class _DeviceWorker:
     def __init__(self, number: int) -> None:
         self.number, self.is_stopped = number, False
         self.queued_runs: SimpleQueue[_PipelinedRun | None] = SimpleQueue()
-        self._saved_runs: list[_UndoableRun] = []
+        self._saved_runs: list[_FinishedRunWithUndoData] = []
         self._current_run: _PipelinedRun | None = None
         self._has_finished_program = False
 
@@ -307,7 +307,7 @@ class _DeviceWorker:
             stage.run_program()
             self._has_finished_program = True
             outputs = {name: part.copy_to_host() for name, part in stage.output_shards.items()}
-            self._save_undo_data(run)
+            self._save_undo_data_of_finished_run(run)
             self._current_run, self._has_finished_program = None, False
             report_finished_run(run, self.number, outputs)
 
@@ -328,7 +328,7 @@ class _DeviceWorker:
         for run, behind, saved in reversed([saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]):
             run.pipeline._device_stages[self.number].undo_log.roll_back_run(saved, behind)
 
-    def _save_undo_data(self, run: _PipelinedRun) -> None:
+    def _save_undo_data_of_finished_run(self, run: _PipelinedRun) -> None:
         """Save the data with which the run that has just finished can be undone on this device.
 
         States that the rollback of earlier runs over the same store restores are left out.
@@ -341,4 +341,4 @@ class _DeviceWorker:
         ]
         journal = run.pipeline._device_stages[self.number].undo_log
         behind = journal.list_states_restored_by(pipeline._device_stages[self.number].undo_log for pipeline in same)
-        self._saved_runs.append(_UndoableRun(run, behind, journal.save_undo_data(behind)))
+        self._saved_runs.append(_FinishedRunWithUndoData(run, behind, journal.save_undo_data(behind)))

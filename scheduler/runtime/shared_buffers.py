@@ -39,7 +39,7 @@ class WeightCopies:
         return buffer
 
 
-class Arena:
+class SharedIntermediateValueArena:
     """The memory for intermediate values on one device, which several plans share if they run one at a time.
 
     It grows to the size of the largest plan.

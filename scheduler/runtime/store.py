@@ -28,7 +28,7 @@ from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_loca
 from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
 from .device_locks import DeviceLock
 from .packed_weight_files import PackedFileKey, PackedWeightFiles, WeightOrigin
-from .shared_buffers import Arena, WeightCopies
+from .shared_buffers import SharedIntermediateValueArena, WeightCopies
 from .state_view import LocalShard, StateView, slice_for_device
 from .weight_digests import LoadedWeightDigests, compute_digest
 
@@ -46,6 +46,8 @@ class Store:
     Raises `BackendError` if device memory is full, and `PlanError` for a device of a missing process.
     """
 
+    in_turn = RenamedAttribute("share_weights_and_arena")
+    nbytes = RenamedAttribute("count_bytes_by_kind")
     nread = RenamedAttribute("loaded_byte_count")
 
     @validate_arguments(PlanError, group=DEVICES_KIND)
@@ -64,7 +66,7 @@ class Store:
         self._states: dict[str, None] = {}
 
     def __repr__(self) -> str:
-        stored_bytes = sum(sum(device.values()) for device in self.nbytes())
+        stored_bytes = sum(sum(device.values()) for device in self.count_bytes_by_kind())
         return f"Store({', '.join(str(device) for _, device in self.group)}, {format_bytes(stored_bytes)})"
 
     @validate_arguments(
@@ -120,9 +122,9 @@ class Store:
                     digest = device.bind_shared_weight(declared_buffer, share, data, runs, copies)
                 else:
                     digest = device.load_or_map_weight(declared_buffer, share, release, place)
-                if self.loaded_bytes.is_own_rank_checked:
+                if self.loaded_bytes.has_to_compute_digests:
                     self.loaded_bytes.add_digest(name, layout, number, digest)
-            for number in self.loaded_bytes.list_checked_remote_devices(layout):
+            for number in self.loaded_bytes.list_remote_devices_to_digest(layout):
                 other = partial(slice_for_device, stored, spec, layout, number)
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
@@ -143,7 +145,7 @@ class Store:
         warn_of_old_name("Store", "beside", "share_weights")
         return self.share_weights()
 
-    def in_turn(self) -> Store:
+    def share_weights_and_arena(self) -> Store:
         """Return a second store with its own states, which shares the weights and the arena with this one.
 
         Because they share the arena, plans on the two stores must not run at the same time.
@@ -167,7 +169,7 @@ class Store:
         """
         if first + count > total:
             raise PlanError(f"view_sequences: sequences {first} to {first + count - 1} are not all among {total}")
-        other = self.in_turn()
+        other = self.share_weights_and_arena()
         for name in self._states:
             spec, layout = self._layouts[name]
             if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
@@ -223,7 +225,7 @@ class Store:
         """The names of all states that plans over this store have had so far."""
         return tuple(self._states)
 
-    def nbytes(self) -> list[dict[str, int]]:
+    def count_bytes_by_kind(self) -> list[dict[str, int]]:
         """Return the bytes in use on each device of this process, by kind: weight, state and arena."""
         return [d.compute_bytes_by_kind() for d in self._device_buffers.values()]
 
@@ -270,7 +272,7 @@ class _DeviceBuffers:
             backend if isinstance(backend, SupportsPiecewiseLoading) else None
         )
         self.buffer_by_leaf: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
-        self.arena = Arena()
+        self.arena = SharedIntermediateValueArena()
 
     def load_or_map_weight(
         self,

@@ -14,7 +14,7 @@ from ..lowering.device_plan import find_collective_groups
 from .communicators import SingleDeviceComm, make_local_communicator_group
 
 
-class VirtualClockEvent(Protocol):
+class SimulatedInstruction(Protocol):
     """One instruction in a simulated run, with its times in seconds from the start of the run."""
 
     @property
@@ -35,7 +35,7 @@ class VirtualClockBackend(Protocol):
     """A backend with devices that keep a virtual clock, such as the null backend."""
 
     @property
-    def tracks(self) -> Mapping[str, Sequence[VirtualClockEvent]]: ...
+    def tracks(self) -> Mapping[str, Sequence[SimulatedInstruction]]: ...
     def alloc(self, nbytes: int, on: Any) -> Any: ...
     def compile(self, program: Any, buffers: Any, on: Any, comm: Comm) -> Any: ...
 
@@ -48,7 +48,7 @@ class SimulatedRun:
     - `peak_bytes`: the bytes of all buffers on each device.
     """
 
-    events_by_device: tuple[tuple[VirtualClockEvent, ...], ...]
+    events_by_device: tuple[tuple[SimulatedInstruction, ...], ...]
     peak_bytes: tuple[int, ...]
 
     @property

@@ -41,13 +41,17 @@ def plan_to_json(plan: Plan) -> str:
     if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if DATA_SHEETS.get(kind) != machine}:
         document["machines"] = unknown
     document["memory"] = [
-        {"device": str(device_plan.device), **device_plan.memory(), "capacity": device_plan.device.memory}
+        {
+            "device": str(device_plan.device),
+            **device_plan.count_memory_bytes_by_kind(),
+            "capacity": device_plan.device.memory,
+        }
         for device_plan in plan.device_plans
     ]
     return json.dumps(document, allow_nan=False)
 
 
-def compute_plan_digest(plan: Plan) -> str:
+def compute_digest_of_executed_plan_parts(plan: Plan) -> str:
     """Return the SHA-256 of all parts of a plan that devices execute, as JSON.
 
     Reasons, predictions and memory sizes do not change the digest.

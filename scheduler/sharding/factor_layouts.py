@@ -8,19 +8,19 @@ the shard ranges of the factor are known.
 - `Partial`: every device has a partial sum.
 - `RoutedPartial`: a partial sum in which each entry is zero on all devices except one.
 - `Local`: the listed devices have the whole value.
-- `FixedShard`: every device has the entries that an earlier plan gave it, which no factor of this graph describes. Only
-  weights and states have this layout.
+- `EarlierPlanShard`: every device has the entries that an earlier plan gave it, which no factor of this graph
+  describes. Only weights and states have this layout.
 
 A value is produced in one layout and read in another. These pairs need one conversion:
 
-- `Replicate` to `FactorShard` or `FixedShard`: each device takes a slice.
+- `Replicate` to `FactorShard` or `EarlierPlanShard`: each device takes a slice.
 - `Replicate` to `Partial`: one device keeps the value, and all others have zeros.
 - `FactorShard` to `Replicate`: all-gather.
 - `FactorShard` to another `FactorShard`: all-to-all.
 - `Partial` or `RoutedPartial` to `Replicate`: all-reduce.
 - `Partial` or `RoutedPartial` to `FactorShard`: reduce-scatter.
 - `Local` to `Replicate` or to another device: messages.
-- `FixedShard` to `Replicate`: all-gather.
+- `EarlierPlanShard` to `Replicate`: all-gather.
 
 All other pairs are converted to `Replicate` first. `RoutedPartial` is never the target of a conversion: a device could
 not know where its partial sum has to be zero.
@@ -64,7 +64,7 @@ class RoutedPartial:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedShard:
+class EarlierPlanShard:
     """The layout of a weight or state that keeps its shards from an earlier plan.
 
     The shards need not be describable by factors of the new graph.
@@ -74,7 +74,7 @@ class FixedShard:
     is_partial = False
 
 
-FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Local | FixedShard
+FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Local | EarlierPlanShard
 """A layout in terms of factors."""
 
 
@@ -93,6 +93,6 @@ def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayou
     if isinstance(source_layout, Local) and isinstance(target_layout, Local):
         return () if set(target_layout.devices) <= set(source_layout.devices) else (target_layout,)
     direct = REPLICATE in (source_layout, target_layout) or (
-        isinstance(target_layout, FactorShard) and not isinstance(source_layout, Local | FixedShard)
+        isinstance(target_layout, FactorShard) and not isinstance(source_layout, Local | EarlierPlanShard)
     )
     return (target_layout,) if direct else (REPLICATE, target_layout)

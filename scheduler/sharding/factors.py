@@ -41,7 +41,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.declaration.op import Op
-from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Operand
+from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxesBroadcast, Operand
 from .axes import (
     Axis,
     Factor,
@@ -84,7 +84,7 @@ class Factors:
         self._named_axes: list[tuple[Axis, str]] = []
         for node in graph.nodes:
             if node.is_leaf:
-                self._create_leaf_axes(node)
+                self._create_leaf_axes_of_new_factors(node)
             elif op_of(node).links is not None:
                 self._create_result_axes_by_links(node, op_of(node))
             else:
@@ -123,13 +123,13 @@ class Factors:
         """Return the roles of a node's factors: coupled (may not be sharded), contracted (summed over) or row index."""
         return self._factor_roles[node]
 
-    def describe_factor(self, factor: Factor) -> str:
+    def format_signature_name_of_factor(self, factor: Factor) -> str:
         """Describe a factor by its name in an op signature, such as ``kv heads``; empty for a name of one letter."""
         return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
 
-    def _create_leaf_axes(self, node: Node) -> None:
+    def _create_leaf_axes_of_new_factors(self, node: Node) -> None:
         """Create the axes of a weight, state, input or constant, each with one new factor.
 
         The last axis of a quantised leaf has two factors: the quantisation blocks, and the entries of a block. The
@@ -179,7 +179,7 @@ class Factors:
             )  # of no operand, so a device could not know its range
         for result, value in zip(signature.results, node.results, strict=True):
             own = tuple(self._build_axis_of_dimension(d, named, sizes.by_name) for d in result.dims)
-            self._axes[value] = (*leading, *own) if result.leading is LeadingAxes.EQUAL else own
+            self._axes[value] = (*leading, *own) if result.leading is LeadingAxesBroadcast.EQUAL else own
             for axis, size in zip(self._axes[value], value.shape, strict=True):
                 assert sum(map(compute_product_size, list_segments(axis))) == size, (
                     f"{node!r}: factors do not fit {value!r}"
@@ -241,13 +241,13 @@ class Factors:
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
-            if operand.leading is LeadingAxes.EQUAL:
+            if operand.leading is LeadingAxesBroadcast.EQUAL:
                 for a, b in zip(shared, mine, strict=False):
                     unify_axes(a, b)
                 shared = shared or mine
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
-            if operand.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED):
+            if operand.leading in (LeadingAxesBroadcast.TILED, LeadingAxesBroadcast.GROUPED):
                 for a, b in zip(reversed(shared), reversed(mine), strict=False):
                     self._unify_broadcast_axis(a, b, operand.leading)
         return shared
@@ -258,7 +258,7 @@ class Factors:
         """Unify the leading axes over which the node sums, and return each with the role contracted."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
-            if source is not None and operand.leading is LeadingAxes.CONTRACTED:
+            if source is not None and operand.leading is LeadingAxesBroadcast.CONTRACTED:
                 mine = self._axes[source][: len(source.shape) - len(operand.dims)]
                 for a, b in zip(summed, mine, strict=False):
                     unify_axes(a, b)
@@ -266,7 +266,7 @@ class Factors:
         return [(DimensionRole.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
-    def _unify_broadcast_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
+    def _unify_broadcast_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxesBroadcast) -> None:
         """Unify an axis with a smaller axis that is broadcast over it.
 
         The larger axis becomes the product of the smaller axis and a new factor, which counts the repeats.
@@ -282,7 +282,7 @@ class Factors:
         elif n > 1:
             ratio = make_axis_of_new_factor(size // n)
             axis = multiply_axes_into_one(
-                [ratio, repeated_axis] if leading_axes is LeadingAxes.TILED else [repeated_axis, ratio]
+                [ratio, repeated_axis] if leading_axes is LeadingAxesBroadcast.TILED else [repeated_axis, ratio]
             )
             if axis is None:
                 forbid_axis_sharding(full_axis)

@@ -243,7 +243,7 @@ class _HybridPartitioner:
         for number, stage in enumerate(stages):
             part = self._partition_stage(number, stage)
             self.stage_graphs.append(part)
-            self._number_messages(number, stage)
+            self._assign_message_endpoints_and_numbers(number, stage)
         self.leaf_layouts = {leaf.name: self._join_leaf_layouts(leaf) for leaf in graph.nodes if leaf.is_leaf}
         self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
@@ -274,7 +274,7 @@ class _HybridPartitioner:
             part = partition_graph(
                 graph,
                 factors,
-                sequence_options.choose_fastest_assignment(),
+                sequence_options.choose_sharded_or_replicated_rows(),
                 shares,
                 first_sequence_number=self.next_sequence_number,
                 replicated_outputs=replicated_values,
@@ -311,7 +311,7 @@ class _HybridPartitioner:
         )
         return part
 
-    def _number_messages(self, stage_number: int, stage: PipelineStage) -> None:
+    def _assign_message_endpoints_and_numbers(self, stage_number: int, stage: PipelineStage) -> None:
         """Assign each message from one stage to later stages its sender, its receiver and its sequence number."""
         for name, value in stage.output_values.items():
             for later in range(stage_number + 1, len(self.stages)):

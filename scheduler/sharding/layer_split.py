@@ -110,7 +110,7 @@ def _split_nodes_by_load(
     return {node: live[sum(i >= end for end in ends)] for i, node in enumerate(nodes)}
 
 
-def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> Placement:
+def place_nodes_where_leaves_are_stored(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> Placement:
     """Derive the device of each node from the devices that store the graph's weights and states already.
 
     A node with a stored operand runs on a device with this operand. Any other node runs on the last device of its

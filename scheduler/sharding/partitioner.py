@@ -20,7 +20,7 @@ from ...ops.collectives import all_gather, all_reduce, all_to_all, receive, redu
 from ...ops.declaration.op import Op
 from ..ir.layout import PARTIAL, REPLICATE, Layout, Local, Shard, compute_local_shape
 from .axes import Factor
-from .factor_layouts import FactorLayout, FactorShard, FixedShard, find_conversion_path
+from .factor_layouts import EarlierPlanShard, FactorLayout, FactorShard, find_conversion_path
 from .factors import Factors
 from .propagation import ShardingAssignment
 from .shard_ranges import ShardRanges, compute_axis_ranges_of_factor
@@ -94,7 +94,7 @@ def _make_equal_device_graph_key(device: int, assignment: ShardingAssignment, sh
             return device
     if assignment.index_operands or any(isinstance(by, Local) for by in assignment.node_layouts.values()):
         return device
-    if any(isinstance(layout, FixedShard) for layout in assignment.produced_layouts.values()):
+    if any(isinstance(layout, EarlierPlanShard) for layout in assignment.produced_layouts.values()):
         return device
     return device == 0, *(
         high - low for low, high in (shard_ranges.ranges_of(f)[device] for f in assignment.sharded_factors)
@@ -229,7 +229,7 @@ class _LayoutsAndSequenceNumbers:
         """Compute the layout of a value, with the index ranges of each device, from its layout in terms of factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
-        if isinstance(factor_layout, FixedShard):
+        if isinstance(factor_layout, EarlierPlanShard):
             return factor_layout.layout
         if not isinstance(factor_layout, FactorShard):
             return PARTIAL if factor_layout.is_partial else REPLICATE
@@ -310,7 +310,7 @@ class _DeviceEmitter:
     def _emit_collective_for_reader_on_other_device(self, operand: Value) -> None:
         """Emit this device's part of a collective that makes an operand whole for a node on another device."""
         layout = self.layouts.assignment.produced_layouts[operand]
-        if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
+        if layout.is_partial or isinstance(layout, FactorShard | EarlierPlanShard):
             self._find_or_emit_replicated_value(operand)
 
     def _store_and_send_value(self, value: Value, local_value: Value) -> None:

@@ -21,7 +21,7 @@ from ...ops import op_of
 from ...ops.registry import find_view_base
 from ..ir.execution_plan import PinnedNodes
 from ..ir.layout import Layout, Local, Replicate, Shard
-from .factor_layouts import FixedShard
+from .factor_layouts import EarlierPlanShard
 
 PlacementRules = Sequence[tuple[str, str]]
 """Placement rules: pairs (regular expression, device) of ``--place REGEX=DEVICE``. The first match counts."""
@@ -45,7 +45,7 @@ class Pins:
     """All pins of a plan: nodes on one device, and the layouts of weights and states that may not change."""
 
     nodes: NodePins = field(default_factory=dict)
-    leaves: Mapping[Value, Local | Replicate | FixedShard] = field(default_factory=dict)
+    leaves: Mapping[Value, Local | Replicate | EarlierPlanShard] = field(default_factory=dict)
 
 
 NO_PINS = Pins()
@@ -137,15 +137,15 @@ def pin_earlier_layouts_of_changed_leaves(
         leaf_layouts: The layouts of leaves in the new plan.
         earlier_layouts: The layouts of leaves in the earlier plan.
     """
-    others: dict[Value, Replicate | FixedShard] = {}
+    others: dict[Value, Replicate | EarlierPlanShard] = {}
     for value in (*graph.weights, *graph.states):
         layout = earlier_layouts.get(value.node.name)
         if isinstance(layout, Shard | Replicate) and layout != leaf_layouts[value.node.name]:
-            others[value] = FixedShard(layout) if isinstance(layout, Shard) else layout
+            others[value] = EarlierPlanShard(layout) if isinstance(layout, Shard) else layout
     return Pins(pins.nodes, {**pins.leaves, **others})
 
 
-def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
+def pin_readers_to_devices_of_leaves(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
     """Pin each node that reads a weight or state that an earlier plan placed on some devices only.
 
     The node runs on the first device that has the weight or state. The weight or state keeps its layout.

@@ -264,7 +264,7 @@ class LayoutPropagation:
         if (pin := self.pins.nodes.get(node)) is not None:
             by = Local((pin.device,))
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
-        elif (factor := self._choose_factor_for_node(node)) is None:
+        elif (factor := self._choose_factor_with_largest_operands(node)) is None:
             wants, by = self._choose_layouts_without_factor(node)
             if by is REPLICATE and self.row_factor is not None and self._can_scatter_rows(node, self.row_factor):
                 by = FactorShard(self.row_factor)
@@ -284,7 +284,7 @@ class LayoutPropagation:
         if op_of(node).is_view and node.inputs[0] in self.stored_values and not isinstance(by, Local):
             self.stored_values.add(node.results[0])
 
-    def _choose_factor_for_node(self, node: Node) -> Factor | None:
+    def _choose_factor_with_largest_operands(self, node: Node) -> Factor | None:
         """Choose the factor that shards a node: the legal one with the largest operands in bytes, or None.
 
         Rules 2 to 4 of the module docstring say which factors are legal.

@@ -48,7 +48,7 @@ class SequenceParallelChooser:
         """The layouts without sequence parallelism: every device computes all rows after a sum over devices."""
         return self._propagate_and_reduce_sums_early()
 
-    def choose_fastest_assignment(self) -> ShardingAssignment:
+    def choose_sharded_or_replicated_rows(self) -> ShardingAssignment:
         """Choose sequence parallelism if it saves the share `MIN_GAIN` of the predicted time, else replicated rows."""
         if not (
             candidates := list_shardable_row_factors(self.replicated_rows_assignment, self.factors, self.device_count)

@@ -42,7 +42,7 @@ class ChatPrompt:
         return self.text.rstrip().endswith(OPEN_THOUGHT)
 
     @property
-    def has_thoughts(self) -> bool:
+    def can_answer_with_thoughts(self) -> bool:
         """Whether answers of the model may contain thoughts."""
         return CLOSE_THOUGHT in self.template
 

@@ -112,7 +112,7 @@ async def _compile_lazy_grammar(
         if is_strict:
             raise
         return None, f"tools.function.parameters ({error.message})"
-    begins_in_thought = prompt.has_thoughts and prompt.opens_thought
+    begins_in_thought = prompt.can_answer_with_thoughts and prompt.opens_thought
     lazy = LazyGrammar(state.service.tokenizer, grammar, OPEN_CALL, begins_in_thought=begins_in_thought)
     return lazy, ""
 
@@ -160,7 +160,7 @@ def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced
 def _choose_parser(
     body: ChatBody, prompt: ChatPrompt, choice: str, functions: list[FunctionBody], has_grammar: bool
 ) -> AnswerParserOptions:
-    splits_thoughts = body.reasoning_format != "none" and prompt.has_thoughts and not has_grammar
+    splits_thoughts = body.reasoning_format != "none" and prompt.can_answer_with_thoughts and not has_grammar
     has_calls = choice == "auto" and body.parse_tool_calls
     return AnswerParserOptions(
         has_thoughts=splits_thoughts and not prompt.continues_message,

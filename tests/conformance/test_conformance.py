@@ -16,7 +16,16 @@ import pytest
 from hocket.backends import find_device
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance import Outcome, Suite, parse_case, run_case, run_suite, select_cases, suite, support_matrix
+from hocket.conformance import (
+    Outcome,
+    Suite,
+    generate_cases_of_matching_ops,
+    parse_case,
+    run_case,
+    run_cases_of_suite,
+    suite,
+    support_matrix,
+)
 from hocket.conformance.cases.case import INPUTS, LAYOUTS, make_case
 from hocket.conformance.cases.grow_shapes import grow_cases_from_samples
 from hocket.conformance.cases.inputs import as_reference_array, generate_random_operands
@@ -238,7 +247,7 @@ def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
     monkeypatch.setattr(suite, "run_case", leaving)
     gc.disable()
     try:
-        found = run_suite(Suite(op="add", jobs=1))
+        found = run_cases_of_suite(Suite(op="add", jobs=1))
     finally:
         gc.enable()
     assert len(found) > 2 * suite.CASES_PER_TASK >= 2 * max_alive
@@ -304,14 +313,14 @@ def failures(results):
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
     """The references run a quarter of the comparisons with themselves: test_backends.py compares every sample."""
-    assert not failures(run_suite(Suite(backend="cpu", op=name, require="SHOULD")))
+    assert not failures(run_cases_of_suite(Suite(backend="cpu", op=name, require="SHOULD")))
     chosen = [c for i, c in enumerate(select_quick_cases(REGISTRY[name])) if i % 4 == 0 or c.check != "reference"]
     assert not failures(run_case(c, *find_device("reference:0")) for c in chosen)
 
 
 def test_several_processes_have_the_results_of_one():
     suite = Suite(op="add|neg")
-    one, two = ([(str(r.case), r.outcome) for r in run_suite(replace(suite, jobs=jobs))] for jobs in (1, 2))
+    one, two = ([(str(r.case), r.outcome) for r in run_cases_of_suite(replace(suite, jobs=jobs))] for jobs in (1, 2))
     assert one == two
 
 
@@ -362,7 +371,7 @@ def test_common_traits_of_failures_are_not_reported_where_nothing_passes():
 
 def test_no_backend_is_asked_to_run_a_view():
     suite = Suite(backend="cuda-emulated", op="permute", require="MUST")
-    results = run_suite(suite, selected=list(suite.generate_cases())[:10])
+    results = run_cases_of_suite(suite, selected=list(suite.generate_cases())[:10])
     assert {r.outcome for r in results} <= {Outcome.PASS, Outcome.NO_REFERENCE}
     assert find_unsupported_reason(build_case_graph(results[0].case), *find_device("cuda-emulated")) == ""
 
@@ -420,8 +429,8 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
 
 @pytest.mark.long
 def test_thorough_adds_shapes_of_hypothesis():
-    results = run_suite(Suite(op="neg", thorough=True))
-    quick = {c.text_without_seed for c in select_cases("neg", full=True)}
+    results = run_cases_of_suite(Suite(op="neg", thorough=True))
+    quick = {c.text_without_seed for c in generate_cases_of_matching_ops("neg", full=True)}
     assert [r for r in results if r.case.text_without_seed not in quick]
     assert not [r for r in results if r.outcome is Outcome.FAIL]
 

@@ -24,13 +24,13 @@ def test_the_limit_of_a_product_is_that_of_its_weights_type(monkeypatch):
         dtype = case.operands[0][1].dtype.text
         return op_speed.OpSpeed(case, 1.0, 0.0, nbytes=10, flops=flops[dtype] if case.op == "mul_mat" else 0, cold=True)
 
-    monkeypatch.setattr(op_speed, "measure_op_speed", measure_case)
+    monkeypatch.setattr(op_speed, "measure_op_speed_with_cold_buffers", measure_case)
     limits = op_speed.MeasuredLimits(*find_device("cpu"))
     packed = parse_case("mul_mat(w=q4_0[64,256], x=f32[16,256])")
     plain = parse_case("scale(x=f32[64,256], scale=2.0)")
     assert (
         limits.bandwidth,
-        limits.measure_case_flops_per_second(packed),
-        limits.measure_case_flops_per_second(plain),
+        limits.measure_matmul_flops_per_second_for_case(packed),
+        limits.measure_matmul_flops_per_second_for_case(plain),
     ) == (10, 800, 100)
     assert op_speed.OpSpeed(packed, 1.0, 0.0, nbytes=1, flops=400, cold=True).compute_fraction_of_limit(limits) == 0.5

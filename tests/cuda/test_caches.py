@@ -32,7 +32,7 @@ def test_a_state_holds_what_its_type_can_hold(graph_name: str, dtype: str) -> No
     graph = dict(build_state_graphs(dtype))[graph_name]
     inputs = inputs_of(graph)
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", ONE))
-    assert run.store.nbytes()[0]["state"] == 2 * 9 * 64
+    assert run.store.count_bytes_by_kind()[0]["state"] == 2 * 9 * 64
     for _ in range(3):
         expected, results = right.run(inputs), run.run(inputs)
         for name in expected:
@@ -95,7 +95,7 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
         return Session(model, on=DeviceGroup(devices=(on,), cache_type_k=kind, cache_type_v=kind))
 
     short, wide, cpu = session(ONE, dtype), session(ONE, "f32"), session("cpu:0", dtype)
-    halves_bytes, floats = (s.store.nbytes()[0]["state"] for s in (short, wide))
+    halves_bytes, floats = (s.store.count_bytes_by_kind()[0]["state"] for s in (short, wide))
     assert 2 * halves_bytes == floats
     want = wide.evaluate([tokens], every_position=True)[0]
     worst = {"f16": 1e-5, "bf16": 1e-3}[dtype]
@@ -111,7 +111,7 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
 def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
     model = open_model(path_of("qwen3"))
     usual, exact = (
-        Session(model, on=DeviceGroup(devices=(ONE,), exact=exact)).store.nbytes()[0]["state"]
+        Session(model, on=DeviceGroup(devices=(ONE,), exact=exact)).store.count_bytes_by_kind()[0]["state"]
         for exact in (False, True)
     )
     assert 2 * usual == exact

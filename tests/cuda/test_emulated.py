@@ -268,7 +268,7 @@ def test_a_run_is_measured_launch_by_launch(real, devices):
     run, names = counting([(backend, backend.device(0))]), []
     for _ in range(2):
         run.bind({"x": np.ones((3, 8))})
-        (steps,) = run.measure()
+        (steps,) = run.time_kernels()
         assert all(step.seconds > 0 for step in steps)
         names.append([step.kernel for step in steps])
     assert len(names[0]) >= 2
@@ -282,7 +282,7 @@ def test_what_devices_do_together_is_measured_too():
     backend = EmulatedBackend()
     run = counting([(backend, backend.device(i)) for i in range(2)], split_mode="tensor")
     run.bind({"x": np.ones((3, 8))})
-    steps = run.measure()
+    steps = run.time_kernels()
     assert len(steps) == 2
     assert all(step.seconds >= 0 for device in steps for step in device)
     assert {step.kernel.partition("<")[0] for step in steps[0]} & {"begin_run", "all_reduce"}, steps[0]

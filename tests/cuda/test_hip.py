@@ -222,6 +222,6 @@ def test_plans_are_built_for_absent_devices_of_amd():
     simulation = parse_simulated_group("mi300x:8")
     assert simulation.hardware_for(graph).bandwidth == 5.3e12
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
-    assert plan.device_plans[0].memory()["weight"] == 64 * 64 // 32 * 34
+    assert plan.device_plans[0].count_memory_bytes_by_kind()["weight"] == 64 * 64 // 32 * 34
     (backend, device), *_ = simulation.group
     assert "few<" in " ".join(called.kernel for called in backend.list_kernels(plan.device_plans[0].program, device))

@@ -20,7 +20,7 @@ from hocket.backends.cupy.time_model.control_flow import build_control_flow_grap
 from hocket.backends.cupy.time_model.launch_time import GPUS, LaunchWork, estimate_launch_time
 from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.backends.fusion.operands import Operand
-from hocket.conformance.reports.emulator_checks import collect_launch_counters
+from hocket.conformance.reports.emulator_checks import emulate_cases_and_count_accesses
 from hocket.graph import DType, Graph, input, weight
 from hocket.ops import REGISTRY, mul_mat
 from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json
@@ -144,7 +144,7 @@ def test_loads_that_need_one_another_wait_for_one_another(arch):
     ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"products_16bit": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
 ], ids=["packed", "dense"])  # fmt: skip
 def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, arch):
-    works = [estimate_launch_work(launch, arch) for launch in collect_launch_counters([case])]
+    works = [estimate_launch_work(launch, arch) for launch in emulate_cases_and_count_accesses([case])]
     assert {name: sum(getattr(work, name) for work in works) for name in products} == pytest.approx(products, rel=0.15)
 
 
@@ -154,7 +154,7 @@ def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
     monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 1)
     works = [
         estimate_launch_work(launch, "sm_90a")
-        for launch in collect_launch_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])
+        for launch in emulate_cases_and_count_accesses(["mul_mat(w=bf16[256,128], x=f32[128,128])"])
     ]
     assert sum(work.warpgroup_products for work in works) == pytest.approx(
         2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15
@@ -167,7 +167,7 @@ def test_products_of_warpgroups_with_rows_in_registers_are_those_of_the_arithmet
     """And loops run as often as their products read: no more than was counted."""
     cases = (f"attention(q=f32[128,1,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (256, 512))
     short, long = (
-        estimate_launch_work(collect_launch_counters([case])[0], "sm_90a").warpgroup_products for case in cases
+        estimate_launch_work(emulate_cases_and_count_accesses([case])[0], "sm_90a").warpgroup_products for case in cases
     )
     assert long - short == pytest.approx(2 * 128 * 256 * 128 / (16 * 8 * 16), rel=0.02)
 

@@ -13,7 +13,7 @@ import hocket
 from hocket.cli import build_parser_for_command
 from hocket.distributed import SINGLE_PROCESS
 from hocket.frontends.commands.run import sampling_from_flags
-from hocket.frontends.commands.serve import served_options_from_flags
+from hocket.frontends.commands.serve import model_arguments_from_flags
 from hocket.frontends.commands.shared_flags import config_from_flags
 from hocket.frontends.config_options import list_options
 from hocket.frontends.generation.sampling import Sampling
@@ -92,8 +92,8 @@ def test_lists_become_tuples_and_a_session_reads_only_its_own_fields():
 
 
 def test_a_server_with_a_context_of_0_has_the_context_of_the_model():
-    assert served_options_from_flags(parse_flags("serve", "-c", "0"))["context"] == 512
-    assert served_options_from_flags(parse_flags("serve"))["context"] is None
+    assert model_arguments_from_flags(parse_flags("serve", "-c", "0"))["context"] == 512
+    assert model_arguments_from_flags(parse_flags("serve"))["context"] is None
 
 
 SAMPLING_EXAMPLES: dict[str, tuple[list[str], Any]] = {

@@ -253,7 +253,7 @@ BROKEN = {
             "%z = state() : f32[2], f32[2]: a leaf has no operands and one result",
         ),
     ],
-    "specs_are_legal": [
+    "specs_have_legal_shapes": [
         (Graph({"y": node("input", name="z", spec=Spec((-2,)))}), "%z: f32[-2] has a negative size"),
         (Graph({"y": node("weight", name="z", spec=Spec((1,) * 6))}), "%z: f32[1,1,1,1,1,1] has rank 6"),
         (Graph({"y": node("weight", name="z", spec=Spec((33,), DType.Q8_0))}), "%z: q8_0[33]: rows of q8_0 are blocks"),

@@ -12,7 +12,7 @@ from hocket import ops
 from hocket.graph import Graph, Spec, Value, input, parse_case
 from hocket.ops.declaration.numpy_functions import erfc
 from hocket.ops.declaration.numpy_functions import error_function as erf
-from hocket.ops.declaration.signature import DimensionRole, LeadingAxes
+from hocket.ops.declaration.signature import DimensionRole, LeadingAxesBroadcast
 from hocket.ops.elementwise.gated_units import GLU_FUNCTIONS
 from hocket.scheduler import load, plan
 
@@ -379,7 +379,7 @@ def axes_of(operand, rank, name):
     """Axes of an operand or result that are the dimension `name`; None is the first of the leading axes."""
     extra = rank - len(operand.dims)
     if name is None:
-        return [0] if operand.leading is LeadingAxes.EQUAL and extra else []
+        return [0] if operand.leading is LeadingAxesBroadcast.EQUAL and extra else []
     return [extra + i for i, dim in enumerate(operand.dims) if dim.factors == (name,)]
 
 
@@ -409,7 +409,7 @@ def test_dimensions_declared_parallel_can_be_sharded(op, text):
     names: list[str | None] = [
         f for d in signature.operand_dims for f in d.factors if f not in bound and not f.isdecimal()
     ]
-    if all(o.leading in (LeadingAxes.EQUAL, LeadingAxes.NONE) for o in signature.operands):
+    if all(o.leading in (LeadingAxesBroadcast.EQUAL, LeadingAxesBroadcast.NONE) for o in signature.operands):
         names.append(None)
     for name in dict.fromkeys(names):
         parts = [op.run_reference(part, node.attrs) for part in halves(arrays, signature.operands, name)]

@@ -26,7 +26,7 @@ for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2", "numpy:0,numpy:1,numpy:2"):
     plan = hocket.plan(graph, devices, split_mode="tensor")
     run = hocket.load(plan, {"w": w})
     np.testing.assert_allclose(run.run({"x": x})["y"], expected, atol=1e-3)
-    print(sorted(set(run.kernels())), plan.leaves["w"])
+    print(sorted(set(run.list_kernel_names())), plan.leaves["w"])
 print(hocket.ops.centre)
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
-from hocket.ops.declaration.signature import DimensionRole, LeadingAxes
+from hocket.ops.declaration.signature import DimensionRole, LeadingAxesBroadcast
 
 SAMPLES = [(op, text) for op in ops.REGISTRY.values() for text in op.samples]
 ERRORS = [(op, text, message) for op in ops.REGISTRY.values() for text, message in op.errors]
@@ -108,8 +108,8 @@ def test_an_axis_that_ends_in_an_op_is_contracted_or_coupled(op):
         ]
         declared = {dim.factors for dim in signature.operand_dims if dim.role is not DimensionRole.PARALLEL}
         assert {dim.factors for dim in ends} <= declared
-        if any(o.leading is LeadingAxes.EQUAL for o in signature.operands):
-            assert all(r.leading is LeadingAxes.EQUAL for r in signature.results)
+        if any(o.leading is LeadingAxesBroadcast.EQUAL for o in signature.operands):
+            assert all(r.leading is LeadingAxesBroadcast.EQUAL for r in signature.results)
 
 
 def test_roles_are_read_from_the_signature():

@@ -57,7 +57,7 @@ def test_a_number_of_the_call_is_rounded_once():
     """0.1 + 0.2 - 0.3 is 5.6e-17 in float64; rounded after each step it is 0 or 3e-8 in float32."""
     numbers = [Scalar("attribute", (), name) for name in "pqr"]
     expression = linearise(A * (numbers[0] + numbers[1] - numbers[2]))
-    values = expression.compute_numbers({"p": 0.1, "q": 0.2, "r": 0.3})
+    values = expression.compute_number_steps({"p": 0.1, "q": 0.2, "r": 0.3})
     assert values[max(values)] == 0.1 + 0.2 - 0.3
     x = np.ones(3, np.float32)
     assert_equal_bits(run_in_float32(expression, [x], {"p": 0.1, "q": 0.2, "r": 0.3}), x * np.float32(0.1 + 0.2 - 0.3))
@@ -71,7 +71,7 @@ def run_in_float32(expression: Expression, operands, attributes=()) -> np.ndarra
     out = np.full((*shape[:-1], 1) if expression.reduces_row else shape, np.nan, np.float32)
     with np.errstate(all="ignore"):
         for run in make_expression_calls(
-            expression, operands, expression.compute_numbers(dict(attributes)), out, plan, memory
+            expression, operands, expression.compute_number_steps(dict(attributes)), out, plan, memory
         ):
             run()
     return out
@@ -143,7 +143,9 @@ def test_calls_of_numpy_are_the_interpreter_in_float32(reuse):
         memory = [np.full(shape, np.nan, np.float32) for shape in plan.shapes]
         out = a if reuse else np.full_like(a, np.nan)
         with np.errstate(all="ignore"):
-            for run in make_expression_calls(expression, [a, b], expression.compute_numbers({}), out, plan, memory):
+            for run in make_expression_calls(
+                expression, [a, b], expression.compute_number_steps({}), out, plan, memory
+            ):
                 run()
         assert_equal_bits(out, want)
 

@@ -10,7 +10,7 @@ import pytest
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
 from hocket.ops.declaration.axis_links import AxisLink, link_reshaped_axes
-from hocket.ops.declaration.signature import DimensionRole, LeadingAxes, SignatureMismatch, parse_signature
+from hocket.ops.declaration.signature import DimensionRole, LeadingAxesBroadcast, SignatureMismatch, parse_signature
 
 
 def bind(signature: str, *shapes: tuple[int, ...] | None):
@@ -38,7 +38,7 @@ def test_every_part_of_the_notation_is_read():
     w, x = signature.operands
     assert (w.name, w.leading, w.optional, w.dtypes[:3]) == (
         "w",
-        LeadingAxes.GROUPED,
+        LeadingAxesBroadcast.GROUPED,
         False,
         (DType.F32, DType.F16, DType.BF16),
     )
@@ -46,15 +46,15 @@ def test_every_part_of_the_notation_is_read():
         (("h", "g"), DimensionRole.PARALLEL, False),
         (("k",), DimensionRole.CONTRACTED, False),
     ]
-    assert (x.name, x.leading, x.optional, x.dtypes) == ("x", LeadingAxes.TILED, True, (DType.F16, DType.I32))
+    assert (x.name, x.leading, x.optional, x.dtypes) == ("x", LeadingAxesBroadcast.TILED, True, (DType.F16, DType.I32))
     assert [(d.factors, d.role, d.may_be_one) for d in x.dims] == [
         (("c",), DimensionRole.COUPLED, False),
         (("d",), DimensionRole.PARALLEL, True),
         (("4",), DimensionRole.PARALLEL, False),
     ]
     assert [(r.leading, r.dtypes, r.dtype_of) for r in signature.results] == [
-        (LeadingAxes.EQUAL, (DType.F32,), ""),
-        (LeadingAxes.NONE, (), "w"),
+        (LeadingAxesBroadcast.EQUAL, (DType.F32,), ""),
+        (LeadingAxesBroadcast.NONE, (), "w"),
     ]
 
 

@@ -19,7 +19,7 @@ PROGRAM = """import hocket
 with hocket.Model("model.gguf", devices="cpu:0,cpu:1", split_mode="tensor", context=512) as model:
     text = "".join(model.generate("It is a truth", max_tokens=8, temperature=0.7, stop=["."]))
     ball, dance = model.embed(["a ball", "a dance"])
-    print(text, float(ball @ dance), model.score(text).sum(), model.plan.collectives())
+    print(text, float(ball @ dance), model.score(text).sum(), model.plan.count_collectives())
     for token in model.tokens("She was", max_tokens=2):
         print(token.id, token.text, token.logprob)
     for piece in model.chat([{"role": "user", "content": "Who are you?"}], max_tokens=32):

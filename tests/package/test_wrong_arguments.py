@@ -224,8 +224,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"Executor.bind {device}", (run.bind, {"inputs": INPUTS})
         for name, value in INPUTS.items():
             yield f"Executor.run {device} {name}", (with_one(run.run, INPUTS, name), {"value": value})
-    yield "Executor.kernels", (executor().kernels, {"device": 0})
-    yield "Executor.copies", (executor().copies, {"name": next(iter(graph.outputs))})
+    yield "Executor.list_kernel_names", (executor().list_kernel_names, {"device": 0})
+    yield "Executor.read_output_copies", (executor().read_output_copies, {"name": next(iter(graph.outputs))})
     yield "Plan.explain", (plan().explain, {"steps": False})
     yield "Plan.view", (plan().view, {"title": "a plan"})
     more = {"hardware": scheduler.DEFAULT_HARDWARE, "choose": None, "host": None}

@@ -23,7 +23,7 @@ from hocket.scheduler.ir.formatting import format_devices
 from hocket.scheduler.planning.memory_fit import describe_memory_problem, list_memory_pools
 from hocket.scheduler.reports.plan_diff import diff_plans, group_names_that_differ_in_numbers
 from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
-from hocket.scheduler.sharding.search.collapse_layers import collapse_repeated_layers
+from hocket.scheduler.sharding.search.collapse_layers import collapse_repeated_layers_to_two
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
 from ..given.models.goldens import GOLDENS, decode_graph, path_of
@@ -282,7 +282,7 @@ def deep(layers):
 
 
 def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
-    small = collapse_repeated_layers(deep(40))
+    small = collapse_repeated_layers_to_two(deep(40))
     assert len(small.graph.weights) < 10
     assert sum(small.node_multiplicity[v.node] or 1 for v in small.graph.weights) == 81
     assert {name for names in small.leaf_copies.values() for name in names} == {v.node.name for v in deep(40).weights}
@@ -294,7 +294,9 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
 def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), parse_simulated_group(hardware)
     planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    monkeypatch.setattr("hocket.scheduler.sharding.search.greedy_search.collapse_repeated_layers", lambda graph: None)
+    monkeypatch.setattr(
+        "hocket.scheduler.sharding.search.greedy_search.collapse_repeated_layers_to_two", lambda graph: None
+    )
     whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     assert planned.sharded_factors == whole.sharded_factors
     assert planned.reasons == whole.reasons
@@ -341,7 +343,7 @@ def test_virtual_devices_of_a_machine_share_its_memory():
     new_plan = plan(mlp(), "cpu:0,cpu:1,cpu:2")
     (pool,) = list_memory_pools(new_plan)
     assert pool.is_shared
-    assert pool.needed_bytes == sum(new_plan.memory().values())
+    assert pool.needed_bytes == sum(new_plan.count_memory_bytes_by_kind().values())
     assert len(list_memory_pools(plan_for_group(mlp(), parse_simulated_group("cpu:3").group, split_mode="tensor"))) == 3
 
 

@@ -80,7 +80,7 @@ def test_what_only_a_new_state_needs_does_not_keep_memory_to_the_end():
             updates[old] = ops.get_rows(both, rows)
             x = ops.silu(ops.ssm_conv(both, weight(f"w.{layer}", (64, 4))))
         (device_plan,) = plan(Graph({"y": x}, updates)).device_plans
-        return device_plan.memory()["arena"] - device_plan.program.undo_bytes
+        return device_plan.count_memory_bytes_by_kind()["arena"] - device_plan.program.undo_bytes
 
     assert arena(8) == arena(2)
 
@@ -207,7 +207,7 @@ def test_chains_of_elementwise_ops_share_one_memory():
     for _ in range(50):
         y = ops.relu(ops.neg(y))
     new_plan = plan(Graph({"y": y}))
-    assert new_plan.memory()["arena"] <= 2 * 4096
+    assert new_plan.count_memory_bytes_by_kind()["arena"] <= 2 * 4096
 
 
 def test_the_same_graph_gives_the_same_plan():

@@ -159,7 +159,11 @@ def test_memory_never_exceeds_the_arena_and_its_peak_nearly_fills_it(plan, page_
     for device, device_plan in zip(page_content["plan"]["devices"], plan.device_plans, strict=True):
         live = page_content["plan"]["programs"][device["program"]]["live"]
         assert len(live) == len(device_plan.program.instructions)
-        assert 0.5 * device_plan.memory()["arena"] <= max(live) <= device_plan.memory()["arena"]
+        assert (
+            0.5 * device_plan.count_memory_bytes_by_kind()["arena"]
+            <= max(live)
+            <= device_plan.count_memory_bytes_by_kind()["arena"]
+        )
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))

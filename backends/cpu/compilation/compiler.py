@@ -24,7 +24,7 @@ from llvmlite import ir
 from ....graph.errors import BackendError
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
-from ....graph.storage.disk_cache import cache_folder, hash_key, read_cached, write_cached
+from ....graph.storage.disk_cache import cache_folder, hash_key_to_file_name, read_cached, write_cached
 from ...compile_log import log_compilation, log_missing_kernels
 from ...thread_safe_cache import thread_safe_cache
 from .. import target_cpu
@@ -214,7 +214,7 @@ def compute_kernel_code_digest() -> bytes:
 @cache
 def _make_compiler_fingerprint() -> bytes:
     """Return the target, platform and compiler versions as bytes: all inputs of kernel code except the sources."""
-    where = (target_cpu.find_compile_target(), target_cpu.find_amx_support(), sys.platform)
+    where = (target_cpu.find_compile_target(), target_cpu.find_native_or_emulated_amx(), sys.platform)
     return repr((*where, _read_numba_version_from_folder_name(), llvmlite.__version__)).encode()
 
 
@@ -232,7 +232,7 @@ def _find_kernel_cache_file(definition: Kernel) -> Path | None:
 
 
 def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
-    return hash_key(_digest_kernel_sources(), besides, definition.name) + ".o"
+    return hash_key_to_file_name(_digest_kernel_sources(), besides, definition.name) + ".o"
 
 
 def _is_builtin(body: KernelBody | IrBody) -> bool:
@@ -310,7 +310,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
 
     machine = _create_target_machine()
     is_emitted = isinstance(definition.body, IrBody)
-    assembly = _emit_assembly(definition) if is_emitted else _translate_by_numba(definition)
+    assembly = _emit_llvm_assembly_of_ir_body(definition) if is_emitted else _translate_by_numba(definition)
     module = llvm.parse_assembly(assembly.replace(FOREIGN_PREFIX, ""))
     module.triple, module.data_layout = target_cpu.find_compile_target().triple, str(machine.target_data)
     module.verify()
@@ -320,7 +320,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     return module, machine
 
 
-def _emit_assembly(definition: Kernel) -> str:
+def _emit_llvm_assembly_of_ir_body(definition: Kernel) -> str:
     """Emit the LLVM assembly (IR text) of a kernel that has an `IrBody`, without Numba."""
     assert isinstance(definition.body, IrBody)
     word, module = ir.IntType(64), ir.Module()

@@ -121,7 +121,7 @@ def load_function(code: bytes, function_name: str) -> int:
     content = _map_permanent_writable_pages(there.end + 8 * len(entries))
     base = content.ctypes.data
     table = base + there.end
-    for start, data in there.list_loaded_sections():
+    for start, data in there.list_section_offsets_and_contents():
         content[start : start + len(data)] = np.frombuffer(data, np.uint8)
     for number, entry in entries.items():
         _write_integer(content, entry, there.find_symbol_address(number, base), 8)
@@ -181,7 +181,7 @@ class _ObjectFile:
                     raise BackendError(f"object code has a relocation of kind {kind}, which kernels do not have")
                 yield Relocation(self._section_starts[of.target_section] + at, kind, symbol, more)
 
-    def list_loaded_sections(self) -> Iterator[tuple[int, bytes]]:
+    def list_section_offsets_and_contents(self) -> Iterator[tuple[int, bytes]]:
         """Yield the start offset and the contents of each loaded section."""
         return ((start, self._read_section(at)) for at, start in self._section_starts.items())
 

@@ -50,7 +50,7 @@ def round_and_concat_as_bf16(b: Any, low: Any, high: Any) -> Any:
     return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
 
 
-def widen_bf16(b: Any, bf16_bits: Any) -> tuple[Any, Any]:
+def widen_bf16_to_low_and_high_halves(b: Any, bf16_bits: Any) -> tuple[Any, Any]:
     """Widen 32 bfloat16 bit patterns to two float32 vectors: the first 16 values and the last 16 values."""
     halves = (b.shuffle_vector(bf16_bits, bf16_bits, _lane_order([*range(i, i + LANES)])) for i in (0, LANES))
     low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)

@@ -24,7 +24,7 @@ from .bf16_pairs import (
     round_and_concat_as_bf16,
     round_and_interleave_as_bf16,
     second_of_pairs,
-    widen_bf16,
+    widen_bf16_to_low_and_high_halves,
 )
 from .permute_lanes import transpose_vectors
 from .vectors import ADDRESS, FLOATS, LANES, NOTHING, Intrinsic, absolute, intrinsic
@@ -71,7 +71,7 @@ def make_split_and_store_ordered_bf16_terms(term_count: int) -> Intrinsic:
             if term < term_count - 1:
                 low, high = (
                     _zero_nonfinite(b, b.fsub(v, nearest))
-                    for v, nearest in zip((low, high), widen_bf16(b, shorts), strict=True)
+                    for v, nearest in zip((low, high), widen_bf16_to_low_and_high_halves(b, shorts), strict=True)
                 )
                 to = b.add(to, step)
 

@@ -42,7 +42,7 @@ class _TimedKernel:
         self._block, self._kernel = np.array(words, np.int64), KERNEL_FUNCTION(kernel.address)
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
-    def measure_seconds(self) -> float:
+    def measure_seconds_of_one_run(self) -> float:
         """Run the kernel once on all threads, and return the seconds of this run."""
         start = time.perf_counter()
         list(self._pool.map(self._run_thread, range(self._threads)))
@@ -50,7 +50,7 @@ class _TimedKernel:
 
     def measure_fastest_seconds(self) -> float:
         """Return the seconds of the fastest run of several, after one warm-up run."""
-        return min([self.measure_seconds() for _ in range(1 + MEASUREMENT_RUNS)][1:])
+        return min([self.measure_seconds_of_one_run() for _ in range(1 + MEASUREMENT_RUNS)][1:])
 
     def _run_thread(self, thread: int) -> None:
         self._kernel(self._block.ctypes.data, thread, self._threads)
@@ -86,7 +86,7 @@ class MemoryBandwidthTest:
 
     def measure_bytes_per_second(self) -> float:
         """Measure the memory bandwidth of the best pattern now, in bytes/s."""
-        seconds = min(run.measure_seconds() for run in self._runs)
+        seconds = min(run.measure_seconds_of_one_run() for run in self._runs)
         return max(
             self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds_by_distance())
         )
@@ -123,7 +123,7 @@ def measure_int8_peak(threads: int) -> float | None:
 
 def measure_bf16_tile_peak(threads: int) -> float | None:
     """Measure the peak bfloat16 operations/s of AMX tile products; None if the processor has no AMX."""
-    if target_cpu.find_amx_support() != target_cpu.AMX:
+    if target_cpu.find_native_or_emulated_amx() != target_cpu.AMX:
         return None
     memory, turns = np.zeros(amx.TILE_MEMORY_BYTES * threads, np.uint8), MULTIPLY_TURNS // 4
     run = _TimedKernel(

@@ -85,9 +85,9 @@ class ProgramCollectives:
             BackendError: A device failed or did not arrive.
         """
         comm, library = self.comm, self.transport.library
-        own = [call for call in calls if not self._can_leave_device_group(call)]
+        own = [call for call in calls if not self._can_message_leave_device_group(call)]
         offers = {
-            narrow_to_integer(call.attrs["sequence"]): collective.make_peer_accessible_operands(call) for call in own
+            narrow_to_integer(call.attrs["sequence"]): collective.select_peer_accessible_operands(call) for call in own
         }
         me = collective.PeerAddresses(
             self._signals, self._allocate_bfloat16_sum_buffer(own), self._allocate_partial_sum_inbox(own), offers
@@ -136,7 +136,7 @@ class ProgramCollectives:
             Whether the collective was added. If not, it runs through host memory. All devices get the same result.
         """
         group, membership = self._group, self._membership
-        if group is None or self._can_leave_device_group(call):
+        if group is None or self._can_message_leave_device_group(call):
             return False
         try:
             if membership is not None and self.transport.uses_library(_compute_max_operand_bytes(call, group)):
@@ -153,7 +153,7 @@ class ProgramCollectives:
             return False
         return True
 
-    def _can_leave_device_group(self, call: BoundInstruction) -> bool:
+    def _can_message_leave_device_group(self, call: BoundInstruction) -> bool:
         """Return whether `call` is a send or receive that may leave the device group; it then uses host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 

@@ -242,7 +242,7 @@ class _EmulatedLaunch:
             if not operand.has_intact_margins(pattern):
                 raise LaunchError(
                     self.launch.number,
-                    f"{self.launch.kernel}: writes next to {self._format_launch_word_indices(operand.low)}",
+                    f"{self.launch.kernel}: writes next to {self._format_indices_of_words_with_operand(operand.low)}",
                 )
             operand.copy_back()
 
@@ -262,10 +262,10 @@ class _EmulatedLaunch:
             return f", at {address:#x}"
         low, high, name = nearest
         if address >= high:
-            return f": {address - high} bytes past the end of {self._format_launch_word_indices(name)}"
-        return f": {low - address} bytes before {self._format_launch_word_indices(name)}"
+            return f": {address - high} bytes past the end of {self._format_indices_of_words_with_operand(name)}"
+        return f": {low - address} bytes before {self._format_indices_of_words_with_operand(name)}"
 
-    def _format_launch_word_indices(self, low: int) -> str:
+    def _format_indices_of_words_with_operand(self, low: int) -> str:
         """Format the index of each launch word that is the address of an operand around `low`, for a message."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 

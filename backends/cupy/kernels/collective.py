@@ -131,7 +131,7 @@ class PeerGroup:
         return known[sequence]
 
 
-def make_peer_accessible_operands(call: BoundInstruction) -> CollectiveOperands:
+def select_peer_accessible_operands(call: BoundInstruction) -> CollectiveOperands:
     """Return the operands of an instruction that other devices may access: its first operand and its result.
 
     A sender exposes its result in place of its operand, because the result is unchanged until the run ends.

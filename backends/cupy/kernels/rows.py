@@ -226,7 +226,7 @@ def _make_sum_rows_binder(factor: Callable[[int], float]) -> OpBinder:
     return bind
 
 
-def _bind_sum(launches: LaunchBuilder, call: BoundInstruction) -> None:
+def _bind_sum_of_all_elements(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Bind the sum of all elements, in two launches so that many blocks work: sums of rows, then their sum."""
     x, out = as_float(launches, call.operand(0)), call.out
     count = math.prod(x.shape)
@@ -284,7 +284,7 @@ BINDINGS: Mapping[str, OpBinder] = {
     "softmax": _bind_softmax,
     "sum_rows": _make_sum_rows_binder(lambda n: 1.0),
     "mean": _make_sum_rows_binder(lambda n: 1.0 / max(1, n)),
-    "sum": _bind_sum,
+    "sum": _bind_sum_of_all_elements,
     "cumsum": _bind_cumsum,
     "count_equal": _bind_count_equal,
     "argmax": _bind_argmax,

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..emulation.access_counters import AccessSiteCounters
 from ..emulation.source_lines import select_kernel_frames
-from .control_flow import WARPGROUP_OPERANDS, AccessLocation, BasicBlock
+from .control_flow import WARPGROUP_OPERANDS, AccessSourceLocation, BasicBlock
 
 INSTRUCTION_PENALTY = 1e-4
 """Cost of one executed instruction; one surplus access costs 1. Of two equal fits, the shorter flow is chosen."""
@@ -101,8 +101,8 @@ def _build_access_equations(
 
 
 def _group_locations_of_same_access(
-    places: Iterable[AccessLocation], conflicts: Iterable[Sequence[AccessLocation]]
-) -> Iterable[Sequence[AccessLocation]]:
+    places: Iterable[AccessSourceLocation], conflicts: Iterable[Sequence[AccessSourceLocation]]
+) -> Iterable[Sequence[AccessSourceLocation]]:
     """Group the access locations of two compilers, g++ and NVRTC, that may be the same access in the source.
 
     Two locations are in one group if the inlined frames of one are the inner frames of the other. The reason: each
@@ -114,7 +114,7 @@ def _group_locations_of_same_access(
     named = set(places)
     for place in named:
         for upto in range(1, len(place.frames)):
-            shorter = AccessLocation(place.frames[:upto], place.is_shared, place.is_store)
+            shorter = AccessSourceLocation(place.frames[:upto], place.is_shared, place.is_store)
             if shorter in named:
                 groups.add_edge(place, shorter)
     for these in conflicts:
@@ -124,22 +124,22 @@ def _group_locations_of_same_access(
 
 def _find_locations_sharing_inlined_function(
     blocks: Sequence[BasicBlock], reached: Iterable[int]
-) -> Iterator[list[AccessLocation]]:
+) -> Iterator[list[AccessSourceLocation]]:
     """Yield lists of locations in one basic block that come from calls of one inlined function of the prelude.
 
     They are hard to tell apart: NVRTC records some of these accesses at the place of another call of the function.
     """
     for number in reached:
-        through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)
+        through: dict[tuple[str, bool, bool], set[AccessSourceLocation]] = defaultdict(set)
         for place in blocks[number].access_bytes:
             if place.frames and not select_kernel_frames(place.frames[:1]):
                 through[place.frames[0], place.is_shared, place.is_store].add(_without_prelude_frames(place))
         yield from (sorted(places) for places in through.values() if len(places) > 1)
 
 
-def _without_prelude_frames(place: AccessLocation) -> AccessLocation:
+def _without_prelude_frames(place: AccessSourceLocation) -> AccessSourceLocation:
     """Return an access location without its frames in the prelude, the headers that all kernels share."""
-    return AccessLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
+    return AccessSourceLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
 
 
 def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
@@ -155,9 +155,9 @@ def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
 
 def _sum_bytes_by_location_and_block(
     blocks: Sequence[BasicBlock], reached: Iterable[int]
-) -> dict[AccessLocation, dict[int, float]]:
+) -> dict[AccessSourceLocation, dict[int, float]]:
     """Sum the bytes per warp lane that one execution of each reachable block moves, by access location and block."""
-    there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
+    there: dict[AccessSourceLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].access_bytes.items():
             at = _without_prelude_frames(place)
@@ -165,11 +165,13 @@ def _sum_bytes_by_location_and_block(
     return there
 
 
-def _sum_counted_bytes_by_location(sites: Iterable[AccessSiteCounters]) -> dict[AccessLocation, tuple[float, int]]:
+def _sum_counted_bytes_by_location(
+    sites: Iterable[AccessSiteCounters],
+) -> dict[AccessSourceLocation, tuple[float, int]]:
     """Return for each location the counted bytes per warp lane of all warps, and the bytes of the widest access."""
-    counted: dict[AccessLocation, tuple[float, int]] = {}
+    counted: dict[AccessSourceLocation, tuple[float, int]] = {}
     for site in sites:
-        at = AccessLocation(select_kernel_frames(site.frames), site.is_shared, site.is_store)
+        at = AccessSourceLocation(select_kernel_frames(site.frames), site.is_shared, site.is_store)
         if at.frames and at.frames[0].startswith(WARPGROUP_OPERANDS.frames):
             at = WARPGROUP_OPERANDS
         nbytes, widest = counted.get(at, (0.0, 0))

@@ -41,7 +41,7 @@ _COPY_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class AccessLocation:
+class AccessSourceLocation:
     """The source location of a memory access: its line and the inlined frames around it, and the kind of access.
 
     The kind is a store or a load, in shared or global memory.
@@ -67,7 +67,7 @@ class LoadedAndUsedRegisters(NamedTuple):
     wait_share: float = 1.0
 
 
-WARPGROUP_OPERANDS = AccessLocation(("wgmma.cuh",), is_shared=True, is_store=False)
+WARPGROUP_OPERANDS = AccessSourceLocation(("wgmma.cuh",), is_shared=True, is_store=False)
 """The common location of all operands of warpgroup products: most of them have no line in machine code."""
 
 
@@ -85,7 +85,7 @@ class BasicBlock:
     """
 
     instruction_count: int = 0
-    access_bytes: Counter[AccessLocation] = field(default_factory=Counter)
+    access_bytes: Counter[AccessSourceLocation] = field(default_factory=Counter)
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
     dependences: list[LoadedAndUsedRegisters] = field(default_factory=list)
     successors: list[int] = field(default_factory=list)
@@ -219,10 +219,10 @@ def _add_instruction(
         many = _MATRIX_COUNT.search(op.op) if kind == "LDSM" else None
         nbytes = 4 * int(many[1]) if many else compute_access_bits(op.op) // 8
         if kind == "LDGSTS":
-            block.access_bytes[AccessLocation(op.frames, is_shared=True, is_store=True)] += nbytes
-            block.access_bytes[AccessLocation(op.frames, is_shared=False, is_store=False)] += nbytes
+            block.access_bytes[AccessSourceLocation(op.frames, is_shared=True, is_store=True)] += nbytes
+            block.access_bytes[AccessSourceLocation(op.frames, is_shared=False, is_store=False)] += nbytes
         else:
-            block.access_bytes[AccessLocation(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
+            block.access_bytes[AccessSourceLocation(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
 
 
 def _compute_warpgroup_shared_bytes_per_lane(shape: str, in_registers: bool) -> int:

@@ -185,7 +185,9 @@ def build_step_inputs(
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),
         "slot": np.array(slot, np.int32),
-        **_build_cached_token_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
+        **_build_inputs_from_new_token_counts(
+            step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None
+        ),
     }
     if (positions := batch.output_positions) is not None:
         if bad := [(i, t) for i, t in positions if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
@@ -217,7 +219,7 @@ def _require_fit(step: Step, batch: Batch) -> None:
 
 
 @lru_cache(maxsize=64)
-def _build_cached_token_count_inputs(
+def _build_inputs_from_new_token_counts(
     step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
     """Build the inputs that depend only on the numbers of new tokens, so that they are the same from token to token.

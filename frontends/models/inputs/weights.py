@@ -66,7 +66,9 @@ class ModelWeights:
 
     def has_tensor(self, name: str) -> bool:
         """Return whether the file has the tensor and the architecture uses it."""
-        return self._find_name_in_file(name) in self.gguf.tensors and not _matches_any(name, self._unread)
+        return self._find_name_in_file(name) in self.gguf.tensors and not _matches_any_without_block_prefix(
+            name, self._unread
+        )
 
     def optional_leaf(self, name: str, shape: tuple[int, ...]) -> Value | None:
         """Return the leaf of a tensor, or `None` if the file has no such tensor or the architecture ignores it."""
@@ -112,7 +114,7 @@ class ModelWeights:
             for name in self.gguf.tensors
             if name not in self._leaves
             and _parse_block_number(name) < layers
-            and not _matches_any(name, (*self._unread, *self._spare))
+            and not _matches_any_without_block_prefix(name, (*self._unread, *self._spare))
         ]
         if left:
             raise self._make_error(f"tensors {reprlib.repr(left)} are not part of this architecture as hocket knows it")
@@ -121,7 +123,7 @@ class ModelWeights:
         return ModelError(f"{self.gguf.path}: {problem}; {CONVERT_REMEDY}")
 
 
-def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any_without_block_prefix(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a tensor name, without its block prefix, matches any of the shell patterns."""
     short = BLOCK_PREFIX.sub("", name, count=1)
     return any(fnmatchcase(short, pattern) for pattern in patterns)

@@ -120,7 +120,9 @@ class CompressedAttention:
         Raises:
             ModelError: A value is missing or invalid.
         """
-        ratio = keys.read_per_block_counts("attention.compress_ratios", keys.read_block_count_up_to_tensors())[layer]
+        ratio = keys.read_per_block_counts(
+            "attention.compress_ratios", keys.read_block_count_limited_by_tensor_count()
+        )[layer]
         if ratio not in BLOCK_RATIOS:
             raise keys.make_key_error(
                 "attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, BLOCK_RATIOS))}"
@@ -202,7 +204,7 @@ class CompressedAttention:
             old, own = (0, ratio, 0, size), (ratio, 2 * ratio, size, columns)
             kv = ops.concat(slice_tokens_and_columns(kv, *old), slice_tokens_and_columns(kv, *own), axis=2)
             score = ops.concat(
-                ops.add(slice_tokens_and_columns(score, *old), build_previous_block_mask(pos)),
+                ops.add(slice_tokens_and_columns(score, *old), build_mask_of_missing_previous_block(pos)),
                 slice_tokens_and_columns(score, *own),
                 axis=2,
             )
@@ -232,7 +234,7 @@ class CompressedAttention:
         return matmul(weights, f"{block}.attn_output_b", short, width)
 
 
-def build_previous_block_mask(pos: Value) -> Value:
+def build_mask_of_missing_previous_block(pos: Value) -> Value:
     """Build the mask that hides the previous block from the first block, which has none: f32[B, N, 1, 1].
 
     It is -inf for a block that begins at position 0, and 0 for other blocks.

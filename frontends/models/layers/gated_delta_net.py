@@ -142,7 +142,7 @@ class KimiDeltaAttention:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> KimiDeltaAttention:
-        heads = max(keys.read_per_block_counts("attention.head_count", keys.read_block_count_up_to_tensors()))
+        heads = max(keys.read_per_block_counts("attention.head_count", keys.read_block_count_limited_by_tensor_count()))
         if family.bounded_decay > 0.0 and not keys.read_flag("kda.safe_gate", True):
             raise keys.make_key_error(
                 "kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture"

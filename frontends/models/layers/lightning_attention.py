@@ -37,8 +37,8 @@ class LightningAttention:
     @classmethod
     def from_keys(cls, keys: ArchitectureMetadata, family: FamilyTraits, layer: int) -> LightningAttention:
         blocks, heads = (
-            keys.read_block_count_up_to_tensors(),
-            max(keys.read_per_block_counts("attention.head_count", keys.read_block_count_up_to_tensors())),
+            keys.read_block_count_limited_by_tensor_count(),
+            max(keys.read_per_block_counts("attention.head_count", keys.read_block_count_limited_by_tensor_count())),
         )
         size = keys.read_count_or_default("attention.key_length", keys.read_count("embedding_length") // heads)
         share = 1.0 - layer / max(1, blocks - 1) + 1e-5

@@ -46,7 +46,7 @@ class _LayerSection:
     own_leaves: dict[Node, int]
 
 
-def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
+def collapse_repeated_layers_to_two(graph: Graph) -> CollapsedGraph | None:
     """Collapse each sequence of equal layers to two layers; return None without repeated layers.
 
     The first one stands for all layers but the last. The last layer is kept, because the layer after it decides where a

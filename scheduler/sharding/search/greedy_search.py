@@ -27,7 +27,7 @@ from ..cost import AssignmentCost
 from ..factors import Factors
 from ..propagation import ShardingAssignment
 from ..shard_ranges import ShardRanges, factor_ranges_from_layout
-from .collapse_layers import CollapsedGraph, collapse_repeated_layers
+from .collapse_layers import CollapsedGraph, collapse_repeated_layers_to_two
 from .incremental_propagation import IncrementalLayoutPropagator
 
 NO_MULTIPLICITY: Mapping[Node, int] = MappingProxyType({})
@@ -69,7 +69,7 @@ class FactorSearch:
 
     @cached_property
     def _collapsed_search(self) -> tuple[CollapsedGraph, _GraphSearch] | None:
-        small = collapse_repeated_layers(self.graph)
+        small = collapse_repeated_layers_to_two(self.graph)
         return (
             None if small is None else (small, _GraphSearch(small.graph, Factors(small.graph), small.node_multiplicity))
         )
@@ -340,7 +340,7 @@ def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, i
     (128 pieces)``.
     """
     node, axis = leaf
-    where, word = f"axis {axis} of %{node.name}", factors.describe_factor(factor)
+    where, word = f"axis {axis} of %{node.name}", factors.format_signature_name_of_factor(factor)
     of = f" of {layer_count} layers" if layer_count > 1 else ""
     if word:
         return f"{word}{of} ({factor.size}{' each' if of else ''}), as in {where}"

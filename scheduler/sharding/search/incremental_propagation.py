@@ -62,13 +62,13 @@ class IncrementalLayoutPropagator:
             changed |= self.nodes_of_factor[factor]
         changed |= {user for node in changed for source in node.inputs for user in self.users_of_value[source]}
         return propagate_until_no_weight_is_gathered(
-            lambda whole: _IncrementalPropagation(self, chosen_factors, whole, base_assignment).propagate_changes(
+            lambda whole: _ChangedNodesPropagation(self, chosen_factors, whole, base_assignment).propagate_changes(
                 changed
             )
         )
 
 
-class _IncrementalPropagation(LayoutPropagation):
+class _ChangedNodesPropagation(LayoutPropagation):
     """A layout propagation that starts from a base assignment and visits only the nodes that may differ from it.
 
     Args:

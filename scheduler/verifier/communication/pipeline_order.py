@@ -27,7 +27,7 @@ CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]
 """The collective calls of each device with their participants; for a message these are the sender and the receiver."""
 
 
-class PendingCollective(NamedTuple):
+class NextCollectiveOfDevice(NamedTuple):
     """The next collective that a device will call, in the simulation of a pipeline.
 
     - `run`: the number of the run.
@@ -57,7 +57,7 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
     calls_by_programs = {
         key: _list_calls_with_participants(run) for key, run in dict(zip(known, programs_by_run, strict=True)).items()
     }
-    complaints = [why for own in calls_by_programs.values() for why in _find_all_device_call_faults(own)]
+    complaints = [why for own in calls_by_programs.values() for why in _find_collective_that_joins_all_devices(own)]
     wrong = next((len(each) for each in programs_by_run if len(each) != len(order)), len(order))
     if wrong != len(order):
         complaints.append(f"the programs are for {wrong} devices, but the order is for {len(order)}")
@@ -71,7 +71,7 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
         yield from _find_collective_order_faults(
             [
                 [
-                    PendingCollective(action.run, call, participants)
+                    NextCollectiveOfDevice(action.run, call, participants)
                     for action in actions
                     if action.action == "run"
                     for call, participants in calls_by_programs[known[action.run]][device]
@@ -86,7 +86,7 @@ def find_collective_that_prevents_pipelining(programs: Sequence[Program]) -> Ite
 
     In a pipeline, devices must work on different runs at the same time. Only the first such collective is reported.
     """
-    return _find_all_device_call_faults(_list_calls_with_participants(programs))
+    return _find_collective_that_joins_all_devices(_list_calls_with_participants(programs))
 
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
@@ -113,7 +113,7 @@ def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
     return narrow_to_integer(message.attributes["source"]), message.device
 
 
-def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
+def _find_collective_that_joins_all_devices(calls_by_device: CallsWithParticipants) -> Iterator[str]:
     """Yield a fault for the first collective in which all devices participate; messages do not count."""
     every = (
         a
@@ -165,7 +165,7 @@ def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], ru
         yield f"device {device}: it executes {state} of {run_count} runs"
 
 
-def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
+def _find_collective_order_faults(calls_by_device: Sequence[Sequence[NextCollectiveOfDevice]]) -> Iterator[str]:
     """Simulate the collectives of all devices over all runs, and yield the first mismatch or a deadlock.
 
     A collective is executed when all participants have reached it. It is a mismatch if a participant has reached
@@ -173,7 +173,7 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
     """
     at = [0] * len(calls_by_device)
 
-    def next_of(device: int) -> PendingCollective | None:
+    def next_of(device: int) -> NextCollectiveOfDevice | None:
         return calls_by_device[device][at[device]] if at[device] < len(calls_by_device[device]) else None
 
     moved = True
@@ -205,7 +205,7 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
         yield f"devices wait for each other: {'; '.join(waiting)}"
 
 
-def _make_participant_agreement_key(pending: PendingCollective) -> tuple[object, int]:
+def _make_participant_agreement_key(pending: NextCollectiveOfDevice) -> tuple[object, int]:
     """Return the op and the sequence number of a pending collective, on which all participants must agree.
 
     `send` and `receive` count as the same op.

@@ -58,7 +58,7 @@ def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Ite
         complaints.append("each entry of undo must be an instruction number and an instruction")
     yield from complaints
     if not complaints:  # with faults, buffer numbers have no meaning
-        yield from _ProgramChecker(graph, program, backend).find_faults()
+        yield from _ProgramMemoryChecker(graph, program, backend).find_faults()
 
 
 def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
         yield f"{kind} %{quote_node_name(name)} has no buffer"
 
 
-class _ProgramChecker:
+class _ProgramMemoryChecker:
     """Checks one program: it simulates the instructions, and tracks which value is in which bytes of memory."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:

@@ -120,7 +120,7 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
             yield (
                 f"{node.op} %{node.label} of repetition {run} has another layout than in another repetition of its kind"
             )
-    yield from _find_output_and_update_faults(shortened, place)
+    yield from _find_unequal_output_and_update_faults(shortened, place)
 
 
 def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
@@ -191,7 +191,9 @@ def _find_short_node_read_by(
     return source_number if lasts else None
 
 
-def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: Mapping[Node, int]) -> Iterator[str]:
+def _find_unequal_output_and_update_faults(
+    shortened: ShortenedGraph, position_by_node: Mapping[Node, int]
+) -> Iterator[str]:
     """Yield faults of outputs and state updates that are not the same in the deep graph and the short graph.
 
     An output must not belong to a repetition. All repetitions of one kind must update their states in the same way.

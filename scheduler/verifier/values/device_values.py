@@ -22,7 +22,7 @@ from .collective_order import make_shared_collective_key, order_nodes_by_operand
 from .facts import (
     CONVERSION_OPS,
     DeviceValueFact,
-    infer_conversion_facts,
+    infer_copied_or_sliced_value_facts,
     infer_shard_fact_after_scatter,
     with_empty_index_on_axis,
 )
@@ -196,9 +196,9 @@ class ValueTrace:
         results: list[list[DeviceValueFact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
         for pair in self._list_conversion_operand_facts(operand_facts) if node.op in CONVERSION_OPS else ():
-            self._add_new_facts(results[0], infer_conversion_facts(node, pair))
+            self._add_new_facts(results[0], infer_copied_or_sliced_value_facts(node, pair))
         for operands in self._list_operand_fact_combinations(node, operand_facts):
-            is_copy = REGISTRY[node.op].is_view or bool(infer_conversion_facts(node, operands))
+            is_copy = REGISTRY[node.op].is_view or bool(infer_copied_or_sliced_value_facts(node, operands))
             for match in self._infer_facts_for_operands(node.op, instance, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].value_number)
@@ -299,7 +299,7 @@ class ValueTrace:
             None if o is None else meaning.attach_ignored_digits(o.value_number, o.axes) for o in operand_facts
         )
         readers = meaning.consumers.get(key)
-        for user, numbers in readers.find_candidate_consumers(instance, axes) if readers is not None else ():
+        for user, numbers in readers.find_graph_nodes_that_may_match(instance, axes) if readers is not None else ():
             if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue

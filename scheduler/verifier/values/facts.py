@@ -21,7 +21,7 @@ from .index_sets import (
 from .partial_sums import NO_TERMS, OptionalPartialSum
 
 CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
-"""Ops that can keep the value, as `infer_conversion_facts` decides."""
+"""Ops that can keep the value, as `infer_copied_or_sliced_value_facts` decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
-def infer_conversion_facts(node: Node, operands: Sequence[DeviceValueFact | None]) -> list[DeviceValueFact]:
+def infer_copied_or_sliced_value_facts(node: Node, operands: Sequence[DeviceValueFact | None]) -> list[DeviceValueFact]:
     """Infer the graph value that the result of a conversion equals, from the facts about its operands.
 
     A conversion is a node that only moves or cuts a value:

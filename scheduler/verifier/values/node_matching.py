@@ -36,7 +36,7 @@ class ConsumerTable:
             self._list_attrs_equal_on_devices(graph_node), _ConsumersWithSharedAttrs(self._op)
         ).consumers.append((graph_node, result_numbers))
 
-    def find_candidate_consumers(
+    def find_graph_nodes_that_may_match(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Yield the graph nodes that a device's node may compute, whole or in part, because their attributes agree.
@@ -50,7 +50,7 @@ class ConsumerTable:
         """
         group = self._groups.get(self._list_attrs_equal_on_devices(device_node))
         if group is not None:
-            yield from group.find_candidate_consumers(device_node, operand_entries)
+            yield from group.find_graph_nodes_that_may_match(device_node, operand_entries)
             return
         others = (reader for group in self._groups.values() for reader in group.consumers)
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
@@ -74,7 +74,7 @@ class _ConsumersWithSharedAttrs:
         self._op = op
         self.consumers: list[Consumer] = []
 
-    def find_candidate_consumers(
+    def find_graph_nodes_that_may_match(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Yield the graph nodes of this group that a device's node may compute, whole or in part.

@@ -33,7 +33,7 @@ from ....graph.spec import Spec
 from ....ops import REGISTRY
 from ....ops.declaration.axis_links import AxisLink
 from ....ops.declaration.op import Op
-from ....ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Signature, SignatureMismatch
+from ....ops.declaration.signature import Dimension, DimensionRole, LeadingAxesBroadcast, Signature, SignatureMismatch
 from .index_sets import (
     IgnoredDigits,
     IndexRanges,
@@ -185,9 +185,9 @@ def _infer_entries_by_signature(
         if spec is None or part is None:
             continue
         ahead = len(spec.shape) - len(operand.dims)
-        if operand.leading is LeadingAxes.EQUAL:
+        if operand.leading is LeadingAxesBroadcast.EQUAL:
             names.add_leading_entries(names.leading_entries, part[:ahead])
-        elif operand.leading is LeadingAxes.CONTRACTED:
+        elif operand.leading is LeadingAxesBroadcast.CONTRACTED:
             names.add_leading_entries(names.contracted_leading_entries, part[:ahead])
         for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
             if not (dim.may_be_one and n == 1):
@@ -206,7 +206,7 @@ def _infer_entries_by_signature(
             names.entries_by_dimension[name] = (make_index_of_all_entries(sizes[name]), ())
     results = tuple(
         (
-            *(names.leading_entries if r.leading is LeadingAxes.EQUAL else ()),
+            *(names.leading_entries if r.leading is LeadingAxesBroadcast.EQUAL else ()),
             *(_combine_factor_entries(d, names, sizes, local) for d in r.dims),
         )
         for r in signature.results
@@ -309,10 +309,14 @@ def _require_matching_broadcasts(
     """
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, graph_node.src, strict=False):
-        if spec is not None and operand.leading is LeadingAxes.EQUAL:
+        if spec is not None and operand.leading is LeadingAxesBroadcast.EQUAL:
             shape = spec.shape[: len(spec.shape) - len(operand.dims)]
     for operand, spec, part in zip(operands, graph_node.src, operand_entries, strict=False):
-        if spec is None or part is None or operand.leading not in (LeadingAxes.TILED, LeadingAxes.GROUPED):
+        if (
+            spec is None
+            or part is None
+            or operand.leading not in (LeadingAxesBroadcast.TILED, LeadingAxesBroadcast.GROUPED)
+        ):
             continue
         ahead = len(spec.shape) - len(operand.dims)
         shift = len(shape) - ahead
@@ -323,7 +327,7 @@ def _require_matching_broadcasts(
                     leading_entries[shift + i], part[i], f"leading axis {shift + i}"
                 )
             elif not is_valid_broadcast(
-                *part[i], n, leading_entries[shift + i][0], size, operand.leading is LeadingAxes.TILED
+                *part[i], n, leading_entries[shift + i][0], size, operand.leading is LeadingAxesBroadcast.TILED
             ):
                 raise NodeMismatchError(
                     f"{operand.name} has {format_index(part[i][0])} of {n}, but is repeated over "

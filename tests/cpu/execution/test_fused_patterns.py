@@ -54,7 +54,7 @@ def test_every_rotation_is_compiled_and_computes_what_numpy_does(attrs: dict, fa
     graph, values = hocket.Graph({"y": y}), {"f": RNG.uniform(1, 8, 40).astype(np.float32)} if factors else {}
     inputs = {"x": random_array(*x.shape), "pos": RNG.integers(0, 999, pos.shape).astype(np.int32)}
     run = load_on(graph, values, threads)
-    assert "NumPy" not in run.kernels()
+    assert "NumPy" not in run.list_kernel_names()
     expected = load_on(graph, values, "numpy:0").run(inputs)["y"]
     np.testing.assert_allclose(run.run(inputs)["y"], expected, rtol=2e-6, atol=2e-6)
 
@@ -96,7 +96,7 @@ def test_a_head_is_normed_and_rotated_to_the_same_bits_by_one_kernel(
     monkeypatch.setattr(program_binding, "FUSED", {})
     single = load_on(graph, values, 1).run(inputs)
     for run in runs:
-        one = any(name.startswith("rope.scale_and_rotate") for name in run.kernels())
+        one = any(name.startswith("rope.scale_and_rotate") for name in run.list_kernel_names())
         assert one == (seen in ("", "x"))
         outputs = run.run(inputs)
         assert all(np.array_equal(outputs[name], single[name]) for name in single)
@@ -147,7 +147,7 @@ def run_twice(graph: hocket.Graph, threads: int) -> tuple[list[bytes], list[str]
         inputs["g"] = -np.abs(inputs["g"])
         found += [a.tobytes() for a in run.run(inputs).values()]
         found += [np.asarray(run.store.state(name)[...]).tobytes() for name in ("conv", "delta")]
-    return found, run.kernels()
+    return found, run.list_kernel_names()
 
 
 @pytest.mark.parametrize("seen", ["", "new", "both", "mixed", "active"])
@@ -172,7 +172,7 @@ def test_a_delta_layer_computes_the_same_bits_with_and_without_fused_kernels(
 def test_a_row_that_is_none_leaves_the_state_of_a_convolution_as_it_was(threads: int):
     run = load_on(delta_layer(2, 40, "new"), {"w": random_array(CHANNELS, 4)}, threads)
     inputs = {"x": random_array(2, 40, CHANNELS), "g": -np.ones((2, 40, 4, 1)), "beta": np.ones((2, 40, 4))}
-    assert "short_convolution.heads.l2_norm_added" in run.kernels()
+    assert "short_convolution.heads.l2_norm_added" in run.list_kernel_names()
     run.run({**inputs, "rows": np.array([[40, 41, 42], [0, 1, 2]])})
     before = [np.asarray(run.store.state(name)[...]).copy() for name in ("conv", "delta")]
     for bad in (-1, 43):

@@ -76,7 +76,9 @@ def ran(name: str, seed: int | None, threads: int) -> tuple[np.ndarray, list[lis
     session.seed = seed
     tokens = np.load(FIXTURES / name / "tokens.npy").tolist()
     logits = [session.evaluate([part])[0] for part in (tokens[:9], tokens[9:10], tokens[10:11])]
-    return np.concatenate(logits), [sorted(session.executor(step).kernels()) for step in session.planned_steps]
+    return np.concatenate(logits), [
+        sorted(session.executor(step).list_kernel_names()) for step in session.planned_steps
+    ]
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def test_emulated_tiles_compute_the_same(without: str, tests: list[str]):
 
 
 def test_a_wrong_word_for_tiles_is_refused():
-    script = "from hocket.backends.cpu import target_cpu; target_cpu.find_amx_support()"
+    script = "from hocket.backends.cpu import target_cpu; target_cpu.find_native_or_emulated_amx()"
     surroundings = {**os.environ, "HOCKET_AMX": "yes"}
     done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, text=True)
     assert done.returncode == 1

@@ -18,7 +18,7 @@ from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.fusion.operands import BoundInstruction, Operand
 from hocket.cli import main
-from hocket.conformance.reports.emulator_checks import collect_launch_counters
+from hocket.conformance.reports.emulator_checks import emulate_cases_and_count_accesses
 from hocket.graph import DType
 
 from ...given.devices.attention import by_warps
@@ -119,7 +119,7 @@ def test_what_is_allowed_is_one_line():
 @pytest.mark.parametrize("case", MAIN_PATH_CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """As often as is recorded, and with as much under way; docs/add-a-cuda-kernel.md says how the page is written."""
-    found = collect_launch_counters([case])
+    found = emulate_cases_and_count_accesses([case])
     assert found
     assert [
         why for counted in found for why in (*list_budget_violations(counted), *find_access_regressions(counted))
@@ -155,7 +155,7 @@ def test_a_sum_over_devices_asks_for_no_more_than_it_must():
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):
     monkeypatch.setattr(tiled, "MIN_BF16_TILES", 1)  # one tile stands for many
-    found = collect_launch_counters(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
+    found = emulate_cases_and_count_accesses(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
     assert [counted.launch.kernel.name for counted in found] == ["split_rows<bf16_bits, 1>", "tiled_packed<Q4_K>"]
     assert [counted.copies_in_flight for counted in found] == [None, 2]
     assert [why for counted in found for why in list_budget_violations(counted)] == []
@@ -172,7 +172,7 @@ def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeyp
 )
 def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, monkeypatch):
     monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 1)
-    found = collect_launch_counters([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
+    found = emulate_cases_and_count_accesses([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
     assert found[-1].launch.kernel.name == kernel
     assert found[-1].copies_in_flight == 3 - terms, "shared memory has room for as many stages"
     assert [why for counted in found for why in list_budget_violations(counted)] == []
@@ -187,7 +187,9 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
 def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
     columns = 256 * shares
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, shares)):
-        found = collect_launch_counters([f"mul_mat(w=bf16[256,{columns}], x=f32[256,{columns}], exact={exact})"])
+        found = emulate_cases_and_count_accesses(
+            [f"mul_mat(w=bf16[256,{columns}], x=f32[256,{columns}], exact={exact})"]
+        )
     names = [counted.launch.kernel.name for counted in found]
     assert names == [f"{kernel}<bf16_bits, {terms}>" for kernel in ("split_tiles", "clustered")]
     assert [counted.copies_in_flight for counted in found] == [None, 3 - terms]
@@ -201,7 +203,7 @@ PROMPT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale
 
 
 def test_attention_by_warpgroups_reads_no_more_than_it_must():
-    (found,) = collect_launch_counters([PROMPT])
+    (found,) = emulate_cases_and_count_accesses([PROMPT])
     assert found.launch.kernel.name == "attend_warpgroups<bf16_bits, 128, 128, 128, 8>"
     read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
     # Per warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, which have their weights in registers.
@@ -211,14 +213,14 @@ def test_attention_by_warpgroups_reads_no_more_than_it_must():
 
 def test_attention_by_single_warps_asks_for_no_more_than_it_must():
     with by_warps():
-        (found,) = collect_launch_counters([PROMPT])
+        (found,) = emulate_cases_and_count_accesses([PROMPT])
     assert found.launch.kernel.name == "attend_short<bf16_bits, 128, 128, 64, 2, 8, false>"
     assert (list_budget_violations(found), found.copies_in_flight) == ([], 1)
 
 
 def test_a_delta_net_that_is_scanned_without_clusters_asks_for_no_more_than_it_must():
     (case,) = (case for case in MAIN_PATH_CASES if case.startswith("gated_delta_net(q=f32[70"))
-    prepare, scan = collect_launch_counters([case], find_kernel_limits("80"))
+    prepare, scan = emulate_cases_and_count_accesses([case], find_kernel_limits("80"))
     assert scan.launch.kernel.name == "delta_scan<64, 32, 16, false, true>"
     assert [why for counted in (prepare, scan) for why in list_budget_violations(counted)] == []
     assert (prepare.copies_in_flight, scan.copies_in_flight) == (None, 1)

@@ -19,7 +19,7 @@ from hocket.backends.cupy.kernel_resources import compile_resource_rows, read_re
 from hocket.backends.cupy.kernel_table import FUSED, SOURCES
 from hocket.backends.cupy.kernels import elementwise
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.reports.emulator_checks import collect_launch_counters
+from hocket.conformance.reports.emulator_checks import emulate_cases_and_count_accesses
 from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.scheduler import parse_simulated_group, plan, plan_for_group
 
@@ -88,7 +88,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
 @pytest.mark.parametrize("threads", [32, 512])
 def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
     monkeypatch.setattr(elementwise, "ELEMENTWISE_THREADS", threads)
-    (launch,) = collect_launch_counters([ADD])
+    (launch,) = emulate_cases_and_count_accesses([ADD])
     assert [*find_access_regressions(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 

@@ -19,7 +19,7 @@ from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLo
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.collective import MAX_DEVICES, MAX_PUSHED_BYTES
 from hocket.cli import main
-from hocket.conformance.reports.emulator_checks import run_and_list_races
+from hocket.conformance.reports.emulator_checks import emulate_cases_and_list_races
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
@@ -121,7 +121,7 @@ def test_a_graph_on_two_devices_is_in_order():
 
 @pytest.mark.parametrize("case", main_path.MAIN_PATH_CASES)
 def test_threads_of_kernels_of_the_main_path_are_in_order(case):
-    assert run_and_list_races([case]) == []
+    assert emulate_cases_and_list_races([case]) == []
 
 
 def test_the_command_says_so(capsys):

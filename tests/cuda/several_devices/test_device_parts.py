@@ -77,7 +77,7 @@ def test_parts_share_the_memory_of_their_device(backend):
     shared, own = list_memory_pools(plan)
     assert [str(lane.device) for lane in shared.device_plans] == ["cuda:0.0", "cuda:0.1"]
     assert shared.memory_bytes == own.memory_bytes == 1 << 30
-    assert shared.needed_bytes == sum(sum(lane.memory().values()) for lane in plan.device_plans[:2])
+    assert shared.needed_bytes == sum(sum(lane.count_memory_bytes_by_kind().values()) for lane in plan.device_plans[:2])
 
 
 def test_what_does_not_fit_on_two_parts_does_not_fit(backend):

@@ -99,7 +99,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
             raise ArithmeticError("planted")
         if fails == "while the last one ends":
             wait_until(lambda: world.failure is not None)
-            executor._device_threads.rendezvous.clear()
+            executor._device_threads.rendezvous.clear_messages_and_failures()
         with pytest.raises(BackendError) as caught:
             executor.replay()
         heard.append(str(caught.value))

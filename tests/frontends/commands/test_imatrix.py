@@ -14,7 +14,7 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.inference.product_inputs import (
     InputEnergyWatch,
     WeightProduct,
-    build_input_energy_sums_and_rows,
+    build_input_energy_sums_and_row_counts,
     find_distinct_weight_products,
 )
 from hocket.frontends.quantisation.importance import (
@@ -67,7 +67,7 @@ def test_sums_and_counts_are_the_ones_of_llama_imatrix(text, tmp_path):
 
 
 def run_sums(product: WeightProduct, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    sums, rows = build_input_energy_sums_and_rows(product)
+    sums, rows = build_input_energy_sums_and_row_counts(product)
     outputs = {"sums": sums} | ({} if isinstance(rows, int) else {"rows": rows})
     got, _ = evaluate(Graph(outputs), arrays)
     return [got[name] for name in outputs]

@@ -20,11 +20,11 @@ from hocket.frontends.generation.generate import (
     SampledToken,
     compile_generation_plans,
     generate_texts,
-    sample_tokens,
+    sample_tokens_of_all_sequences,
 )
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.device_tokens import can_choose_on_device, make_token_step
+from hocket.frontends.inference.device_tokens import can_choose_tokens_on_device, make_step_choosing_tokens_on_device
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch, Model, Step
@@ -67,7 +67,7 @@ def sample(
 ) -> Iterator[SampledToken]:
     known = [[] for _ in prompts] if known is None else known
     settings = replace(GenerationParams(6, LARGEST_LOGIT), **params)
-    return sample_tokens(session, prompts, settings, known=known, needs_logits=needs_logits)
+    return sample_tokens_of_all_sequences(session, prompts, settings, known=known, needs_logits=needs_logits)
 
 
 def count_token_steps(session: Session) -> int:
@@ -123,12 +123,14 @@ def test_two_texts_of_one_session_may_alternate() -> None:
 def test_only_eight_bytes_are_read_back_for_a_token() -> None:
     session = open_session("cuda-emulated:0")
     nbytes = {}
-    for step in (make_token_step(session, 8), session.make_step(1, 8)):
+    for step in (make_step_choosing_tokens_on_device(session, 8), session.make_step(1, 8)):
         outputs = session.plan(step).graph.outputs.values()
         nbytes[step.output_kind] = sum(value.spec.nbytes for value in outputs)
     assert nbytes == {"token": 8, "logits": 4 * session.model.vocabulary_size}
     assert "tokens" in {v.node.name for v in session.plan(session.make_step(1, 8)).graph.inputs}
-    assert "tokens" not in {v.node.name for v in session.plan(make_token_step(session, 8)).graph.inputs}
+    assert "tokens" not in {
+        v.node.name for v in session.plan(make_step_choosing_tokens_on_device(session, 8)).graph.inputs
+    }
 
 
 @needs_compiler
@@ -179,7 +181,7 @@ def test_plans_of_a_text_are_compiled_before_it() -> None:
 
 def test_a_backend_with_outputs_in_host_memory_reads_logits() -> None:
     session = open_session()
-    assert not can_choose_on_device(session)
+    assert not can_choose_tokens_on_device(session)
     assert len([*sample(session, [[1, 2, 3]], needs_logits=False, limit=2)]) == 2
     assert count_token_steps(session) == 0
 
@@ -210,7 +212,7 @@ def test_a_step_of_tokens_has_one_token_for_each_sequence() -> None:
         with pytest.raises(ModelError, match="the output kind token needs one new token and one output per sequence"):
             Step(*sizes, output_kind="token")
     session = open_session()
-    inputs = session.model.inputs(make_token_step(session, 4), Batch([[5]], [3]))
+    inputs = session.model.inputs(make_step_choosing_tokens_on_device(session, 4), Batch([[5]], [3]))
     assert "tokens" not in inputs
 
 

@@ -155,7 +155,7 @@ def test_a_text_that_cannot_be_completed_is_no_end(model):
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     rules = {**schema, "patternProperties": {"^[a]$": {"enum": [1]}}}
     follower = Grammar(model.tokenizer, json_schema=rules).make_state()
-    assert all(map(follower.accept_token, model.tokenizer.encode_continuation('{"a":1,')))
+    assert all(map(follower.accept_token_and_can_continue, model.tokenizer.encode_continuation('{"a":1,')))
     with pytest.raises(hocket.ModelError, match="cannot be completed") as error:
         follower.mask_logits(np.zeros(2048, np.float32))
     assert "\n" not in str(error.value)
@@ -182,7 +182,7 @@ class Failing:
 
 def test_a_matcher_that_failed_is_not_done():
     with pytest.raises(hocket.ModelError, match=r"cannot be completed \(ParserTooComplex\)"):
-        GrammarState(Failing(), 8).accept_token(3)
+        GrammarState(Failing(), 8).accept_token_and_can_continue(3)
 
 
 def test_no_token_without_a_row_and_no_row_without_a_token_is_chosen(folder):

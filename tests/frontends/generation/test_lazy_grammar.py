@@ -32,7 +32,7 @@ def write_under_grammar(state: LazyGrammarState, text: str) -> str:
         logits = -np.arange(TOKENIZER.n_tokens, dtype=np.float32)
         logits[token] = 50
         chosen = int(state.mask_logits(logits).argmax())
-        assert state.accept_token(chosen)
+        assert state.accept_token_and_can_continue(chosen)
         written.append(chosen)
     return TOKENIZER.decode(written, special=True)
 
@@ -72,7 +72,7 @@ def test_a_beginning_that_the_grammar_forbids_stays_free(lazy: LazyGrammar) -> N
 
     for token, is_constrained in ((0, False), (1, True), (2, False)):
         state = LazyGrammar(JoinedTokens(), lazy.grammar, "<tool_call>").make_state()  # type: ignore[arg-type]
-        assert state.accept_token(token)
+        assert state.accept_token_and_can_continue(token)
         assert state.is_constrained == is_constrained
 
 

@@ -21,7 +21,7 @@ from hocket.frontends.generation.generate import (
     GenerationTiming,
     compile_generation_plans,
     generate_tokens,
-    sample_tokens,
+    sample_tokens_of_all_sequences,
     stream_text,
 )
 from hocket.frontends.generation.sampling import Sampling
@@ -190,7 +190,13 @@ def test_plans_before_a_generation_count_as_plans_and_kernels(session: Session) 
     planning_seconds = timing.planning
     assert planning_seconds >= session.planning_seconds > 0
     assert (
-        len(list(sample_tokens(session, [[100, 200, 300]], GenerationParams(5, GREEDY), known=[[]], timing=timing)))
+        len(
+            list(
+                sample_tokens_of_all_sequences(
+                    session, [[100, 200, 300]], GenerationParams(5, GREEDY), known=[[]], timing=timing
+                )
+            )
+        )
         == 5
     )
     assert timing.planning == pytest.approx(planning_seconds), "nothing else had to be planned"
@@ -328,7 +334,9 @@ def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_las
     session, known = Session(tiny[0], context=16), [list[int]()]
     sampled = [
         one.token
-        for one in sample_tokens(session, [[7, 8, 9]], GenerationParams(40, GREEDY, pinned_tokens=2), known=known)
+        for one in sample_tokens_of_all_sequences(
+            session, [[7, 8, 9]], GenerationParams(40, GREEDY, pinned_tokens=2), known=known
+        )
     ]
     assert len(sampled) == 40
     anew = Session(tiny[0], context=64)

@@ -31,7 +31,7 @@ def test_blocks_hold_nearly_what_float32_does(kind: str, worst: float, tmp_path:
     model = open_model(path_of("qwen3"))
     blocks, floats = Session(model, on=group(kind)), Session(model, on=group("f32"))
     dtype = DType(kind)
-    block_bytes, wide = (s.store.nbytes()[0]["state"] for s in (blocks, floats))
+    block_bytes, wide = (s.store.count_bytes_by_kind()[0]["state"] for s in (blocks, floats))
     assert block_bytes * 4 * dtype.block == wide * dtype.block_bytes
     want = floats.evaluate([TOKENS], every_position=True)[0]
     assert 0 < nmse(blocks.evaluate([TOKENS], every_position=True)[0], want) <= worst
@@ -49,7 +49,9 @@ def test_heads_are_distributed_with_their_blocks() -> None:
     one = Session(model, on=group("q8_0"))
     two = Session(model, on=group("q8_0", devices=("cpu:0", "cpu:1"), split_mode="tensor"))
     assert nmse(two.evaluate([tokens])[0], one.evaluate([tokens])[0]) <= 1e-8
-    assert [s["state"] * 2 for s in two.store.nbytes()] == [one.store.nbytes()[0]["state"]] * 2
+    assert [s["state"] * 2 for s in two.store.count_bytes_by_kind()] == [
+        one.store.count_bytes_by_kind()[0]["state"]
+    ] * 2
     whole, sharded = (s.store.state("cache_k.0") for s in (one, two))
     assert np.array_equal(np.array(whole)[:12], np.array(sharded)[:12])
     before = np.array(sharded)

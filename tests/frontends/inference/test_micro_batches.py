@@ -13,10 +13,14 @@ import hocket
 from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.generate import GenerationParams, sample_tokens
+from hocket.frontends.generation.generate import GenerationParams, sample_tokens_of_all_sequences
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference import device_group, prefill_chunks
-from hocket.frontends.inference.micro_batches import MicroBatchedSession, make_session, open_decode_schedule
+from hocket.frontends.inference.micro_batches import (
+    MicroBatchedSession,
+    make_session_micro_batched_if_faster,
+    open_decode_schedule,
+)
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -60,7 +64,7 @@ def read_by(session, prompts, new):
             steps.begin_step(group, [new[i][:1] for i in place])
         for step in range(1, 6):
             for group, place in enumerate(steps.sequence_ranges):
-                for i, one in zip(place, steps.finish_step(), strict=True):
+                for i, one in zip(place, steps.finish_oldest_step(), strict=True):
                     rows[i].append(one)
                 if step < 5:
                     steps.begin_step(group, [new[i][step : step + 1] for i in place])
@@ -152,7 +156,7 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     with open_decode_schedule(broken) as steps:
         steps.begin_step(0, [own[:1] for own in new[:2]])
         steps.begin_step(1, [own[:1] for own in new[2:]])
-        results = [*steps.finish_step(), *steps.finish_step()]
+        results = [*steps.finish_oldest_step(), *steps.finish_oldest_step()]
     assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
@@ -168,12 +172,12 @@ def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
         with open_decode_schedule(broken) as steps:
             steps.begin_step(0, [own[:1] for own in new[:2]])
             steps.begin_step(1, [own[:1] for own in new[2:]])
-            steps.finish_step()
-            steps.finish_step()
+            steps.finish_oldest_step()
+            steps.finish_oldest_step()
             backend.plan_fault(last, 30, late=True)
             steps.begin_step(0, [own[1:2] for own in new[:2]])
             steps.begin_step(1, [own[1:2] for own in new[2:]])
-            steps.finish_step()
+            steps.finish_oldest_step()
 
     with pytest.raises(StepError, match=str(last)):
         go_on()
@@ -236,9 +240,9 @@ def test_sampled_tokens_are_those_of_each_sequence_alone():
     expected = []
     for prompt in prompts:
         alone = Session(root.model, like=root, context=64)
-        expected.append([one.token for one in sample_tokens(alone, [prompt], limits, known=[[]])])
+        expected.append([one.token for one in sample_tokens_of_all_sequences(alone, [prompt], limits, known=[[]])])
     both, known = in_batches(root, 2, 2, 1), [[] for _ in prompts]
-    sampled = list(sample_tokens(both, prompts, limits, known=known))
+    sampled = list(sample_tokens_of_all_sequences(both, prompts, limits, known=known))
     assert [[one.token for one in sampled if one.sequence == i] for i in range(5)] == expected
     assert known == [[*prompt, *new] for prompt, new in zip(prompts, expected, strict=True)]
     assert both.lengths == [len(tokens) - 1 for tokens in known]
@@ -247,7 +251,7 @@ def test_sampled_tokens_are_those_of_each_sequence_alone():
 def test_an_abandoned_reader_leaves_nothing_pending():
     both, known = in_batches(make_root_session("llama"), 1, 1), [[], []]
     prompts, _ = texts_of("llama", 2)
-    token_stream = sample_tokens(both, prompts, GenerationParams(9, GREEDY), known=known)
+    token_stream = sample_tokens_of_all_sequences(both, prompts, GenerationParams(9, GREEDY), known=known)
     for _ in range(3):
         next(token_stream)
     token_stream.close()
@@ -262,16 +266,16 @@ def test_an_abandoned_reader_leaves_nothing_pending():
 
 def test_sequences_are_split_only_where_a_gain_is_predicted():
     root = Session(open_model(None), on=LAYERS, context=64)
-    both = make_session(root, 16, context=64)
+    both = make_session_micro_batched_if_faster(root, 16, context=64)
     assert isinstance(both, MicroBatchedSession)
     assert [one.sequences for one in both.sessions] == [8, 8]
-    assert isinstance(make_session(root, 1, context=64), Session)
+    assert isinstance(make_session_micro_batched_if_faster(root, 1, context=64), Session)
     one_device = Session(open_model(None), on=DeviceGroup(threads=1), context=64)
-    assert isinstance(make_session(one_device, 16, context=64), Session)
+    assert isinstance(make_session_micro_batched_if_faster(one_device, 16, context=64), Session)
     tensor = Session(
         open_model(None), on=DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", threads=1), context=64
     )
-    assert isinstance(make_session(tensor, 16, context=64), Session)
+    assert isinstance(make_session_micro_batched_if_faster(tensor, 16, context=64), Session)
 
 
 def test_the_commands_report_whether_sequences_are_split(capsys):
@@ -301,5 +305,5 @@ def test_texts_of_a_batch_are_what_each_would_be_alone():
     options = {"max_tokens": 6, "temperature": 0}
     with hocket.Model(devices="cpu:0,cpu:1", split_mode="layer", threads=1, context=64) as model:
         texts = model.generate_batch(prompts, **options)
-        assert any(isinstance(lease.session, MicroBatchedSession) for lease in model._idle_sessions.leases)
+        assert any(isinstance(lease.session, MicroBatchedSession) for lease in model._idle_sessions.idle_leases)
         assert texts == ["".join(model.generate(prompt, **options)) for prompt in prompts]

@@ -86,9 +86,9 @@ def test_layers_have_no_more_collectives_than_the_plan_of_transformers_and_share
         plan = on_devices(graph, count)
         if name == "DeepseekV3":  # its manual attention is whole; the next test covers it
             plan = on_devices(graph, count, choose=choose_manual_shards(model))
-        assert 0 < plan.collectives() <= count_manual_collectives(model)
+        assert 0 < plan.count_collectives() <= count_manual_collectives(model)
         weight_bytes, share = (
-            [device_plan.memory()["weight"] for device_plan in plan.device_plans],
+            [device_plan.count_memory_bytes_by_kind()["weight"] for device_plan in plan.device_plans],
             sum(v.spec.nbytes for v in graph.weights) / count,
         )
         if max(abs(n - share) for n in weight_bytes) > 0.02 * share:
@@ -109,11 +109,11 @@ def test_attention_that_is_whole_by_hand_is_sharded_as_that_takes_less_time_and_
     graph = hocket.from_torch(export_model(model, arguments)).graph
     for count in (2, 3, 4):
         ours, theirs = on_devices(graph, count), on_devices(graph, count, choose=choose_manual_shards(model))
-        assert ours.collectives() == theirs.collectives() + model.config.num_hidden_layers
-        assert theirs.collectives() < count_manual_collectives(model)
+        assert ours.count_collectives() == theirs.count_collectives() + model.config.num_hidden_layers
+        assert theirs.count_collectives() < count_manual_collectives(model)
         assert ours.cost.total < theirs.cost.total
-        assert max(device_plan.memory()["weight"] for device_plan in ours.device_plans) < min(
-            device_plan.memory()["weight"] for device_plan in theirs.device_plans
+        assert max(device_plan.count_memory_bytes_by_kind()["weight"] for device_plan in ours.device_plans) < min(
+            device_plan.count_memory_bytes_by_kind()["weight"] for device_plan in theirs.device_plans
         )
 
 

@@ -52,17 +52,17 @@ def _without_captured_graphs():
 @pytest.fixture
 def bound_sets(monkeypatch):
     """The sets of parameters with which each graph of Dynamo has been called, by graph."""
-    from hocket.frontends.torch.parameter_binding import ParameterBindings
+    from hocket.frontends.torch.parameter_binding import ExecutorsByParameters
 
     known = {}
-    bind = ParameterBindings._build_executor_for_parameters
+    bind = ExecutorsByParameters._build_executor_for_parameters
 
     def bind_and_count(self, key, parameters):
         if key:
             known.setdefault(self.module, set()).add(key)
         return bind(self, key, parameters)
 
-    monkeypatch.setattr(ParameterBindings, "_build_executor_for_parameters", bind_and_count)
+    monkeypatch.setattr(ExecutorsByParameters, "_build_executor_for_parameters", bind_and_count)
     return known
 
 

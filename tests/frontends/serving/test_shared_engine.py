@@ -327,7 +327,7 @@ def test_threads_join_on_devices_that_share_each_matrix():
 def test_a_model_that_is_closed_as_a_text_begins_opens_no_engine(monkeypatch):
     """The engine had kept the states of a closed model in memory."""
     with open_model() as model:
-        monkeypatch.setattr(IdleSessions, "leases", property(lambda idle: model.close() or []))
+        monkeypatch.setattr(IdleSessions, "idle_leases", property(lambda idle: model.close() or []))
         with pytest.raises(hocket.ModelError, match="the model is closed"):
             next(model.generate(PROMPTS[0], **SHORT_GREEDY))
         assert model._shared_engine is None

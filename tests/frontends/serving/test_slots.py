@@ -18,7 +18,7 @@ from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
-from hocket.frontends.serving.slots import SlotPool, choose_slot_window
+from hocket.frontends.serving.slots import SlotPool, choose_smallest_aligned_slot_window
 from hocket.frontends.terminal.arguments import replace_arguments_by_flag_names
 
 from ...given.models.goldens import path_of
@@ -192,7 +192,7 @@ def test_what_a_model_keeps_is_known() -> None:
     ("slots", "window"), [([3], (3, 1)), ([2, 3], (2, 2)), ([1, 2], (0, 4)), ([5, 6], (4, 4)), ([0, 7], (0, 8))]
 )
 def test_a_window_is_the_smallest_aligned_one(slots: list[int], window: tuple[int, int]) -> None:
-    assert choose_slot_window(slots) == window
+    assert choose_smallest_aligned_slot_window(slots) == window
 
 
 def test_an_encoder_has_no_slots() -> None:
@@ -238,10 +238,10 @@ def test_more_slots_than_memory_name_the_flag() -> None:
 def test_a_probe_says_that_a_broken_pool_runs_no_steps(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     """Errors of other types had ended the engine without a restart."""
     pool = make_pool("llama", slots=1)
-    assert pool.can_run_test_prompt(0)
+    assert pool.can_devices_run_test_prompt(0)
 
     def fail(*args: object) -> F32:
         raise error("the device is lost")
 
     monkeypatch.setattr(pool, "read_prompt", fail)
-    assert not pool.can_run_test_prompt(0)
+    assert not pool.can_devices_run_test_prompt(0)

@@ -34,7 +34,7 @@ def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
     """After a cancellation, `status` had shown the ended request until the next heartbeat."""
     engine, queue = EngineThread.__new__(EngineThread), RecordedQueue(list, list)
     engine._engine, engine._orders = SimpleNamespace(has_work=False), queue
-    assert engine._execute_queued_orders()
+    assert engine._execute_queued_orders_unless_ended()
     assert queue.waits == [True, False, False]
 
 
@@ -52,7 +52,7 @@ def test_a_cancelled_action_of_a_busy_slot_is_dropped() -> None:
     cancelled.cancel()
     thread._engine = SimpleNamespace(status=SimpleNamespace(slot_requests=("busy",)))
     thread._slot_actions = [SlotAction(0, lambda: None, future) for future in (waiting, cancelled)]
-    thread._run_slot_actions()
+    thread._run_actions_of_free_slots()
     assert [action.future for action in thread._slot_actions] == [waiting]
 
 

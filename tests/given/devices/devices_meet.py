@@ -145,7 +145,7 @@ class CollectiveRig:
         with ThreadPoolExecutor(len(self.parts)) as pool:
             list(pool.map(one, present))
         end.cancel()
-        self.describe_transport.clear()
+        self.describe_transport.clear_messages_and_failures()
         self.failures = failures
         if failures:
             raise failures[0][1]

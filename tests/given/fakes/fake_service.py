@@ -260,7 +260,7 @@ class FakeService:
         else:
             others = tuple((i, -0.5 - i) for i in range(top))
             each.send(TokenEvent(each.request.id, token, -0.25, others))
-        if each.grammar is not None and not each.grammar.accept_token(token):
+        if each.grammar is not None and not each.grammar.accept_token_and_can_continue(token):
             return self._end(each, "stop")
         if len(each.tokens) == params.limit or len(each.request.prompt) + len(each.tokens) >= self.context:
             self._end(each, "length")

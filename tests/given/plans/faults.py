@@ -104,7 +104,7 @@ def experts_plan(*shares: float) -> Plan:
 
     def choose_whole_experts(graph, factors):
         every = (factor for value in graph.weights for factor in factors.factors_of(value))
-        return frozenset(factor for factor in every if factors.describe_factor(factor) == "experts")
+        return frozenset(factor for factor in every if factors.format_signature_name_of_factor(factor) == "experts")
 
     return plan_for_group(
         experts(), [find_device("cpu:0"), find_device("cpu:1")], choose=choose_whole_experts, tensor_split=shares

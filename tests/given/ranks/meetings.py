@@ -150,7 +150,7 @@ def main():
     memory[world.rank] = world.rank + 1
     world.all_gather_bytes(b"")
     assert memory[: world.size].tolist() == [*range(1, world.size + 1)]
-    world.leave()
+    world.wait_for_all_ranks_and_close()
     if world.rank == 0:
         print(f"{len(CASES)} cases")
 

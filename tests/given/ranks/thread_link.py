@@ -49,7 +49,7 @@ def in_threads(size, run, *, hosts=1):
         world = World(ThreadLink(rank, size, messages, memory, hosts=hosts))
         try:
             result = run(world)
-            world.leave()
+            world.wait_for_all_ranks_and_close()
             return result
         except BaseException as why:
             world.announce_failure(str(why))

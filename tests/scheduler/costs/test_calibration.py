@@ -47,7 +47,7 @@ from hocket.scheduler.measurement.probe_graphs import (
     build_matmul_graph,
     build_prefill_attention_graph,
 )
-from hocket.scheduler.reports.measured_steps import MeasuredPlan, MeasuredStep
+from hocket.scheduler.reports.measured_steps import MeasuredInstruction, MeasuredPlan
 
 from ...given.models.goldens import TINY
 
@@ -416,7 +416,9 @@ def test_speeds_that_cannot_be_saved_are_reported(
 
 def test_predicted_stands_beside_measured():
     plan = plan_for_group(build_launch_and_message_chain_graph(64), [find_device("numpy:0")])
-    steps = tuple(MeasuredStep("k", 2 * plan.instruction_costs[0].get_cost(at).seconds, 1) for at in range(CHAIN_STEPS))
+    steps = tuple(
+        MeasuredInstruction("k", 2 * plan.instruction_costs[0].get_cost(at).seconds, 1) for at in range(CHAIN_STEPS)
+    )
     lines = format_time_comparison_table(plan, 4 * plan.cost.total, MeasuredPlan("run", 1, 1.0, True, (steps,)))
     assert lines[1].split()[-3:] == ["-75%", "a", "run"]
     assert [line.split()[-2:] for line in lines[2:]] == [["-50%", "add"], ["-50%", "rms_norm"]]

@@ -142,7 +142,7 @@ def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
     model = open_model(path, header_only=True)
     graph = model.graph(Step(1, 1, 64, 64, 1))
     plan = plan_for_group(graph, parse_simulated_group("h200:1").group)
-    assert plan.device_plans[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
+    assert plan.device_plans[0].count_memory_bytes_by_kind()["weight"] == sum(v.spec.nbytes for v in graph.weights)
 
 
 @pytest.mark.parametrize(

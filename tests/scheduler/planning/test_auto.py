@@ -52,13 +52,13 @@ def test_time_is_weighed_against_memory_and_devices(seconds, weight_bytes, taken
         Candidate(kind, n, s, h, 0.0, lambda: None)
         for kind, n, s, h in [("one", 1, 1, 1), ("many", 8, seconds, weight_bytes)]
     )
-    assert min(one, many, key=lambda w: w.compute_penalised_seconds(1.0)).kind == taken
+    assert min(one, many, key=lambda w: w.compute_device_and_copy_penalised_seconds(1.0)).kind == taken
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.995, 8), (0.98, 16)])
 def test_machines_are_joined_only_where_that_helps(seconds, taken):
     candidates = [Candidate("way", n, s, 1.0, 0.0, lambda: None) for n, s in [(8, 1.0), (16, seconds)]]
-    assert min(candidates, key=lambda w: w.compute_penalised_seconds(1.0)).device_count == taken
+    assert min(candidates, key=lambda w: w.compute_device_and_copy_penalised_seconds(1.0)).device_count == taken
 
 
 def test_plans_are_built_of_the_best_candidates_until_one_reaches_its_estimate():
@@ -203,7 +203,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
     assert list(plan.unused_devices) == free
     assert re.match(r"h200:[1-7-]+ left free; ", plan.explain())
     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
-    stored_bytes = plan.memory()["weight"] + plan.memory()["state"]
+    stored_bytes = plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"]
     assert stored_bytes < 1.2 * once
 
 
@@ -219,6 +219,9 @@ def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices,
     for count in {1, 2, len(simulation.group)}:
         for mode in ("none", "layer", "tensor"):
             plan = plan_for_group(graph, simulation.group[:count], split_mode=mode, hardware=simulation.hardware)
-            memory, once = plan.memory(), sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
+            memory, once = (
+                plan.count_memory_bytes_by_kind(),
+                sum(v.spec.nbytes for v in (*graph.weights, *graph.states)),
+            )
             copies = memory["weight"] + memory["state"] > 1.1 * once
             assert auto <= plan.cost.total * {"none": 1.0}.get(mode, 1 / 0.9 if copies else 1.03), (mode, count)

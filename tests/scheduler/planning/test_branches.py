@@ -202,7 +202,7 @@ MACHINES = (
 
 
 def count_leaf_bytes(plan: Plan) -> int:
-    return plan.memory()["weight"] + plan.memory()["state"]
+    return plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"]
 
 
 @pytest.mark.long(cases=3)
@@ -240,7 +240,7 @@ def test_the_reasons_name_independent_branches(name: str):
     alone = plan_for_group(graph, simulation.group[:1], hardware=hardware)
     assert has_branches(plan)
     assert plan.cost.total < 0.75 * alone.cost.total
-    assert plan.memory()["weight"] == alone.memory()["weight"]
+    assert plan.count_memory_bytes_by_kind()["weight"] == alone.count_memory_bytes_by_kind()["weight"]
     assert "it is in a branch of its own" in plan.explain()
 
 

@@ -85,7 +85,7 @@ def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, mo
     again = plan_for_group(plan.graph, plan.group, hardware=SLOW, like=plan)
     assert all(device_plan.short is None for device_plan in again.device_plans)
     assert again.leaves == plan.leaves
-    assert again.collectives() == plan.collectives()
+    assert again.count_collectives() == plan.count_collectives()
     assert list(find_plan_faults(again)) == []
 
 
@@ -154,6 +154,6 @@ def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
 
 
 def test_memory_for_intermediate_values_grows_little(monkeypatch):
-    short = plan_graph("decoder").memory()["arena"]
+    short = plan_graph("decoder").count_memory_bytes_by_kind()["arena"]
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", float("inf"))
-    assert short <= 1.1 * plan_graph("decoder").memory()["arena"]
+    assert short <= 1.1 * plan_graph("decoder").count_memory_bytes_by_kind()["arena"]

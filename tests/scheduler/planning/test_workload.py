@@ -75,6 +75,8 @@ def test_auto_is_no_slower_for_a_use_than_what_is_chosen_by_hand(tmp_path, machi
         for mode in ("none", "layer", "tensor", "layer,tensor")[: 1 + 3 * (count > 2) + 2 * (count == 2)]:
             plan, _ = layout(tmp_path, machine, sequences, mode, count)
             once = sum(v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states))
-            copies = plan.memory()["weight"] + plan.memory()["state"] > 1.1 * once
+            copies = (
+                plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"] > 1.1 * once
+            )
             dear = 1 / 0.9 if copies else 1.03
             assert own <= score_plan(plan, use)[0] * dear, (mode, count)

@@ -13,7 +13,7 @@ from hocket.graph import Graph, input, weight
 from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan, plan_for_group
 from hocket.scheduler.costs.hardware import Hardware
-from hocket.scheduler.reports.placement_hints import find_single_device_weight_hints
+from hocket.scheduler.reports.placement_hints import suggest_weights_for_single_device
 
 from ...given.models.goldens import decode_graph
 
@@ -31,7 +31,9 @@ def lookup(name="words", rows=500):
 
 
 def weights(plan):
-    return {str(device_plan.device): device_plan.memory()["weight"] for device_plan in plan.device_plans}
+    return {
+        str(device_plan.device): device_plan.count_memory_bytes_by_kind()["weight"] for device_plan in plan.device_plans
+    }
 
 
 def costs_by_node(plan):
@@ -72,7 +74,7 @@ def seconds_before_message(plan, to):
 def test_a_hint_says_what_planning_so_gives(name, devices):
     graph, group = lookup() if name == "lookup" else decode_graph(name), [find_device(d) for d in devices.split(",")]
     plan = plan_for_group(graph, group, split_mode="tensor", hardware=FAST)
-    advice = {hint.placement_rule: hint for hint in find_single_device_weight_hints(plan).values()}
+    advice = {hint.placement_rule: hint for hint in suggest_weights_for_single_device(plan).values()}
     assert advice
     for place, hint in advice.items():
         pins = [tuple(place.rsplit("=", 1))]
@@ -95,11 +97,11 @@ def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
 
 
 def test_no_hint_where_it_saves_little_or_nothing():
-    assert not find_single_device_weight_hints(plan(lookup(), "cpu:0"))
-    assert not find_single_device_weight_hints(plan(lookup(rows=2), "cpu:0,cpu:1", split_mode="tensor"))
-    assert not find_single_device_weight_hints(plan(lookup(), "cpu:0,cpu:1", split_mode="layer"))
+    assert not suggest_weights_for_single_device(plan(lookup(), "cpu:0"))
+    assert not suggest_weights_for_single_device(plan(lookup(rows=2), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not suggest_weights_for_single_device(plan(lookup(), "cpu:0,cpu:1", split_mode="layer"))
 
 
 def test_a_name_that_cannot_be_typed_gives_no_hint():
-    assert not find_single_device_weight_hints(plan(lookup("words\n"), "cpu:0,cpu:1", split_mode="tensor"))
-    assert not find_single_device_weight_hints(plan(lookup("w" * 100), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not suggest_weights_for_single_device(plan(lookup("words\n"), "cpu:0,cpu:1", split_mode="tensor"))
+    assert not suggest_weights_for_single_device(plan(lookup("w" * 100), "cpu:0,cpu:1", split_mode="tensor"))

@@ -175,7 +175,7 @@ def test_a_plan_with_an_early_sum_is_read_from_json_and_takes_no_more_memory():
         shard_inner_axes(Graph({"y": ops.silu(build_partial_sum())}), 2, LATE),
     )
     assert plan_from_json(plan_to_json(plan)).digest() == plan.digest()
-    assert plan.memory()["weight"] == chain.memory()["weight"]
+    assert plan.count_memory_bytes_by_kind()["weight"] == chain.count_memory_bytes_by_kind()["weight"]
     assert plan.cost.collective_count == 1
     assert "1 all_reduce" in plan.explain()
 

@@ -38,7 +38,12 @@ COUNTING = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-9)
 
 def whole_experts(graph: Graph, factors: Factors) -> frozenset[Factor]:
     """The experts of all layers, dealt whole, and nothing else cut."""
-    return frozenset(f for v in graph.weights for f in factors.factors_of(v) if factors.describe_factor(f) == "experts")
+    return frozenset(
+        f
+        for v in graph.weights
+        for f in factors.factors_of(v)
+        if factors.format_signature_name_of_factor(f) == "experts"
+    )
 
 
 def plan_whole_experts(graph: Graph, n: int, shares: Sequence[float] = (), kind: str = "cpu") -> Plan:
@@ -164,7 +169,7 @@ def test_tables_of_other_numbers_are_distributed_on_their_own():
     factors = Factors(graph)
     assert len(whole_experts(graph, factors)) == 2
     plan = plan_whole_experts(graph, 3, kind="reference")
-    assert plan.collectives() == 2  # answers of the first experts go to others
+    assert plan.count_collectives() == 2  # answers of the first experts go to others
     equal(plan)
 
 
@@ -173,7 +178,7 @@ def test_one_table_by_two_lists_of_numbers_is_one_deal_and_two_routes():
     w = weight("w", (6, 8, 8))
     graph = Graph({"y": ops.mul_mat_id(w, ops.silu(ops.mul_mat_id(w, x, one)), two)})
     plan = plan_whole_experts(graph, 2, kind="reference")
-    assert plan.collectives() == 2
+    assert plan.count_collectives() == 2
     equal(plan)
 
 
@@ -182,7 +187,7 @@ def test_an_op_that_makes_something_of_zeros_reads_the_sum(activation):
     x, ids = input("x", (3, 1, 8)), input("ids", (3, 2), "i32")
     y = getattr(ops, activation)(ops.mul_mat_id(weight("up", (6, 7, 8)), x, ids))
     plan = plan_whole_experts(Graph({"y": ops.mul_mat_id(weight("down", (6, 8, 7)), y, ids)}), 2, kind="reference")
-    assert plan.collectives() == (1 if activation == "silu" else 2)
+    assert plan.count_collectives() == (1 if activation == "silu" else 2)
     equal(plan)
 
 
@@ -190,7 +195,7 @@ def test_a_table_that_is_part_of_one_already_is_not_distributed():
     x, ids = input("x", (3, 1, 8)), input("ids", (3, 2), "i32")
     graph = Graph({"y": ops.mul_mat_id(weight("w", (4, 7, 8)), x, ids, first=2, total=8)})
     assert not Factors(graph).roles_of(graph.outputs["y"].node).indexed_factor
-    assert plan_whole_experts(graph, 2, kind="reference").collectives() == 0
+    assert plan_whole_experts(graph, 2, kind="reference").count_collectives() == 0
 
 
 def test_a_number_that_is_no_expert_is_an_error_on_every_device():

@@ -59,7 +59,10 @@ def tower(layers=16, width=32):
 
 
 def weight_pages(plan):
-    return {str(device_plan.device): device_plan.memory()["weight"] >> 12 for device_plan in plan.device_plans}
+    return {
+        str(device_plan.device): device_plan.count_memory_bytes_by_kind()["weight"] >> 12
+        for device_plan in plan.device_plans
+    }
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
@@ -143,7 +146,7 @@ def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
     tokens = tokens_of("qwen35")
     one = Session(model, on=DeviceGroup(**FLOAT_CACHES))
     want = one.evaluate([tokens], every_position=True)[0]
-    total = sum(one._layout_plan.memory().values())
+    total = sum(one._layout_plan.count_memory_bytes_by_kind().values())
     small = Small(int(total * 0.6))
     known = {"small:0": (small, small.device(0))}
     monkeypatch.setattr(device_group, "find_device", lambda name: known.get(name) or find_device(name))

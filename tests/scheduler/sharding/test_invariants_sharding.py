@@ -167,7 +167,7 @@ def test_devices_without_a_share_change_nothing(seed):
 def test_one_device_runs_the_graph_as_it_is(seed, mode):
     graph = seeded_graph(seed)
     whole, alone = (plan_for_group(graph, group_of(1), split_mode=m) for m in ("none", mode))
-    assert alone.collectives() == 0
+    assert alone.count_collectives() == 0
     assert alone.device_plans[0].program.instructions == whole.device_plans[0].program.instructions
 
 
@@ -194,7 +194,7 @@ def test_what_is_whole_on_all_devices_is_the_same_bits_everywhere():
         run.run({v.node.name: values[v.node.name] for v in plan.graph.inputs})
         for name, layout in plan.outputs.items():
             if isinstance(layout, Replicate):
-                first, *others = [copy.tobytes() for copy in run.copies(name)]
+                first, *others = [copy.tobytes() for copy in run.read_output_copies(name)]
                 assert others == [first] * len(others), f"seed {seed}, output {name}"
                 compared += len(others)
     assert compared > len(SEEDS)
@@ -289,7 +289,7 @@ def test_a_feed_forward_of_768_in_blocks_on_four_devices(shares):
     assert isinstance(layout, Shard)
     assert layout.axis == 1
     assert sum(layout.count_entries(d) == 0 for d in range(4)) >= 1
-    assert plan.collectives() == 1
+    assert plan.count_collectives() == 1
 
 
 @pytest.mark.parametrize("shares", [(), (0, 2, 1)])
@@ -302,7 +302,7 @@ def test_five_hundred_and_twelve_experts_on_three_devices(shares):
     layout = plan.leaves["up"]
     assert isinstance(layout, Shard)
     assert layout.axis == 1
-    assert plan.collectives() == 1
+    assert plan.count_collectives() == 1
     (reduced,) = (i for i in plan.device_plans[0].program.instructions if i.op == "all_reduce")
     assert reduced.dst[0].spec.size == 2 * 32  # after the experts are combined, not before
 
@@ -358,7 +358,7 @@ def test_two_contexts_share_weights_and_not_their_states():
     one.run({"x": np.ones((1, 4)), "ids": [0]})
     assert two.run({"x": np.ones((1, 4)), "ids": [2]})["sum"].ravel().tolist() == [0, 0, 32, 0]
     assert one.run({"x": np.ones((1, 4)), "ids": [1]})["sum"].ravel().tolist() == [32, 32, 0, 0]
-    weight_bytes = sum(d["weight"] for d in store.nbytes())
+    weight_bytes = sum(d["weight"] for d in store.count_bytes_by_kind())
     assert weight_bytes <= 2 * 8 * 4 * 4
 
 

@@ -19,7 +19,7 @@ from hocket.scheduler.runtime.virtual_clock import simulate_run
 from hocket.scheduler.sharding import overlap_chunks
 from hocket.scheduler.sharding.sequence_parallel import SequenceParallelChooser
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
-from hocket.scheduler.verifier.values.facts import DeviceValueFact, infer_conversion_facts
+from hocket.scheduler.verifier.values.facts import DeviceValueFact, infer_copied_or_sliced_value_facts
 from hocket.scheduler.verifier.values.partial_sums import make_contraction_partial_sum
 
 from ...given.graphs import layered
@@ -278,7 +278,7 @@ def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_bot
     assert first is not second
 
     def join_facts(is_partial):
-        return infer_conversion_facts(
+        return infer_copied_or_sliced_value_facts(
             concat,
             [DeviceValueFact(5, (((0, 2),), ((0, 8),)), first), DeviceValueFact(5, (((2, 2),), ((0, 8),)), is_partial)],
         )

@@ -69,7 +69,7 @@ def test_a_decoder_has_two_reductions_per_layer(name, max_count):
     graph = load_model(open_gguf(path_of(name))).graph(Step(1, 1, 256, 512, 1))
     group = [find_device(device) for device in devices(2)]
     plan = plan_for_group(graph, group, split_mode="tensor", hardware=Hardware(link_latency=1e-6))
-    assert plan.collectives() <= max_count
+    assert plan.count_collectives() <= max_count
     assert {i.op for i in plan.device_plans[0].program.instructions} & COLLECTIVES == {"all_reduce"}
 
 
@@ -89,12 +89,14 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
-        whole, stored = one.device_plans[0].memory()[kind], one.device_plans[0].backend.storage_spec
+        whole, stored = one.device_plans[0].count_memory_bytes_by_kind()[kind], one.device_plans[0].backend.storage_spec
         sharded_leaves = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
         shard_bytes = sum(stored(v.spec, kind).nbytes for v in sharded_leaves)
         assert shard_bytes > 0.8 * whole
         for device_plan in two.device_plans:
-            assert device_plan.memory()[kind] == pytest.approx(shard_bytes / 2 + (whole - shard_bytes), rel=0.02)
+            assert device_plan.count_memory_bytes_by_kind()[kind] == pytest.approx(
+                shard_bytes / 2 + (whole - shard_bytes), rel=0.02
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- random graphs
@@ -171,7 +173,7 @@ def test_a_quantised_row_is_never_split_inside_a_block():
     assert isinstance(layout, Shard)
     assert layout.axis == 1
     assert [layout.count_entries(d) for d in range(4)] == [256, 256, 256, 0]
-    assert plan.collectives() == 1
+    assert plan.count_collectives() == 1
 
 
 @given(st.integers(0, 600), st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any))
@@ -213,7 +215,7 @@ def test_a_device_may_get_nothing():
     data = {"w": np.arange(24, dtype=np.float32).reshape(6, 4)}
     feed = np.ones((2, 4), np.float32)
     np.testing.assert_array_equal(load(new_plan, data).run({"x": feed})["y"], feed @ data["w"].T)
-    assert new_plan.device_plans[1].memory()["weight"] == 0
+    assert new_plan.device_plans[1].count_memory_bytes_by_kind()["weight"] == 0
 
 
 # ------------------------------------------------------------------------------------------------------ collectives

@@ -83,7 +83,7 @@ from .softmax_scores import (
     load_sink_score_in_log2,
     max_or_second,
 )
-from .visible_keys import BLOCK_TOKENS, TILE_KEYS, find_visible_keys_per_8_tokens
+from .visible_keys import BLOCK_TOKENS, TILE_KEYS, store_visible_key_bits_per_8_tokens
 
 JOBS_PER_TILE = 24
 """Approximate number of jobs of a unit per tile."""
@@ -381,7 +381,7 @@ def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
                 head = heads + h * HEAD_BYTES
                 mask = load_long(head + HEAD_MASK) + first * step
                 if mask != known:
-                    union, plain = find_visible_keys_per_8_tokens(mask, step, count, s, keys, bits)
+                    union, plain = store_visible_key_bits_per_8_tokens(mask, step, count, s, keys, bits)
                     known, lane_mask = mask, 0
                     if union != 0 and not plain:
                         lane_mask = masks

@@ -71,7 +71,11 @@ def compute_softmax_weight_rounding_error(k: DType, v: DType) -> float | None:
 
     The result is None if attention with these types does not use AMX tiles.
     """
-    return 2.0 ** -(8 * WEIGHT_TERMS) if target_cpu.find_amx_support() and is_exact_in_bf16_tiles(k, v) else None
+    return (
+        2.0 ** -(8 * WEIGHT_TERMS)
+        if target_cpu.find_native_or_emulated_amx() and is_exact_in_bf16_tiles(k, v)
+        else None
+    )
 
 
 @cache

@@ -46,7 +46,7 @@ def _compute_addresses_of_index_combinations(
     """
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
-        addresses = addresses[..., None] + x.dtype.bytes_of(x.strides[axis]) * (index % x.shape[axis])
+        addresses = addresses[..., None] + x.dtype.count_bytes(x.strides[axis]) * (index % x.shape[axis])
     return addresses
 
 
@@ -202,8 +202,8 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
         "size": size,
         "width": width,
         "q_step": 4 * q.strides[len(leading)],
-        "k_step": k.dtype.bytes_of(k.strides[len(leading)]),
-        "v_step": v.dtype.bytes_of(v.strides[len(leading)]),
+        "k_step": k.dtype.count_bytes(k.strides[len(leading)]),
+        "v_step": v.dtype.count_bytes(v.strides[len(leading)]),
         "mask_step": 4 * mask.strides[-2] if mask else 0,
         "out_step": 4 * out.strides[len(leading)],
         "factor": float32_bits(scale / cap if cap else scale * LOG2_E),
@@ -214,7 +214,7 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     if tokens >= MIN_PREFILL_TOKENS:
         many = (
             amx_attention
-            if target_cpu.find_amx_support() and is_exact_in_bf16_tiles(k.dtype, v.dtype)
+            if target_cpu.find_native_or_emulated_amx() and is_exact_in_bf16_tiles(k.dtype, v.dtype)
             else prefill_attention
         )
         span = prefill_attention.choose_tokens_per_work_unit(many.JOBS_PER_TILE, units, shared, tokens, steps.threads)

@@ -191,7 +191,7 @@ def merge_and_write_group_results(a, unit, scratch):
             )
 
 
-def _select_row_operations_for_values(cells: CacheRowOperations) -> CacheRowOperations:
+def _choose_f32_operations_for_expanded_values(cells: CacheRowOperations) -> CacheRowOperations:
     """Return the operations with which heads read value rows: float32 operations if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
@@ -266,7 +266,7 @@ def _make_float_key_operations(cells: CacheRowOperations) -> QueryKeyOperations:
 
 def _make_quantised_key_operations(dtype: DType) -> QueryKeyOperations:
     """Make the subroutines that multiply queries with quantised keys, by integer dot products."""
-    transpose_keys, span = quantised_keys.make_transpose_16_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
+    transpose_keys, span = quantised_keys.make_transpose_16_quantised_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
 
     @subroutine
     def query_bytes(size):
@@ -344,7 +344,7 @@ def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
 def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
-    read_cells = _select_row_operations_for_values(cells)
+    read_cells = _choose_f32_operations_for_expanded_values(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))
     locate_values = _make_locate_or_expand_values(cells)
 

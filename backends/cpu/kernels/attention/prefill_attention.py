@@ -57,8 +57,8 @@ from .visible_keys import (
     BLOCK_TOKENS,
     MATRIX_ROWS,
     TILE_KEYS,
-    find_set_bit_range_in_eights,
-    find_visible_keys_per_8_tokens,
+    find_set_bit_range_rounded_to_eights,
+    store_visible_key_bits_per_8_tokens,
 )
 
 ARGS = declare_args(f"{COMMON_ARGS} span tickets")
@@ -292,7 +292,7 @@ def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state
     """Add a tile of keys to the attention of a block of tokens of one head: compute scores, weights and results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
-    low, high = find_set_bit_range_in_eights(union)
+    low, high = find_set_bit_range_rounded_to_eights(union)
     row = 4 * round_up(size, LANES)
     for r in range(low, high, MATRIX_ROWS):
         rescale_and_add_8x32_product(
@@ -300,7 +300,7 @@ def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state
         )
     convert_tile_scores_to_softmax_weights(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
     for t in range(0, count, MATRIX_ROWS):
-        low, high = find_set_bit_range_in_eights(load_long(bits + t))
+        low, high = find_set_bit_range_rounded_to_eights(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
         for c in range(0, 4 * wide, 4 * BLOCK_TOKENS):
             weights = p + 4 * (BLOCK_TOKENS * low + t)
@@ -324,7 +324,7 @@ def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
                 head = heads + h * HEAD_BYTES
                 mask = load_long(head + HEAD_MASK) + first * step
                 if mask != known:
-                    union, plain = find_visible_keys_per_8_tokens(mask, step, count, s, keys, bits)
+                    union, plain = store_visible_key_bits_per_8_tokens(mask, step, count, s, keys, bits)
                     known = mask
                     if union != 0 and not plain:
                         load_and_transpose_mask_tile(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
@@ -409,7 +409,7 @@ def make_attention_span_kernel(
 
 
 @cache
-def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_vector_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in vectors, for keys of type `k` and values of type `v`."""
     name = f"prefill_attention.attend.{k}.{v}"
     return make_attention_span_kernel(

@@ -80,7 +80,7 @@ def make_quantise_query_to_int8_blocks(dtype: DType) -> Subroutine:
     return subroutine(quantise_query)
 
 
-def make_transpose_16_keys(dtype: DType) -> Subroutine:
+def make_transpose_16_quantised_keys(dtype: DType) -> Subroutine:
     """Make the subroutine that transposes the codes of 16 quantised keys, so that each SIMD lane has one key.
 
     The subroutine is ``(keys, step, last, size, to)``. `step` is the bytes from key to key. `last` is the index of the

@@ -35,7 +35,7 @@ MATRIX_ROWS = 8
 
 
 @subroutine
-def find_visible_keys_per_8_tokens(mask, step, tokens, s, keys, to):
+def store_visible_key_bits_per_8_tokens(mask, step, tokens, s, keys, to):
     """Find the keys of a tile that are visible to each group of 8 tokens, and store them as bits.
 
     At `to` each group of 8 tokens gets a 64-bit word. Bit k is set if a token of the group sees key ``s + k``.
@@ -64,7 +64,7 @@ def find_visible_keys_per_8_tokens(mask, step, tokens, s, keys, to):
 
 
 @subroutine
-def find_set_bit_range_in_eights(bits):
+def find_set_bit_range_rounded_to_eights(bits):
     """Return the range (first, end) of the set bits of `bits`, rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1

@@ -59,7 +59,7 @@ def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
     """
     w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
-    if target_cpu.find_amx_support() and w.shape[-1] and w.shape[-1] % BLOCK_COLUMNS == 0:
+    if target_cpu.find_native_or_emulated_amx() and w.shape[-1] and w.shape[-1] % BLOCK_COLUMNS == 0:
         weight = make_amx_weight_type(w.dtype)
         if math.prod(call.out.shape[:-1]) >= weight.min_activation_rows * experts:
             return weight.activation_kind
@@ -67,7 +67,7 @@ def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
 
 
 @subroutine
-def compute_matrices_expanded_together(columns, terms):
+def count_matrices_expanded_together(columns, terms):
     """Return how many matrices (pairs of weight groups) are expanded together: as many as fit into the scratch.
 
     With more matrices, activations are loaded from distant memory less often.
@@ -217,7 +217,7 @@ def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH_BYTES
         spans = count_row_spans(count, MIN_EXPANSION_ROWS, threads)
-        matrices_per_pass = compute_matrices_expanded_together(columns, terms)
+        matrices_per_pass = count_matrices_expanded_together(columns, terms)
         configure(mine)
         for turn in range(spans):
             span = choose_row_span(turn, spans, thread, threads)

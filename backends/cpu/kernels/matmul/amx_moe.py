@@ -31,7 +31,7 @@ from .amx_matmul import (
     MAX_MATRICES,
     ROWS_PER_CHUNK,
     SCRATCH_BYTES,
-    compute_matrices_expanded_together,
+    count_matrices_expanded_together,
     make_multiply_rows_by_amx,
     make_store_amx_sums,
 )
@@ -159,7 +159,7 @@ def make_amx_moe_matmul_kernel(
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
         mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch)
-        wide = compute_matrices_expanded_together(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
+        wide = count_matrices_expanded_together(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
         ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
         item, ticket, gathered_chunk = 0, take_work_item(tickets, 0), -1

@@ -22,7 +22,7 @@ from ...simd.vectors import LANES, load, load_f16
 from ..packed.activation_quantisation import SPLIT_KIND, TERMS_BY_KIND, TILED_KIND
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, UNIT_BLOCKS, PackedFormat
 from ..vector.amx_tiles import select_amx_tile_operations
-from .tile_loops import GROUP_ROWS, prefetch_cache_lines
+from .tile_loops import GROUP_ROWS, prefetch_cache_lines_to_l1_and_l2
 
 BLOCK_BYTES = 2 * TILE_BYTES
 """Bytes of one term of 32 columns: of two groups, or of 32 activation rows."""
@@ -82,7 +82,7 @@ def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
 
     def expand_packed(to, group, stride, left, first, last, n):
         for block in range(first, last):
-            prefetch_cache_lines(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
+            prefetch_cache_lines_to_l1_and_l2(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
             start = block // UNIT_BLOCKS * UNIT_BLOCKS
             b, count, planes = block - start, min(UNIT_BLOCKS, n - start), group + start * nbytes
             second = planes + count * of_first

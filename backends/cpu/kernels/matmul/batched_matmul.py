@@ -81,7 +81,7 @@ def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutin
 
 
 @cache
-def make_column_tiling(dtype: DType) -> BlockTiling:
+def make_batched_float_matmul_tiling(dtype: DType) -> BlockTiling:
     """Make the subroutines and tile sizes of batched matmuls with a float matrix w.
 
     Weights are expanded to float32 columns. A tile has as many rows and groups as registers can hold sums.
@@ -102,7 +102,7 @@ def make_expand_rows_to_f32_columns(dtype: DType) -> Subroutine:
     - `row` is the first of the rows in the matrix at `w`; `left` rows exist.
     - `first` is the first expanded column, `count` the number of columns.
     """
-    expand = make_column_tiling(dtype).expand_blocks
+    expand = make_batched_float_matmul_tiling(dtype).expand_blocks
 
     def expand_rows(a, to, w, row, left, first, count):
         expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
@@ -111,7 +111,7 @@ def make_expand_rows_to_f32_columns(dtype: DType) -> Subroutine:
 
 
 @subroutine
-def expand_dense_columns_to_f32(a, to, w, row, left, first, count):
+def expand_column_major_rows_to_f32_columns(a, to, w, row, left, first, count):
     """Expand 16 rows of w to columns of float32, for a matrix with dense columns.
 
     Parameters are as in `make_expand_rows_to_f32_columns`.
@@ -147,9 +147,9 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     Args:
         name: Part of the kernel name: the layout of w.
         dtype: The type of w.
-        expand: The subroutine that expands rows of w, for example `expand_dense_columns_to_f32`.
+        expand: The subroutine that expands rows of w, for example `expand_column_major_rows_to_f32_columns`.
     """
-    blocks = make_column_tiling(dtype)
+    blocks = make_batched_float_matmul_tiling(dtype)
     tile = make_dot_tile_intrinsics(blocks.tile_rows, blocks.tile_groups)
     tile_rows, zeros, store_sums, spill, reload = (
         tile.row_addresses,
@@ -204,7 +204,7 @@ def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool
     if w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0):
         kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_rows_to_f32_columns(w.dtype))
     elif w.is_dense_along(-2) and w.is_float:
-        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_dense_columns_to_f32)
+        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_column_major_rows_to_f32_columns)
     else:
         return False
     row, column = (s * w.dtype.storage.itemsize for s in w.strides[-2:])
@@ -233,7 +233,7 @@ def add_batched_matmul_step(
         where: Kernel arguments that locate rows and columns of w.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    size, along = make_column_tiling(w.dtype).scratch_bytes, _choose_longest_broadcast_axis(w, x)
+    size, along = make_batched_float_matmul_tiling(w.dtype).scratch_bytes, _choose_longest_broadcast_axis(w, x)
     words = ARGS(
         table=steps.constant(table).address,
         products=len(table),

@@ -34,7 +34,7 @@ from .tile_loops import (
     GROUP_ROWS,
     WeightTiling,
     make_grouped_expert_matmul_kernel,
-    prefetch_cache_lines,
+    prefetch_cache_lines_to_l1_and_l2,
     prefetch_section_to_l2,
 )
 
@@ -55,24 +55,28 @@ Fewer rows are read from memory faster; but each row has only one sum, which has
 
 
 @subroutine
-def load_f32_weight_lanes(p, c, n):
+def load_16_f32_weight_columns(p, c, n):
     """Load 16 columns of a float32 weight row at `p` from column `c` on; lanes past its `n` columns are 0."""
     return load_lanes(p, c, n, 4)
 
 
 @subroutine
-def load_f16_weight_lanes(p, c, n):
+def load_16_f16_weight_columns_as_f32(p, c, n):
     """Load 16 columns of a float16 weight row from column `c` on, as float32."""
     return load_f16(p + 2 * c)
 
 
 @subroutine
-def load_bf16_weight_lanes(p, c, n):
+def load_16_bf16_weight_columns_as_f32(p, c, n):
     """Load 16 columns of a bfloat16 weight row from column `c` on, as float32."""
     return load_bf16(p + 2 * c)
 
 
-LANE_LOADERS = {DType.F32: load_f32_weight_lanes, DType.F16: load_f16_weight_lanes, DType.BF16: load_bf16_weight_lanes}
+LANE_LOADERS = {
+    DType.F32: load_16_f32_weight_columns,
+    DType.F16: load_16_f16_weight_columns_as_f32,
+    DType.BF16: load_16_bf16_weight_columns_as_f32,
+}
 VECTOR_LOADERS = {DType.F32: load, DType.F16: load_f16, DType.BF16: load_bf16}
 
 
@@ -96,7 +100,7 @@ def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subrouti
             p, apart = group + i * stride, stride if there > 1 else 0
             acc, c, coming = zero_sums(), 0, p
             while c + 4 * LANES <= columns:
-                prefetch_cache_lines(coming, some * size, l1_ahead, l2_ahead)
+                prefetch_cache_lines_to_l1_and_l2(coming, some * size, l1_ahead, l2_ahead)
                 acc = add(acc, x, 4 * c, p + c * size, apart)
                 acc = add(acc, x, 4 * c + 64, p + (c + 16) * size, apart)
                 acc = add(acc, x, 4 * c + 128, p + (c + 32) * size, apart)

@@ -39,7 +39,7 @@ from ..packed.format_table import BLOCK_COLUMNS, FORMATS, PackedFormat
 from ..vector.amx_tiles import TileOperation, select_amx_tile_operations, skip_tile_configuration
 from ..vector.elementwise import store_lanes
 from . import amx_matmul
-from .amx_matmul import compute_matrices_expanded_together
+from .amx_matmul import count_matrices_expanded_together
 from .amx_weights import AmxWeightType, make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
 from .gated_units import GATED
@@ -140,7 +140,7 @@ def _make_choose_amx_blocks_per_call(weight: AmxWeightType) -> Subroutine:
         return (
             1
             if columns // BLOCK_COLUMNS * x_block * tall <= CACHED_CHUNK_BYTES
-            else compute_matrices_expanded_together(columns, terms) // 2
+            else count_matrices_expanded_together(columns, terms) // 2
         )
 
     return subroutine(choose_block_width)
@@ -259,7 +259,7 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
     compute_units, block_width, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
     begin, end = variant.begin, variant.end
     own = variant.unit_scratch_bytes
-    passing, scratch = compute_padded_unit_row_bytes(variant), compute_gated_matmul_scratch_bytes(variant)
+    passing, scratch = compute_padded_gated_unit_row_bytes(variant), compute_gated_matmul_scratch_bytes(variant)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
@@ -303,7 +303,7 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
     return Kernel(f"gated_matmul_many.multiply.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
-def compute_padded_unit_row_bytes(variant: GatedMatmulMethod) -> int:
+def compute_padded_gated_unit_row_bytes(variant: GatedMatmulMethod) -> int:
     """Return the bytes of a row of gated units in scratch memory, which is used if no float32 result is stored.
 
     64 bytes of padding spread the rows over the sets of the nearest cache.
@@ -316,7 +316,7 @@ def compute_gated_matmul_scratch_bytes(variant: GatedMatmulMethod) -> int:
 
     The scratch has the memory of the variant, and a row of gated units for each activation row of a chunk.
     """
-    return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_unit_row_bytes(variant)
+    return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_gated_unit_row_bytes(variant)
 
 
 def _fuse_many_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:

@@ -41,7 +41,7 @@ from .tile_loops import (
     is_matmul_shared_by_threads,
     make_grouped_expert_matmul_kernel,
     make_single_expert_slots,
-    prefetch_cache_lines,
+    prefetch_cache_lines_to_l1_and_l2,
 )
 
 SCALES_OFFSET, BIASES_OFFSET, EXPANDED_BLOCK_BYTES = 64 * CODE_VECTORS, 64 * CODE_VECTORS + 128, 64 * CODE_VECTORS + 256
@@ -69,7 +69,7 @@ def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
     return subroutine(load_two)
 
 
-def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
+def make_expand_packed_to_codes_and_scales(form: PackedFormat) -> Subroutine:
     """Make the subroutine that expands packed weight blocks to byte codes, float32 scales and float32 biases.
 
     It serves as `BlockTiling.expand_blocks`.
@@ -267,9 +267,9 @@ def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_
             ahead = planes + (group_count - 1) * passed  # prefetches start behind both groups
             second = planes + block_count * of_first
             last = second + block_count * of_second
-            prefetch_cache_lines(ahead, more, l1_ahead, l2_ahead)
+            prefetch_cache_lines_to_l1_and_l2(ahead, more, l1_ahead, l2_ahead)
             for b in range(0, block_count, step):
-                prefetch_cache_lines(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
+                prefetch_cache_lines_to_l1_and_l2(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
                 p, h = planes + b * of_first, second + b * of_second
                 acc = multiply_block(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
         store_rows(to, acc, left)
@@ -297,7 +297,7 @@ def make_packed_block_tiling(form: PackedFormat) -> BlockTiling:
         ROWS_PER_CHUNK,
         rows,
         groups,
-        make_expand_packed_weights(form),
+        make_expand_packed_to_codes_and_scales(form),
         add,
     )
 
@@ -377,7 +377,7 @@ def has_matmul_kernel(call: BoundInstruction) -> bool:
     if experts and not has_readable_expert_ids(call):
         return False
     if w.dtype in FORMATS:
-        return w.has_packed_blocks and w.is_whole_or_row_aligned(GROUP_ROWS, w.dtype.bytes_of(w.shape[-1]))
+        return w.has_packed_blocks and w.is_whole_or_row_aligned(GROUP_ROWS, w.dtype.count_bytes(w.shape[-1]))
     return float_matmul.is_readable_float_weight(w)
 
 

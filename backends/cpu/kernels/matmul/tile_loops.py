@@ -90,7 +90,7 @@ def zero_remote_expert_rows(starts, experts, y, step, n):
 
 
 @subroutine
-def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
+def prefetch_cache_lines_to_l1_and_l2(p, lines, l1_ahead, l2_ahead):
     """Prefetch `lines` cache lines to the L1 cache, from ``p + l1_ahead`` on, and as many to the L2 cache.
 
     The lines for the L2 cache begin at ``p + l2_ahead``.
@@ -146,7 +146,9 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
 
 
 @subroutine
-def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
+def skip_loop_over_two_weight_groups(
+    i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead
+):
     """Return `i` unchanged, in place of the loop that multiplies two weight groups at once.
 
     It replaces that loop on machines with too few registers. The next loop then processes all activation rows, one
@@ -169,7 +171,7 @@ def make_multiply_unexpanded_rows(blocks: WeightTiling) -> Subroutine:
     multiply_two_groups = (
         make_loop_over_activation_rows(4, 3, blocks.make_few_rows_of_two(4))
         if many and blocks.make_few_rows_of_two
-        else skip_activation_rows
+        else skip_loop_over_two_weight_groups
     )
 
     def multiply_unexpanded(

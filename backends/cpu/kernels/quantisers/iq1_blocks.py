@@ -55,7 +55,7 @@ from .lattice_search import (
     find_largest_magnitude,
     make_write_entry_list_of_octet,
 )
-from .lattice_tables import IQ1_LEVELS, LatticeTableLayout, make_lattice_table
+from .lattice_tables import IQ1_LEVELS, LatticeTableLayout, make_nearest_entry_table
 from .scale_search import ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
@@ -85,7 +85,7 @@ write_positive_list, write_negative_list = make_write_shifted_entry_list(SHIFT),
 @cache
 def make_iq1_code_book_table() -> np.ndarray:
     """Return the search table of the code book that IQ1_S and IQ1_M share."""
-    return make_lattice_table(LATTICE)
+    return make_nearest_entry_table(LATTICE)
 
 
 @subroutine

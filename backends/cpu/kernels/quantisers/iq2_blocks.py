@@ -55,7 +55,7 @@ from .lattice_search import (
     store_4_bytes,
     write_magnitudes,
 )
-from .lattice_tables import IQ2_LEVELS, LatticeTableLayout, make_lattice_table
+from .lattice_tables import IQ2_LEVELS, LatticeTableLayout, make_nearest_entry_table
 from .scale_search import ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
@@ -77,17 +77,17 @@ find_flip = make_find_cheapest_sign_flip(low_levels, 2, 8)
 
 @cache
 def make_iq2_xxs_table() -> np.ndarray:
-    return make_lattice_table(IQ2_XXS)
+    return make_nearest_entry_table(IQ2_XXS)
 
 
 @cache
 def make_iq2_xs_table() -> np.ndarray:
-    return make_lattice_table(IQ2_XS)
+    return make_nearest_entry_table(IQ2_XS)
 
 
 @cache
 def make_iq2_s_table() -> np.ndarray:
-    return make_lattice_table(IQ2_S)
+    return make_nearest_entry_table(IQ2_S)
 
 
 def make_choose_iq2_entries_and_scales(
@@ -111,7 +111,7 @@ def make_choose_iq2_entries_and_scales(
             x: address of 256 numbers.
             importance: address of the importances of their columns, or 0.
             scratch: address of the scratch memory.
-            table: address of the table of `make_lattice_table`.
+            table: address of the table of `make_nearest_entry_table`.
             d: address for the common scale, float16.
         """
         m, w = scratch + MAGNITUDES, scratch + WEIGHTS

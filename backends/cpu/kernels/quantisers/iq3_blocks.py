@@ -60,7 +60,7 @@ from .lattice_search import (
     store_4_bytes,
     write_magnitudes,
 )
-from .lattice_tables import IQ3_LEVELS, LatticeTableLayout, make_lattice_table
+from .lattice_tables import IQ3_LEVELS, LatticeTableLayout, make_nearest_entry_table
 from .scale_search import ONE, ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
@@ -82,16 +82,16 @@ SECOND = single(4096)
 
 @cache
 def make_iq3_xxs_table() -> np.ndarray:
-    return make_lattice_table(XXS_LATTICE)
+    return make_nearest_entry_table(XXS_LATTICE)
 
 
 @cache
 def make_iq3_s_table() -> np.ndarray:
-    return make_lattice_table(S_LATTICE)
+    return make_nearest_entry_table(S_LATTICE)
 
 
 @subroutine
-def join_two_entry_lists(first, second, part, flag, to):
+def update_list_of_entry_pairs(first, second, part, flag, to):
     """Combine the lists of two entries of 4 numbers to pairs of entries, and keep the better pair in each lane of `to`.
 
     A lane of a list has the best entry for one scale (probe). `lattice_search` describes the list.
@@ -114,7 +114,7 @@ def join_two_entry_lists(first, second, part, flag, to):
 
 
 @subroutine
-def write_iq3_entry_list(m, w, scratch, unit, is_odd, table, to):
+def write_iq3_list_of_entry_pairs(m, w, scratch, unit, is_odd, table, to):
     """List the best pair of entries of 8 numbers for 16 scales; each entry stands for four of the numbers.
 
     If `is_odd`, one sign is flipped, in the entry for which the error is smaller.
@@ -129,11 +129,11 @@ def write_iq3_entry_list(m, w, scratch, unit, is_odd, table, to):
     write_plain_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, second)
     if is_odd:
         write_flipped_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
-        join_two_entry_lists(other, second, probes, ZERO, to)
+        update_list_of_entry_pairs(other, second, probes, ZERO, to)
         write_flipped_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
-        join_two_entry_lists(first, other, probes, ONE, to)
+        update_list_of_entry_pairs(first, other, probes, ONE, to)
     else:
-        join_two_entry_lists(first, second, probes, ZERO, to)
+        update_list_of_entry_pairs(first, second, probes, ZERO, to)
 
 
 @kernel
@@ -159,7 +159,7 @@ def quantise_iq3_xxs(a, thread, threads):
                     k = GROUPS * j + g
                     is_odd = has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k))
                     to = scratch + base + LIST_BYTES * g
-                    write_iq3_entry_list(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
+                    write_iq3_list_of_entry_pairs(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
                 scale, _ = find_best_fit_block_scale(scratch + base, GROUPS)
                 store_scalar(scratch + SCALES + 4 * j, scale)
             common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))

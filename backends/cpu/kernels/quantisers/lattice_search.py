@@ -154,13 +154,13 @@ def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
 
 
 @subroutine
-def make_pair_sum_table(first, second, low, high):
+def make_scaled_pair_sums(first, second, low, high):
     """Return the table ``first * low[i] + second * high[i]`` of two numbers at the addresses `first` and `second`."""
     return fma(splat_from(second), high, mul(splat_from(first), low))
 
 
 @subroutine
-def make_pair_maximum_table(first, second, low, high):
+def make_scaled_pair_maxima(first, second, low, high):
     """Return the table ``max(first * low[i], second * high[i])`` of two numbers at the addresses `first`, `second`."""
     return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
 
@@ -199,7 +199,7 @@ def make_write_entry_list_of_octet(
             first: the first probe in units.
             step: difference of the probes in units.
             flip: -2 if one sign has to be flipped, else 0.
-            table: address of the table of `make_lattice_table`.
+            table: address of the table of `make_nearest_entry_table`.
             rows: address of the rows.
             vectors: count of vectors of 16 codes in a row.
             to: address of the list.
@@ -209,15 +209,15 @@ def make_write_entry_list_of_octet(
         numbers = load(m)
         store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
         a0, a1 = (
-            make_pair_sum_table(w, w + 4, low_energy, high_energy),
-            make_pair_sum_table(w + 8, w + 12, low_energy, high_energy),
+            make_scaled_pair_sums(w, w + 4, low_energy, high_energy),
+            make_scaled_pair_sums(w + 8, w + 12, low_energy, high_energy),
         )
-        a2 = make_pair_sum_table(w + 16, w + 20, low_energy, high_energy)
-        a3 = make_pair_sum_table(w + 24, w + 28, low_energy, high_energy)
-        c0, c1 = make_pair_sum_table(p, p + 4, low, high), make_pair_sum_table(p + 8, p + 12, low, high)
-        c2, c3 = make_pair_sum_table(p + 16, p + 20, low, high), make_pair_sum_table(p + 24, p + 28, low, high)
-        f0, f1 = make_pair_maximum_table(p, p + 4, low, high), make_pair_maximum_table(p + 8, p + 12, low, high)
-        f2, f3 = make_pair_maximum_table(p + 16, p + 20, low, high), make_pair_maximum_table(p + 24, p + 28, low, high)
+        a2 = make_scaled_pair_sums(w + 16, w + 20, low_energy, high_energy)
+        a3 = make_scaled_pair_sums(w + 24, w + 28, low_energy, high_energy)
+        c0, c1 = make_scaled_pair_sums(p, p + 4, low, high), make_scaled_pair_sums(p + 8, p + 12, low, high)
+        c2, c3 = make_scaled_pair_sums(p + 16, p + 20, low, high), make_scaled_pair_sums(p + 24, p + 28, low, high)
+        f0, f1 = make_scaled_pair_maxima(p, p + 4, low, high), make_scaled_pair_maxima(p + 8, p + 12, low, high)
+        f2, f3 = make_scaled_pair_maxima(p + 16, p + 20, low, high), make_scaled_pair_maxima(p + 24, p + 28, low, high)
         for part in range(4):
             scale = unit * (first + step * to_scalar(4 * part))
             middle = scale + unit * step * single(1.5)
@@ -391,7 +391,7 @@ def choose_list_lane_for_scale(at, scale):
 
 @subroutine
 def find_entry_number_of_code(table, code):
-    """Look up the number of a code-book entry by its code, in the table of `make_lattice_table`."""
+    """Look up the number of a code-book entry by its code, in the table of `make_nearest_entry_table`."""
     return load_u16(table + POWERS_BYTES + 2 * code)
 
 

@@ -94,7 +94,7 @@ def quantise_rows(
         return np.ascontiguousarray(encode_array(x, dtype)).view(np.uint8).reshape(rows, -1)
     body, words, make_table = KERNELS[dtype]
     table = None if make_table is None else make_table()
-    out = np.empty((rows, dtype.bytes_of(columns)), np.uint8)
+    out = np.empty((rows, dtype.count_bytes(columns)), np.uint8)
     scratch = np.empty(LATTICE_SCRATCH_BYTES, np.uint8)
     values = {"x": x.ctypes.data, "y": out.ctypes.data, "rows": rows, "columns": columns}
     values |= {"scratch": scratch.ctypes.data, "importance": 0}

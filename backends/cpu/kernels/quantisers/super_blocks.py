@@ -154,7 +154,7 @@ def pack_code_high_bits_into_bytes(p, distance, width, above, count):
 
 
 @subroutine
-def store_2_bit_codes(codes, y):
+def store_2_bit_codes_4_per_byte(codes, y):
     """Store the low 2 bits of 256 codes in 64 bytes: four codes that are 32 apart share a byte."""
     for h in range(0, 2):
         for c in range(0, 32, LANES):
@@ -162,7 +162,7 @@ def store_2_bit_codes(codes, y):
 
 
 @subroutine
-def store_4_bit_codes(codes, y):
+def store_4_bit_codes_2_per_byte(codes, y):
     """Store the low 4 bits of 256 codes in 128 bytes: two codes that are 32 apart share a byte."""
     for h in range(0, 4):
         for c in range(0, 32, LANES):
@@ -194,7 +194,7 @@ def quantise_q2_k(a, thread, threads):
             )
             scales, minima = load_u8_lanes(scratch + SCALE_CODES), load_u8_lanes(scratch + MINIMUM_CODES)
             store_u8_lanes(block, or_int(scales, shift_left(minima, splat_int(4))))
-            store_2_bit_codes(scratch + CODES, block + 16)
+            store_2_bit_codes_4_per_byte(scratch + CODES, block + 16)
     return 0
 
 
@@ -213,7 +213,7 @@ def quantise_q4_k(a, thread, threads):
                 source, weights, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2
             )
             store_6_bit_scales_and_minima(scratch, block + 4)
-            store_4_bit_codes(scratch + CODES, block + 16)
+            store_4_bit_codes_2_per_byte(scratch + CODES, block + 16)
     return 0
 
 
@@ -237,7 +237,7 @@ def quantise_q5_k(a, thread, threads):
             store_6_bit_scales_and_minima(scratch, block + 4)
             for k in range(0, 32, LANES):
                 store_u8_lanes(block + 16 + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 4, 8))
-            store_4_bit_codes(scratch + CODES, block + 48)
+            store_4_bit_codes_2_per_byte(scratch + CODES, block + 48)
     return 0
 
 
@@ -305,7 +305,7 @@ def quantise_q3_k(a, thread, threads):
             )
             for k in range(0, 32, LANES):
                 store_u8_lanes(block + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 2, 8))
-            store_2_bit_codes(scratch + CODES, block + 32)
+            store_2_bit_codes_4_per_byte(scratch + CODES, block + 32)
             for j in range(8):
                 low, high = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + SCALE_CODES + 8 + j)
                 store_byte(block + 96 + j, (low & 15) | (high & 15) << 4)

@@ -378,7 +378,7 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
 def _bind_delta_net(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not has_delta_net_kernel(call):
         return False
-    _add_delta_net_step(steps, call, None)
+    _add_delta_net_and_state_save_step(steps, call, None)
     return True
 
 
@@ -393,7 +393,9 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
     return not q.shape[-1] % LANES and dense and len(q.shape) in (3, 4) and q.shape[-2] > 0
 
 
-def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
+def _add_delta_net_and_state_save_step(
+    steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None
+) -> None:
     """Add the step of a gated delta rule; it also copies the old state to `saved_state` unless that is None."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -441,7 +443,7 @@ def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
     )
     require_supported(has_delta_net_kernel(change), "the rule has no kernel")
     require_no_alias(saved_state, [change.operand(i) for i in range(6)])
-    return FusedBinding(chain, partial(_add_delta_net_step, call=change, saved_state=saved_state))
+    return FusedBinding(chain, partial(_add_delta_net_and_state_save_step, call=change, saved_state=saved_state))
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"cont": (_fuse_save_and_delta_net,)}

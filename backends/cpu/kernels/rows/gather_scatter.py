@@ -129,7 +129,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         form = FORMATS.get(table.dtype)
         if form is None or leading or not table.is_whole_buffer or size != 4:
             return False
-        stride = table.dtype.bytes_of(columns)
+        stride = table.dtype.count_bytes(columns)
         scratch = steps.scratch("unpack", 1024 * steps.threads)
         words = UNPACK_ARGS(
             packed=table.address,
@@ -150,7 +150,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     words = MOVE_ARGS(
         table=table.address,
-        step=table.dtype.bytes_of(table.strides[-2]),
+        step=table.dtype.count_bytes(table.strides[-2]),
         rows=rows,
         columns=columns,
         ids=ids.address,
@@ -159,7 +159,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         pace=out.row_stride_bytes,
         count=ids.shape[-1] if leading else math.prod(ids.shape),
         tables=math.prod(leading),
-        between=table.dtype.bytes_of(table.strides[0]) if leading else 0,
+        between=table.dtype.count_bytes(table.strides[0]) if leading else 0,
     )
     _add_gather_or_scatter_step(
         steps, make_gather_or_scatter_rows_kernel(False, table.dtype), words, [table, ids], [out], out

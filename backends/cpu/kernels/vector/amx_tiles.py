@@ -1,4 +1,4 @@
-"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`find_amx_support`).
+"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`find_native_or_emulated_amx`).
 
 The emulation rounds as the processor does: after each added product. Difference: it keeps subnormal numbers, which the
 processor replaces by zero.
@@ -49,7 +49,7 @@ class AmxTileOperations:
 def select_amx_tile_operations() -> AmxTileOperations:
     """Select the AMX tile operations of this processor, or the emulated ones if it has none."""
     every = range(REGISTER_COUNT)
-    if target_cpu.find_amx_support() == target_cpu.AMX:
+    if target_cpu.find_native_or_emulated_amx() == target_cpu.AMX:
         clears, loads = tuple(map(amx.make_tile_clear, every)), tuple(map(amx.make_tile_load, every))
         passing, stores = tuple(map(amx.make_streaming_tile_load, every)), tuple(map(amx.make_tile_store, every))
         return AmxTileOperations(

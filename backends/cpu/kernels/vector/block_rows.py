@@ -82,11 +82,11 @@ class CacheBlock:
     has_minimum: bool = False
     offset: int = 0
     top: int = 0
-    high_bits: int = 0
+    high_bit_offset: int = 0
     has_book: bool = False
 
     @property
-    def codes(self) -> int:
+    def nibble_offset(self) -> int:
         """The byte offset of the nibbles (low 4 bits of all codes) in the block; the nibbles are last."""
         return self.dtype.block_bytes - BLOCK_ELEMENTS // 2
 
@@ -120,7 +120,7 @@ def compute_reciprocal_or_zero(scale):
 
 
 @subroutine
-def store_q8_0_cache_block(row, c, x, y):
+def quantise_and_store_q8_0_block(row, c, x, y):
     """Quantise 32 elements to Q8_0 and store the block at column `c` of a cache row.
 
     The vectors `x` and `y` are the halves of the block. The largest magnitude gets the code 127 or -127.
@@ -137,7 +137,7 @@ def _make_load_16_elements(form: CacheBlock) -> Subroutine:
 
     Low nibbles are the first half of a block, high nibbles the second half.
     """
-    nbytes, high_bits, codes, offset = form.dtype.block_bytes, form.high_bits, form.codes, form.offset
+    nbytes, high_bits, codes, offset = form.dtype.block_bytes, form.high_bit_offset, form.nibble_offset, form.offset
     has_minimum, has_book = form.has_minimum, form.has_book
 
     def load_16_elements(row, c):
@@ -166,13 +166,18 @@ def store_codes_of_5_bits(block, high_bits, codes, x, y):
         store_int(block + high_bits, first | second << 16)
 
 
-def _make_store_block(form: CacheBlock) -> Subroutine:
+def _make_quantise_and_store_block(form: CacheBlock) -> Subroutine:
     """Make the subroutine ``(row, c, x, y)`` that quantises 32 elements and stores the block at column `c` of a row.
 
     The vectors `x` and `y` are the halves of the block. Without a minimum, the number with the largest magnitude gets
     the code 0. With a minimum, the smallest number does.
     """
-    nbytes, high_bits, codes, has_minimum = form.dtype.block_bytes, form.high_bits, form.codes, form.has_minimum
+    nbytes, high_bits, codes, has_minimum = (
+        form.dtype.block_bytes,
+        form.high_bit_offset,
+        form.nibble_offset,
+        form.has_minimum,
+    )
     first, shift, top = np.float32(-form.offset), np.float32(form.offset + 0.5), np.float32(form.top)
 
     def store_block(row, c, x, y):
@@ -194,7 +199,7 @@ def _make_store_block(form: CacheBlock) -> Subroutine:
 
 
 @subroutine
-def store_iq4_nl_cache_block(row, c, x, y):
+def quantise_and_store_iq4_nl_block(row, c, x, y):
     """Quantise 32 elements to IQ4_NL and store the block at column `c` of a cache row, as `ops.block_quantisers` does.
 
     The vectors `x` and `y` are the halves of the block.
@@ -214,8 +219,8 @@ def store_iq4_nl_cache_block(row, c, x, y):
 _FORMS = (
     CacheBlock(DType.Q4_0, offset=8, top=15),
     CacheBlock(DType.Q4_1, has_minimum=True, top=15),
-    CacheBlock(DType.Q5_0, offset=16, top=31, high_bits=2),
-    CacheBlock(DType.Q5_1, has_minimum=True, top=31, high_bits=4),
+    CacheBlock(DType.Q5_0, offset=16, top=31, high_bit_offset=2),
+    CacheBlock(DType.Q5_1, has_minimum=True, top=31, high_bit_offset=4),
 )
 BLOCK_LOADERS: Mapping[DType, Subroutine] = MappingProxyType(
     {
@@ -229,8 +234,8 @@ BLOCK_EXPANDERS: Mapping[DType, Subroutine] = MappingProxyType(
 )
 BLOCK_STORERS: Mapping[DType, Subroutine] = MappingProxyType(
     {
-        DType.Q8_0: store_q8_0_cache_block,
-        DType.IQ4_NL: store_iq4_nl_cache_block,
-        **{form.dtype: _make_store_block(form) for form in _FORMS},
+        DType.Q8_0: quantise_and_store_q8_0_block,
+        DType.IQ4_NL: quantise_and_store_iq4_nl_block,
+        **{form.dtype: _make_quantise_and_store_block(form) for form in _FORMS},
     }
 )

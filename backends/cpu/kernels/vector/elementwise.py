@@ -36,7 +36,7 @@ from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from .expression_kernels import HEADER_WORDS, OPERAND_WORDS, ExpressionKernel, make_expression_kernel
-from .lower_expressions import has_lanes
+from .lower_expressions import has_lane_code_for_all_functions
 
 ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
 """The words of a walk that hold the bytes from element to element of each operand."""
@@ -218,13 +218,15 @@ def add_row_step_after_dense_copies(
         return add_row_step_after_dense_copies(steps, row_kernel, dense, out)
     work, strides = whole
     kernel = row_kernel.select(strides)
-    if row_kernel.whole_row_shape is None and _add_column_steps(steps, row_kernel, kernel, sources, out):
+    if row_kernel.whole_row_shape is None and _add_step_for_previously_split_columns(
+        steps, row_kernel, kernel, sources, out
+    ):
         return True
     steps.add(kernel, work.words, reads=sources, writes=[out])
     return True
 
 
-def _add_column_steps(
+def _add_step_for_previously_split_columns(
     steps: StepTableBuilder, row_kernel: RowKernel, kernel: Kernel, sources: Sequence[Operand], out: Operand
 ) -> bool:
     """Add a step in which each thread computes the columns that it wrote in an earlier step, so no barrier is needed.
@@ -336,15 +338,17 @@ def add_expression_step(
     """
     plan = ExpressionKernel(expression, ())
     sources = [o for index in plan.operand_indices if (o := operands[index]) is not None]
-    if not has_lanes(expression) or (expression.is_row and (not sources or not sources[0].shape)):
+    if not has_lane_code_for_all_functions(expression) or (
+        expression.depends_on_whole_row and (not sources or not sources[0].shape)
+    ):
         return False
-    numbers = expression.compute_numbers(attributes)
-    words = [float32_bits(numbers[step]) for step in plan.number_steps]
+    numbers = expression.compute_number_steps(attributes)
+    words = [float32_bits(numbers[step]) for step in plan.steps_passed_as_words]
 
     def select(strides: Strides) -> Kernel:
         return make_expression_kernel(expression, tuple(stride == 0 for stride in strides))
 
-    row_kernel = RowKernel(select, words, sources[0].shape if expression.is_row else None)
+    row_kernel = RowKernel(select, words, sources[0].shape if expression.depends_on_whole_row else None)
     return add_row_step_after_dense_copies(steps, row_kernel, sources, out)
 
 

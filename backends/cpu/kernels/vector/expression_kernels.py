@@ -66,7 +66,7 @@ class ExpressionKernel:
         return tuple(sorted(int(s.value) for s in self.expression.steps if s.function == "operand"))
 
     @cached_property
-    def number_steps(self) -> tuple[int, ...]:
+    def steps_passed_as_words(self) -> tuple[int, ...]:
         """The steps with a number that depends on the call: argument words pass it. Constants are part of the code."""
         steps, numbers = self.expression.steps, self.expression.number_steps
         read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {len(steps) - 1}
@@ -85,7 +85,7 @@ def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...]) 
     """Make the kernel that computes an expression of the scalar language for rows of operands.
 
     Args:
-        expression: the expression; `has_lanes` holds.
+        expression: the expression; `has_lane_code_for_all_functions` holds.
         is_single: for each operand that the expression reads, whether it has one element for each row.
     """
     plan = ExpressionKernel(expression, is_single)
@@ -112,11 +112,11 @@ class _RowKernelEmitter:
         """Emit the kernel function ``(arguments, thread, threads) -> 0``: a loop over the rows of the thread."""
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self.columns, self.stash = self._word(0), self._find_stash()
+        self.columns, self.stash = self._word(0), self._find_step_stored_in_result()
         operand_count = len(self.plan.operand_indices) + 1
         first_number = HEADER_WORDS + OPERAND_WORDS * operand_count
         numbers: dict[int, Any] = {}
-        for index, number in enumerate(self.plan.number_steps):
+        for index, number in enumerate(self.plan.steps_passed_as_words):
             bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
             lanes = vectors.splat.body(self.b, self.b.bitcast(bits, _F32))
             is_truth = steps[number].function in COMPARISON_FUNCTIONS
@@ -126,14 +126,14 @@ class _RowKernelEmitter:
                 numbers[number] = emit_splat(self.b, float.fromhex(str(step.value)))
             elif step.function == "row_count":
                 numbers[number] = vectors.splat.body(self.b, self.b.sitofp(self.columns, _F32))
-        first, last = self._thread_range()
-        self._loop(first, last, 1, lambda row: self._emit_row(row, numbers))
+        first, last = self._emit_thread_row_range()
+        self._emit_range_loop(first, last, 1, lambda row: self._emit_row(row, numbers))
         self.b.ret(_integer(0))
 
     def _word(self, index: int) -> Any:
         return vectors.load_argument_word.body(self.b, self.function.args[0], _integer(index))
 
-    def _thread_range(self) -> tuple[Any, Any]:
+    def _emit_thread_row_range(self) -> tuple[Any, Any]:
         """Emit code that computes the first and the end row of the thread, as `compute_thread_range` does."""
         b, (_, thread, threads) = self.b, self.function.args
         rows = b.mul(b.mul(self._word(1), self._word(2)), self._word(3))
@@ -142,7 +142,7 @@ class _RowKernelEmitter:
         first, last = (b.select(b.icmp_signed("<", x, rows), x, rows) for x in bounds)
         return first, last
 
-    def _loop(self, start: Any, stop: Any, step: int, body: Callable[[Any], None]) -> Any:
+    def _emit_range_loop(self, start: Any, stop: Any, step: int, body: Callable[[Any], None]) -> Any:
         """Emit ``for i in range(start, stop, step)``, and return the value of i after the loop."""
         with self.b.goto_entry_block():
             place = self.b.alloca(_I64)
@@ -164,7 +164,7 @@ class _RowKernelEmitter:
     def _emit_row(self, row: Any, numbers: Mapping[int, Any]) -> None:
         """Emit the code of one row: a pass for each reduction, then the pass that writes the result."""
         expression = self.plan.expression
-        self.addresses, self.row_values = self._row_addresses(row), {**numbers}
+        self.addresses, self.row_values = self._emit_row_addresses(row), {**numbers}
         self._emit_row_steps()
         for number, step in enumerate(expression.steps):
             if step.function in ROW_FUNCTIONS:
@@ -174,7 +174,11 @@ class _RowKernelEmitter:
         if expression.reduces_row:
             vectors.store_scalar.body(self.b, self.addresses[-1], vectors.lane_0.body(self.b, self.row_values[result]))
             return
-        self._pass(lambda column, count: self._store(self._lanes([result], column, count)[0], column, count))
+        self._emit_pass_over_columns(
+            lambda column, count: self._emit_store_of_lanes(
+                self._emit_lanes_of_steps([result], column, count)[0], column, count
+            )
+        )
 
     def _emit_row_steps(self) -> None:
         """Emit all steps that depend only on row values known so far: they are computed once for each row."""
@@ -184,7 +188,7 @@ class _RowKernelEmitter:
                 values = (self.row_values[s] for s in step.sources)
                 self.row_values[number] = LANE_FUNCTIONS[step.function](self.b, *values)
 
-    def _row_addresses(self, row: Any) -> list[Any]:
+    def _emit_row_addresses(self, row: Any) -> list[Any]:
         """Emit code that computes the address of row number `row` in each operand and in the result."""
         b, outer, inner = self.b, self._word(2), self._word(3)
         axes = b.icmp_signed("==", b.mul(self._word(1), outer), _integer(1))
@@ -207,14 +211,16 @@ class _RowKernelEmitter:
             addresses.append(address)
         return addresses
 
-    def _pass(self, body: Callable[[Any, Any], None], start: Any = None) -> None:
+    def _emit_pass_over_columns(self, body: Callable[[Any, Any], None], start: Any = None) -> None:
         """Emit a loop over the columns of a row, 16 at a time.
 
         ``body(column, count)`` emits the code of 16 columns. `count` is None, or the number of columns in the last
         turn if fewer than 16 are left.
         """
         whole = self.b.sub(self.columns, _integer(LANES - 1))
-        end = self._loop(_integer(0) if start is None else start, whole, LANES, lambda column: body(column, None))
+        end = self._emit_range_loop(
+            _integer(0) if start is None else start, whole, LANES, lambda column: body(column, None)
+        )
         with self.b.if_then(self.b.icmp_signed("<", end, self.columns)):
             body(end, self.b.sub(self.columns, end))
 
@@ -228,7 +234,7 @@ class _RowKernelEmitter:
             b.store(emit_splat(b, neutral), total)
 
         def add_columns(total: Any, column: Any, count: Any) -> None:
-            values = self._lanes(step.sources, column, count, number)
+            values = self._emit_lanes_of_steps(step.sources, column, count, number)
             if count is not None:
                 mask = vectors.emit_first_lanes_mask(b, count)
                 values = [b.select(mask, v, emit_splat(b, 0.0 if len(totals) == 2 else neutral)) for v in values]
@@ -242,8 +248,8 @@ class _RowKernelEmitter:
                 add_columns(totals[0], column, None)
                 add_columns(totals[1], b.add(column, _integer(LANES)), None)
 
-            start = self._loop(_integer(0), pairs, 2 * LANES, add_pair)
-        self._pass(lambda column, count: add_columns(totals[0], column, count), start)
+            start = self._emit_range_loop(_integer(0), pairs, 2 * LANES, add_pair)
+        self._emit_pass_over_columns(lambda column, count: add_columns(totals[0], column, count), start)
         result = b.load(totals[0])
         if len(totals) == 2:
             result = vectors.add.body(b, result, b.load(totals[1]))
@@ -256,7 +262,7 @@ class _RowKernelEmitter:
         """The number of the last step that reduces the row, such as a sum; -1 without one."""
         return max((n for n, s in enumerate(self.plan.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
 
-    def _find_stash(self) -> int | None:
+    def _find_step_stored_in_result(self) -> int | None:
         """Find a transcendental step that is worth storing: the last reduction stores its lanes in the result row.
 
         The last pass then loads the lanes instead of computing them again. All other values that it needs must be row
@@ -278,11 +284,13 @@ class _RowKernelEmitter:
 
         Steps in `known`, row values, and steps behind them are left out.
         """
-        if number in known or number in self.plan.expression.row_steps:
+        if number in known or number in self.plan.expression.steps_with_one_number_per_row:
             return set()
         return {number}.union(*(self._find_needed_steps(s, known) for s in self.plan.expression.steps[number].sources))
 
-    def _lanes(self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None) -> list[Any]:
+    def _emit_lanes_of_steps(
+        self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None
+    ) -> list[Any]:
         """Emit code that computes the `required` steps for 16 columns from `column` on; return one vector per step.
 
         Args:
@@ -306,7 +314,7 @@ class _RowKernelEmitter:
                 else:
                     values[number] = LANE_FUNCTIONS[function](self.b, *map(visit, sources))
                 if number == self.stash and reduction is not None and reduction == self.last_reduction:
-                    self._store(values[number], column, count)
+                    self._emit_store_of_lanes(values[number], column, count)
             return values[number]
 
         return [*map(visit, required)]
@@ -317,7 +325,7 @@ class _RowKernelEmitter:
             return vectors.load.body(self.b, address)
         return vectors.load_first_lanes.body(self.b, address, count)
 
-    def _store(self, lanes: Any, column: Any, count: Any) -> None:
+    def _emit_store_of_lanes(self, lanes: Any, column: Any, count: Any) -> None:
         """Emit the store of 16 lanes (or the first `count`) to the result row, from `column` on."""
         address = self.b.add(self.addresses[-1], self.b.mul(column, _integer(4)))
         if count is None:

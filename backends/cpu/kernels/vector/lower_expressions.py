@@ -32,12 +32,12 @@ def emit_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) ->
     body = subroutine.body
     assert isinstance(body, FunctionType)
     called = {n: body.__globals__[n] for n in body.__code__.co_names if n in body.__globals__}
-    names = {**body.__globals__, **{n: _emit_called(b, thing) for n, thing in called.items()}}
-    cells = tuple(CellType(_emit_called(b, cell.cell_contents)) for cell in body.__closure__ or ())
+    names = {**body.__globals__, **{n: _as_emitting_function(b, thing) for n, thing in called.items()}}
+    cells = tuple(CellType(_as_emitting_function(b, cell.cell_contents)) for cell in body.__closure__ or ())
     return FunctionType(body.__code__, names, body.__name__, body.__defaults__, cells or None)(*values)
 
 
-def _emit_called(b: Any, thing: Any) -> Any:
+def _as_emitting_function(b: Any, thing: Any) -> Any:
     """Replace an intrinsic or subroutine by a function that emits its code; return any other object unchanged."""
     return partial(emit_subroutine, b, thing) if isinstance(thing, Intrinsic | Subroutine) else thing
 
@@ -77,7 +77,7 @@ LANE_FUNCTIONS: Mapping[str, EmitLanes] = MappingProxyType(
 
 
 @cache
-def has_lanes(expression: Expression) -> bool:
+def has_lane_code_for_all_functions(expression: Expression) -> bool:
     """Return whether compiled kernels have code for every function that an expression computes per element or row."""
     known = {*LANE_FUNCTIONS, *ROW_FUNCTIONS, "operand", "row_count"}
     return all(s.function in known for n, s in enumerate(expression.steps) if n not in expression.number_steps)
@@ -98,7 +98,7 @@ def make_lane_function(build: Callable[..., Scalar], operand_count: int) -> Intr
         operand_count: The number of operands.
     """
     expression = linearise(build(*(Scalar("operand", (), index) for index in range(operand_count))))
-    numbers = expression.compute_numbers({})
+    numbers = expression.compute_number_steps({})
 
     def emit(b: Any, *operands: Any) -> Any:
         values: list[Any] = []

@@ -194,7 +194,7 @@ def _iterate_one_axis_batches(leading: Sequence[int], operands: AttentionOperand
 
 def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
     """Return a view of one batch of `x`: `count` entries, `step` elements apart, after `skipped` elements."""
-    t, skipped = x.tensor, x.dtype.bytes_of(skipped)
+    t, skipped = x.tensor, x.dtype.count_bytes(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
@@ -212,13 +212,13 @@ def _compute_broadcast_strides(x: Operand) -> list[int]:
 def _is_vector_loadable(x: Operand, columns: int) -> bool:
     """Return whether `columns` adjacent columns of any row can be loaded at once by a vector load."""
     *steps, last = _compute_broadcast_strides(x)
-    nbytes = min(16, x.dtype.bytes_of(columns))
-    aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
+    nbytes = min(16, x.dtype.count_bytes(columns))
+    aligned = x.address % nbytes == 0 and all(x.dtype.count_bytes(s) % nbytes == 0 for s in steps)
     return last == 1 and x.shape[-1] % columns == 0 and aligned
 
 
 @dataclass(frozen=True, slots=True)
-class _HalvedKeysValuesScratch:
+class _SplitKeyValueHalvesScratch:
     """Scratch for keys and values that are split: each number becomes two 16-bit halves, and each row has a scale."""
 
     k: Operand
@@ -227,7 +227,7 @@ class _HalvedKeysValuesScratch:
     v_units: Operand
 
     @classmethod
-    def allocate(cls, launches: LaunchBuilder, kind: KeyTiledVariant, count: int) -> _HalvedKeysValuesScratch:
+    def allocate(cls, launches: LaunchBuilder, kind: KeyTiledVariant, count: int) -> _SplitKeyValueHalvesScratch:
         """Allocate the scratch for `count` rows of keys and of values."""
         k, v = (launches.allocate_scratch((count, n)) for n in (kind.size, kind.width))
         return cls(k, v, launches.allocate_scratch((count,)), launches.allocate_scratch((count,)))
@@ -370,7 +370,7 @@ class _AttentionBinder:
         copies = (
             None
             if isinstance(kind, Pipelined16BitCacheVariant)
-            else _HalvedKeysValuesScratch.allocate(launches, kind, s.batch * s.key_heads * tiles * kind.tile)
+            else _SplitKeyValueHalvesScratch.allocate(launches, kind, s.batch * s.key_heads * tiles * kind.tile)
         )
         seen = (
             None

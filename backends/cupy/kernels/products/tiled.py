@@ -112,7 +112,7 @@ SOURCES = (
 )
 
 
-def _compute_stage_shared_bytes(dtype: DType, tile: TileShape) -> int:
+def _compute_shared_bytes_of_all_stages(dtype: DType, tile: TileShape) -> int:
     """Compute the shared-memory bytes of all pipeline stages of a block: tiles of weights and of activations.
 
     - In general, rows have 8 additional columns, so that different rows begin in different banks.
@@ -148,7 +148,7 @@ def choose_tile_shape(
     def has_enough_tiles(tile: TileShape, shares: int, many: int) -> bool:
         """Return whether this many blocks have work, and a block has enough shared memory."""
         tiles = count_blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
-        shared_bytes = _compute_stage_shared_bytes(w.dtype, tile) + count_code_book_bytes(w.dtype)
+        shared_bytes = _compute_shared_bytes_of_all_stages(w.dtype, tile) + count_code_book_bytes(w.dtype)
         return launches.can_allocate_shared_bytes(shared_bytes) and shares * tiles >= many
 
     if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
@@ -343,7 +343,10 @@ def launch_tiled_tensor_core_matmul(
         rows if parts else compute_row_stride(out),
     ]
     words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
-    kernel, shared_bytes = _select_tiled_kernel(w.dtype, tile, terms), _compute_stage_shared_bytes(w.dtype, tile)
+    kernel, shared_bytes = (
+        _select_tiled_kernel(w.dtype, tile, terms),
+        _compute_shared_bytes_of_all_stages(w.dtype, tile),
+    )
     launches.add_launch(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
     if parts:
         words = [parts, out, shares, count * rows, rows, compute_row_stride(out)]
