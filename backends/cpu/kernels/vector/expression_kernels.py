@@ -270,9 +270,14 @@ class _RowKernelEmitter:
 
     def _find_needed_steps(self, number: int, known: set[int]) -> set[int]:
         """Return the elementwise steps on which a step depends, up to `known` ones and numbers of the row."""
-        if number in known or number in self.plan.expression.row_steps:
-            return set()
-        return {number}.union(*(self._find_needed_steps(s, known) for s in self.plan.expression.steps[number].sources))
+        found: set[int] = set()
+        pending = [number]
+        while pending:  # without recursion: an expression may have thousands of steps in a chain
+            step = pending.pop()
+            if step not in known and step not in found and step not in self.plan.expression.row_steps:
+                found.add(step)
+                pending += self.plan.expression.steps[step].sources
+        return found
 
     def _lanes(self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None) -> list[Any]:
         """Emit 16 lanes of steps from a column on, in the pass of a reduction, or in the last pass for None.
@@ -280,24 +285,29 @@ class _RowKernelEmitter:
         `count` is the number of columns that are left if there are less than 16, else None.
         """
         values = {**self.row_values}
-
-        def visit(number: int) -> Any:
-            if number not in values:
-                function, sources, value = self.plan.expression.steps[number]
-                if number == self.stash and reduction is None:
-                    values[number] = self._load(self.addresses[-1], column, count)
-                elif function == "operand":
-                    index = self.plan.operand_indices.index(int(value))
-                    is_single, address = self.plan.is_single[index], self.addresses[index]
-                    load = vectors.splat_from.body(self.b, address) if is_single else None
-                    values[number] = load or self._load(address, column, count)
-                else:
-                    values[number] = LANE_FUNCTIONS[function](self.b, *map(visit, sources))
-                if number == self.stash and reduction is not None and reduction == self.last_reduction:
-                    self._store(values[number], column, count)
-            return values[number]
-
-        return [*map(visit, required)]
+        pending = [*reversed(required)]
+        while pending:  # without recursion, as in `_find_needed_steps`
+            number = pending[-1]
+            function, sources, value = self.plan.expression.steps[number]
+            is_stashed = number == self.stash and reduction is None
+            if missing := [s for s in sources if s not in values and number not in values and not is_stashed]:
+                pending += reversed(missing)
+                continue
+            pending.pop()
+            if number in values:
+                continue
+            if is_stashed:
+                values[number] = self._load(self.addresses[-1], column, count)
+            elif function == "operand":
+                index = self.plan.operand_indices.index(int(value))
+                is_single, address = self.plan.is_single[index], self.addresses[index]
+                load = vectors.splat_from.body(self.b, address) if is_single else None
+                values[number] = load or self._load(address, column, count)
+            else:
+                values[number] = LANE_FUNCTIONS[function](self.b, *(values[s] for s in sources))
+            if number == self.stash and reduction is not None and reduction == self.last_reduction:
+                self._store(values[number], column, count)
+        return [values[number] for number in required]
 
     def _load(self, row: Any, column: Any, count: Any) -> Any:
         address = self.b.add(row, self.b.mul(column, _integer(4)))
