@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_with_reported_errors(words: Sequence[str]) -> int:
-    """Run the command, and report an error that bad input causes as one line on stderr, with exit code 2."""
+    """Run the command, and report an error that bad input causes as one line on stderr, with exit code 2.
+
+    With ``--debug`` the traceback precedes the line.
+    """
     encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
     if encoding and encoding.lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
@@ -80,7 +83,7 @@ def _run_with_reported_errors(words: Sequence[str]) -> int:
         raise
     except (HocketError, OSError, MemoryError) as error:
         if debug:
-            raise
+            sys.excepthook(type(error), error, error.__traceback__)
         write_line_to_stderr(f"hocket: {escape_as_one_line(_describe_error_with_remedy(error))}")
         return 2
 

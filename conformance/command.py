@@ -22,9 +22,11 @@ from ..frontends.terminal.arguments import CommandParser, describe_os_error
 from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY
+from .cases.case import DECLARATION_CHECK
 from .cases.inputs import NoReference
 from .cases.model_cases import collect_case_texts
 from .checks.run_case import Outcome, Result
+from .generate_cases import find_declaration_fault
 from .reports.html_page import format_html_report
 from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
 from .reports.text_report import format_junit_report, format_markdown_report, format_text_report
@@ -189,7 +191,7 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
     bad = select_failed_results(results)
     if args.save is not None and bad:
         backend, device = find_device(suite.backend)
-        for result in progress(bad, desc="save"):
+        for result in progress([r for r in bad if r.case.check != DECLARATION_CHECK], desc="save"):
             save_failure_arrays(result, args.save, backend, device)
         print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
     if on_stdout:
@@ -207,17 +209,24 @@ def _print_cold_speeds_and_limit_fractions(suite: Suite) -> int:
     limits = op_speed.MeasuredLimits(backend, device)
     gflops = limits.measure_matmul_flops_per_second("f32") / 1e9
     print(f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {gflops:.1f} GFLOP/s (f32)")
+    names = suite.list_matching_ops()
+    faults = [fault for n in names if (fault := find_declaration_fault(n))]
     cases = (
         list(suite.generate_cases())
         if suite.texts
-        else [c for n in suite.list_matching_ops() for c in op_speed.generate_large_case_per_dtypes(REGISTRY[n])]
+        else [
+            c
+            for n in names
+            if not find_declaration_fault(n)
+            for c in op_speed.generate_large_case_per_dtypes(REGISTRY[n])
+        ]
     )
     for case in cases:
         try:
             print(op_speed.measure_op_speed_with_cold_buffers(case, backend, device).format_line(limits), flush=True)
         except (BackendError, NoReference) as why:
             print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
-    return 0
+    return _print_faults(faults)
 
 
 def _print_access_counters(suite: Suite) -> int:
@@ -258,7 +267,12 @@ def _choose_selected_or_main_path_cases(suite: Suite, subject: str) -> Sequence[
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
         raise BackendError(f"{subject} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
-    return [str(case) for case in suite.generate_cases()] if suite.texts or suite.op else MAIN_PATH_CASES
+    if not suite.texts and not suite.op:
+        return MAIN_PATH_CASES
+    cases = [*suite.generate_cases()]
+    if faults := [find_declaration_fault(case.op) for case in cases if case.check == DECLARATION_CHECK]:
+        raise BackendError(faults[0])
+    return [str(case) for case in cases]
 
 
 def _print_faults(faults: Sequence[str]) -> int:

@@ -12,8 +12,9 @@ from zlib import crc32
 
 from ..graph.attrs import format_attribute
 from ..graph.spec import Spec
+from ..graph.validation import describe_exception
 from ..ops import REGISTRY, Op
-from .cases.case import Case
+from .cases.case import DECLARATION_CHECK, Case
 from .cases.grow_shapes import FEW_ELEMENTS, count_axes_with_distinct_ids, grow_cases_from_samples
 from .cases.inputs import select_relevant_input_kinds
 from .cases.operand_layouts import find_in_place_operand_and_duplicate, find_layout_by_name
@@ -179,14 +180,34 @@ def generate_cases_of_matching_ops(
 ) -> Iterator[Case]:
     """Yield the quick or all cases of the ops with a name that `pattern` matches completely.
 
+    An op with a fault in its declaration has one case, which fails with the reason.
+
     Args:
         pattern: regular expression of op names; the empty text matches all ops.
         full: yield all cases, not only the quick ones.
         seed: seed of all random numbers.
         only: names of ops, in place of the pattern.
     """
-    for name, op in REGISTRY.items():
+    for name in (*REGISTRY, *REGISTRY.faults):
         is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
         if is_selected:
-            for case in generate_full_cases(op) if full else select_quick_cases(op):
+            for case in _generate_or_report_fault(name, full):
                 yield case.with_settings(seed=seed) if seed else case
+
+
+def _generate_or_report_fault(name: str, full: bool) -> Sequence[Case]:
+    """Return the cases of an op; for an op with a fault in its declaration, one case that fails with the reason."""
+    if find_declaration_fault(name):
+        return (Case(name, (), check=DECLARATION_CHECK),)
+    return generate_full_cases(REGISTRY[name]) if full else select_quick_cases(REGISTRY[name])
+
+
+def find_declaration_fault(name: str) -> str:
+    """Return why an op has no cases, as one line; the empty text if it has cases."""
+    if name in REGISTRY.faults:
+        return REGISTRY.faults[name]
+    try:
+        generate_full_cases(REGISTRY[name])
+    except Exception as why:  # functions of a declaration may raise anything
+        return f"{name}: {describe_exception(why)}"
+    return ""

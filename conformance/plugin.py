@@ -77,9 +77,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def case_runner(request: pytest.FixtureRequest) -> Callable[[Case], None]:
     """Return a function that runs one case, and then passes, fails or skips the test."""
     from ..backends import find_device
-    from .checks.run_case import Outcome, run_case
+    from .checks.run_case import Outcome
     from .reports.expected_failures import ExpectedFailures, fail_required_unsupported, read_expected_failures
     from .reports.text_report import format_reproduction_command
+    from .suite import run_case_or_report_fault
 
     suite = make_suite_from_options(request.config)
     expected = read_expected_failures(suite.xfail) if suite.xfail else ExpectedFailures()
@@ -87,7 +88,7 @@ def case_runner(request: pytest.FixtureRequest) -> Callable[[Case], None]:
 
     def run(case: Case) -> None:
         (result,) = fail_required_unsupported(
-            [expected.mark_expected_outcome(run_case(case, backend, device))], suite.require
+            [expected.mark_expected_outcome(run_case_or_report_fault(case, backend, device))], suite.require
         )
         if result.outcome is Outcome.FAIL:
             pytest.fail(f"{result.why}\n{format_reproduction_command(result, suite.backend)}", pytrace=False)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends import find_device
+from ..backends.base import Backend, Device
 from ..graph.errors import BackendError
 from ..ops import REGISTRY
-from .cases.case import Case, parse_test_case
-from .checks.run_case import Result, run_case
-from .generate_cases import generate_cases_of_matching_ops
+from .cases.case import DECLARATION_CHECK, Case, parse_test_case
+from .checks.run_case import Outcome, Result, run_case
+from .generate_cases import find_declaration_fault, generate_cases_of_matching_ops
 from .reports.expected_failures import ExpectedFailures, fail_required_unsupported, read_expected_failures
 
 CASES_PER_TASK = 64
@@ -73,7 +74,7 @@ class Suite:
             BackendError: the pattern is wrong, or matches no op.
         """
         try:
-            matching = [name for name in REGISTRY if not self.op or re.fullmatch(self.op, name)]
+            matching = [name for name in (*REGISTRY, *REGISTRY.faults) if not self.op or re.fullmatch(self.op, name)]
         except re.error as why:
             raise BackendError(f"--op {self.op!r} is no regular expression: {why}") from None
         if not matching:
@@ -109,7 +110,7 @@ def _run_in_this_process(suite: Suite, cases: Sequence[Case]) -> Iterator[Result
     """Run cases in this process, and yield their results in order."""
     backend, device = find_device(suite.backend)
     for number, case in enumerate(cases, 1):
-        yield run_case(case, backend, device)
+        yield run_case_or_report_fault(case, backend, device)
         if number % CASES_PER_TASK == 0:
             gc.collect()  # programs and their memory hold each other, and Python hardly looks for such in a command
     if suite.thorough and not suite.texts:
@@ -118,7 +119,9 @@ def _run_in_this_process(suite: Suite, cases: Sequence[Case]) -> Iterator[Result
 
 
 def _run_random_shapes_of_op(name: str, suite: Suite) -> list[Result]:
-    """Return the results of random shapes of one op."""
+    """Return the results of random shapes of one op; none if its declaration is wrong."""
+    if find_declaration_fault(name):
+        return []
     from .hypothesis_search import search_random_shapes  # imports hypothesis
 
     backend, device = find_device(suite.backend)
@@ -144,4 +147,11 @@ def _run_in_processes(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterato
 def _run_case_chunk(chunk: tuple[str, Sequence[Case]]) -> list[Result]:
     """Run one chunk of cases in a worker process; the chunk has the backend name and the cases."""
     backend, device = find_device(chunk[0])
-    return [run_case(case, backend, device) for case in chunk[1]]
+    return [run_case_or_report_fault(case, backend, device) for case in chunk[1]]
+
+
+def run_case_or_report_fault(case: Case, backend: Backend, device: Device) -> Result:
+    """Run one case; a case that stands for an op with a wrong declaration fails with the reason."""
+    if case.check == DECLARATION_CHECK:
+        return Result(case, Outcome.FAIL, find_declaration_fault(case.op))
+    return run_case(case, backend, device)

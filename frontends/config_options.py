@@ -62,19 +62,18 @@ def list_options(config: type) -> Mapping[str, ConfigOption]:
     return MappingProxyType({f.name: f.metadata["option"] for f in fields(config) if "option" in f.metadata})
 
 
-def check_options(config: object, subject: str, separator: str = "_") -> None:
+def check_options(config: object, subject: str) -> None:
     """Check the values of all options of a configuration.
 
     Args:
         config: The configuration.
         subject: The subject of messages.
-        separator: Replaces ``_`` of option names in messages.
 
     Raises:
         ModelError: A value is of another kind than its option needs.
     """
     for name, row in list_options(type(config)).items():
-        require(ModelError, subject, name.replace("_", separator), getattr(config, name), row.kind)
+        require(ModelError, subject, name, getattr(config, name), row.kind)
 
 
 def describe_options(config: type) -> str:

@@ -74,6 +74,23 @@ def parse_positives(text: str) -> list[int]:
     return [parse_positive(part) for part in text.split(",")]
 
 
+def parse_pattern(text: str) -> str:
+    """Parse a regular expression."""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as why:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression ({why})") from None
+    return text
+
+
+def parse_seed(text: str) -> int:
+    """Parse the seed of random numbers; -1 is a random one."""
+    value = parse_natural_or_minus_one(text)
+    if value >= 2**64:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer from -1 to {2**64 - 1}")
+    return value
+
+
 def parse_number(text: str) -> float:
     try:
         return float(text)

@@ -17,6 +17,7 @@ from ..graph import validate_arguments
 from ..graph.old_names import RenamedAttribute
 from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
+from .adapters import FILE_KIND
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
 from .config_options import describe_options, takes_config
 from .errors import ModelError
@@ -321,7 +322,7 @@ class Model:
     def _encode_prompt(self, prompt: str | TokenIds) -> list[int]:
         return self.tokenize(prompt) if isinstance(prompt, str) else list(convert_to_token_ids(0, prompt))
 
-    @validate_arguments(ModelError, path=instance_of(str, Path))
+    @validate_arguments(ModelError, path=FILE_KIND)
     def save(self, path: str | Path) -> None:
         """Save the tokens and states of the last call to a file; another process, on any devices, can load it.
 
@@ -338,7 +339,7 @@ class Model:
             with self._idle_sessions.lease() as lease:
                 save_state(lease.session_of_only_sequence, lease.tokens, path)
 
-    @validate_arguments(ModelError, path=instance_of(str, Path))
+    @validate_arguments(ModelError, path=FILE_KIND)
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens. A prompt that begins with these tokens continues from the state."""
         with self._idle_sessions.lease() as lease, convert_os_errors():

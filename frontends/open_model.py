@@ -49,13 +49,15 @@ def open_model_file(path: str | Path, *, header_only: bool = False) -> Gguf:
     return open_folder(path) if is_model_folder(path) else open_gguf(path, header_only=header_only)
 
 
-def open_adapted_model(config: RunConfig) -> Model:
+def open_adapted_model(config: RunConfig, *, header_only: bool = False) -> Model:
     """Open the model of a configuration, with its LoRA adapters and control vectors.
+
+    With `header_only` the model file may lack the weights.
 
     Raises:
         ModelError: A file does not fit the model. A session checks later that all changed matrices are used.
     """
-    model = open_model(config.path)
+    model = open_model(config.path, header_only=header_only)
     adapters = read_adapters(
         model.gguf,
         model.hyper.width,

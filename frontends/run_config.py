@@ -25,11 +25,13 @@ from ..graph.validation import (
     list_of,
     number_between,
     pair_of,
+    require,
 )
 from ..scheduler import SPLIT_MODE_NAMES
 from ..scheduler.runtime.packed_weight_files import PackedWeightFiles
 from .adapters import FILE_KIND, FILES_KIND, ScaledFile
 from .config_options import check_options, list_options, option
+from .errors import ModelError
 from .flag_values import (
     parse_devices,
     parse_natural,
@@ -52,6 +54,12 @@ def _make_dtype_name_kind(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
     return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
 
 
+def _are_device_names(value: object) -> bool:
+    names = value.split(",") if isinstance(value, str) else value
+    return list_of(TEXT, "").accepts(names) and all(names) and len(names) > 0  # type: ignore[arg-type]  # a sequence
+
+
+DEVICE_NAMES_KIND = ArgumentKind("names of devices, as cpu:0,cpu:1", _are_device_names)
 TRANSFER_DTYPE_KIND, CACHE_DTYPE_KIND = map(_make_dtype_name_kind, (TRANSFER_DTYPES, CACHE_DTYPES))
 
 
@@ -85,7 +93,7 @@ class DeviceGroup:
 
     devices: str | Sequence[str] = option(
         ("cpu:0",),
-        TEXT | list_of(TEXT, "a sequence of texts"),
+        DEVICE_NAMES_KIND,
         "--devices",
         scope="plan",
         type=parse_devices,
@@ -184,6 +192,10 @@ class DeviceGroup:
             object.__setattr__(self, name, _freeze(getattr(self, name)))
         if isinstance(self.devices, str):
             object.__setattr__(self, "devices", tuple(self.devices.split(",")))
+        if self.exact and self.wire != "f32":
+            raise ModelError(f"exact=True excludes wire='{self.wire}', which rounds sums; leave out one of the two")
+        if self.exact and self.fast:
+            raise ModelError("exact=True excludes fast=True, which rounds to 16 bits; leave out one of the two")
 
     @property
     def packed_weight_files(self) -> PackedWeightFiles | None:
@@ -222,7 +234,7 @@ class RunConfig(DeviceGroup):
     )
     batch: int = option(
         DEFAULT_BATCH,
-        NATURAL_KIND,
+        integer_between(1),
         *("-b", "--batch-size"),
         scope="plan",
         llama_cpp="cbp",
@@ -279,6 +291,10 @@ class RunConfig(DeviceGroup):
         metavar="N",
         help="draft tokens per run (4), from the draft model or else from the MTP blocks of the model",
     )
+
+    def __post_init__(self) -> None:
+        DeviceGroup.__post_init__(self)
+        require(ModelError, self.SUBJECT, "path", self.path, FILE_KIND | NONE)
 
     @property
     def group(self) -> DeviceGroup:

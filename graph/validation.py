@@ -149,6 +149,12 @@ def format_value(value: object) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
 
 
+def describe_exception(error: BaseException) -> str:
+    """Return an exception of foreign code as one line; its class comes first, except for an error of hocket."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, HocketError) else f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
 def require(error: type[HocketError], subject: str, name: str, value: object, kind: ArgumentKind) -> None:
     """Require that an argument is of an argument kind; raise `error` if it is not.
 

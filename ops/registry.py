@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..graph.errors import GraphError
@@ -11,7 +12,7 @@ from ..graph.graph_rules import GRAPH_RULES as GRAPH_RULES
 from ..graph.graph_rules import GraphRule
 from ..graph.graph_rules import verify as verify_rules
 from ..graph.node import LEAF_OPS, Node, Value
-from ..graph.validation import did_you_mean, instance_of, validate_arguments
+from ..graph.validation import describe_exception, did_you_mean, instance_of, validate_arguments
 from . import collectives
 from .declaration.attributes import ATTRIBUTE_TYPES, is_attribute_type
 from .declaration.op import Op
@@ -46,14 +47,29 @@ class Registry(Mapping[str, Op[Any]]):
 
     def __init__(self, own: Mapping[str, Op[Any]]) -> None:
         self._ops = dict(own)
+        self._faults: dict[str, str] = {}
         self._has_imported = False
 
     def __getitem__(self, name: str) -> Op[Any]:
+        """Return an op.
+
+        Raises:
+            KeyError: there is no such op.
+            GraphError: the op of an installed package cannot be used.
+        """
         if (known := self._ops.get(name)) is not None:
             return known
         if name not in LEAF_OPS:
             self._import_installed_ops()
+        if name in self._faults and name not in self._ops:
+            raise GraphError(self._faults[name])
         return self._ops[name]
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """The entries of installed packages that give no op, each with the reason as one line."""
+        self._import_installed_ops()
+        return MappingProxyType(self._faults)
 
     def __iter__(self) -> Iterator[str]:
         self._import_installed_ops()
@@ -75,8 +91,7 @@ class Registry(Mapping[str, Op[Any]]):
     def _import_installed_ops(self) -> None:
         """Import the ops of installed packages at the first call; later calls do nothing.
 
-        Raises:
-            GraphError: an op cannot be imported.
+        An op that cannot be imported or registered goes to `faults`, and the other ones are imported.
         """
         if self._has_imported:
             return
@@ -86,8 +101,10 @@ class Registry(Mapping[str, Op[Any]]):
         for entry in entry_points(group=ENTRY_POINT_GROUP):
             try:
                 register(entry.load())
-            except (ImportError, AttributeError) as why:
-                raise GraphError(f"op {entry.name!r} of {entry.value} does not load: {why}") from None
+            except Exception as why:  # a package may raise anything while it is imported
+                self._faults[entry.name] = (
+                    f"op {entry.name!r} of {entry.value} does not load: {describe_exception(why)}"
+                )
 
 
 REGISTRY = Registry(BUILTIN_OPS)
@@ -102,7 +119,8 @@ def register(op: Op[R]) -> Op[R]:
     ``hocket.ops`` need not call this function.
 
     Raises:
-        GraphError: the name is taken, or an attribute has an annotation that graphs do not store.
+        GraphError: the name is taken, an attribute has an annotation that graphs do not store, or the expression of
+            the op is wrong.
 
     >>> @hocket.register
     ... @hocket.ops.op("x[..., *c] -> [..., c]", samples=("x=f32[3,4]",))
@@ -116,8 +134,29 @@ def register(op: Op[R]) -> Op[R]:
         if not is_attribute_type(annotation):
             types = ", ".join(ATTRIBUTE_TYPES)
             raise GraphError(f"{op.name}: attribute {name} is annotated {annotation!r}; need {types} or tuples of one")
+    _require_legal_expression(op)
     REGISTRY.add(op)
     return op
+
+
+def _require_legal_expression(op: Op[Any]) -> None:
+    """Require that each expression of an op fits its signature, unless a required attribute selects the expression.
+
+    Raises:
+        GraphError: the declaration is wrong.
+    """
+    if op.expression is None:
+        return
+    for form, signature in op.signatures.items():
+        attrs = {**op.defaults, **({op.signature_key: form} if isinstance(op.signature_key, str) else {})}
+        if op.expression.is_selected_by(attrs):
+            try:
+                if not op.kernels:
+                    op.expression.require_float_dtypes(signature)
+                op.expression.require_whole_rows(signature, attrs)
+                op.expression.require_result_shape(signature, [True] * len(signature.operands), attrs)
+            except SignatureMismatch as why:
+                raise GraphError(f"{op.name}: {why}") from None
 
 
 def op_of(node: Node) -> Op[Any]:

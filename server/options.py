@@ -76,9 +76,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not (self.api_keys or self.insecure or self.is_loopback_only):
-            raise ModelError(
-                f"the address {self.host!a} is reachable from other machines; give an API key, or --insecure"
-            )
+            raise ModelError(f"--host {self.host!a} is reachable from other machines; give an API key, or --insecure")
         if any(not key for key in self.api_keys):
             raise ModelError("an API key is empty; remove it")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ...graph.attrs import Attrs
 from ...graph.dtypes import DType
@@ -190,8 +191,12 @@ def compute_broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[in
 
 
 def float32_bits(value: float) -> int:
-    """Return the bits of `value` as float32, as an argument word that kernels read by `load_argument_float`."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    """Return the bits of `value` as float32, as an argument word that kernels read by `load_argument_float`.
+
+    A number beyond the range of float32 becomes an infinity, as IEEE 754 rounds it.
+    """
+    with np.errstate(over="ignore"):
+        return int(np.float32(value).view(np.uint32))
 
 
 def require_supported(condition: object, why: str) -> None:

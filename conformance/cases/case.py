@@ -19,6 +19,9 @@ from ...ops import REGISTRY, Op
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
 INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
 
+DECLARATION_CHECK = "declaration"
+"""The check of a case that stands for an op without cases, because its declaration is wrong; it always fails."""
+
 _SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
 _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
 

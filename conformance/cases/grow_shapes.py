@@ -20,6 +20,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec, check_spec
+from ...graph.validation import describe_exception, format_value
 from ...ops import Op
 from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingAxesBroadcast, Operand, SignatureMismatch
 from .case import Case, make_case
@@ -56,8 +57,12 @@ MAX_BASE_SAMPLES = 12
 
 
 def grow_cases_from_samples(op: Op) -> tuple[Case, ...]:
-    """Return the samples of `op` as cases, then at most `MAX_POINTS` distinct cases that are grown from the samples."""
-    bases = [parse_case(text) for text in op.samples]
+    """Return the samples of `op` as cases, then at most `MAX_POINTS` distinct cases that are grown from the samples.
+
+    Raises:
+        GraphError: a sample is no legal call of the op.
+    """
+    bases = [_parse_sample(op, text) for text in op.samples]
     samples = dict.fromkeys(make_case(op, point) for point in bases)
     grown: dict[Case, None] = {}
     for point in _select_evenly_spaced(bases, MAX_BASE_SAMPLES):
@@ -72,6 +77,23 @@ def grow_cases_from_samples(op: Op) -> tuple[Case, ...]:
             break
         chosen[case] = None
     return tuple(chosen)
+
+
+def _parse_sample(op: Op, text: str) -> Point:
+    """Return the point of a sample.
+
+    Raises:
+        GraphError: the sample is no legal call of the op.
+    """
+    try:
+        point = parse_case(text)
+        make_case(op, point)
+        attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
+        op.infer_results([_spec(point, o.name) for o in op.signature_for(attrs).operands], attrs)
+    except Exception as why:  # functions of a declaration may raise anything
+        reason = str(why) if isinstance(why, SignatureMismatch) else describe_exception(why)
+        raise GraphError(f"sample {format_value(text)}: {reason}") from None
+    return point
 
 
 def _select_evenly_spaced(items: Sequence[Point], limit: int) -> Sequence[Point]:

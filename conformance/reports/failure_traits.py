@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...graph.attrs import format_attribute
 from ...ops.declaration.signature import LeadingAxesBroadcast
-from ..cases.case import INPUTS, LAYOUTS, Case
+from ..cases.case import DECLARATION_CHECK, INPUTS, LAYOUTS, Case
 from ..checks.run_case import Outcome, Result
 
 MIN_TRAIT_CONTRAST = 0.25
@@ -109,6 +109,8 @@ def find_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> lis
 
 def describe_case_traits(case: Case) -> Iterator[str]:
     """Yield the traits of a case as text: facts about its operands, dimensions, attributes and settings."""
+    if case.check == DECLARATION_CHECK:
+        return
     op, attrs, specs = case.op_declaration, case.attributes_with_defaults, case.specs
     operands = op.signature_for(attrs).operands
     batch = op.resolve_sizes([specs.get(o.name) for o in operands], attrs).leading

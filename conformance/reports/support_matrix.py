@@ -6,12 +6,14 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...backends import find_device, find_registered_backends
 from ...backends.base import Backend, Device
 from ...backends.capabilities import STAND_IN, ListsKernels
 from ...graph.errors import HocketError
-from ...ops import REGISTRY
+from ...graph.validation import describe_exception
+from ...ops import REGISTRY, Op
 from ..cases.case import Case
 from ..cases.grow_shapes import grow_cases_from_samples
 from ..checks.case_graph import build_case_graph, build_verified_device_plan
@@ -22,6 +24,7 @@ from ..checks.run_case import find_unsupported_reason
 class SupportRow:
     """The support of one op: its tier, the operand dtypes of its cases, and the supported dtypes of each device.
 
+    `fault` is the reason why the op cannot be used or has no cases; then the other fields are empty.
     `support` has, by device and dtypes, the reason why the device does not support the op, or the empty text if it
     does. `stand_ins` has, by device, the dtypes for which the backend has no compiled kernel, so that NumPy computes
     the op.
@@ -32,9 +35,12 @@ class SupportRow:
     dtypes: tuple[str, ...]
     support: Mapping[str, Mapping[str, str]]
     stand_ins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fault: str = ""
 
     def format_cell(self, device: str) -> str:
         """Return the matrix cell of a device: ``all``, ``none`` or the supported dtypes, and a note about NumPy."""
+        if self.fault:
+            return "unknown"
         reasons = self.support.get(device, {})
         good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
         supported = "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
@@ -60,9 +66,14 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
         except HocketError:
             if devices is not None:
                 raise
-    rows = []
-    for op in REGISTRY.values():
-        by_dtype: dict[str, list[Case]] = {}
+    rows = [_build_row(op, loaded) for op in REGISTRY.values()]
+    return rows + [SupportRow(name, False, (), {}, fault=fault) for name, fault in REGISTRY.faults.items()]
+
+
+def _build_row(op: Op[Any], loaded: Mapping[str, tuple[Backend, Device]]) -> SupportRow:
+    """Return the support of an op by the devices; a row with a fault if its declaration is wrong."""
+    by_dtype: dict[str, list[Case]] = {}
+    try:
         for case in grow_cases_from_samples(op):
             by_dtype.setdefault(case.dtype_names, []).append(case)
         support = {
@@ -77,8 +88,9 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
             )
             for name, (backend, device) in loaded.items()
         }
-        rows.append(SupportRow(op.name, op.is_required, tuple(by_dtype), support, stand_ins))
-    return rows
+    except Exception as why:  # functions of a declaration may raise anything
+        return SupportRow(op.name, op.is_required, (), {}, fault=f"{op.name}: {describe_exception(why)}")
+    return SupportRow(op.name, op.is_required, tuple(by_dtype), support, stand_ins)
 
 
 def _computes_all_cases_with_numpy(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
@@ -111,7 +123,7 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
         rows: rows of the matrix.
         text_format: format of the text: ``md`` (Markdown), ``json`` or ``html``.
     """
-    devices = list(rows[0].support) if rows else []
+    devices = list(dict.fromkeys(device for row in rows for device in row.support))
     if text_format == "json":
         entries = [
             {
@@ -119,13 +131,19 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
                 "tier": _find_must_or_should_tier(r),
                 "dtypes": list(r.dtypes),
                 "support": {d: r.format_cell(d) for d in devices},
+                **({"fault": r.fault} if r.fault else {}),
             }
             for r in rows
         ]
         return json.dumps(entries, indent=1) + "\n"
     head = ["op", "tier", "meaning", *devices]
     body = [
-        [r.op, _find_must_or_should_tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.format_cell, devices)]
+        [
+            r.op,
+            _find_must_or_should_tier(r),
+            _describe_op(r),
+            *map(r.format_cell, devices),
+        ]
         for r in rows
     ]
     if text_format == "md":
@@ -136,6 +154,11 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
         for tag, line in [("th", head), *(("td", line) for line in body)]
     )
     return f"<!doctype html><meta charset=utf-8><title>hocket ops</title><table>\n{table}</table>\n"
+
+
+def _describe_op(row: SupportRow) -> str:
+    """Return the first line of the documentation of an op, or its fault."""
+    return row.fault or REGISTRY[row.op].documentation.partition("\n")[0]
 
 
 def _find_must_or_should_tier(row: SupportRow) -> str:

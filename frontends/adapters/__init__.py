@@ -10,13 +10,13 @@ from pathlib import Path
 
 from ...graph import Graph, Value
 from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
+from ...graph.validation import FINITE, NONE, ArgumentKind, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from .control import ControlDirection, read_control_directions
 from .lora import LoraChange, apply_lora_changes, read_lora_changes
 
-FILE_KIND = instance_of(str, Path)
+FILE_KIND = ArgumentKind("the path of a file", lambda v: isinstance(v, str | Path) and v != "")
 FILES_KIND = list_of(FILE_KIND | pair_of(FILE_KIND, FINITE), "a sequence of files, or of pairs of a file and its scale")
 ScaledFile = str | Path | tuple[str | Path, float]
 """A file with scale 1, or a file and its scale."""
@@ -94,9 +94,9 @@ def read_adapters(
     vectors = [with_scale(one) for one in control_vectors]
     first, last = control_layers or (1, blocks - 1)
     if control_layers and not vectors:
-        raise ModelError(f"layers {first} to {last} are for a control vector; name one with --control-vector")
+        raise ModelError(f"control_layers=({first}, {last}) is for control vectors; give control_vectors=FILE")
     if not 1 <= first <= last < blocks and vectors:
-        raise ModelError(f"layers of control vectors are {first} to {last}; need two of 1 to {blocks - 1} in order")
+        raise ModelError(f"control_layers=({first}, {last}): need two of 1 to {blocks - 1} in order")
     return Adapters(
         tuple(c for no, one in enumerate(lora) for c in read_lora_changes(base, no, *with_scale(one))),
         tuple(

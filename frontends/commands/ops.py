@@ -1,8 +1,9 @@
-"""``hocket ops``: the ops that each backend supports, by dtype."""
+"""``hocket ops``: the ops that each backend supports, by dtype. Exit code 1 if the declaration of an op is wrong."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 from ...conformance.reports.support_matrix import format_support_matrix, support_matrix
 from ..terminal.output import write_to_stdout_unless_closed
@@ -13,5 +14,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    write_to_stdout_unless_closed(format_support_matrix(support_matrix(), args.format))
-    return 0
+    rows = support_matrix()
+    write_to_stdout_unless_closed(format_support_matrix(rows, args.format))
+    faults = [row.fault for row in rows if row.fault]
+    for fault in faults:
+        print(f"hocket ops: {fault}", file=sys.stderr)
+    return 1 if faults else 0

@@ -111,7 +111,7 @@ def count_complete_chunks(tokens: int, context: int) -> int:
         ModelError: There is no complete chunk, or a chunk is too short for a scored token.
     """
     if context < MIN_CHUNK_TOKENS:
-        raise ModelError(f"context size is {context}; a chunk needs at least {MIN_CHUNK_TOKENS} tokens to score one")
+        raise ModelError(f"--ctx-size is {context}; a chunk needs at least {MIN_CHUNK_TOKENS} tokens to score one")
     if tokens < context:
         raise ModelError(f"the text has {tokens} tokens; one chunk needs {context}; give more text or a smaller -c")
     return tokens // context

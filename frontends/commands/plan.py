@@ -128,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
                 )
                 + "\n\n"
             )
-        write_to_stdout_unless_closed(text if args.json else plan.explain(steps=args.steps) + "\n")
+        write_to_stdout_unless_closed(
+            text if args.json else replace_arguments_by_flag_names(plan.explain(steps=args.steps)) + "\n"
+        )
         if context is not None and not args.json:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
             write_to_stdout_unless_closed(

@@ -15,7 +15,7 @@ from ...graph.storage.files import require_writable
 from ...scheduler import format_bytes
 from ..config_options import list_options
 from ..errors import ModelError
-from ..flag_values import parse_json_object, parse_natural_or_minus_one
+from ..flag_values import parse_json_object, parse_natural_or_minus_one, parse_seed
 from ..generation.conversation import Conversation
 from ..generation.generate import (
     EMPTY_PROMPT_ERROR,
@@ -75,7 +75,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "-s",
         "--seed",
-        type=parse_natural_or_minus_one,
+        type=parse_seed,
         default=-1,
         metavar="N",
         help="seed of the sampling; -1: a random seed (-1)",

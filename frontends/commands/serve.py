@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...graph.errors import format_install_hint
-from ...graph.storage.files import open_log
+from ...graph.storage.files import open_log, require_writable
 from ...scheduler import describe_memory_problem
 from ..config_options import list_options
 from ..errors import ModelError
-from ..flag_values import parse_json_object, parse_natural, parse_natural_or_minus_one, parse_number, parse_positive
+from ..flag_values import parse_json_object, parse_natural, parse_number, parse_positive, parse_seed
 from ..generation.sampling import Sampling
+from ..generation.speculative import require_same_vocabulary
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open_model import open_model, read_text_without_final_newline
+from ..open_model import open_adapted_model, open_model, read_text_without_final_newline
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
@@ -96,7 +97,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_option_flags(sub, ("temperature",), list_options(Sampling), temperature=temperature)
     sub.add_argument(
         *("-s", "--seed"),
-        type=parse_natural_or_minus_one,
+        type=parse_seed,
         default=-1,
         metavar="N",
         help="seed of requests that give none; -1: a random seed (-1)",
@@ -162,10 +163,11 @@ def run(args: argparse.Namespace) -> int:
     if args.world.size > 1:
         raise ModelError("hocket serve runs in one process; start it without mpiexec")
     set_cache_folder_and_blas_threads(args)
-    if args.dry_run:
-        return print_dry_run_prediction(args)
     options = read_server_options_and_files(args)
     check_server_options_before_load(options)
+    require_usable_model_files(args)
+    if args.dry_run:
+        return print_dry_run_prediction(args)
     with ExitStack() as stack:
         listeners = bind_server_sockets(options)
         for listener in listeners:
@@ -351,6 +353,22 @@ def check_server_options_before_load(options: ServerOptions) -> None:
             raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
 
 
+def require_usable_model_files(args: argparse.Namespace) -> None:
+    """Require that the model, its adapters, the draft model and the log can be used, before anything is loaded.
+
+    Raises:
+        ModelError: A file is not a model or adapter as the flag needs, or options contradict each other.
+        OSError: The log cannot be written.
+    """
+    config = config_from_flags(args)
+    if config.lora or config.control_vectors or config.control_layers:
+        open_adapted_model(config, header_only=True)
+    if config.draft is not None:
+        require_same_vocabulary(open_model(config.path, header_only=True), open_model(config.draft, header_only=True))
+    if args.log_requests is not None:
+        require_writable(args.log_requests)
+
+
 def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
     """Return a listening socket for each address, before the model is loaded, which may take long.
 
@@ -393,7 +411,9 @@ def print_dry_run_prediction(args: argparse.Namespace) -> int:
     requested, plan = make_requested_and_session_plans(graph, group, None, workload)
     prompt = min(args.batch, context)
     fit = describe_memory_fit_and_speed(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
-    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
+    write_to_stdout_unless_closed(
+        f"{args.parallel} slots of {context} tokens; {fit}\n\n{replace_arguments_by_flag_names(plan.explain())}\n"
+    )
     if problem := describe_memory_problem(requested, context=context):
         write_line_to_stderr(
             f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"

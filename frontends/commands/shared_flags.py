@@ -11,6 +11,7 @@ from typing import Any
 from ...graph.storage.files import require_writable
 from ..config_options import ConfigOption
 from ..errors import ModelError
+from ..flag_values import parse_pattern
 from ..inference.session import Session
 from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
@@ -46,7 +47,10 @@ def add_session_flags(sub: argparse.ArgumentParser, names: Container[str] = SESS
     add_cache_folder_flag(sub)
     add_trace_flag(sub)
     sub.add_argument(
-        "--watch", metavar="REGEX", help="print statistics of values with matching names to stderr after each step"
+        "--watch",
+        type=parse_pattern,
+        metavar="REGEX",
+        help="print statistics of values with matching names to stderr after each step",
     )
 
 

@@ -147,7 +147,7 @@ class _GlushkovAutomaton:
 class _LexemeChooser:
     """Chooses which parts of grammar rules become lexemes, so that the longest match never differs from the grammar.
 
-    A lexeme is a unit of the lexer. `bodies` has the bodies of the rules with `LexemeMark` marks. Two lexemes conflict if
+    A lexeme is a unit of the lexer. `bodies` has the bodies of the rules, with `LexemeMark`. Two lexemes conflict if
     both may match at the same position. The check is conservative: it may report a conflict that does not exist, but it
     never misses one. It compares first bytes instead of characters, and treats bounded repetitions as unbounded.
     """

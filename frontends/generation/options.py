@@ -78,7 +78,7 @@ class Options(TypedDict, total=False):
 OPTION_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "max_tokens": integer_between(-1),
-        "seed": integer_between(0) | NONE,
+        "seed": integer_between(0, 2**64 - 1) | NONE,
         "stop": TEXT | list_of(TEXT, "a sequence of texts"),
         "ignore_eos": BOOL,
         "grammar": TEXT,

@@ -13,10 +13,12 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     ArgumentKind,
+    instance_of,
     integer_between,
     list_of,
     number_between,
     pair_of,
+    require,
     validate_constructor,
 )
 from ..config_options import check_options, option
@@ -39,6 +41,14 @@ BIAS_KIND = ArgumentKind(
         ),
         "",
     ).accepts,
+)
+LOGITS_KIND = ArgumentKind(
+    "an array of floats [vocabulary]",
+    lambda v: isinstance(v, np.ndarray) and v.ndim == 1 and v.size > 0 and v.dtype.kind == "f",
+)
+RNG_KIND = instance_of(np.random.Generator, description="a random generator of NumPy")
+TOKENS_KIND = ArgumentKind(
+    "a sequence of tokens", lambda v: isinstance(v, Sequence | np.ndarray) and not isinstance(v, str | bytes)
 )
 AT_LEAST_0 = ArgumentKind("a number of at least 0", number_between(0, MAX_LOGIT_CHANGE).accepts)
 UNIT_KIND = number_between(0, 1)
@@ -151,7 +161,7 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
-        check_options(self, "sampling", "-")
+        check_options(self, "Sampling")
 
     check = RenamedAttribute("check_logit_bias_tokens")
     candidates = RenamedAttribute("filter_tokens")
@@ -167,7 +177,7 @@ class Sampling:
         """Raise `ModelError` if a logit bias names a token outside of a vocabulary of `vocabulary` tokens."""
         for token, _ in self.bias:
             if not 0 <= token < vocabulary:
-                raise ModelError(f"logit bias: token {token}; need 0 to {vocabulary - 1}, as hocket tokenize prints")
+                raise ModelError(f"bias is for token {token}; need 0 to {vocabulary - 1}, as hocket tokenize prints")
 
     def choose_token(
         self, logits: npt.NDArray[np.float32], rng: np.random.Generator, before: Sequence[int] = ()
@@ -180,8 +190,14 @@ class Sampling:
             before: Earlier tokens in order, for the penalties.
 
         Raises:
-            ModelError: The largest logit is not finite, a bias names no token, or all tokens are banned.
+            ModelError: An argument is wrong, the largest logit is not finite, or all tokens are banned.
         """
+        for name, value, kind in (
+            ("logits", logits, LOGITS_KIND),
+            ("rng", rng, RNG_KIND),
+            ("before", before, TOKENS_KIND),
+        ):
+            require(ModelError, "Sampling.choose_token", name, value, kind)
         best = int(np.argmax(logits))  # the index of a NaN, if there is one
         require_finite_logit(best, float(logits[best]))
         adjusted = self._apply_bias_and_penalties(logits, before)
@@ -207,14 +223,14 @@ class Sampling:
         for token, added in self.bias:
             adjusted[token] += np.float32(added)
         if penalises and len(recent):
-            ids, counts = np.unique(np.asarray(recent, np.int64), return_counts=True)
+            ids, counts = np.unique(_as_token_array(recent, len(logits)), return_counts=True)
             old = adjusted[ids]
             lowered = counts * np.float32(self.frequency_penalty) + np.float32(self.presence_penalty)
             with np.errstate(over="ignore"):  # a penalty never bans a token
                 scaled = np.where(old > 0, old / np.float32(self.repeat_penalty), old * np.float32(self.repeat_penalty))
                 adjusted[ids] = np.where(old > -np.inf, np.clip(scaled - lowered, -F32_MAX, F32_MAX), old)
         if adjusted.max() == -np.inf:
-            raise ModelError("logit bias: every token that may come next is banned; leave out a bias of -inf")
+            raise ModelError("bias is -inf for every token that may come next; leave out one")
         return adjusted
 
     def filter_tokens(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -229,6 +245,17 @@ class Sampling:
         count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)
         count = min(count, int(np.count_nonzero(p >= self.min_p * p[0])))
         return ids[:count], filtered_logits[:count]
+
+
+def _as_token_array(tokens: Sequence[int], vocabulary: int) -> npt.NDArray[np.int64]:
+    """Return tokens as an array; raises `ModelError` if one is no token of the vocabulary."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # rows of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocabulary:
+        raise ModelError(f"Sampling.choose_token: before has tokens of another kind; need 0 to {vocabulary - 1}")
+    return array.astype(np.int64)
 
 
 def require_finite_logit(token: int, logit: float) -> None:

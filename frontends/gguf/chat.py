@@ -44,9 +44,7 @@ def select_chat_template(metadata: Mapping[str, object], name: str | None = None
         raise ModelError(f"{key} is a {type(template).__name__}; need a string")
     others = sorted(k.removeprefix(f"{CHAT_TEMPLATE_KEY}.") for k in metadata if k.startswith(f"{CHAT_TEMPLATE_KEY}."))
     remedy = (
-        f"this model has those named {', '.join(others)}"
-        if others
-        else "give plain text, or --chat-template (Python: chat_template)"
+        f"this model has those named {', '.join(others)}" if others else "give plain text, or chat_template=TEMPLATE"
     )
     raise ModelError(f"the model has no {'chat template' if name is None else f'chat template {name!a}'}; {remedy}")
 

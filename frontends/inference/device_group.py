@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...backends.base import Backend, Device, DeviceName, compute_threads_per_device, find_device
 from ...backends.capabilities import SupportsExactMode
 from ...distributed import SINGLE_PROCESS, World
+from ...graph.errors import BackendError
 from ...graph.old_names import make_module_getattr
 from ..errors import ModelError
 from ..run_config import ONE_DEVICE as ONE_DEVICE
@@ -23,8 +24,15 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
     such as ``cpu:0``, means that device of each process. The properties of a device come from its own process.
 
     Raises:
-        ModelError: A rank does not exist, or two device names mean the same device with exact results.
+        ModelError: A device or a rank does not exist, or two names mean the same device with exact results.
     """
+    try:
+        return _resolve_devices(on, world)
+    except (BackendError, ModelError) as why:
+        raise ModelError(f"devices='{','.join(on.devices)}': {why}") from None
+
+
+def _resolve_devices(on: DeviceGroup, world: World) -> list[tuple[Backend, Device]]:
     device_of_name: dict[str, str] = {}
     for device in on.devices:
         other = device_of_name.setdefault(name := resolve_device_name_for_exact_results(device, on), device)

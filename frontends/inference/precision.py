@@ -11,7 +11,6 @@ from ...graph.dtypes import DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.rewrite import rewrite_graph
-from ..errors import ModelError
 from ..models import Model, Step
 from .device_group import DeviceGroup
 
@@ -22,15 +21,7 @@ NodeRewrite = Callable[[Node], Sequence[Value] | None]
 
 
 def make_step_graph_builder(model: Model, on: DeviceGroup) -> Callable[[Step], Graph]:
-    """Make the function that builds the graph of a step, with the rewrites for exact or fast arithmetic.
-
-    Raises:
-        ModelError: `on` asks for exact results together with bf16 transfers or with fast arithmetic.
-    """
-    if on.exact and on.wire != "f32":
-        raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
-    if on.exact and on.fast:
-        raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
+    """Make the function that builds the graph of a step, with the rewrites for exact or fast arithmetic."""
     rules: list[NodeRewrite] = [drop_exact_attribute] if on.fast else []
     if on.exact and model.uses_half_precision_activation:
         rules.append(forbid_split_matmul_sums)

@@ -184,7 +184,7 @@ def _convert_parse_errors_to_model_error(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError) as why:
-        raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
+        raise ModelError(f"{path}: not a saved state of this model ({why}); save one with Model.save") from None
 
 
 def read_saved_conversation(session: Session | MicroBatchedSession, path: str | Path) -> Mapping[str, object]:
@@ -198,7 +198,7 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
     except (ValueError, KeyError):
         talk = None
     if not isinstance(talk, dict):
-        raise ModelError(f"{path}: holds no talk; save one with /save or with --chat --save-state")
+        raise ModelError(f"{path}: holds no talk; save one with /save, or with --chat and Model.save")
     return talk
 
 

@@ -103,7 +103,7 @@ class Session:
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
-        for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
+        for name, value in (("sequences", sequences), ("context", self.context), ("batch", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
         model.require_context_within_training(self.context)

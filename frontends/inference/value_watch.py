@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ...backends.base import Array
-from ...graph import Graph
+from ...graph import Graph, PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import make_module_getattr
 from ...graph.validation import CALLABLE, TEXT, require
@@ -80,18 +80,21 @@ class ValueWatch(StepWatch):
     see: Callable[[StepStatistics], None]
 
     def __post_init__(self) -> None:
-        require(ModelError, "Watch", "pattern", self.pattern, TEXT)
+        require(ModelError, "ValueWatch", "pattern", self.pattern, TEXT)
         require(ModelError, "ValueWatch", "see", self.see, CALLABLE)
 
     def require_watched_values(self, graph: Graph) -> None:
         """Require that the name of at least one value of the graph matches the pattern.
 
         Raises:
-            PlanError: No name matches.
+            ModelError: No name matches, or the pattern is no regular expression.
         """
         from ...scheduler import select_matching_values
 
-        select_matching_values(graph, self.pattern)
+        try:
+            select_matching_values(graph, self.pattern)
+        except PlanError as why:
+            raise ModelError(f"watch='{self.pattern}': {why}") from None
 
     def add_watched_outputs(self, graph: Graph) -> Graph:
         """Return the graph with all watched values as additional outputs."""

@@ -74,13 +74,13 @@ REFUSED_FILES = (
         "a projector of pictures or sound (mmproj), which hocket cannot use; give the text model",
     ),
     ("general.architecture", "clip", "a projector of pictures (mmproj), which hocket cannot use; give the text model"),
-    ("general.type", "adapter", "an adapter (LoRA); give it with --lora (Python: lora) together with the model"),
-    ("adapter.type", "lora", "an adapter (LoRA); give it with --lora (Python: lora) together with the model"),
+    ("general.type", "adapter", "an adapter (LoRA); give it as lora=FILE together with the model"),
+    ("adapter.type", "lora", "an adapter (LoRA); give it as lora=FILE together with the model"),
     ("general.type", "imatrix", "an importance matrix, which llama-quantize reads; give the model"),
     (
         "general.architecture",
         "controlvector",
-        "a control vector; give it with --control-vector (Python: control_vectors) together with the model",
+        "a control vector; give it as control_vectors=FILE together with the model",
     ),
 )
 """Metadata key, value and message for GGUF files that are not models."""
@@ -190,9 +190,7 @@ class Model:
     def require_context_within_training(self, context: int) -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for."""
         if context > self.context_length:
-            raise ModelError(
-                f"context size is {context}, but the model was trained for {self.context_length}; choose less"
-            )
+            raise ModelError(f"context is {context}, but the model was trained for {self.context_length}; choose less")
 
     def graph(self, step: Step) -> Graph:
         """Build the graph of a step. Its weights are bound by tensor name; `inputs` returns the arrays of its inputs.

@@ -130,7 +130,8 @@ def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
         return constant_tensor(
             np.asarray(x, like.dtype.storage if like.is_integer else np.int64 if like.is_bool else np.float32)
         )
-    return constant_tensor(np.asarray(x, np.float32))
+    with np.errstate(over="ignore"):  # a number beyond float32 is an infinity, as in PyTorch
+        return constant_tensor(np.asarray(x, np.float32))
 
 
 def cast(x: Tensor, dtype: DType, is_bool: bool = False) -> Tensor:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +35,13 @@ def escape_as_one_line(text: str) -> str:
 def describe_os_error(error: OSError) -> str:
     """Return the system's message about a file error, with a remedy."""
     message = error.strerror or str(error)
-    return f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else message
+    return message if error.filename is None else f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}"
 
 
 OUTPUT_ARGUMENTS = ("out", "save_state", "trace", "log_requests")
 """Arguments that name a file to write; but `hocket view` reads its trace."""
+FILE_METAVARS = ("FILE", "FOLDER", "DIR")
+"""Metavariables of flags that name a file or a folder."""
 REPLACED_INPUTS = frozenset({"load_state", "diff"})
 """Arguments with a file that an output may replace after it has been read."""
 
@@ -75,31 +78,55 @@ OTHER_FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
         "max_tokens": "-n",
         "slots": "--parallel",
         "schema_lenient": "--schema-lenient",
+        "chat_template": "--chat-template",
+        "watch": "--watch",
     }
 )
 """Command-line flags by argument of methods of `hocket.Model` and of `EngineOptions`."""
+FLAGS_BY_METHOD: Mapping[str, str] = MappingProxyType({"Model.save": "--save-state", "Model.load": "--load-state"})
+"""Command-line flags by method of `hocket.Model`."""
 
 
 def list_flags_by_argument() -> Mapping[str, str]:
-    """Return the flags of all arguments; messages write arguments as ``argument=value``."""
+    """Return the flags of all arguments of a model run; messages write arguments as ``argument=value``."""
     from ..run_config import RUN_OPTIONS  # only messages about mistakes need it
 
     return {**OTHER_FLAGS_BY_ARGUMENT, **{name: row.flags[-1] for name, row in RUN_OPTIONS.items()}}
 
 
+def list_flags_by_subject() -> Mapping[str, str]:
+    """Return the flags of all arguments that may be the subject of a message: ``Sampling: top_p is 2; …``."""
+    from ..config_options import list_options
+    from ..generation.sampling import Sampling
+
+    sampling = {name: row.flags[-1] for name, row in list_options(Sampling).items()}
+    return {
+        **list_flags_by_argument(),
+        **sampling,
+        "path": "the model",
+        "sequences": "--parallel",
+        "grammar": "--grammar",
+        "json_schema": "--json-schema",
+    }
+
+
 def replace_arguments_by_flag_names(message: str) -> str:
     """Replace Python arguments in an error message of the library by the command-line flags of the same meaning.
 
-    Example: ``context=64`` becomes ``--ctx-size 64``.
+    Examples: ``context=64`` becomes ``--ctx-size 64``, ``control_layers=(1, 3)`` becomes
+    ``--control-vector-layer-range 1 3``, and ``Sampling: top_p is 2`` becomes ``--top-p is 2``.
     """
-
-    flags = list_flags_by_argument()
+    flags, subjects = list_flags_by_argument(), list_flags_by_subject()
 
     def as_flag(match: re.Match[str]) -> str:
-        name, is_switch, quoted, plain = match.groups()
-        return flags[name] + ("" if is_switch else f" {plain if quoted is None else quoted}")
+        name, is_switch, quoted, several, plain = match.groups()
+        value = next((v for v in (quoted, several and several.replace(",", ""), plain) if v is not None), "")
+        return flags[name] + ("" if is_switch else f" {shlex.quote(value) if name == 'place' else value}")
 
-    return re.sub(rf"\b({'|'.join(flags)})=(?:(True)\b|'([^']*)'|(\w+))", as_flag, message)
+    for method, flag in FLAGS_BY_METHOD.items():
+        message = message.replace(method, flag)
+    message = re.sub(rf"^(?:[\w.]+: )?({'|'.join(subjects)}) is (?=.*; )", lambda m: f"{subjects[m[1]]} is ", message)
+    return re.sub(rf"\b({'|'.join(flags)})=(?:(True)\b|'([^']*)'|\(([^()]*)\)|(\w+))", as_flag, message)
 
 
 class PositionalAliasAction(argparse._StoreAction):
@@ -154,6 +181,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {escape_as_one_line(message)}; see {self.prog} --help\n")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the value of an action; the name of a file is never empty."""
+        values = super()._get_values(action, arg_strings)
+        if values == "" and action.option_strings and action.metavar in FILE_METAVARS:
+            raise argparse.ArgumentError(action, "got ''; need the name of a file")
+        return values
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:

@@ -5,6 +5,7 @@ An annotation is a key of `ATTRIBUTE_TYPES`, or a tuple of one type: ``tuple[int
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,6 +19,8 @@ from .signature import SignatureMismatch
 
 MAX_ATTRIBUTE_CHARACTERS = 200
 """Maximum characters of a text attribute."""
+_MIN_FLOAT32_OVERFLOW = (2 - 2**-24) * 2.0**127
+"""The smallest number that float32 rounds to infinity; kernels compute with attributes in float32."""
 
 
 def _as_int(value: object) -> int:
@@ -32,7 +35,10 @@ def _as_int(value: object) -> int:
 def _as_float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError
-    return float(value)
+    number = float(value)
+    if _MIN_FLOAT32_OVERFLOW <= abs(number) < math.inf:
+        raise TypeError
+    return number
 
 
 def _as_bool(value: object) -> bool:
@@ -57,7 +63,7 @@ def _as_dtype(value: object) -> DType:
 ATTRIBUTE_TYPES: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
     {
         "int": ("an integer of 64 bits", _as_int),
-        "float": ("a number", _as_float),
+        "float": ("a number of at most 3.4028235e38 in magnitude, or an infinity", _as_float),
         "bool": ("true or false", _as_bool),
         "str": (f"text of at most {MAX_ATTRIBUTE_CHARACTERS} characters", _as_text),
         "DType": ("a DType or the name of one", _as_dtype),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...graph.attrs import Attrs
+from ...graph.errors import GraphError
 from .signature import Signature
 
 EMPTY = inspect.Parameter.empty
@@ -18,10 +19,15 @@ def read_attributes(function: Callable[..., object]) -> tuple[dict[str, str], di
     """Return the attributes of an op from the keyword-only parameters of its function: annotations, and defaults.
 
     Attributes without a default come first. `inspect.signature` takes ten times as long.
+
+    Raises:
+        GraphError: a parameter has no annotation.
     """
     code, defaults = function.__code__, function.__kwdefaults__ or {}
     keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     ordered = sorted(keywords, key=lambda keyword: keyword in defaults)
+    if missing := [keyword for keyword in ordered if keyword not in function.__annotations__]:
+        raise GraphError(f"{function.__name__}: attribute {missing[0]} has no annotation; add one, such as float")
     types = {keyword: _format_annotation(function.__annotations__[keyword]) for keyword in ordered}
     return types, {keyword: defaults[keyword] for keyword in keywords if keyword in defaults}
 

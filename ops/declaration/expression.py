@@ -11,6 +11,7 @@ import numpy as np
 
 from ...graph.attrs import Attr
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import format_value
 from .numpy_functions import NUMPY_FUNCTIONS
 from .scalar import ROW_FUNCTIONS, Scalar
 
@@ -92,20 +93,24 @@ def linearise(result: Scalar) -> Expression:
     """Return the expression of a `Scalar`; equal terms become one step.
 
     Raises:
-        TypeError: the result is a truth value, or a reduction reads a number of the row.
+        TypeError: the result is no number, or a reduction reads a number of the row.
     """
+    if not isinstance(result, Scalar):
+        raise TypeError(f"the result of an op must be a Scalar of its operands, but is {format_value(result)}")
     if result.is_truth:
         raise TypeError("the result of an op must be a number, but is a truth value; use where(truth, 1.0, 0.0)")
     numbers: dict[Step, int] = {}
     seen: dict[int, int] = {}
 
-    def visit(scalar: Scalar) -> int:
-        if id(scalar) not in seen:
-            step = Step(scalar.function, tuple(map(visit, scalar.sources)), scalar.value)
-            seen[id(scalar)] = numbers.setdefault(step, len(numbers))
-        return seen[id(scalar)]
-
-    visit(result)
+    pending = [result]
+    while pending:  # without recursion, so that chains may have any length
+        scalar = pending[-1]
+        if unseen := [source for source in scalar.sources if id(source) not in seen]:
+            pending += reversed(unseen)
+            continue
+        pending.pop()
+        step = Step(scalar.function, tuple(seen[id(source)] for source in scalar.sources), scalar.value)
+        seen[id(scalar)] = numbers.setdefault(step, len(numbers))
     expression = Expression(tuple(numbers))
     if any(
         s.function in ROW_FUNCTIONS and expression.steps_with_one_number_per_row.issuperset(s.sources)
@@ -129,6 +134,9 @@ def trace(
         present: whether each operand is present; None stands for an absent one.
         float_attributes: names of the attributes that are numbers of the call.
         others: the other attributes, which select between expressions.
+
+    Raises:
+        TypeError: the function returns no number.
     """
     operands = [Scalar("operand", (), index) if there else None for index, there in enumerate(present)]
     numbers = {name: Scalar("attribute", (), name) for name in float_attributes}

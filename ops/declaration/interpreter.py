@@ -10,6 +10,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import describe_exception
 from .broadcasting import tile_to_shape
 from .expression import Expression, format_formula, trace
 from .numpy_functions import NUMPY_FUNCTIONS, Array
@@ -54,10 +55,43 @@ class ScalarLanguageDeclaration:
         Args:
             present: whether each operand of the expression is present.
             attributes: the attributes of the call; attributes that are not floats select between expressions.
+
+        Raises:
+            SignatureMismatch: the declaration is wrong; the message says why.
         """
         floats = tuple(name for name, kind in self.attribute_types.items() if kind == "float")
         others = tuple((name, attributes[name]) for name in self.attribute_types if name not in floats)
-        return trace(self.build, (*present,), floats, others)
+        try:
+            return trace(self.build, (*present,), floats, others)
+        except Exception as why:  # the function may be of another package, which may raise anything
+            raise SignatureMismatch(f"the declaration of the op fails: {describe_exception(why)}") from None
+
+    def require_result_shape(
+        self, signature: Signature, present: Sequence[bool], attributes: Mapping[str, Attr]
+    ) -> None:
+        """Require that the expression for these operands has the shape that the signature declares.
+
+        Raises:
+            SignatureMismatch: the declaration is wrong, or the signature declares another shape.
+        """
+        first, result = signature.operands[0], signature.results[0]
+        if self.arrange is None and len(signature.operands) != len(self.operand_names):
+            raise SignatureMismatch(
+                f"the signature has {len(signature.operands)} operands, the function has {len(self.operand_names)}"
+            )
+        is_number = self.trace(
+            present if self.arrange is None else [True] * len(self.operand_names), attributes
+        ).reduces_row
+        last = (("1",),) if is_number else tuple(d.factors for d in first.dims[-1:])
+        shape = (*(d.factors for d in first.dims[:-1]), *last)
+        if len(signature.results) > 1 or (
+            (self.arrange is None or is_number)
+            and (tuple(d.factors for d in result.dims) != shape or result.leading is not first.leading)
+        ):
+            raise SignatureMismatch(
+                f"the expression is one number for each {'row' if is_number else 'element'} of {first.text}, but the"
+                f" signature declares {result.text}"
+            )
 
     def require_whole_rows(self, signature: Signature, attributes: Mapping[str, Attr]) -> None:
         """Require that the op declares its last axis as unsharded if an element depends on its whole row.
@@ -72,6 +106,16 @@ class ScalarLanguageDeclaration:
             raise SignatureMismatch(
                 "the expression reads whole rows, but devices may share them; declare the last axis as *c"
             )
+
+    def require_float_dtypes(self, signature: Signature) -> None:
+        """Require that operands and results are floats; a kernel that follows from an expression has no integers.
+
+        Raises:
+            SignatureMismatch: an operand or a result may have integers.
+        """
+        for part in (*signature.operands, *signature.results):
+            if integers := [dtype for dtype in part.dtypes if dtype.is_integer]:
+                raise SignatureMismatch(f"{part.text} may be {integers[0]}; a Scalar is a float")
 
     def is_selected_by(self, attributes: Mapping[str, Attr]) -> bool:
         """Return whether `attributes` has each attribute that is not a float, because these select the expression."""

@@ -230,6 +230,8 @@ class Op(Generic[R]):
         for spec in results:
             if why := check_spec(spec):
                 raise SignatureMismatch(f"the result would be illegal: {why}")
+        if self.expression is not None:
+            self.expression.require_result_shape(signature, [spec is not None for spec in specs], attrs)
         return results
 
     # --------------------------------------------------------------------------------------- queries of passes

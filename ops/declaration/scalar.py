@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
+from ...graph.validation import format_value
+
 Number: TypeAlias = "Scalar | float"
 
 
@@ -36,6 +38,9 @@ class Scalar:
     function: str
     sources: tuple[Scalar, ...] = ()
     value: int | str = ""
+
+    def __repr__(self) -> str:
+        return f"Scalar({self.function!r})"  # without the sources, which may be many
 
     @property
     def is_truth(self) -> bool:
@@ -81,6 +86,14 @@ class Scalar:
     def __ge__(self, other: Number) -> Scalar:
         return _apply("less_equal", other, self)
 
+    def __eq__(self, other: Number) -> Scalar:  # type: ignore[override]  # a comparison of numbers, as in NumPy
+        return _apply("equal", self, other)
+
+    def __ne__(self, other: Number) -> Scalar:  # type: ignore[override]  # as `__eq__`
+        return _apply("not_equal", self, other)
+
+    __hash__ = object.__hash__
+
     def __bool__(self) -> NoReturn:
         raise TypeError("a Scalar has no truth value while an op is declared; select numbers with where()")
 
@@ -92,8 +105,16 @@ ROW_FUNCTIONS = frozenset({"row_sum", "row_dot", "row_max", "row_min", "row_prod
 
 
 def as_scalar(number: Number) -> Scalar:
-    """Return a number of the language: a `Scalar` itself, or the constant of a Python number."""
-    return number if isinstance(number, Scalar) else Scalar("constant", (), float(number).hex())
+    """Return a number of the language: a `Scalar` itself, or the constant of a Python number.
+
+    Raises:
+        TypeError: `number` is neither.
+    """
+    if isinstance(number, Scalar):
+        return number
+    if not isinstance(number, int | float):  # NumPy's float64 is a float
+        raise TypeError(f"{format_value(number)} is no number; need a Scalar or a number")
+    return Scalar("constant", (), float(number).hex())
 
 
 def _apply(function: str, *sources: Number) -> Scalar:

@@ -43,10 +43,15 @@ QUANTISED_CACHE_NAMES = tuple(str(dtype) for dtype in CACHE_DTYPES if dtype.is_q
 _MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(kv_heads query_heads), t, *s", "tiled": "*m, t, *s"}
 
 
-def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | None = None, **_: object) -> str | None:
+def _check_attention(
+    mask_heads: str, kv_heads: int, query_heads: int, softcap: float, max_bias: float, m: int | None = None, **_: object
+) -> str | None:
     heads = kv_heads * query_heads
     if m is not None and (heads % m if m else heads):
         return f"mask has {m} heads, which do not divide the {heads} of q"
+    for name, value in (("softcap", softcap), ("max_bias", max_bias)):
+        if value and not 1e-30 <= value <= 1e30:  # float32 cannot hold its quotients
+            return f"{name} is {value}; it must be 0, or a number from 1e-30 to 1e30"
     return None
 
 
@@ -107,6 +112,8 @@ def _compute_fraction_of_cells_in_window(node: Node) -> float:
         ("q=f32[3,4,16], k=f32[9,2,8], v=f32[9,2,16], scale=1.0", "d is 16"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[8,2,16], scale=1.0", "s is 9"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16]", "scale is missing"),
+        ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], scale=1.0, softcap=-1.0", "softcap is -1.0; it must be 0"),
+        ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], scale=1.0, max_bias=1e-300", "max_bias is 1e-300; it must be 0"),
         ("q=f32[3,4,256], k=q4_K[9,2,256], v=f32[9,2,32], scale=1.0", "k is q4_K"),
         (
             'q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[3,3,7], mask_heads="tiled", scale=1.0',

@@ -23,6 +23,7 @@ def _check_rope(
     mode: str,
     ext_factor: float,
     original_context: int,
+    base: float,
     offset: int = 0,
     f: int | None = None,
     modes: tuple[str, ...] = ROPE_MODES,
@@ -34,6 +35,8 @@ def _check_rope(
         return f"n_dims is {n_dims}; it must be even and at most the head size {d}"
     if offset % 2 or not 0 <= offset <= d - n_dims:
         return f"offset is {offset}; it must be even and at most {d - n_dims}, the dimensions without rotation"
+    if not base > 0:
+        return f"base is {base}; it must be positive"
     if ext_factor and original_context <= 0:
         return "original_context must be positive where ext_factor mixes angles (YaRN)"
     count = n_dims if mode == "vision" else n_dims // 2

@@ -139,10 +139,10 @@ def plan_for_group(
         use: The workload for which mode ``auto`` optimises; without it, one run of `graph`.
     """
     if split_mode not in SPLIT_MODES:
-        raise PlanError(f"split mode is {format_value(split_mode)}; need one of {'; '.join(SPLIT_MODES)}")
+        raise PlanError(f"split_mode is {format_value(split_mode)}; need one of {'; '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
         raise PlanError(
-            f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one; "
+            f"devices='{','.join(str(d) for _, d in group)}': name each once, and at least one; "
             "parts of one device are named as cuda:0.0,cuda:0.1"
         )
     verify(graph)
@@ -221,5 +221,5 @@ def _expand_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequenc
         return [1.0] * devices
     if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):
         split_text = ",".join(f"{s:g}" for s in tensor_split)
-        raise PlanError(f"tensor split {split_text}: need at most {devices} shares, none negative, one above zero")
+        raise PlanError(f"tensor_split='{split_text}': need at most {devices} shares, none negative, one above zero")
     return [*tensor_split, *[0.0] * (devices - len(tensor_split))]

@@ -202,9 +202,12 @@ def format_memory_table(plan: Plan) -> list[str]:
 
 
 def format_timeline_table(plan: Plan) -> list[str]:
-    """Format the timeline as a table with one row for each entry and its reason; repeated layers are shown once."""
+    """Format the timeline as a table with one row for each entry and its reason; repeated layers are shown once.
+
+    The column `steps` has the number of instructions, as the summary; their number is not the number of graph nodes.
+    """
     reasons, advice = TimelineReasons(plan), suggest_weights_for_single_device(plan)
-    rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
+    rows = [("stage", "where", "steps", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.timeline):
         phrases = [

@@ -7,7 +7,6 @@ other nodes, so the cost model of the plan predicts the time if one device runs 
 from __future__ import annotations
 
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ MAX_PATTERN_CHARACTERS = 80
 class SingleDevicePlacementHint:
     """The advice to place a weight on one device only, because that saves memory on the other devices.
 
-    - `placement_rule`: the argument of ``--place``.
+    - `placement_rule`: the argument of ``--place``, a pattern and a device.
     - `saved_bytes_by_device`: the bytes that each other device saves.
     - `extra_seconds`: the additional seconds of a run.
     """
@@ -45,7 +44,7 @@ class SingleDevicePlacementHint:
     extra_seconds: float
 
     def __str__(self) -> str:
-        """Return the hint as text: ``--place 'token_embd=cpu:0' saves 28.7 MiB on cpu:1, costs 762 us a run``."""
+        """Return the hint as text: ``place='token_embd=cpu:0' saves 28.7 MiB on cpu:1, costs 762 us a run``."""
         devices: dict[int, list[str]] = defaultdict(list)
         for device, nbytes in self.saved_bytes_by_device.items():
             devices[nbytes].append(device)
@@ -53,7 +52,7 @@ class SingleDevicePlacementHint:
         phrases.append(
             f"{'saves' if self.extra_seconds < 0 else 'costs'} {format_seconds(abs(self.extra_seconds))} a run"
         )
-        return f"--place {shlex.quote(self.placement_rule)} {', '.join(phrases)}"
+        return f"place='{self.placement_rule}' {', '.join(phrases)}"
 
 
 def suggest_weights_for_single_device(

@@ -91,7 +91,7 @@ def find_user_pins(
         }
         if strict and not matching:
             raise PlanError(f"{rule_text}: no node, weight or state has such a name; `hocket dump` lists them")
-        pin = Pin(device_names.index(device), f"--place {pattern}={device}")
+        pin = Pin(device_names.index(device), rule_text)
         for node in graph.nodes:
             read = {node, *filter(None, map(find_weight_or_state_under_views, node.inputs))}
             if not node.is_leaf and not matching.isdisjoint(read):

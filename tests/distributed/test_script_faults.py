@@ -63,7 +63,7 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
         (("run", TINY, "--foo"), "there is no flag '--foo'"),
         (("bogus",), "there is no command 'bogus'"),
         (("run", TINY, "-p", "a", "--devices", "metal"), "there is no backend for device kind 'metal'"),
-        (("run", TINY, "-p", "a", "-c", "1000000"), "context size is 1000000"),
+        (("run", TINY, "-p", "a", "-c", "1000000"), "--ctx-size is 1000000"),
     ],
     ids=["flag", "command", "device", "context"],
 )

@@ -147,6 +147,21 @@ def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
     assert run_guide("add-an-op.md")["share"].expression.format({}) == "x / row_sum(x)"
 
 
+def test_an_op_of_the_guide_runs_where_the_guide_says(monkeypatch):
+    """Without a kernel an op runs on `numpy` and `cpu`; `cuda` refuses it, except on a device list with `cpu`."""
+    page = " ".join((DOCS / "add-an-op.md").read_text("utf-8").split())
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4) ** 2
+    expected = {"centre": rows - rows.mean(-1, keepdims=True), "share": rows / rows.sum(-1, keepdims=True)}
+    for name, result in expected.items():
+        monkeypatch.setitem(ops.REGISTRY._ops, name, run_guide("add-an-op.md")[name])
+        graph = hocket.Graph({"y": ops.REGISTRY[name](hocket.input("x", rows.shape))})
+        for devices in ("numpy:0", "cpu:0", "cuda-emulated:0,cpu:0"):
+            np.testing.assert_allclose(hocket.run(graph, {"x": rows}, devices=devices)["y"], result, rtol=1e-5)
+        with pytest.raises(hocket.HocketError, match=f"backends/cupy has no kernel for {name}$"):
+            hocket.plan(graph, "cuda-emulated:0")
+    assert "`backends/cupy has no kernel for centre`" in page
+
+
 def run_guide(name: str) -> dict[str, Any]:
     """Run the Python blocks of a guide, and return the names that they define."""
     code = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text("utf-8"), re.DOTALL)

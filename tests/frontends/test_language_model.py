@@ -220,7 +220,7 @@ def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
         (lambda m: m.load(3), "path is 3"),
         (lambda m: hocket.Model(3), "path is 3"),
         (lambda m: hocket.Model(devices=3), "devices is 3"),
-        (lambda m: hocket.Model(context=0), "context size is 0"),
+        (lambda m: hocket.Model(context=0), "context is 0"),
     ],
 )
 def test_errors_are_reported_in_one_line(model, wrong, message):

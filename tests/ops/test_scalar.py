@@ -7,9 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import hocket
 from hocket.backends.numpy.expressions import make_expression_calls, plan_scratch
 from hocket.graph import GraphError, input
-from hocket.ops import REGISTRY, op
+from hocket.ops import REGISTRY, op, register
 from hocket.ops.declaration import scalar
 from hocket.ops.declaration.expression import Expression, Step, format_formula, linearise, trace
 from hocket.ops.declaration.interpreter import evaluate
@@ -213,3 +214,110 @@ def test_rows_that_devices_may_share_are_refused(signature):
     with pytest.raises(GraphError, match=r"declare the last axis as \*c"):
         op(signature)(share)(input("x", (2, 8)))
     assert op("x[..., *c] -> [..., c]")(share)(input("x", (2, 8))).shape == (2, 8)
+
+
+def _declare(function, signature="x[...] -> [...]", **more):
+    function.__annotations__["return"] = "Scalar"
+    function.__name__ = "declared_wrong"
+    return op(signature, **more)(function)
+
+
+def _return_row_sum(x):
+    return scalar.row_sum(x)
+
+
+def _ask_zero(x):
+    if x == 0.0:
+        return x
+    return x + 1.0
+
+
+def _call_itself(x):
+    return _call_itself(x)
+
+
+def _raise_two_lines(x):
+    raise ValueError("first\nsecond")
+
+
+@pytest.mark.parametrize(
+    ("function", "signature", "problem"),
+    [
+        (lambda x: 1.5, "x[...] -> [...]", "must be a Scalar of its operands, but is 1.5"),
+        (lambda x: None, "x[...] -> [...]", "must be a Scalar of its operands, but is None"),
+        (
+            lambda x: (x, x),
+            "x[...] -> [...]",
+            "must be a Scalar of its operands, but is (Scalar('operand'), Scalar('op",
+        ),
+        (lambda x: x < 1.0, "x[...] -> [...]", "is a truth value; use where"),
+        (lambda x: scalar.row_count(), "x[..., *c] -> [..., c]", "one number for each row of x[..., *c], but"),
+        (lambda x: x + None, "x[...] -> [...]", "None is no number"),
+        (lambda x: x**2, "x[...] -> [...]", "unsupported operand type"),
+        (lambda x: max(x, 0.0), "x[...] -> [...]", "no truth value while an op is declared"),
+        (_ask_zero, "x[...] -> [...]", "no truth value while an op is declared"),
+        (_call_itself, "x[...] -> [...]", "RecursionError"),
+        (_raise_two_lines, "x[...] -> [...]", "ValueError: first second"),
+        (lambda x, y: x + y, "x[...] -> [...]", "the signature has 1 operands, the function has 2"),
+        (_return_row_sum, "x[..., *c] -> [..., c]", "one number for each row of x[..., *c], but the signature"),
+        (_return_row_sum, "x[...] -> [...]", "declare the last axis as *c"),
+        (lambda x: x, "x[..., a, b] -> [..., b, a]", "one number for each element of x[..., a, b], but"),
+        (lambda x: x, "x[..., c] -> [..., 1]", "one number for each element of x[..., c], but"),
+        (lambda x: x, "x[...] -> [...]: i32", "may be i32; a Scalar is a float"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_in_one_line_that_names_the_op(function, signature, problem):
+    declared = _declare(function, signature)
+    with pytest.raises(GraphError) as caught:
+        register(declared)
+    assert str(caught.value).startswith("declared_wrong: ")
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "declared_wrong" not in REGISTRY
+    if "i32" not in signature:
+        with pytest.raises(GraphError, match=r"^declared_wrong\(") as built:
+            declared(input("x", (2, 3)), *[input("y", (2, 3))] * (function.__code__.co_argcount - 1))
+        assert "\n" not in str(built.value)
+
+
+def test_an_absent_operand_that_the_function_reads_is_refused_when_the_node_is_built():
+    declared = _declare(lambda x, y: x + y, "x[...], y[...]? -> [...]")
+    with pytest.raises(GraphError, match=r"^declared_wrong\(%x.*None is no number"):
+        declared(input("x", (2, 3)))
+    assert declared(input("x", (2, 3)), input("y", (2, 3))).shape == (2, 3)
+
+
+def test_an_attribute_without_annotation_is_refused():
+    def power(x, *, exponent):
+        return x
+
+    with pytest.raises(GraphError, match=r"^declared_wrong: attribute exponent has no annotation"):
+        _declare(power)
+
+
+def test_equal_numbers_are_selected_with_where():
+    expression = linearise(scalar.where(A == 0.0, B, A) + scalar.where(A != B, 1.0, 2.0))
+    a, b = np.array([0.0, -0.0, 1.0, 3.0, np.nan]), np.array([5.0, 6.0, 1.0, 2.0, np.nan])
+    want = np.where(a == 0, b, a) + np.where(a != b, 1.0, 2.0)
+    assert_elements_close(evaluate(expression, [a, b], {}), want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["reference:0", "numpy:0", "cpu:0"])
+def test_a_chain_of_thousands_of_steps_is_computed(device):
+    """Walks over an expression have no recursion; the limit of Python is 1,000 calls."""
+
+    def add_often(x: Scalar) -> Scalar:
+        total = x
+        for _ in range(2000):
+            total = total + x
+        return total
+
+    name = f"chain_{device.partition(':')[0]}"
+    add_often.__name__ = name
+    y = register(op("x[...] -> [...]")(add_often))(input("x", (5,)))
+    try:
+        x = np.arange(5, dtype=np.float32)
+        assert_equal_bits(hocket.run(hocket.Graph({"y": y}), {"x": x}, devices=device)["y"], x * 2001)
+    finally:
+        del REGISTRY._ops[name]

@@ -138,7 +138,7 @@ def test_a_weight_that_could_lie_elsewhere_has_a_hint():
     new_plan = hocket.plan(Graph({"y": ops.add(x, down)}), "cpu:0,cpu:1", split_mode="tensor")
     page_content = data(new_plan.view(tokens=3))
     (hint,) = page_content["shown"][0]["plan"]["hinted"].values()
-    assert hint.startswith("--place table=cpu:0 saves 125.0 KiB on cpu:1, costs ")
+    assert hint.startswith("place='table=cpu:0' saves 125.0 KiB on cpu:1, costs ")
     assert page_content["tokens"] == 3
 
 

@@ -63,7 +63,6 @@ def test_the_first_wrong_kernel_is_named_with_the_graph_around_it(capsys, monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--watch", "("], "is no regular expression"),
         (["--watch", "nobody"], "no value has 'nobody' in its name"),
         (["--compare", "nowhere:0"], "no backend for device kind 'nowhere'"),
         (["--compare", "reference:0", "--chat"], "--compare writes no text, so --chat has no meaning"),

@@ -138,8 +138,8 @@ def test_loading_tells_its_progress_up_to_the_last_byte() -> None:
     ("flags", "words"),
     [
         ({"sequences": 0}, "sequences is 0"),
-        ({"context": 0}, "context size is 0"),
-        ({"batch": 0}, "batch size is 0"),
+        ({"context": 0}, "context is 0"),
+        ({"batch": 0}, "batch is 0"),
         ({"context": 513}, "the model was trained for 512"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_hint_says_what_planning_so_gives(name, devices):
 
 def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
     lines = plan(lookup(), "cpu:0,cpu:1", split_mode="tensor").explain().splitlines()
-    hint_lines = [line for line in lines if "hint: --place '^words$=cpu:0' saves 125.0 KiB on cpu:1, costs " in line]
+    hint_lines = [line for line in lines if "hint: place='^words$=cpu:0' saves 125.0 KiB on cpu:1, costs " in line]
     assert hint_lines
     assert all(re.match(r" +[01] ", line) for line in hint_lines)
 

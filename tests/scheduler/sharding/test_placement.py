@@ -79,7 +79,7 @@ def test_placed_nodes_and_leaves_are_on_their_device_alone(mode):
         here = {n.name for n in device_plan.graph.nodes} & {"gateed", "uped", "act", "gate", "up"}
         assert len(here) == (5 if number == its_number else 0)
     assert "cpu:2 alone runs" in new_plan.explain()
-    assert "--place ^(gate|up)$=cpu:2" in new_plan.explain()
+    assert "place='^(gate|up)$=cpu:2'" in new_plan.explain()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -268,7 +268,7 @@ def test_a_placed_node_runs_where_it_can_and_the_plan_says_why():
     plan = plan_for_group(decoder(), group, split_mode="tensor", place=[("^(gate|up|act)", "reference:1")])
     (where,) = (p for p in plan.pinned_nodes if "act" in p.nodes)
     assert where.device == 0
-    assert where.because.startswith("--place ^(gate|up|act)=reference:1, but reference:1 cannot run swiglu")
+    assert where.because.startswith("place='^(gate|up|act)=reference:1', but reference:1 cannot run swiglu")
 
 
 def test_a_node_that_no_device_can_run_is_named_with_every_reason():

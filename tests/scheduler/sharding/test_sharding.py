@@ -302,8 +302,8 @@ def test_a_member_that_does_not_come_is_an_error_and_not_a_hang():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split_mode": "rows"}, "split mode is 'rows'; need one of none; layer; tensor; layer,tensor; auto"),
-        ({"tensor_split": (1, 2, 3)}, "tensor split 1,2,3: need at most 2 shares"),
+        ({"split_mode": "rows"}, "split_mode is 'rows'; need one of none; layer; tensor; layer,tensor; auto"),
+        ({"tensor_split": (1, 2, 3)}, "tensor_split='1,2,3': need at most 2 shares"),
         ({"tensor_split": (0, 0)}, "one above zero"),
         ({"tensor_split": (-1, 2)}, "none negative"),
     ],

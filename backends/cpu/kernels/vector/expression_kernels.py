@@ -280,13 +280,19 @@ class _RowKernelEmitter:
         return None
 
     def _find_needed_steps(self, number: int, known: set[int]) -> set[int]:
-        """Return the elementwise steps that must be computed for step `number`, itself included.
-
-        Steps in `known`, row values, and steps behind them are left out.
-        """
-        if number in known or number in self.plan.expression.steps_with_one_number_per_row:
-            return set()
-        return {number}.union(*(self._find_needed_steps(s, known) for s in self.plan.expression.steps[number].sources))
+        """Return the elementwise steps on which a step depends, up to `known` ones and numbers of the row."""
+        found: set[int] = set()
+        pending = [number]
+        while pending:  # without recursion: an expression may have thousands of steps in a chain
+            step = pending.pop()
+            if (
+                step not in known
+                and step not in found
+                and step not in self.plan.expression.steps_with_one_number_per_row
+            ):
+                found.add(step)
+                pending += self.plan.expression.steps[step].sources
+        return found
 
     def _emit_lanes_of_steps(
         self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None
@@ -300,24 +306,29 @@ class _RowKernelEmitter:
             reduction: The reduction step to which the pass belongs; None for the pass that writes the result.
         """
         values = {**self.row_values}
-
-        def visit(number: int) -> Any:
-            if number not in values:
-                function, sources, value = self.plan.expression.steps[number]
-                if number == self.stash and reduction is None:
-                    values[number] = self._load(self.addresses[-1], column, count)
-                elif function == "operand":
-                    index = self.plan.operand_indices.index(int(value))
-                    is_single, address = self.plan.is_single[index], self.addresses[index]
-                    load = vectors.splat_from.body(self.b, address) if is_single else None
-                    values[number] = load or self._load(address, column, count)
-                else:
-                    values[number] = LANE_FUNCTIONS[function](self.b, *map(visit, sources))
-                if number == self.stash and reduction is not None and reduction == self.last_reduction:
-                    self._emit_store_of_lanes(values[number], column, count)
-            return values[number]
-
-        return [*map(visit, required)]
+        pending = [*reversed(required)]
+        while pending:  # without recursion, as in `_find_needed_steps`
+            number = pending[-1]
+            function, sources, value = self.plan.expression.steps[number]
+            is_stashed = number == self.stash and reduction is None
+            if missing := [s for s in sources if s not in values and number not in values and not is_stashed]:
+                pending += reversed(missing)
+                continue
+            pending.pop()
+            if number in values:
+                continue
+            if is_stashed:
+                values[number] = self._load(self.addresses[-1], column, count)
+            elif function == "operand":
+                index = self.plan.operand_indices.index(int(value))
+                is_single, address = self.plan.is_single[index], self.addresses[index]
+                load = vectors.splat_from.body(self.b, address) if is_single else None
+                values[number] = load or self._load(address, column, count)
+            else:
+                values[number] = LANE_FUNCTIONS[function](self.b, *(values[s] for s in sources))
+            if number == self.stash and reduction is not None and reduction == self.last_reduction:
+                self._emit_store_of_lanes(values[number], column, count)
+        return [values[number] for number in required]
 
     def _load(self, row: Any, column: Any, count: Any) -> Any:
         address = self.b.add(row, self.b.mul(column, _integer(4)))
