@@ -409,7 +409,7 @@ def make_attention_span_kernel(
 
 
 @cache
-def make_vector_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in vectors, for keys of type `k` and values of type `v`."""
     name = f"prefill_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
