@@ -25,6 +25,7 @@ from ..generation.sampling import Sampling
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import open_model, read_text_without_final_newline
+from ..run_config import RunConfig
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
@@ -40,6 +41,7 @@ from .shared_flags import (
     add_option_flags,
     apply_process_flags,
     config_from_flags,
+    mark_as_multi_rank_command,
     options_from_flags,
 )
 
@@ -60,6 +62,7 @@ MISSING_EXTRA_ERROR = f"hocket serve needs starlette, uvicorn and msgspec; {form
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
+    mark_as_multi_rank_command(sub)
     _add_address_flags(sub)
     sub.add_argument(
         *("-np", "--parallel"),
@@ -159,11 +162,13 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.world.size > 1:
-        raise ModelError("hocket serve runs in one process; start it without mpiexec")
     apply_process_flags(args)
     if args.dry_run:
-        return print_dry_run_prediction(args)
+        return 0 if args.world.rank else print_dry_run_prediction(args)
+    if args.world.size > 1 and args.log_requests is not None:
+        raise ModelError("--log-requests is for one process; leave it out, or start the server without mpiexec")
+    if args.world.rank:
+        return follow_server_on_rank_0(args)
     options = read_server_options_and_files(args)
     check_server_options_before_load(options)
     with ExitStack() as stack:
@@ -171,6 +176,28 @@ def run(args: argparse.Namespace) -> int:
         for listener in listeners:
             stack.enter_context(listener)
         return serve_model(args, options, listeners)
+
+
+def follow_server_on_rank_0(args: argparse.Namespace) -> int:
+    """Run the part of the model on the devices of this rank, until the server on rank 0 ends; return the exit code.
+
+    A launcher sends a signal to all ranks. Rank 0 ends the server, so this rank ignores the signal.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    from ... import __version__
+    from ..serving.encoder import has_no_generation
+    from ..serving.served_model import ServedModel
+    from ..serving.thread import make_served_pool
+
+    model, name = open_served_model(args)
+    with model:
+        served = ServedModel(model, name=name, version=__version__)
+        if has_no_generation(model):
+            served.rank_calls.follow_rank_0([served])
+        else:
+            served.rank_calls.follow_rank_0([served, make_served_pool(model, args.parallel, served.rank_calls)])
+    return 0
 
 
 def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Sequence[socket.socket]) -> int:
@@ -218,6 +245,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             code = run_server(service, options, announce, listeners=listeners)
         finally:
             service.close(0.0)
+        service.rank_calls.end()  # raises the failure of a rank
         if service.error is not None and args.debug:
             traceback.print_exception(service.error)
         if failures:
@@ -248,7 +276,8 @@ def lower_gc_threshold() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    model = Model(args.model, **served_options_from_flags(args))
+    config = RunConfig(args.model, **served_options_from_flags(args))
+    model = Model.open_on_ranks(config, args.world)
     return model, args.alias[0] if args.alias else Path(args.model).stem
 
 

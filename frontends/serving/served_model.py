@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ...backends.cpu.target_cpu import find_compile_target
+from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import Plan
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.model_digest import compute_model_digest
@@ -34,6 +35,8 @@ class LoadedModel(TextPooler, Protocol):
 class ServedModel:
     """A model with its name for clients; see `ModelService` for the members. Any thread may use it.
 
+    With several ranks, all of them make the same object. Rank 0 serves, and the other ranks follow its `rank_calls`.
+
     Args:
         model: The model.
         name: The name of the model for clients.
@@ -41,6 +44,7 @@ class ServedModel:
     """
 
     def __init__(self, model: LoadedModel, *, name: str, version: str) -> None:
+        self.rank_calls: RankCalls = RankCalls(model.session.world)
         self._model, self._name, self._version = model, name, version
         self._fingerprint = self._compute_fingerprint(version)
 
@@ -79,8 +83,10 @@ class ServedModel:
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
 
+    @on_all_ranks
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
         return self._model.embed(texts, normalise=normalise)
 
+    @on_all_ranks
     def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
         return rank_documents(self._model, query, documents)

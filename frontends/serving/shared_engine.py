@@ -24,7 +24,7 @@ from ...scheduler import DeferredInterrupts
 from ..errors import ModelError
 from ..generation.generate import GenerationParams, make_full_context_error
 from ..inference.prefill_chunks import count_useful_pipeline_stages, next_power_of_two
-from ..inference.saved_state import save_state
+from ..inference.saved_state import write_state_atomically
 from ..inference.session import Session
 from .engine import Engine
 from .prefix_cache import PrefixCache
@@ -228,7 +228,8 @@ class SharedEngine:
             end = self._engine.last_end
             if end is None or self._engine.status.slot_requests[end.slot]:
                 return False
-            save_state(self._pool.open_slot_session(end.slot, end.tokens), [end.context_tokens], path)
+            captured = self._pool.capture_slot(end.slot, list(end.context_tokens), len(end.tokens))
+            write_state_atomically(captured, path)
             return True
 
 

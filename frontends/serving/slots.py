@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
 
 MIN_PROMPT_TOKENS = 16
@@ -45,7 +47,8 @@ class SlotPool:
     """The memory in which a server runs up to `slots` sequences, over the weights of a session.
 
     A slot is the place of one sequence of at most `context` tokens. Raises `ModelError` for a model without steps, and
-    for more slots than the memory of the devices holds.
+    for more slots than the memory of the devices holds. With several ranks, all of them make the same pool. Rank 0
+    makes the calls, and the other ranks follow them by `rank_calls`.
 
     Args:
         like: The session that has the weights.
@@ -53,10 +56,21 @@ class SlotPool:
         context: Tokens of a slot.
         batch: Maximum prompt tokens of one run.
         shares_states: Whether the slots are the sequences of `like`, instead of further memory.
+        rank_calls: The calls that run on all ranks of `like`.
     """
 
-    def __init__(self, like: Session, slots: int, *, context: int, batch: int, shares_states: bool = False) -> None:
+    def __init__(
+        self,
+        like: Session,
+        slots: int,
+        *,
+        context: int,
+        batch: int,
+        shares_states: bool = False,
+        rank_calls: RankCalls | None = None,
+    ) -> None:
         model = like.model
+        self.rank_calls: RankCalls = rank_calls or RankCalls(like.world)
         if not model.is_causal or model.is_encoder_without_logits:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
         self.slots, self.context = slots, context
@@ -100,26 +114,23 @@ class SlotPool:
 
         The first call opens the session. A window that passes the last slot has fewer slots.
         """
-        count = min(count, self.slots - first)
-        key = first, count
+        key = first, min(count, self.slots - first)
         if key not in self._windows:
-            start = time.perf_counter()
-            self._windows[key] = Session(
-                self._all_slots.model,
-                like=self._all_slots,
-                first_sequence=first,
-                sequences=count,
-                context=self.context,
-                batch=self.batch,
-            )
-            self._opening_seconds += time.perf_counter() - start
+            self._add_window(*key)
         return self._windows[key]
 
-    def open_slot_session(self, slot: int, tokens: Sequence[int]) -> Session:
-        """Return the session of one slot that has processed `tokens`."""
-        window = self.open_window_session(slot, 1)
-        self._set_lengths(window, [tokens])
-        return window
+    @on_all_ranks
+    def _add_window(self, first: int, count: int) -> None:
+        start = time.perf_counter()
+        self._windows[first, count] = Session(
+            self._all_slots.model,
+            like=self._all_slots,
+            first_sequence=first,
+            sequences=count,
+            context=self.context,
+            batch=self.batch,
+        )
+        self._opening_seconds += time.perf_counter() - start
 
     @property
     def planning_seconds(self) -> float:
@@ -171,10 +182,12 @@ class SlotPool:
     def _list_window_sizes(self) -> list[int]:
         return [*(1 << i for i in range((self.slots - 1).bit_length())), self.slots]
 
+    @on_all_ranks
     def _prepare_prompt(self, size: int, length: int) -> None:
         window = self.open_window_session(0, 1)
         window.executor(window.make_step(size, min(length, self.context)))
 
+    @on_all_ranks
     def _prepare_decoding(self, count: int, length: int) -> None:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
@@ -187,12 +200,8 @@ class SlotPool:
             tokens: One batch of new tokens at most.
             before: The tokens that the slot has already.
         """
-        window = self.open_slot_session(slot, before)
-        window.min_tokens = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
-        try:
-            return np.asarray(window.evaluate([list(tokens)])[0][-1])
-        finally:
-            window.min_tokens = 1
+        padded = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
+        return self._run_window(slot, 1, [len(before)], [self._select_recent_tokens(before)], [list(tokens)], padded)[0]
 
     def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
         """Run one decode step: append a token to each given slot, and return the logits f32[vocabulary] by slot.
@@ -202,35 +211,63 @@ class SlotPool:
             before: The tokens that each slot has already.
         """
         first, count = choose_slot_window([*tokens])
-        window = self.open_window_session(first, count)
-        slots = range(first, first + window.sequences)
-        self._set_lengths(window, [before.get(slot, ()) for slot in slots])
+        slots = range(first, min(first + count, self.slots))
+        known = [before.get(slot, ()) for slot in slots]
         new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
-        rows = window.evaluate(new)
-        return {slot: rows[slot - first][-1] for slot in tokens}
+        rows = self._run_window(first, count, [*map(len, known)], [*map(self._select_recent_tokens, known)], new, 1)
+        return {slot: rows[slot - first] for slot in tokens}
+
+    def _select_recent_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last tokens of a text that the next token depends on directly, as in n-gram models."""
+        return list(tokens[len(tokens) - min(self._all_slots.model.history_token_count, len(tokens)) :])
+
+    @on_all_ranks
+    def _run_window(
+        self,
+        first: int,
+        count: int,
+        lengths: list[int],
+        recent: list[list[int]],
+        new: list[list[int]],
+        min_tokens: int,
+    ) -> list[F32]:
+        """Append new tokens to the slots of a window, and return the logits after the last one of each slot.
+
+        Args:
+            first: The first slot of the window.
+            count: Its number of slots.
+            lengths: The tokens that each slot has.
+            recent: The last ones of them, as in `Session.recent`.
+            new: The new tokens of each slot; none for an idle slot, which gets an empty row.
+            min_tokens: The smallest bucket of new tokens.
+        """
+        window = self.open_window_session(first, count)
+        window.lengths, window.recent, window.min_tokens = lengths, recent, min_tokens
+        try:
+            return [rows[-1] if len(rows) else rows.reshape(-1) for rows in window.evaluate(new)]
+        finally:
+            window.min_tokens = 1
 
     def compute_max_saved_slot_bytes(self) -> int:
         """Compute the bytes of all states of one slot in float32, the largest size in a file."""
         store = self.open_window_session(0, 1).store
         return sum(4 * math.prod(store.state(name).shape) for name in self._state_names)
 
-    def _set_lengths(self, window: Session, before: Sequence[Sequence[int]]) -> None:
-        history = self._all_slots.model.history_token_count
-        window.lengths = [len(tokens) for tokens in before]
-        window.recent = [list(tokens[len(tokens) - min(history, len(tokens)) :]) for tokens in before]
-
+    @on_all_ranks
     def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot before its first token; caches stay."""
         for name in self._state_names:
             if name not in self._caches:
                 self._all_slots.store.state(name)[slot : slot + 1] = 0
 
+    @on_all_ranks
     def zero_slot_states(self, slot: int) -> None:
         """Zero all states of a slot, including caches, after a run that may have left NaN or infinite numbers."""
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
 
+    @on_all_ranks
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
         self._opening_seconds = self.planning_seconds
@@ -248,16 +285,19 @@ class SlotPool:
             return False
         return True
 
+    @on_all_ranks
     def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot, without its caches."""
         names = (name for name in self._state_names if name not in self._caches)
         return {name: self.open_window_session(slot, 1).store.state(name)[:] for name in names}
 
+    @on_all_ranks
     def restore_recurrent_states(self, slot: int, saved: SlotStates) -> None:
         """Set the recurrent states of a slot to saved ones; caches stay."""
         for name, array in saved.items():
             self.open_window_session(slot, 1).store.state(name)[:] = array
 
+    @on_all_ranks
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot.
 
@@ -269,6 +309,33 @@ class SlotPool:
             per_cell = self._all_slots.model.tokens_per_cell(name)
             used = rows if name in self._rings else min(rows, -(-tokens // per_cell))
             store.copy_state_rows(name, source * rows, target * rows, used)
+
+    @on_all_ranks
+    def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
+        """Copy the states of a slot that has evaluated the first `length` of `tokens`."""
+        window = self.open_window_session(slot, 1)
+        window.lengths, window.recent = [length], [self._select_recent_tokens(tokens[:length])]
+        return capture_state(window, [tokens])
+
+    @on_all_ranks
+    def restore_slot(
+        self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
+    ) -> tuple[list[int], int]:
+        """Restore a slot from a saved state, and return its tokens and the number of evaluated ones.
+
+        Args:
+            slot: Number of the slot; it is unchanged after an error.
+            header: The header of the state.
+            arrays: Its arrays.
+            path: The file, for messages.
+
+        Raises:
+            ModelError: The state is of another model, or does not fit the context.
+        """
+        window = self.open_window_session(slot, 1)
+        window.lengths, window.recent = [0], [[]]
+        (tokens,) = restore_saved_state(window, SavedSessionState(header, arrays), path)
+        return tokens, window.lengths[0]
 
     def grow_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
         """Move all slots to memory of `slots` slots; the present ones keep their states.

@@ -12,6 +12,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from ...distributed import RanksError
+from ...distributed.rank_calls import RankCalls
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
@@ -89,8 +91,7 @@ class EngineThread(ServedModel):
         on_restart: Callable[[str], None] = lambda why: None,
     ) -> None:
         super().__init__(model, name=name, version=version)
-        root = model.session
-        self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
+        self._pool = make_served_pool(model, options.slots, self.rank_calls)
         cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
         self._slot_files, self._log = SlotFiles(self._pool, cache), log
         self._max_requests = options.slots + options.queue_size
@@ -265,6 +266,8 @@ class EngineThread(ServedModel):
         engine = self._engine
         try:
             events = engine.step()
+        except RanksError:  # all ranks end
+            raise
         except Exception as error:  # a backend may raise anything, and other requests must not end with this one
             in_step = engine.requests_in_step or {*engine.status.slot_requests}
             self._restart(in_step, _describe_error(error), error)
@@ -323,6 +326,8 @@ class EngineThread(ServedModel):
         try:
             for _ in self._preparations:
                 return True
+        except RanksError:  # all ranks end
+            raise
         except Exception as error:  # a backend may raise anything; a request that needs this step gets the error
             LOGGER.warning("steps for longer texts are not compiled in advance: %s", _describe_error(error))
             self._preparations = iter(())
@@ -368,6 +373,12 @@ class EngineThread(ServedModel):
         self._thread.join(max(1.0, grace_seconds))
         if self._log is not None:
             self._log.close()
+
+
+def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> SlotPool:
+    """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool."""
+    root = model.session
+    return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
 
 
 def _describe_error(error: BaseException) -> str:

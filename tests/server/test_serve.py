@@ -6,10 +6,10 @@ import argparse
 import socket
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from hocket.distributed import SINGLE_PROCESS
 from hocket.frontends.commands import serve as command
 from hocket.frontends.errors import ModelError
 from hocket.server import lifecycle
@@ -50,7 +50,7 @@ def test_the_port_is_bound_once_and_before_the_model_is_open(monkeypatch: pytest
     parser = argparse.ArgumentParser()
     command.add_flags(parser)
     args = parser.parse_args(["tiny.gguf", "--port", "0"])
-    args.world, args.debug = SimpleNamespace(size=1), False
+    args.world, args.debug = SINGLE_PROCESS, False
     bound: list[int] = []
     served: list[int] = []
     bind = lifecycle.bind_sockets
