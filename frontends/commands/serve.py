@@ -165,10 +165,10 @@ def run(args: argparse.Namespace) -> int:
     apply_process_flags(args)
     if args.dry_run:
         return 0 if args.world.rank else print_dry_run_prediction(args)
-    if args.world.size > 1 and args.log_requests is not None:
-        raise ModelError("--log-requests is for one process; leave it out, or start the server without mpiexec")
     if args.world.rank:
         return follow_server_on_rank_0(args)
+    if args.world.size > 1 and args.log_requests is not None:
+        raise ModelError("--log-requests is for one process; leave it out, or start the server without mpiexec")
     options = read_server_options_and_files(args)
     check_server_options_before_load(options)
     with ExitStack() as stack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from ..given.models.goldens import TINY
+from ..given.open_requests import read_until
 from ..given.ranks.mpi import MPIEXEC, hocket_in, left_behind, needs_mpi
 from ..given.serving.server_process import COMPLETION, ServerProcess, run_server
 from ..given.waits import WAIT_SECONDS, wait_until
@@ -23,13 +23,11 @@ LAUNCHER = (str(MPIEXEC), "-iface", "lo", "-n", "2")
 ALIAS = f"served-ranks-{os.getpid()}"
 SERVER_FLAGS = ("-np", "2", "-c", "128", "-t", "1", "--split-mode", "tensor", "--alias", ALIAS)
 SERVED_PROMPTS = (
-    "It is a truth universally acknowledged, that a single man in possession of a fortune",
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune must want a wife",
     "Emma",
-    "The horse",
+    "The carriage was",
 )
 LOG_ERROR = "hocket: --log-requests is for one process; leave it out, or start the server without mpiexec"
-MAX_END_SECONDS = 10.0
-"""Seconds after which all ranks have ended, if one was killed."""
 
 
 @pytest.fixture(name="ranks", scope="module")
@@ -41,8 +39,8 @@ def serving_ranks() -> Iterator[ServerProcess]:
 def complete_all(server: ServerProcess) -> list[tuple[Any, ...]]:
     """Return texts, exact probabilities and cached tokens: of prompts alone, again, and with a temperature."""
     found: list[tuple[Any, ...]] = []
-    for options in ({}, {}, {"temperature": 0.9, "seed": 5, "cache_prompt": False}):
-        for prompt in SERVED_PROMPTS:
+    for prompt in SERVED_PROMPTS:
+        for options in ({}, {}, {"temperature": 0.9, "seed": 5, "cache_prompt": False}):
             body = {**COMPLETION, "prompt": prompt, "n_probs": 5, "n_predict": 20, **options}
             answer = server.post("/completion", body).json()
             found.append((answer["content"], answer["completion_probabilities"], answer["timings"]["cache_n"]))
@@ -88,7 +86,7 @@ def test_a_client_that_leaves_frees_its_slot_on_all_ranks(ranks: ServerProcess) 
 def test_a_signal_drains_and_ends_all_ranks(ranks: ServerProcess) -> None:
     """A launcher sends the signal to all ranks; a stream that runs goes on to its end."""
     with ranks.open_stream(n_predict=60) as stream:
-        data = stream.recv(65536)
+        data = read_until(stream, b"data: ")
         ranks.process.send_signal(signal.SIGTERM)
         while part := stream.recv(65536):
             data += part
@@ -103,16 +101,13 @@ def test_a_killed_rank_ends_all_with_one_line() -> None:
             assert stream.recv(65536).startswith(b"HTTP/1.1 200")
         processes = find_rank_processes(server.process.pid)
         assert len(processes) == 2
-        start = time.monotonic()
         os.kill(processes[1], signal.SIGKILL)
         code = server.process.wait(WAIT_SECONDS)
-        seconds = time.monotonic() - start
         assert server.process.stderr is not None
         lines = [line for line in server.process.stderr.read().splitlines() if line.startswith("hocket: ")]
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith(f"hocket: rank 1 on {socket.gethostname()}: nothing was heard of it for 4 s")
-    assert seconds < MAX_END_SECONDS
 
 
 def test_a_log_of_requests_needs_one_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -24,20 +25,21 @@ from hocket.frontends.serving.slots import SlotPool
 from ...given.models.goldens import path_of
 from ...given.ranks.thread_link import in_threads
 from ...given.serving.engine_runs import BATCH, CONTEXT, prompt_of
-from ...given.serving.schedules import count_ends, draw_requests, make_schedule_engine, run_schedule
+from ...given.serving.schedules import count_ends, draw_requests, list_tokens, make_schedule_engine, run_schedule
 
+LeadResult = TypeVar("LeadResult")
 SLOTS, REQUESTS = 4, 10
-ONE_RANK = DeviceGroup(devices=("numpy:0",), split_mode="tensor")
+ONE_RANK = DeviceGroup(devices=("cpu:0",), split_mode="tensor", threads=1)
 """The group that each of two ranks names; together it is `TWO_DEVICES`."""
-TWO_DEVICES = DeviceGroup(devices=("numpy:0", "numpy:1"), split_mode="tensor")
+TWO_DEVICES = DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", threads=1)
 
 
-def lead_pool(name: str, lead: Callable[[SlotPool], object], ranks: int = 2, on: DeviceGroup = ONE_RANK) -> object:
-    """Return the result of `lead` on rank 0, while the other ranks follow."""
+def lead_pool(name: str, lead: Callable[[SlotPool], LeadResult]) -> LeadResult:
+    """Return the result of `lead` on rank 0 of two, while the other rank follows."""
 
-    def run(world: World) -> object:
+    def run(world: World) -> LeadResult | None:
         calls = RankCalls(world)
-        session = Session(open_model(path_of(name)), on=on, world=world)
+        session = Session(open_model(path_of(name)), on=ONE_RANK, world=world)
         pool = SlotPool(session, SLOTS, context=CONTEXT, batch=BATCH, rank_calls=calls)
         if world.rank:
             calls.follow_rank_0([pool])
@@ -46,7 +48,8 @@ def lead_pool(name: str, lead: Callable[[SlotPool], object], ranks: int = 2, on:
         calls.end()
         return result
 
-    return in_threads(ranks, run)[0]
+    result: LeadResult = in_threads(2, run)[0]
+    return result
 
 
 def make_alone(name: str) -> SlotPool:
@@ -56,18 +59,22 @@ def make_alone(name: str) -> SlotPool:
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["qwen35", "llama"])
 def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str) -> None:
-    def run(pool: SlotPool) -> tuple[dict[tuple[str, tuple[int, ...]], bytes], list[object], int]:
+    """Predicted times differ, and with them the chunks of prompts, so not all logits have a counterpart."""
+
+    def run(pool: SlotPool) -> tuple[dict[tuple[str, tuple[int, ...]], bytes], dict[str, list[int]]]:
         rng = np.random.default_rng(7)
         requests = draw_requests(REQUESTS, pool.all_slots_session.model.vocabulary_size, rng)
         engine, recorded = make_schedule_engine(pool)
         events = run_schedule(engine, requests, rng)
         assert count_ends(events, "cancelled") > 0
-        tokens = [event for event in events if not hasattr(event, "timing")]
-        return recorded.digests, list[object](tokens), engine.status.sums.cached_tokens
+        assert engine.status.sums.cached_tokens > 0
+        return recorded.digests, {request.id: list_tokens(events, request.id) for request in requests}
 
-    digests, events, cached = run(make_alone(name))
-    assert cached > 0
-    assert lead_pool(name, run) == (digests, events, cached)
+    (alone, texts), (ranks, rank_texts) = run(make_alone(name)), lead_pool(name, run)
+    assert rank_texts == texts
+    common = alone.keys() & ranks.keys()
+    assert {key: ranks[key] for key in common} == {key: alone[key] for key in common}
+    assert len(common) >= 0.9 * len(alone)
 
 
 @pytest.mark.parametrize("name", ["qwen35"])
