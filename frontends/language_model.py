@@ -378,6 +378,16 @@ class Model:
         """The maximum tokens of a text."""
         return self.session.context
 
+    @property
+    def draft_session(self) -> Session | None:
+        """The session that loaded the weights of the draft model; `None` without one."""
+        return self._drafting
+
+    @property
+    def draft_max(self) -> int:
+        """The largest number of draft tokens of a run."""
+        return self._draft_max
+
     def close(self) -> None:
         """Close the model and free its memory; later calls raise `ModelError`."""
         with self._lock:

@@ -22,10 +22,12 @@ from ..config_options import list_options
 from ..errors import ModelError
 from ..flag_values import parse_json_object, parse_natural, parse_natural_or_minus_one, parse_number, parse_positive
 from ..generation.sampling import Sampling
+from ..generation.speculative import DEFAULT_DRAFT_TOKENS
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import open_model, read_text_without_final_newline
-from ..run_config import RunConfig
+from ..run_config import RunConfig, options_of
+from ..serving.drafts import MAX_DRAFT_TOKENS
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
@@ -124,7 +126,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
     slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})"
-    add_option_flags(sub, SESSION_OPTIONS, context={"help": slot_tokens})
+    drafts = f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS})"
+    names = SESSION_OPTIONS | options_of("generate")
+    add_option_flags(sub, names, context={"help": slot_tokens}, draft_max={"help": drafts})
     add_cache_folder_flag(sub)
 
 
@@ -163,6 +167,7 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     apply_process_flags(args)
+    refuse_flags_beside_drafts(args)
     if args.dry_run:
         return 0 if args.world.rank else print_dry_run_prediction(args)
     if args.world.rank:
@@ -176,6 +181,15 @@ def run(args: argparse.Namespace) -> int:
         for listener in listeners:
             stack.enter_context(listener)
         return serve_model(args, options, listeners)
+
+
+def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
+    """Raise `ModelError` for flags that do not go together with the flags of drafts."""
+    if args.draft is None and args.draft_max is not None:
+        raise ModelError("a server drafts with a draft model alone; give one with -md, or leave out --draft-max")
+    others = {"--log-requests": args.log_requests, "--dry-run": args.dry_run, "mpiexec": args.world.size > 1}
+    if args.draft is not None and (flags := [flag for flag, value in others.items() if value]):
+        raise ModelError(f"{flags[0]} does not support a draft model; leave out -md or {flags[0]}")
 
 
 def follow_server_on_rank_0(args: argparse.Namespace) -> int:
@@ -299,7 +313,8 @@ def open_request_log(args: argparse.Namespace) -> RequestLog | None:
         return None
     from ..serving.request_log import RequestLog
 
-    options = {**served_options_from_flags(args), "model": str(Path(args.model).absolute())}
+    options = {name: value for name, value in served_options_from_flags(args).items() if name in SESSION_OPTIONS}
+    options["model"] = str(Path(args.model).absolute())
     return RequestLog(open_log(args.log_requests), partial(_announce_log_error, args.log_requests), options)
 
 

@@ -14,6 +14,7 @@ from ...scheduler import Plan
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.model_digest import compute_model_digest
 from ..inference.prefill_chunks import F32
+from ..inference.session import Session
 from ..ranking import TextPooler, rank_documents
 
 
@@ -27,6 +28,14 @@ class LoadedModel(TextPooler, Protocol):
     @property
     def plan(self) -> Plan:
         """The execution plan of one token."""
+
+    @property
+    def draft_session(self) -> Session | None:
+        """The session that has loaded the weights of the draft model; `None` without one."""
+
+    @property
+    def draft_max(self) -> int:
+        """The largest number of draft tokens of a run."""
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
         """Return one embedding for each text; see `hocket.Model.embed`."""

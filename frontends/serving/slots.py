@@ -18,6 +18,7 @@ from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.rewind import rewind_states
 from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
 
@@ -70,9 +71,9 @@ class SlotPool:
         rank_calls: RankCalls | None = None,
     ) -> None:
         model = like.model
-        self.rank_calls: RankCalls = rank_calls or RankCalls(like.world)
         if not model.is_causal or model.is_encoder_without_logits:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
+        self.rank_calls: RankCalls = rank_calls or RankCalls(like.world)
         self.slots, self.context = slots, context
         self.batch = min(batch, context)
         if shares_states:
@@ -192,6 +193,22 @@ class SlotPool:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
 
+    @on_all_ranks
+    def prepare_appending(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:
+        """Compile runs of `append_tokens` in a window.
+
+        Args:
+            count: The number of slots of the window.
+            tokens: The bucket of new tokens.
+            length: The tokens of the longest slot before the run.
+            reversible: As in `append_tokens`.
+        """
+        window = self.open_window_session(0, count)
+        window.lengths = [0] * window.sequences
+        window.compile_plans_for_tokens(
+            tokens, behind=min(length, self.context - tokens), every_position=reversible, reversible=reversible
+        )
+
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Read prompt tokens into a slot, after its tokens, and return the logits after the last one, f32[vocabulary].
 
@@ -201,7 +218,8 @@ class SlotPool:
             before: The tokens that the slot has already.
         """
         padded = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
-        return self._run_window(slot, 1, [len(before)], [self._select_recent_tokens(before)], [list(tokens)], padded)[0]
+        recent = [self._select_recent_tokens(before)]
+        return self._run_window(slot, 1, [len(before)], recent, [list(tokens)], padded)[0][-1]
 
     def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
         """Run one decode step: append a token to each given slot, and return the logits f32[vocabulary] by slot.
@@ -210,12 +228,39 @@ class SlotPool:
             tokens: The new token of each slot.
             before: The tokens that each slot has already.
         """
+        rows = self.append_tokens({slot: [token] for slot, token in tokens.items()}, before)
+        return {slot: logits[-1] for slot, logits in rows.items()}
+
+    def append_tokens(
+        self,
+        tokens: Mapping[int, list[int]],
+        before: Mapping[int, Sequence[int]],
+        *,
+        min_tokens: int = 1,
+        reversible: bool = False,
+    ) -> dict[int, F32]:
+        """Append tokens to each given slot in one run.
+
+        Args:
+            tokens: The new tokens of each slot, one batch at most.
+            before: The tokens that each slot has already.
+            min_tokens: The smallest bucket of new tokens.
+            reversible: Return the logits after each token, and save the recurrent states after each one.
+
+        Returns:
+            The logits by slot: f32[tokens, vocabulary] if `reversible` is set, else f32[1, vocabulary].
+        """
         first, count = choose_slot_window([*tokens])
         slots = range(first, min(first + count, self.slots))
         known = [before.get(slot, ()) for slot in slots]
-        new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
-        rows = self._run_window(first, count, [*map(len, known)], [*map(self._select_recent_tokens, known)], new, 1)
+        new = [tokens.get(slot, []) for slot in slots]
+        recent = [*map(self._select_recent_tokens, known)]
+        rows = self._run_window(first, count, [*map(len, known)], recent, new, min_tokens, reversible)
         return {slot: rows[slot - first] for slot in tokens}
+
+    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+        """Return the next tokens of a slot that are evaluated already; see `StepRunner.list_drafted_tokens`."""
+        return ()
 
     def _select_recent_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Return the last tokens of a text that the next token depends on directly, as in n-gram models."""
@@ -230,21 +275,23 @@ class SlotPool:
         recent: list[list[int]],
         new: list[list[int]],
         min_tokens: int,
+        reversible: bool = False,
     ) -> list[F32]:
-        """Append new tokens to the slots of a window, and return the logits after the last one of each slot.
+        """Append new tokens to the slots of a window, and return the logits of each slot; none for an idle slot.
 
         Args:
             first: The first slot of the window.
             count: Its number of slots.
             lengths: The tokens that each slot has.
             recent: The last ones of them, as in `Session.recent`.
-            new: The new tokens of each slot; none for an idle slot, which gets an empty row.
+            new: The new tokens of each slot; none for an idle slot.
             min_tokens: The smallest bucket of new tokens.
+            reversible: As in `append_tokens`.
         """
         window = self.open_window_session(first, count)
         window.lengths, window.recent, window.min_tokens = lengths, recent, min_tokens
         try:
-            return [rows[-1] if len(rows) else rows.reshape(-1) for rows in window.evaluate(new)]
+            return window.evaluate(new, every_position=reversible, reversible=reversible)
         finally:
             window.min_tokens = 1
 
@@ -284,6 +331,19 @@ class SlotPool:
         except Exception:  # a broken backend may raise anything, and then the engine is built anew
             return False
         return True
+
+    @on_all_ranks
+    def rewind_recurrent_states(self, first: int, count: int, slot: int, step_tokens: int, retained: int) -> None:
+        """Set the recurrent states of a slot to those after the first tokens of a reversible run of `append_tokens`.
+
+        Args:
+            first: The first slot of the window that has run.
+            count: The number of slots of the window.
+            slot: The slot.
+            step_tokens: The bucket of tokens of the run.
+            retained: How many of its tokens the slot keeps.
+        """
+        rewind_states(self.open_window_session(first, count), step_tokens, {slot - first: retained})
 
     @on_all_ranks
     def save_recurrent_states(self, slot: int) -> SlotStates:

@@ -19,6 +19,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState
+from .drafts import DraftingSlotPool, SlotDrafter
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
@@ -376,9 +377,16 @@ class EngineThread(ServedModel):
 
 
 def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> SlotPool:
-    """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool."""
-    root = model.session
-    return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
+    """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool.
+
+    If the model has a draft model, the pool evaluates drafts.
+    """
+    root, small = model.session, model.draft_session
+    draft_tokens = min(model.draft_max, root.batch - 1)
+    if small is None or not draft_tokens:
+        return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
+    drafter = SlotDrafter(SlotPool(small, slots, context=small.context, batch=small.batch), draft_tokens)
+    return DraftingSlotPool(root, slots, context=root.context, batch=root.batch, drafter=drafter, rank_calls=rank_calls)
 
 
 def _describe_error(error: BaseException) -> str:
