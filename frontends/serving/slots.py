@@ -397,12 +397,12 @@ class SlotPool:
         (tokens,) = restore_saved_state(window, SavedSessionState(header, arrays), path)
         return tokens, window.lengths[0]
 
-    def grow_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
-        """Move all slots to memory of `slots` slots; the present ones keep their states.
+    def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
+        """Move the first slots to memory of `slots` slots, with their states.
 
         Args:
             slots: The new number of slots.
-            lengths: Tokens of each present slot; the cells of these tokens are copied.
+            lengths: Tokens of each slot that is moved; the cells of these tokens are copied.
 
         Raises:
             ModelError: The states of all slots are larger than the memory of the devices.
