@@ -28,6 +28,9 @@ MAX_DRAFT_TOKENS = 7
 MAX_DRAFTED_WINDOW = 4
 """Largest window of slots that has drafts; larger batches use the processor well without them."""
 
+MAX_PAUSE = 64
+"""Largest number of tokens that a slot runs without drafts after wrong ones."""
+
 
 class SlotDrafter:
     """Drafts tokens for slots by a small model, which has a slot of its own for each of them.
@@ -139,7 +142,8 @@ class DraftingSlotPool(SlotPool):
     """A pool of slots that evaluates draft tokens together with the sampled token of each slot.
 
     Before another use of a slot, its recurrent states are set to those after its last sampled token. KV caches need
-    nothing: cells behind the end of a text are not read.
+    nothing: cells behind the end of a text are not read. After a step with wrong drafts alone, a slot runs without
+    drafts for a number of tokens, which doubles with each such step in a row.
 
     Args:
         like: The session that has the weights.
@@ -156,6 +160,10 @@ class DraftingSlotPool(SlotPool):
         super().__init__(like, slots, context=context, batch=batch, rank_calls=rank_calls)
         self._drafter = drafter
         self._evaluated: dict[int, EvaluatedDrafts] = {}
+        self._wrong_steps = [0] * slots
+        """Per slot the steps in a row whose drafts were all wrong."""
+        self._pauses = [0] * slots
+        """Per slot the tokens until its next drafts."""
 
     @property
     def droppable_last_tokens(self) -> int | None:
@@ -194,10 +202,8 @@ class DraftingSlotPool(SlotPool):
         window = choose_slot_window([*tokens])
         drafts: dict[int, list[int]] = {}
         if window[1] <= MAX_DRAFTED_WINDOW:
-            room = self.context - self._drafter.max_tokens
-            drafts = self._drafter.draft_tokens(
-                {slot: (*before[slot], token) for slot, token in tokens.items() if len(before[slot]) < room}
-            )
+            asked = [slot for slot in tokens if self._is_draft_due(slot, len(before[slot]))]
+            drafts = self._drafter.draft_tokens({slot: (*before[slot], tokens[slot]) for slot in asked})
         if not drafts:
             return super().decode(tokens, before)
         new = {slot: [token, *drafts.get(slot, ())] for slot, token in tokens.items()}
@@ -207,9 +213,19 @@ class DraftingSlotPool(SlotPool):
             self._evaluated[slot] = EvaluatedDrafts(new[slot], rows[slot], len(before[slot]), window, bucket)
         return {slot: logits[0] for slot, logits in rows.items()}
 
+    def _is_draft_due(self, slot: int, length: int) -> bool:
+        """Whether a slot of `length` tokens is to have drafts now, or else count one token of its pause."""
+        if self._pauses[slot]:
+            self._pauses[slot] -= 1
+            return False
+        return length < self.context - self._drafter.max_tokens
+
     def _finish_drafts(self, *slots: int) -> None:
         """Drop the drafts of some slots that were not sampled, and set their recurrent states to the sampled end."""
         dropped = {slot: one for slot in slots if (one := self._evaluated.pop(slot, None)) is not None}
+        for slot, one in dropped.items():
+            self._wrong_steps[slot] = self._wrong_steps[slot] + 1 if one.retained == 1 else 0
+            self._pauses[slot] = min(2 ** self._wrong_steps[slot] - 1, MAX_PAUSE)
         if not self.has_recurrent_states:
             return
         for slot, one in dropped.items():
@@ -245,6 +261,7 @@ class DraftingSlotPool(SlotPool):
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Read prompt tokens into a slot; see `SlotPool.read_prompt`."""
         self._finish_drafts(slot)
+        self._wrong_steps[slot] = self._pauses[slot] = 0
         return super().read_prompt(slot, tokens, before)
 
     def clear_recurrent_states(self, slot: int) -> None:

@@ -102,6 +102,28 @@ def test_a_schedule_with_drafts_has_the_bits_of_each_request_alone_without(
     assert count_ends(events, "cancelled") > 0
 
 
+def test_wrong_drafts_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses last 1, 3, 7, 15, 31 and 63 tokens; right drafts end them."""
+    monkeypatch.setattr(SlotDrafter, "draft_tokens", lambda self, known: {slot: [1, 1, 1] for slot in known})
+    pool = make_drafting_pool("llama", "llama", 3)
+    monkeypatch.setattr(pool, "_drafter", SlotDrafter(pool._drafter.pool, 3))
+    known: list[int] = []
+
+    def count_drafted_steps(tokens: list[int]) -> int:
+        steps = 0
+        for token in tokens:
+            is_known = [*pool.list_drafted_tokens(0)[:1]] == [token]
+            pool.decode({0: token}, {0: known})
+            known.append(token)
+            steps += not is_known and len(pool.list_drafted_tokens(0)) > 0
+        return steps
+
+    pool.read_prompt(0, [5], [])
+    known.append(5)
+    assert count_drafted_steps([7] * 126) == 6
+    assert count_drafted_steps([7, 1, 1, 1, 7, 1, 1, 1]) == 2
+
+
 @pytest.mark.parametrize("name", ["qwen35", "llama"])
 def test_a_slot_with_drafts_is_saved_as_one_without(name: str) -> None:
     """The states are those after the last sampled token, although the run has evaluated further ones."""
