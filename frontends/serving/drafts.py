@@ -161,7 +161,7 @@ class DraftingSlotPool(SlotPool):
         self._drafter = drafter
         self._evaluated: dict[int, EvaluatedDrafts] = {}
         self._wrong_steps = [0] * slots
-        """Per slot the steps in a row whose drafts were all wrong."""
+        """Per slot the steps in a row with wrong drafts alone."""
         self._pauses = [0] * slots
         """Per slot the tokens until its next drafts."""
 

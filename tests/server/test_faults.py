@@ -138,19 +138,22 @@ def test_a_killed_server_ends_its_streams_and_is_started_again(text: str) -> Non
 
 
 def test_a_saved_slot_outlives_the_process(tmp_path: Path) -> None:
-    """The talk goes on in another process with other devices, and no token is read again."""
+    """The talk goes on in another process with other devices: the same token, and no token is read again."""
     words = ["-np", "2", "-c", "256", "--slot-save-path", str(tmp_path)]
     body = {**COMPLETION, "return_tokens": True, "id_slot": 1}
     with run_server(words=words) as first:
         answer = first.post("/completion", body).json()
         saved = first.post("/slots/1?action=save", {"filename": "talk"}).json()
         prompt = first.post("/tokenize", {"content": COMPLETION["prompt"], "add_special": True}).json()["tokens"]
+        talk = {**COMPLETION, "prompt": [*prompt, *answer["tokens"], 9, 10], "n_predict": 1, "return_tokens": True}
+        first.post("/slots/0?action=restore", {"filename": "talk"})
+        token = first.post("/completion", talk).json()["tokens"]
         first.process.kill()
-    talk = {**COMPLETION, "prompt": [*prompt, *answer["tokens"], 9, 10], "n_predict": 1}
     with run_server(words=[*words, "--devices", "cpu:0,cpu:1,cpu:2"]) as second:
         assert second.post("/slots/0?action=restore", {"filename": "talk"}).json()["n_restored"] == saved["n_saved"]
-        timings = second.post("/completion", talk).json()["timings"]
-        assert timings["cache_n"] == saved["n_saved"] == len(prompt) + 39
+        continued = second.post("/completion", talk).json()
+        assert continued["tokens"] == token
+        assert continued["timings"]["cache_n"] == saved["n_saved"] == len(prompt) + 39
 
 
 def test_a_log_outlives_a_killed_process(tmp_path: Path) -> None:
