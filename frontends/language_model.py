@@ -13,6 +13,7 @@ from typing import Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..distributed import SINGLE_PROCESS, World
 from ..graph import validate_arguments
 from ..graph.old_names import RenamedAttribute
 from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
@@ -64,10 +65,20 @@ class Model:
     @validate_arguments(ModelError)
     @takes_config(RunConfig)
     def __init__(self, config: RunConfig) -> None:
+        self._open(config, SINGLE_PROCESS)
+
+    @classmethod
+    def open_on_ranks(cls, config: RunConfig, world: World) -> Self:
+        """Open a model on the devices of all ranks; each rank makes the same calls."""
+        model = cls.__new__(cls)
+        model._open(config, world)
+        return model
+
+    def _open(self, config: RunConfig, world: World) -> None:
         model, draft, draft_max = open_adapted_model(config), config.draft, config.draft_max
         self._model = model.with_mtp_blocks() if draft is None and draft_max else model
         self._group, self._lock = config.group, threading.Lock()
-        first = open_session(self._model, on=self._group, context=config.context, batch=config.batch)
+        first = open_session(self._model, on=self._group, context=config.context, batch=config.batch, world=world)
         self._idle_sessions, self._draft_max = IdleSessions(first), draft_max or speculative.DEFAULT_DRAFT_TOKENS
         self._drafting = None if draft is None else self._open_draft_session(draft)
         self._can_share_steps = draft is None and can_run_in_shared_engine(first)
@@ -367,6 +378,16 @@ class Model:
     def context(self) -> int:
         """The maximum tokens of a text."""
         return self.session.context
+
+    @property
+    def draft_session(self) -> Session | None:
+        """The session that loaded the weights of the draft model; `None` without one."""
+        return self._drafting
+
+    @property
+    def draft_max(self) -> int:
+        """The largest number of draft tokens of a run."""
+        return self._draft_max
 
     def close(self) -> None:
         """Close the model and free its memory; later calls raise `ModelError`."""

@@ -6,14 +6,17 @@ The first SIGTERM or SIGINT begins the drain:
 2. Running requests continue for `ServerOptions.drain_seconds`, then they end with an error event.
 3. The listening socket is closed, and then the service.
 
-A second signal goes to step 3 at once.
+A second signal goes to step 3 at once. A signal that comes twice within half a second counts once: ``mpiexec`` sends it
+to a rank and to its supervisor, which passes it on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from types import FrameType
@@ -30,6 +33,8 @@ from .state import ServingState
 
 END_SECONDS = 1.0
 """Seconds for sending error events after the drain."""
+SIGNAL_PAUSE_SECONDS = 0.5
+"""Seconds after a signal in which the same signal is not counted again."""
 BACKLOG = 2048
 """Maximum connections that wait to be accepted."""
 HEADER_ERROR_BODY = (
@@ -127,12 +132,14 @@ class DrainingServer(uvicorn.Server):
         )
         self._state: ServingState = app.state.serving
         self._options, self._announce = options, announce
-        self._signal_count = 0
+        self._signal_count, self._last_signal = 0, (0, -math.inf)
         self._drain_end = self._final_end = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Count a signal that asks the server to exit; `on_tick` acts on it in the event loop within 0.1 s."""
-        self._signal_count += 1
+        (last, moment), now = self._last_signal, time.monotonic()
+        self._signal_count += sig != last or now - moment > SIGNAL_PAUSE_SECONDS
+        self._last_signal = sig, now
 
     def request_exit(self) -> None:
         """Request the shutdown as a signal does; any thread may call it."""

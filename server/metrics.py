@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -45,6 +45,8 @@ class EngineMetricsCollector:
             "prompt_seconds": ("Seconds of prompt steps", status.sums.prompt_seconds),
             "decode_seconds": ("Seconds of decode steps", status.sums.decode_seconds),
             "decode_steps": ("Decode steps", status.sums.decode_steps),
+            "drafted_tokens": ("Draft tokens that were evaluated", status.sums.drafted_tokens),
+            "accepted_tokens": ("Draft tokens that were sampled", status.sums.accepted_tokens),
             "engine_restarts": ("Restarts of the engine after failures", status.sums.restarts),
         }
         for name, (text, count) in counters.items():
@@ -103,9 +105,12 @@ class ServerMetrics:
             "tokens_predicted_seconds_total": ("Predict process time", status.sums.decode_seconds),
             "n_decode_total": ("Total number of decode steps", steps),
             "n_tokens_max": ("Largest observed number of tokens of a slot", max(status.slot_tokens, default=0)),
-            "spec_decode_num_draft_tokens_total": ("Number of drafted tokens", 0),
-            "spec_decode_num_accepted_tokens_total": ("Number of accepted drafted tokens", 0),
-            "spec_decode_num_drafts_total": ("Number of drafts", 0),
+            "spec_decode_num_draft_tokens_total": ("Number of drafted tokens", status.sums.drafted_tokens),
+            "spec_decode_num_accepted_tokens_total": (
+                "Number of accepted drafted tokens",
+                status.sums.accepted_tokens,
+            ),
+            "spec_decode_num_drafts_total": ("Number of drafts", status.sums.drafts),
         }
         gauges = {
             "prompt_tokens_seconds": (
@@ -145,6 +150,7 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
     The first new token counts as part of the prompt time, so it does not count for the rate.
     """
     read, decoded = timing.prompt_tokens - timing.cached_tokens, max(0, token_count - 1)
+    drafts = {"draft_n": timing.drafted_tokens, "draft_n_accepted": timing.accepted_tokens}
     return {
         "cache_n": timing.cached_tokens,
         "prompt_n": read,
@@ -156,7 +162,15 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
         "predicted_per_token_ms": divide_or_zero(timing.decode_seconds * 1e3, decoded),
         "predicted_per_second": divide_or_zero(decoded, timing.decode_seconds) if decoded else 0.0,
         "queue_ms": timing.queue_seconds * 1e3,
+        **(drafts if timing.drafted_tokens else {}),
     }
+
+
+def describe_draft_usage(timings: Sequence[RequestTiming]) -> dict[str, dict[str, int]]:
+    """Return the part of OpenAI's ``usage`` about draft tokens of some requests, or nothing without drafts."""
+    drafted, accepted = sum(one.drafted_tokens for one in timings), sum(one.accepted_tokens for one in timings)
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return {"completion_tokens_details": details} if drafted else {}
 
 
 class StreamedChoiceStopwatch:

@@ -22,10 +22,12 @@ from ..config_options import list_options
 from ..errors import ModelError
 from ..flag_values import parse_json_object, parse_natural, parse_number, parse_positive, parse_seed
 from ..generation.sampling import Sampling
-from ..generation.speculative import require_same_vocabulary
+from ..generation.speculative import DEFAULT_DRAFT_TOKENS, require_same_vocabulary
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import open_adapted_model, open_model, read_text_without_final_newline
+from ..run_config import RunConfig, options_of
+from ..serving.drafts import MAX_DRAFT_TOKENS
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
@@ -40,6 +42,7 @@ from .shared_flags import (
     add_model_flags,
     add_option_flags,
     config_from_flags,
+    mark_as_multi_rank_command,
     run_options_from_flags,
     set_cache_folder_and_blas_threads,
 )
@@ -61,6 +64,7 @@ MISSING_EXTRA_ERROR = f"hocket serve needs starlette, uvicorn and msgspec; {form
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
+    mark_as_multi_rank_command(sub)
     _add_address_flags(sub)
     sub.add_argument(
         *("-np", "--parallel"),
@@ -122,7 +126,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
     slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})"
-    add_option_flags(sub, SESSION_OPTIONS, context={"help": slot_tokens})
+    drafts = f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS})"
+    names = SESSION_OPTIONS | options_of("generate")
+    add_option_flags(sub, names, context={"help": slot_tokens}, draft_max={"help": drafts})
     add_cache_folder_flag(sub)
 
 
@@ -160,9 +166,12 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.world.size > 1:
-        raise ModelError("hocket serve runs in one process; start it without mpiexec")
     set_cache_folder_and_blas_threads(args)
+    refuse_flags_beside_drafts(args)
+    if args.world.rank:
+        return 0 if args.dry_run else follow_server_on_rank_0(args)
+    if args.world.size > 1 and args.log_requests is not None:
+        raise ModelError("--log-requests is for one process; leave it out, or start the server without mpiexec")
     options = read_server_options_and_files(args)
     check_server_options_before_load(options)
     require_usable_model_files(args)
@@ -173,6 +182,37 @@ def run(args: argparse.Namespace) -> int:
         for listener in listeners:
             stack.enter_context(listener)
         return serve_model(args, options, listeners)
+
+
+def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
+    """Raise `ModelError` for flags that do not go together with the flags of drafts."""
+    if args.draft is None and args.draft_max is not None:
+        raise ModelError("a server drafts with a draft model alone; give one with -md, or leave out --draft-max")
+    others = {"--log-requests": args.log_requests, "--dry-run": args.dry_run, "mpiexec": args.world.size > 1}
+    if args.draft is not None and (flags := [flag for flag, value in others.items() if value]):
+        raise ModelError(f"{flags[0]} does not support a draft model; leave out -md or {flags[0]}")
+
+
+def follow_server_on_rank_0(args: argparse.Namespace) -> int:
+    """Run the part of the model on the devices of this rank, until the server on rank 0 ends; return the exit code.
+
+    A launcher sends a signal to all ranks. Rank 0 ends the server, so this rank ignores the signal.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    from ... import __version__
+    from ..serving.encoder import has_no_generation
+    from ..serving.served_model import ServedModel
+    from ..serving.thread import make_served_pool
+
+    model, name = open_served_model(args)
+    with model:
+        served = ServedModel(model, name=name, version=__version__)
+        if has_no_generation(model):
+            served.rank_calls.follow_rank_0([served])
+        else:
+            served.rank_calls.follow_rank_0([served, make_served_pool(model, args.parallel, served.rank_calls)])
+    return 0
 
 
 def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Sequence[socket.socket]) -> int:
@@ -220,6 +260,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             code = run_server(service, options, announce, listeners=listeners)
         finally:
             service.close(0.0)
+        service.rank_calls.end()  # raises the failure of a rank
         if service.error is not None and args.debug:
             traceback.print_exception(service.error)
         if failures:
@@ -250,7 +291,8 @@ def lower_gc_threshold() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    model = Model(args.model, **model_arguments_from_flags(args))
+    config = RunConfig(args.model, **model_arguments_from_flags(args))
+    model = Model.open_on_ranks(config, args.world)
     return model, args.alias[0] if args.alias else Path(args.model).stem
 
 
@@ -272,7 +314,8 @@ def open_request_log(args: argparse.Namespace) -> RequestLog | None:
         return None
     from ..serving.request_log import RequestLog
 
-    options = {**model_arguments_from_flags(args), "model": str(Path(args.model).absolute())}
+    options = {name: value for name, value in model_arguments_from_flags(args).items() if name in SESSION_OPTIONS}
+    options["model"] = str(Path(args.model).absolute())
     return RequestLog(open_log(args.log_requests), partial(_announce_log_error, args.log_requests), options)
 
 

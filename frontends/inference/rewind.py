@@ -56,14 +56,32 @@ def rewind_last_step(session: Session, token_count: int) -> None:
                 f"rewind_last_step: there are no {token_count} tokens of a reversible step; "
                 "evaluate them with reversible=True"
             )
-        store, count = session.store, before.step.tokens
-        for name in session.state_names:
-            old = store.state(name)
-            if (kind := f"{name}.{count}{SNAPSHOTS}") in store.states:
-                old[0] = store.state(kind)[0, count - token_count]
-            elif (kind := f"{name}.{count}{WINDOWS}") in store.states:
-                old[0] = store.state(kind)[0, token_count : token_count + old.shape[1]]
+        rewind_states(session, before.step.tokens, {0: token_count})
         session.lengths, session.recent = list(before.lengths), list(before.recent)
         session.advance_by([before.chunk[0][:token_count], *before.chunk[1:]])
         session.mtp_rows[:1] = [rows[:token_count] for rows in session.mtp_rows[:1]]
         session.reversible_step = None
+
+
+def rewind_states(session: Session, step_tokens: int, token_counts: Mapping[int, int]) -> None:
+    """Set the recurrent states of some sequences to those after their first tokens of the last reversible step.
+
+    Other runs of the session may follow that step, but no further reversible step of as many tokens.
+
+    Args:
+        session: The session; its lengths are unchanged.
+        step_tokens: The tokens of the step, padding included.
+        token_counts: The number of tokens to keep, by sequence.
+    """
+    store = session.store
+    with store.device_lock:
+        for name in session.state_names:
+            old = store.state(name)
+            if (kind := f"{name}.{step_tokens}{SNAPSHOTS}") in store.states:
+                saved = np.asarray(store.state(kind))
+                for i, retained in token_counts.items():
+                    old[i] = saved[i, step_tokens - retained]
+            elif (kind := f"{name}.{step_tokens}{WINDOWS}") in store.states:
+                saved = np.asarray(store.state(kind))
+                for i, retained in token_counts.items():
+                    old[i] = saved[i, retained : retained + old.shape[1]]

@@ -9,7 +9,7 @@ twice a decode step.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..inference.prefill_chunks import F32, next_power_of_two
-from .prefix_cache import PrefixCache, count_common_prefix_tokens
+from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
     EndedSequence,
@@ -30,17 +30,21 @@ from .requests import (
     QueueFullError,
     RequestTiming,
 )
-from .running_requests import QueuedRequest, RunningRequest, choose_token, make_token_event, start_request
+from .running_requests import (
+    QueuedRequest,
+    RunningRequest,
+    choose_move_to_shrink_window,
+    choose_token,
+    is_prefix_being_read,
+    make_token_event,
+    start_request,
+)
 from .slots import MIN_PROMPT_TOKENS, choose_smallest_aligned_slot_window
-from .step_history import StepHistory
+from .step_history import SMOOTHING, StepHistory, update_running_mean
 from .step_runner import StepRunner
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
-SMOOTHING = 0.3
-"""Weight of the last measured time of a step in the running mean."""
-MIN_AWAITED_TOKENS = 64
-"""A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""
 
 
 class Engine:
@@ -78,10 +82,8 @@ class Engine:
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[int, RunningRequest] = {}
         self._reads_next = True
-        self._chunk_seconds: dict[int, float] = {}
-        self._decode_seconds: dict[int, float] = {}
-        self._request_seconds = 0.0
-        self._sums = EngineTotals()
+        self._chunk_seconds, self._decode_seconds = dict[int, float](), dict[int, float]()
+        self._request_seconds, self._sums = 0.0, EngineTotals()
         self.last_end: EndedSequence | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
@@ -173,6 +175,10 @@ class Engine:
         reading = [one for one in self._running.values() if one.unread_tokens]
         awake = (one for one in self._running.values() if one.request.id not in paused)
         decoding = self._select_window_block_in_turn([one for one in awake if one.next_token is not None])
+        drafts = {one.slot: self._pool.list_drafted_tokens(one.slot) for one in decoding}
+        if drafted := [one for one in decoding if [*drafts[one.slot][:1]] == [one.next_token]]:
+            yield from self._take_drafted_tokens(drafted)
+            return
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
             yield from self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
@@ -234,7 +240,7 @@ class Engine:
             match = self._cache.find_slot_for_prompt(
                 request.prompt if request.uses_cache else (), free, self._compute_window_size_with_slot
             )
-            if request.uses_cache and self._is_prefix_being_read(request.prompt, match.tokens):
+            if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue
             self._queue.remove(queued)
             try:
@@ -272,28 +278,13 @@ class Engine:
     def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
         """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
 
-        This happens only if the window is at least twice as large as needed. A step moves at most one request, which
-        takes a few milliseconds.
+        A step moves at most one request, which takes a few milliseconds.
         """
-        size = next_power_of_two(len(decoding))
-        if choose_smallest_aligned_slot_window([one.slot for one in decoding])[1] < 2 * size:
-            return
-        blocks = Counter(one.slot // size for one in decoding)
-        block = max(blocks, key=lambda number: blocks[number])
-        slots = range(block * size, min((block + 1) * size, self._pool.slots))
-        target = next((slot for slot in slots if slot not in self._running), None)
-        outside = next((one for one in decoding if one.slot // size != block and one.request.slot is None), None)
-        if target is not None and outside is not None:
+        if (move := choose_move_to_shrink_window(decoding, self._running, self._pool.slots)) is not None:
+            outside, target = move
             self._cache.move_slot(outside.slot, target, len(outside.tokens))
             self._running[target] = self._running.pop(outside.slot)
             outside.slot = target
-
-    def _is_prefix_being_read(self, prompt: tuple[int, ...], available: int) -> bool:
-        return any(
-            one.unread_tokens
-            and count_common_prefix_tokens(one.request.prompt, prompt) >= available + MIN_AWAITED_TOKENS
-            for one in self._running.values()
-        )
 
     def _choose_chunk_size(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> int:
         """Choose how many prompt tokens the next chunk reads: a power of two, or all that are left.
@@ -336,7 +327,8 @@ class Engine:
             yield self._end_with_error_and_zero_slot(running, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
-        _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds - planning)
+        bucket = next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS))
+        update_running_mean(self._chunk_seconds, bucket, seconds - planning)
         self._sums.prompt_seconds += seconds
         self.history.record_step("prompt", start, seconds, [(running.request.id, len(chunk))])
         running.tokens.extend(chunk)
@@ -359,11 +351,23 @@ class Engine:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
-        _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
+        update_running_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
         self._sums.decode_seconds += seconds
         self._sums.decode_steps += 1
         self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])
         for one in decoding:
+            one.drafted_tokens += (drafted := len(self._pool.list_drafted_tokens(one.slot)))
+            self._sums.add_drafted_tokens(drafted)
+            yield from self._advance(one, rows[one.slot])
+
+    def _take_drafted_tokens(self, drafted: Sequence[RunningRequest]) -> Iterator[Event]:
+        """Advance requests by a token that was drafted right; its logits need no run."""
+        self.requests_in_step, start = tuple(one.request.id for one in drafted), self._clock()
+        rows = self._run_decode(drafted)
+        self.history.record_step("decode", start, self._clock() - start, [(one.request.id, 1) for one in drafted])
+        self._sums.accepted_tokens += len(drafted)
+        for one in drafted:
+            one.accepted_tokens += 1
             yield from self._advance(one, rows[one.slot])
 
     def _retry_decode_one_by_one(self, decoding: Sequence[RunningRequest], error: HocketError) -> Iterator[Event]:
@@ -447,7 +451,3 @@ class Engine:
     def predict_seconds_until_queue_has_room(self) -> float:
         """Predict the seconds until a place in the queue is free, from the mean time of a request."""
         return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
-
-
-def _update_mean(means: dict[int, float], key: int, seconds: float) -> None:
-    means[key] = seconds if key not in means else means[key] + SMOOTHING * (seconds - means[key])

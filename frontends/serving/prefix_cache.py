@@ -55,9 +55,10 @@ class SlotMemory(Protocol):
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
-    def grow_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
-        """Replace the memory by one for `slots` slots in total, and copy all slots to it; see
-        `SlotPool.grow_to_slot_count`.
+    def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
+        """Replace the memory by one for `slots` slots, and copy the first slots to it.
+
+        See `SlotPool.resize_to_slot_count`.
         """
 
     def compute_recurrent_state_bytes(self) -> int:
@@ -242,16 +243,18 @@ class PrefixCache:
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
 
-    def grow_to_slot_count(self, slots: int) -> None:
-        """Enlarge the memory to `slots` slots; the present slots keep their tokens."""
-        self._memory.grow_to_slot_count(slots, self._lengths)
+    def resize_to_slot_count(self, slots: int) -> None:
+        """Change the memory to `slots` slots; they keep their tokens, and slots beyond them are forgotten."""
+        for slot in range(slots, len(self._tokens)):
+            self.forget_slot(slot)
+        self._memory.resize_to_slot_count(slots, self._lengths[:slots])
         added = slots - len(self._tokens)
-        self._tokens += [()] * added
-        self._lengths += [0] * added
-        self._last_use += [0] * added
-        self._save_points += [frozenset()] * added
-        self._contents += [NO_CONTENTS] * added
-        self._ring_starts += [0] * added
+        self._tokens[slots:] = [()] * added
+        self._lengths[slots:] = [0] * added
+        self._last_use[slots:] = [0] * added
+        self._save_points[slots:] = [frozenset()] * added
+        self._contents[slots:] = [NO_CONTENTS] * added
+        self._ring_starts[slots:] = [0] * added
 
     def forget_slot(self, slot: int) -> None:
         """Forget the tokens and the saved recurrent states of a slot."""

@@ -89,6 +89,10 @@ class TapedPool:
             self._tape.record_logits_checksum(slot, logits)
         return rows
 
+    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+        """Return the draft tokens that a slot has evaluated."""
+        return self._pool.list_drafted_tokens(slot)
+
     @property
     def planning_seconds(self) -> float:
         """The seconds of plans and kernels since the start, which are recorded."""

@@ -73,6 +73,7 @@ class RequestTiming:
     - `queue_seconds`: from the submission to the first step; `prompt_seconds`: from there to the first token;
       `decode_seconds`: from the first to the last token.
     - `slot`: the number of the slot; -1 for a request that had none.
+    - `drafted_tokens`: draft tokens that were evaluated; `accepted_tokens`: the sampled ones of them.
     """
 
     prompt_tokens: int = 0
@@ -82,6 +83,8 @@ class RequestTiming:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     slot: int = -1
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class EngineTotals:
     - `prompt_tokens`: tokens of the prompts that got a slot; `cached_tokens`: the part from the prefix cache.
     - `new_tokens`: sampled tokens; `finished_requests`: requests that have ended in a slot.
     - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind; `decode_steps`: number of decode steps.
+    - `drafts`: how often a request had drafts; `drafted_tokens`: draft tokens that were evaluated; `accepted_tokens`:
+      the sampled ones of them.
     - `restarts`: how often the engine was built anew after a failure.
     """
 
@@ -143,7 +148,15 @@ class EngineTotals:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     restarts: int = 0
+
+    def add_drafted_tokens(self, count: int) -> None:
+        """Add the draft tokens that a step has evaluated for a request; 0 for a request without drafts."""
+        self.drafts += count > 0
+        self.drafted_tokens += count
 
 
 @dataclass(frozen=True, slots=True)

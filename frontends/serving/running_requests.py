@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,8 +12,13 @@ import numpy as np
 from ...backends.cpu.top_k import find_top_k
 from ..generation.grammar import GrammarState
 from ..generation.lazy_grammar import LazyGrammarState
-from ..inference.prefill_chunks import F32
+from ..inference.prefill_chunks import F32, next_power_of_two
+from .prefix_cache import count_common_prefix_tokens
 from .requests import GenerationRequest, RequestTiming, TokenEvent
+from .slots import choose_smallest_aligned_slot_window
+
+MIN_AWAITED_TOKENS = 64
+"""A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +46,8 @@ class RunningRequest:
 
     `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated. `context_tokens` are the
     prompt and the sampled tokens, for penalties and seeds. `repeated_tokens` are the tokens that its client has
-    already, which are taken in place of sampled ones after a restart of the engine.
+    already, which are taken in place of sampled ones after a restart of the engine. `drafted_tokens` counts the draft
+    tokens that its steps have evaluated, and `accepted_tokens` the sampled ones of them.
     """
 
     request: GenerationRequest
@@ -56,6 +63,8 @@ class RunningRequest:
     context_tokens: list[int] = field(default_factory=list)
     repeated_tokens: deque[int] = field(default_factory=deque)
     reported_tokens: int = -1
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def unread_tokens(self) -> int:
@@ -78,6 +87,8 @@ class RunningRequest:
             first - self.started,
             now - first,
             self.slot,
+            self.drafted_tokens,
+            self.accepted_tokens,
         )
 
 
@@ -107,6 +118,37 @@ def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: i
         repeated_tokens=deque(queued.sent_tokens),
         reported_tokens=queued.reported_tokens,
     )
+
+
+def is_prefix_being_read(prompt: tuple[int, ...], available: int, running: Iterable[RunningRequest]) -> bool:
+    """Whether another slot reads a prompt that shares many more than `available` tokens with `prompt`."""
+    return any(
+        one.unread_tokens and count_common_prefix_tokens(one.request.prompt, prompt) >= available + MIN_AWAITED_TOKENS
+        for one in running
+    )
+
+
+def choose_move_to_shrink_window(
+    decoding: Sequence[RunningRequest], used_slots: Container[int], slots: int
+) -> tuple[RunningRequest, int] | None:
+    """Choose a decoding request and a free slot, so that the window of the requests can become smaller.
+
+    Requests move only if the window is at least twice as large as needed. A request that names its slot stays there.
+
+    Args:
+        decoding: The decoding requests.
+        used_slots: The slots that have a request.
+        slots: Number of all slots.
+    """
+    size = next_power_of_two(len(decoding))
+    if choose_smallest_aligned_slot_window([one.slot for one in decoding])[1] < 2 * size:
+        return None
+    blocks = Counter(one.slot // size for one in decoding)
+    block = max(blocks, key=lambda number: blocks[number])
+    free = (slot for slot in range(block * size, min((block + 1) * size, slots)) if slot not in used_slots)
+    outside = (one for one in decoding if one.slot // size != block and one.request.slot is None)
+    target, one = next(free, None), next(outside, None)
+    return None if target is None or one is None else (one, target)
 
 
 def make_token_event(request: GenerationRequest, token: int, logits: F32) -> TokenEvent:

@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from ...backends.cpu.target_cpu import find_compile_target
+from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import Plan
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.model_digest import compute_model_digest
 from ..inference.prefill_chunks import F32
+from ..inference.session import Session
 from ..ranking import TextPooler, rank_documents
 
 
@@ -27,12 +29,22 @@ class LoadedModel(TextPooler, Protocol):
     def plan(self) -> Plan:
         """The execution plan of one token."""
 
+    @property
+    def draft_session(self) -> Session | None:
+        """The session that has loaded the weights of the draft model; `None` without one."""
+
+    @property
+    def draft_max(self) -> int:
+        """The largest number of draft tokens of a run."""
+
     def embed(self, texts: Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
         """Return one embedding for each text; see `hocket.Model.embed`."""
 
 
 class ServedModel:
     """A model with its name for clients; see `ModelService` for the members. Any thread may use it.
+
+    With several ranks, all of them make the same object. Rank 0 serves, and the other ranks follow its `rank_calls`.
 
     Args:
         model: The model.
@@ -41,6 +53,7 @@ class ServedModel:
     """
 
     def __init__(self, model: LoadedModel, *, name: str, version: str) -> None:
+        self.rank_calls: RankCalls = RankCalls(model.session.world)
         self._model, self._name, self._version = model, name, version
         self._fingerprint = self._compute_fingerprint(version)
 
@@ -79,8 +92,10 @@ class ServedModel:
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
 
+    @on_all_ranks
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
         return self._model.embed(texts, normalise=normalise)
 
+    @on_all_ranks
     def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
         return rank_documents(self._model, query, documents)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,7 +24,7 @@ from ...scheduler import DeferredInterrupts
 from ..errors import ModelError
 from ..generation.generate import GenerationParams, make_full_context_error
 from ..inference.prefill_chunks import count_useful_pipeline_stages, next_power_of_two
-from ..inference.saved_state import save_state
+from ..inference.saved_state import write_state_atomically
 from ..inference.session import Session
 from .engine import Engine
 from .prefix_cache import PrefixCache
@@ -39,6 +39,10 @@ MAX_HALF_WINDOW = 4
 """The same for models with F16 or BF16 matrices: processors with AMX multiply more than 6 rows in tiles."""
 MAX_GAP_SECONDS = 0.1
 """Largest predicted seconds of a prompt chunk while other requests decode."""
+MAX_IDLE_SLOTS = 16
+"""Number of slots that a pool keeps when few texts overlap any more."""
+MIN_SHRINK_RATIO = 4
+"""The slots of a pool, divided by the slots that it needs, from which on it shrinks."""
 SAVED_STATE_BYTES = 1 << 28
 """Bytes of saved recurrent states in the prefix cache."""
 
@@ -58,7 +62,8 @@ def can_run_in_shared_engine(session: Session) -> bool:
 class SharedEngine:
     """The engine of a model, driven by the threads that wait for its tokens; any thread may call any member.
 
-    The pool begins with one slot and doubles when more requests overlap, so no request waits for a slot.
+    The pool begins with one slot and doubles when more requests overlap, so no request waits for a slot. It shrinks
+    when most slots are free.
 
     Args:
         root: The session that has the weights, with one sequence.
@@ -157,6 +162,7 @@ class SharedEngine:
             names = list(self._events_by_request)  # of keys alone: pairs could start a collection, which ends requests
             unread = ((name, self._events_by_request.get(name, ())) for name in names)
             events += self._engine.step({name for name, ahead in unread if len(ahead) >= MAX_AHEAD_TOKENS})
+            self._shrink_idle_slots()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not interrupts.is_interrupt_pending:
                 raise
@@ -198,12 +204,23 @@ class SharedEngine:
         status = self._engine.status
         if (needed := status.running + status.queued) > self._pool.slots:
             try:
-                self._cache.grow_to_slot_count(next_power_of_two(needed))
+                self._cache.resize_to_slot_count(next_power_of_two(needed))
             except HocketError as error:
                 self._engine.cancel(request.id)
                 message = f"{needed} texts at once need more memory; end some, or give a smaller context=N ({error})"
                 return [EndEvent(request.id, "error", RequestTiming(), message)]
         return []
+
+    def _shrink_idle_slots(self) -> None:
+        """Move the slots to less memory if most of them are free; without memory for the move they stay."""
+        if self._pool.slots < MIN_SHRINK_RATIO * MAX_IDLE_SLOTS:
+            return
+        status, end = self._engine.status, self._engine.last_end
+        used = [slot for slot, request in enumerate(status.slot_requests) if request or (end and end.slot == slot)]
+        needed = next_power_of_two(max(MAX_IDLE_SLOTS, status.queued, *(slot + 1 for slot in used)))
+        if MIN_SHRINK_RATIO * needed <= self._pool.slots:
+            with suppress(HocketError):
+                self._cache.resize_to_slot_count(needed)
 
     @contextmanager
     def _pause_steps(self) -> Iterator[None]:
@@ -228,7 +245,8 @@ class SharedEngine:
             end = self._engine.last_end
             if end is None or self._engine.status.slot_requests[end.slot]:
                 return False
-            save_state(self._pool.open_slot_session(end.slot, end.tokens), [end.context_tokens], path)
+            captured = self._pool.capture_slot(end.slot, list(end.context_tokens), len(end.tokens))
+            write_state_atomically(captured, path)
             return True
 
 

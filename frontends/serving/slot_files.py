@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import ModelError
-from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
+from ..inference.saved_state import SavedSessionState
 from .prefix_cache import PrefixCache
 from .slots import SlotPool
 
@@ -37,7 +37,7 @@ class SlotFiles:
         contents = self._cache.get_contents(slot)
         if not contents.length:
             raise ModelError(f"slot {slot} has no tokens; send it a request first, with id_slot")
-        return capture_state(self._pool.open_slot_session(slot, contents.tokens[: contents.length]), [contents.tokens])
+        return self._pool.capture_slot(slot, list(contents.tokens), contents.length)
 
     def restore(self, slot: int, state: SavedSessionState, path: str | Path) -> int:
         """Restore a slot from the content of a file, and return the number of its evaluated tokens.
@@ -53,9 +53,7 @@ class SlotFiles:
         if self._pool.has_recurrent_states and not self._cache.can_save_recurrent_states():
             raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
         _require_token_for_each_evaluated_position(state, path)
-        session = self._pool.open_slot_session(slot, ())
-        (tokens,) = restore_saved_state(session, state, path)
-        (length,) = session.lengths
+        tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
         self._cache.adopt_restored_slot(slot, tokens, length)
         return length
 

@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.rewind import rewind_states
+from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
 
 MIN_PROMPT_TOKENS = 16
@@ -45,7 +48,8 @@ class SlotPool:
     """The memory in which a server runs up to `slots` sequences, over the weights of a session.
 
     A slot is the place of one sequence of at most `context` tokens. Raises `ModelError` for a model without steps, and
-    for more slots than the memory of the devices holds.
+    for more slots than the memory of the devices holds. With several ranks, all of them make the same pool. Rank 0
+    makes the calls, and the other ranks follow them by `rank_calls`.
 
     Args:
         like: The session that has the weights.
@@ -53,12 +57,23 @@ class SlotPool:
         context: Tokens of a slot.
         batch: Maximum prompt tokens of one run.
         shares_states: Whether the slots are the sequences of `like`, instead of further memory.
+        rank_calls: The calls that run on all ranks of `like`.
     """
 
-    def __init__(self, like: Session, slots: int, *, context: int, batch: int, shares_states: bool = False) -> None:
+    def __init__(
+        self,
+        like: Session,
+        slots: int,
+        *,
+        context: int,
+        batch: int,
+        shares_states: bool = False,
+        rank_calls: RankCalls | None = None,
+    ) -> None:
         model = like.model
         if not model.is_causal or model.is_encoder_without_logits:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
+        self.rank_calls: RankCalls = rank_calls or RankCalls(like.world)
         self.slots, self.context = slots, context
         self.batch = min(batch, context)
         if shares_states:
@@ -100,26 +115,23 @@ class SlotPool:
 
         The first call opens the session. A window that passes the last slot has fewer slots.
         """
-        count = min(count, self.slots - first)
-        key = first, count
+        key = first, min(count, self.slots - first)
         if key not in self._windows:
-            start = time.perf_counter()
-            self._windows[key] = Session(
-                self._all_slots.model,
-                like=self._all_slots,
-                first_sequence=first,
-                sequences=count,
-                context=self.context,
-                batch=self.batch,
-            )
-            self._opening_seconds += time.perf_counter() - start
+            self._add_window(*key)
         return self._windows[key]
 
-    def open_slot_session(self, slot: int, tokens: Sequence[int]) -> Session:
-        """Return the session of one slot that has processed `tokens`."""
-        window = self.open_window_session(slot, 1)
-        self._set_lengths(window, [tokens])
-        return window
+    @on_all_ranks
+    def _add_window(self, first: int, count: int) -> None:
+        start = time.perf_counter()
+        self._windows[first, count] = Session(
+            self._all_slots.model,
+            like=self._all_slots,
+            first_sequence=first,
+            sequences=count,
+            context=self.context,
+            batch=self.batch,
+        )
+        self._opening_seconds += time.perf_counter() - start
 
     @property
     def planning_seconds(self) -> float:
@@ -171,13 +183,31 @@ class SlotPool:
     def _list_window_sizes(self) -> list[int]:
         return [*(1 << i for i in range((self.slots - 1).bit_length())), self.slots]
 
+    @on_all_ranks
     def _prepare_prompt(self, size: int, length: int) -> None:
         window = self.open_window_session(0, 1)
         window.executor(window.make_step(size, min(length, self.context)))
 
+    @on_all_ranks
     def _prepare_decoding(self, count: int, length: int) -> None:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
+
+    @on_all_ranks
+    def prepare_appending(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:
+        """Compile runs of `append_tokens` in a window.
+
+        Args:
+            count: The number of slots of the window.
+            tokens: The bucket of new tokens.
+            length: The tokens of the longest slot before the run.
+            reversible: As in `append_tokens`.
+        """
+        window = self.open_window_session(0, count)
+        window.lengths = [0] * window.sequences
+        window.compile_plans_for_tokens(
+            tokens, behind=min(length, self.context - tokens), every_position=reversible, reversible=reversible
+        )
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Read prompt tokens into a slot, after its tokens, and return the logits after the last one, f32[vocabulary].
@@ -187,12 +217,9 @@ class SlotPool:
             tokens: One batch of new tokens at most.
             before: The tokens that the slot has already.
         """
-        window = self.open_slot_session(slot, before)
-        window.min_tokens = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
-        try:
-            return np.asarray(window.evaluate([list(tokens)])[0][-1])
-        finally:
-            window.min_tokens = 1
+        padded = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
+        recent = [self._select_recent_tokens(before)]
+        return self._run_window(slot, 1, [len(before)], recent, [list(tokens)], padded)[0][-1]
 
     def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
         """Run one decode step: append a token to each given slot, and return the logits f32[vocabulary] by slot.
@@ -201,36 +228,93 @@ class SlotPool:
             tokens: The new token of each slot.
             before: The tokens that each slot has already.
         """
+        rows = self.append_tokens({slot: [token] for slot, token in tokens.items()}, before)
+        return {slot: logits[-1] for slot, logits in rows.items()}
+
+    def append_tokens(
+        self,
+        tokens: Mapping[int, list[int]],
+        before: Mapping[int, Sequence[int]],
+        *,
+        min_tokens: int = 1,
+        reversible: bool = False,
+    ) -> dict[int, F32]:
+        """Append tokens to each given slot in one run.
+
+        Args:
+            tokens: The new tokens of each slot, one batch at most.
+            before: The tokens that each slot has already.
+            min_tokens: The smallest bucket of new tokens.
+            reversible: Return the logits after each token, and save the recurrent states after each one.
+
+        Returns:
+            The logits by slot: f32[tokens, vocabulary] if `reversible` is set, else f32[1, vocabulary].
+        """
         first, count = choose_smallest_aligned_slot_window([*tokens])
+        slots = range(first, min(first + count, self.slots))
+        known = [before.get(slot, ()) for slot in slots]
+        new = [tokens.get(slot, []) for slot in slots]
+        recent = [*map(self._select_recent_tokens, known)]
+        rows = self._run_window(first, count, [*map(len, known)], recent, new, min_tokens, reversible)
+        return {slot: rows[slot - first] for slot in tokens}
+
+    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+        """Return the next tokens of a slot that are evaluated already; see `StepRunner.list_drafted_tokens`."""
+        return ()
+
+    def _select_recent_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last tokens of a text that the next token depends on directly, as in n-gram models."""
+        return list(tokens[len(tokens) - min(self._all_slots.model.history_token_count, len(tokens)) :])
+
+    @on_all_ranks
+    def _run_window(
+        self,
+        first: int,
+        count: int,
+        lengths: list[int],
+        recent: list[list[int]],
+        new: list[list[int]],
+        min_tokens: int,
+        reversible: bool = False,
+    ) -> list[F32]:
+        """Append new tokens to the slots of a window, and return the logits of each slot; none for an idle slot.
+
+        Args:
+            first: The first slot of the window.
+            count: Its number of slots.
+            lengths: The tokens that each slot has.
+            recent: The last ones of them, as in `Session.recent`.
+            new: The new tokens of each slot; none for an idle slot.
+            min_tokens: The smallest bucket of new tokens.
+            reversible: As in `append_tokens`.
+        """
         window = self.open_window_session(first, count)
-        slots = range(first, first + window.sequences)
-        self._set_lengths(window, [before.get(slot, ()) for slot in slots])
-        new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
-        rows = window.evaluate(new)
-        return {slot: rows[slot - first][-1] for slot in tokens}
+        window.lengths, window.recent, window.min_tokens = lengths, recent, min_tokens
+        try:
+            return window.evaluate(new, every_position=reversible, reversible=reversible)
+        finally:
+            window.min_tokens = 1
 
     def compute_max_saved_slot_bytes(self) -> int:
         """Compute the bytes of all states of one slot in float32, the largest size in a file."""
         store = self.open_window_session(0, 1).store
         return sum(4 * math.prod(store.state(name).shape) for name in self._state_names)
 
-    def _set_lengths(self, window: Session, before: Sequence[Sequence[int]]) -> None:
-        history = self._all_slots.model.history_token_count
-        window.lengths = [len(tokens) for tokens in before]
-        window.recent = [list(tokens[len(tokens) - min(history, len(tokens)) :]) for tokens in before]
-
+    @on_all_ranks
     def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot before its first token; caches stay."""
         for name in self._state_names:
             if name not in self._caches:
                 self._all_slots.store.state(name)[slot : slot + 1] = 0
 
+    @on_all_ranks
     def zero_slot_states(self, slot: int) -> None:
         """Zero all states of a slot, including caches, after a run that may have left NaN or infinite numbers."""
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
 
+    @on_all_ranks
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
         self._opening_seconds = self.planning_seconds
@@ -248,16 +332,32 @@ class SlotPool:
             return False
         return True
 
+    @on_all_ranks
+    def rewind_recurrent_states(self, first: int, count: int, slot: int, step_tokens: int, retained: int) -> None:
+        """Set the recurrent states of a slot to those after the first tokens of a reversible run of `append_tokens`.
+
+        Args:
+            first: The first slot of the window that has run.
+            count: The number of slots of the window.
+            slot: The slot.
+            step_tokens: The bucket of tokens of the run.
+            retained: How many of its tokens the slot keeps.
+        """
+        rewind_states(self.open_window_session(first, count), step_tokens, {slot - first: retained})
+
+    @on_all_ranks
     def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot, without its caches."""
         names = (name for name in self._state_names if name not in self._caches)
         return {name: self.open_window_session(slot, 1).store.state(name)[:] for name in names}
 
+    @on_all_ranks
     def restore_recurrent_states(self, slot: int, saved: SlotStates) -> None:
         """Set the recurrent states of a slot to saved ones; caches stay."""
         for name, array in saved.items():
             self.open_window_session(slot, 1).store.state(name)[:] = array
 
+    @on_all_ranks
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot.
 
@@ -270,12 +370,39 @@ class SlotPool:
             used = rows if name in self._rings else min(rows, -(-tokens // per_cell))
             store.copy_state_rows(name, source * rows, target * rows, used)
 
-    def grow_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
-        """Move all slots to memory of `slots` slots; the present ones keep their states.
+    @on_all_ranks
+    def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
+        """Copy the states of a slot that has evaluated the first `length` of `tokens`."""
+        window = self.open_window_session(slot, 1)
+        window.lengths, window.recent = [length], [self._select_recent_tokens(tokens[:length])]
+        return capture_state(window, [tokens])
+
+    @on_all_ranks
+    def restore_slot(
+        self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
+    ) -> tuple[list[int], int]:
+        """Restore a slot from a saved state, and return its tokens and the number of evaluated ones.
+
+        Args:
+            slot: Number of the slot; it is unchanged after an error.
+            header: The header of the state.
+            arrays: Its arrays.
+            path: The file, for messages.
+
+        Raises:
+            ModelError: The state is of another model, or does not fit the context.
+        """
+        window = self.open_window_session(slot, 1)
+        window.lengths, window.recent = [0], [[]]
+        (tokens,) = restore_saved_state(window, SavedSessionState(header, arrays), path)
+        return tokens, window.lengths[0]
+
+    def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
+        """Move the first slots to memory of `slots` slots, with their states.
 
         Args:
             slots: The new number of slots.
-            lengths: Tokens of each present slot; the cells of these tokens are copied.
+            lengths: Tokens of each slot that is moved; the cells of these tokens are copied.
 
         Raises:
             ModelError: The states of all slots are larger than the memory of the devices.

@@ -14,6 +14,8 @@ MAX_STEPS = 1 << 13
 """Steps that a history keeps; a step of four requests takes about 600 bytes."""
 MAX_REQUESTS = 1024
 """Requests that a history keeps."""
+SMOOTHING = 0.3
+"""Weight of the last measured time of a step in the running mean."""
 
 
 @lazy_dataclass(frozen=True, slots=True)
@@ -119,3 +121,8 @@ class StepHistory:
             RequestTrace(record, tuple(step for step in steps if any(record.id == id for id, _ in step.tokens)), offset)
             for record in records
         ]
+
+
+def update_running_mean(means: dict[int, float], key: int, seconds: float) -> None:
+    """Update a running mean of seconds; the first measurement is the mean."""
+    means[key] = seconds if key not in means else means[key] + SMOOTHING * (seconds - means[key])

@@ -21,6 +21,12 @@ class StepRunner(Protocol):
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
         """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
 
+    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+        """Return the draft tokens that a slot has evaluated after its last token.
+
+        `decode` returns the logits of the first one without a run. All further ones are wrong if another token follows.
+        """
+
     @property
     def planning_seconds(self) -> float:
         """The seconds of plans and kernels since the start, which runs may include; see `SlotPool`."""

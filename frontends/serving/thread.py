@@ -12,11 +12,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from ...distributed import RanksError
+from ...distributed.rank_calls import RankCalls
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState
+from .drafts import DraftingSlotPool, SlotDrafter
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
@@ -89,8 +92,7 @@ class EngineThread(ServedModel):
         on_restart: Callable[[str], None] = lambda why: None,
     ) -> None:
         super().__init__(model, name=name, version=version)
-        root = model.session
-        self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
+        self._pool = make_served_pool(model, options.slots, self.rank_calls)
         cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
         self._slot_files, self._log = SlotFiles(self._pool, cache), log
         self._max_requests = options.slots + options.queue_size
@@ -265,6 +267,8 @@ class EngineThread(ServedModel):
         engine = self._engine
         try:
             events = engine.step()
+        except RanksError:  # all ranks end
+            raise
         except Exception as error:  # a backend may raise anything, and other requests must not end with this one
             in_step = engine.requests_in_step or {*engine.status.slot_requests}
             self._restart(in_step, _describe_error(error), error)
@@ -323,6 +327,8 @@ class EngineThread(ServedModel):
         try:
             for _ in self._preparations:
                 return True
+        except RanksError:  # all ranks end
+            raise
         except Exception as error:  # a backend may raise anything; a request that needs this step gets the error
             LOGGER.warning("steps for longer texts are not compiled in advance: %s", _describe_error(error))
             self._preparations = iter(())
@@ -368,6 +374,19 @@ class EngineThread(ServedModel):
         self._thread.join(max(1.0, grace_seconds))
         if self._log is not None:
             self._log.close()
+
+
+def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> SlotPool:
+    """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool.
+
+    If the model has a draft model, the pool evaluates drafts.
+    """
+    root, small = model.session, model.draft_session
+    draft_tokens = min(model.draft_max, root.batch - 1)
+    if small is None or not draft_tokens:
+        return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
+    drafter = SlotDrafter(SlotPool(small, slots, context=small.context, batch=small.batch), draft_tokens)
+    return DraftingSlotPool(root, slots, context=root.context, batch=root.batch, drafter=drafter, rank_calls=rank_calls)
 
 
 def _describe_error(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from ...frontends.serving.requests import TokenEvent
 from ..bodies.answers import AnswerDelta, AnswerParser
 from ..bodies.schemas import ChatBody, TemplateBody
 from ..errors import ApiError
-from ..metrics import StreamedChoiceStopwatch, describe_timing
+from ..metrics import StreamedChoiceStopwatch, describe_draft_usage, describe_timing
 from ..requests import create_random_id
 from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
@@ -189,6 +189,7 @@ def describe_openai_usage(finishes: Iterable[ChoiceFinish]) -> dict[str, object]
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": ends[0].timing.cached_tokens},
+        **describe_draft_usage([finish.timing for finish in ends]),
     }
 
 

@@ -17,7 +17,7 @@ from ...frontends.serving.requests import GenerationRequest, TokenEvent
 from ..bodies.schemas import EmbeddingBody, TextCompletionBody
 from ..errors import ApiError, make_bad_request_error
 from ..grammars import list_ignored_schema_keywords
-from ..metrics import StreamedChoiceStopwatch, describe_timing
+from ..metrics import StreamedChoiceStopwatch, describe_draft_usage, describe_timing
 from ..requests import create_random_id
 from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond_as_stream_or_json
 from ..state import ServingState, get_serving_state
@@ -142,6 +142,7 @@ class TextAnswerFormatter:
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": sum(finish.timing.cached_tokens for finish in firsts)},
+            **describe_draft_usage([finish.timing for finish in self._finishes.values()]),
         }
 
 

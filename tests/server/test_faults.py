@@ -8,75 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from ..given.open_requests import read_until
+from ..given.serving.server_process import COMMAND, COMPLETION, ServerProcess, run_server
 from ..given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-ROOT = Path(sys.modules["hocket"].__file__ or "").parent
-MODEL = ROOT / "data" / "hocket-tiny-q8_0.gguf"
-PROCESS_SCRIPT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from hocket.cli import main; sys.exit(main(sys.argv[2:]))"
-)
-COMMAND = (sys.executable, "-c", PROCESS_SCRIPT, str(ROOT.parent))
-COMPLETION = {"prompt": "It is a truth universally acknowledged", "temperature": 0, "ignore_eos": True, "n_predict": 40}
 MAX_SENT_MEGABYTES = 40
 """Megabytes that a client can send before its body is refused: the limit is 16 MiB, and sockets have buffers."""
 MAX_GROWTH_BYTES = 64 << 20
 """Growth of the memory of the server by bodies of 100 MB."""
-
-
-class ServerProcess:
-    """A process of ``hocket serve`` at a port."""
-
-    def __init__(self, port: int, words: Sequence[str]) -> None:
-        command = [*COMMAND, "serve", str(MODEL), "--port", str(port), *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        while line and "serves" not in line:
-            line = self.process.stderr.readline()
-        assert line, "the server has ended"
-        self.url = line.split()[-1]
-        self.port = int(self.url.rpartition(":")[2])
-        wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200)
-
-    def post(self, path: str, body: object, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=WAIT_SECONDS, **options)
-
-    def count_busy_slots(self) -> int:
-        return sum(slot["is_processing"] for slot in httpx.get(f"{self.url}/slots").json())
-
-    def read_memory(self) -> int:
-        """Return the bytes of memory of the process that belong to no file, swapped ones included."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "VmSwap"))) << 10
-
-    def open_stream(self, **body: object) -> socket.socket:
-        data = json.dumps({**COMPLETION, "stream": True, **body}).encode()
-        head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
-        connection.sendall(head.encode() + data)
-        return connection
-
-
-@contextmanager
-def run_server(port: int = 0, words: Sequence[str] = ("-np", "2", "-c", "256")) -> Iterator[ServerProcess]:
-    server = ServerProcess(port, words)
-    try:
-        yield server
-    finally:
-        with suppress(ProcessLookupError):
-            server.process.kill()
-        server.process.communicate()
 
 
 @pytest.fixture(name="server", scope="module")
@@ -190,19 +138,22 @@ def test_a_killed_server_ends_its_streams_and_is_started_again(text: str) -> Non
 
 
 def test_a_saved_slot_outlives_the_process(tmp_path: Path) -> None:
-    """The talk goes on in another process with other devices, and no token is read again."""
+    """The talk goes on in another process with other devices: the same token, and no token is read again."""
     words = ["-np", "2", "-c", "256", "--slot-save-path", str(tmp_path)]
     body = {**COMPLETION, "return_tokens": True, "id_slot": 1}
     with run_server(words=words) as first:
         answer = first.post("/completion", body).json()
         saved = first.post("/slots/1?action=save", {"filename": "talk"}).json()
         prompt = first.post("/tokenize", {"content": COMPLETION["prompt"], "add_special": True}).json()["tokens"]
+        talk = {**COMPLETION, "prompt": [*prompt, *answer["tokens"], 9, 10], "n_predict": 1, "return_tokens": True}
+        first.post("/slots/0?action=restore", {"filename": "talk"})
+        token = first.post("/completion", talk).json()["tokens"]
         first.process.kill()
-    talk = {**COMPLETION, "prompt": [*prompt, *answer["tokens"], 9, 10], "n_predict": 1}
     with run_server(words=[*words, "--devices", "cpu:0,cpu:1,cpu:2"]) as second:
         assert second.post("/slots/0?action=restore", {"filename": "talk"}).json()["n_restored"] == saved["n_saved"]
-        timings = second.post("/completion", talk).json()["timings"]
-        assert timings["cache_n"] == saved["n_saved"] == len(prompt) + 39
+        continued = second.post("/completion", talk).json()
+        assert continued["tokens"] == token
+        assert continued["timings"]["cache_n"] == saved["n_saved"] == len(prompt) + 39
 
 
 def test_a_log_outlives_a_killed_process(tmp_path: Path) -> None:

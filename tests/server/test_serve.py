@@ -6,10 +6,11 @@ import argparse
 import socket
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from hocket.distributed import SINGLE_PROCESS
+from hocket.distributed.rank_calls import RankCalls
 from hocket.frontends.commands import serve as command
 from hocket.frontends.errors import ModelError
 from hocket.server import lifecycle
@@ -50,7 +51,7 @@ def test_the_port_is_bound_once_and_before_the_model_is_open(monkeypatch: pytest
     parser = argparse.ArgumentParser()
     command.add_flags(parser)
     args = parser.parse_args(["tiny.gguf", "--port", "0"])
-    args.world, args.debug = SimpleNamespace(size=1), False
+    args.world, args.debug = SINGLE_PROCESS, False
     bound: list[int] = []
     served: list[int] = []
     bind = lifecycle.bind_sockets
@@ -69,6 +70,7 @@ def test_the_port_is_bound_once_and_before_the_model_is_open(monkeypatch: pytest
 
     service = FakeService()
     monkeypatch.setattr(service, "error", None, raising=False)
+    monkeypatch.setattr(service, "rank_calls", RankCalls(SINGLE_PROCESS), raising=False)
     monkeypatch.setattr(lifecycle, "bind_sockets", bind_and_count)
     monkeypatch.setattr(DrainingServer, "run", run)
     monkeypatch.setattr(command, "open_served_model", open_model)

@@ -145,12 +145,34 @@ def test_slots_that_are_added_while_requests_run_change_no_text(recurrent):
     for number, request in enumerate(requests):
         engine.submit(request)
         if number:
-            cache.grow_to_slot_count(number + 1)
+            cache.resize_to_slot_count(number + 1)
         events += [event for _ in range(3) for event in engine.step()]
     events += run_all(engine)
     for request in requests:
         assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
     assert max(map(len, pool.decoded)) >= 3
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_slots_that_are_taken_away_change_no_text(recurrent):
+    pool = FakePool(8, recurrent=recurrent)
+    cache = PrefixCache(pool, state_bytes=100)
+    engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now)
+    early = [make_request(f"early {i}", tuple(range(i + 1, i + 20)), limit=3, seed=i) for i in range(6)]
+    late = [make_request(f"late {i}", BASE[: 20 + 4 * i], limit=9, seed=i, slot=i) for i in range(2)]
+    for request in early:
+        engine.submit(request)
+    events = run_all(engine)
+    for request in late:
+        engine.submit(request)
+    events += [event for _ in range(4) for event in engine.step()]
+    cache.resize_to_slot_count(2)
+    assert engine.status.slots == len(engine.status.slot_tokens) == 2
+    again = make_request("again", early[5].prompt, limit=3, seed=5)
+    engine.submit(again)
+    events += run_all(engine)
+    for request in (*early, *late, again):
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
 
 
 def test_blocks_of_a_limited_window_take_turns():

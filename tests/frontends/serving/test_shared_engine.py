@@ -15,7 +15,13 @@ import hocket
 from hocket.frontends.inference import session as sessions
 from hocket.frontends.inference.session_lease import IdleSessions
 from hocket.frontends.serving import engine, shared_engine, slots
-from hocket.frontends.serving.shared_engine import MAX_AHEAD_TOKENS, MAX_HALF_WINDOW, MAX_WINDOW
+from hocket.frontends.serving.shared_engine import (
+    MAX_AHEAD_TOKENS,
+    MAX_HALF_WINDOW,
+    MAX_IDLE_SLOTS,
+    MAX_WINDOW,
+    MIN_SHRINK_RATIO,
+)
 from hocket.frontends.serving.slots import SlotPool
 
 THREADS, CONTEXT, NEW_TOKENS = 8, 128, 12
@@ -331,3 +337,25 @@ def test_a_model_that_is_closed_as_a_text_begins_opens_no_engine(monkeypatch):
         with pytest.raises(hocket.ModelError, match="the model is closed"):
             next(model.generate(PROMPTS[0], **SHORT_GREEDY))
         assert model._shared_engine is None
+
+
+def test_memory_shrinks_after_texts_have_ended(texts_alone):
+    """The texts that go on, and later ones, are the same."""
+    with open_model() as model:
+        first = model.generate(PROMPTS[1], **SHORT_GREEDY)
+        begun = next(first)
+        suspended = [
+            model.generate(f"{number} times", **SHORT_GREEDY) for number in range(MIN_SHRINK_RATIO * MAX_IDLE_SLOTS)
+        ]
+        for text in suspended:
+            next(text)
+        pool = model._shared_engine._pool
+        assert pool.slots == 2 * MIN_SHRINK_RATIO * MAX_IDLE_SLOTS
+        state_bytes = sum(kinds["state"] for kinds in model.memory.values())
+        for text in suspended:
+            text.close()
+        assert begun + "".join(first) == texts_alone[1]
+        for number in (0, 2, 3):
+            assert "".join(model.generate(PROMPTS[number], **SHORT_GREEDY)) == texts_alone[number]
+        assert pool.slots == MAX_IDLE_SLOTS
+        assert sum(kinds["state"] for kinds in model.memory.values()) < state_bytes / 4

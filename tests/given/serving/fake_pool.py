@@ -71,6 +71,9 @@ class FakePool:
         self.decoded.append([*tokens])
         return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
 
+    def list_drafted_tokens(self, slot):
+        return ()
+
     def _require_alive(self, slots, operation):
         if operation in self.breaks:
             self.cells, self.states = [[-1] for _ in self.cells], [(-1,)] * self.slots
@@ -111,10 +114,10 @@ class FakePool:
     def compute_recurrent_state_bytes(self):
         return 1
 
-    def grow_to_slot_count(self, slots, lengths):
+    def resize_to_slot_count(self, slots, lengths):
         """Move to new memory, which has only the cells that are in use."""
         added = slots - self.slots
-        self.cells = [cells[:length] for cells, length in zip(self.cells, lengths, strict=True)]
+        self.cells = [cells[:length] for cells, length in zip(self.cells[:slots], lengths, strict=True)]
         self.cells += [[] for _ in range(added)]
-        self.states += [()] * added
+        self.states[slots:] = [()] * added
         self.slots = slots
