@@ -129,8 +129,8 @@ class CommandParser(argparse.ArgumentParser):
         are refused here; otherwise their values would be taken for other arguments.
 
         Returns:
-            The words for argparse, and the values of optional positional arguments after the first one. argparse would
-            not take a value of an optional argument that is behind a flag.
+            The words for argparse, and the values of optional positional arguments after the first one. These values
+            are kept apart, because argparse takes no optional argument that is behind a flag.
         """
         positionals = self._get_positional_actions()
         first, *_ = [action.dest for action in positionals] or [""]

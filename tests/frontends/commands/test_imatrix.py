@@ -33,7 +33,7 @@ GOLDEN = TESTS / "goldens" / "quantisation" / "imatrix.gguf"
 
 
 @pytest.mark.parametrize("words", ["-m A -f B -o C", "A -f B -o C", "A B -o C", "-f B -o C -m A", "-o C A -f=B"])
-def test_the_text_may_be_given_by_a_flag_at_any_place(words):
+def test_a_flag_sets_the_text_at_any_place(words):
     args = build_parser_for_command(["imatrix"]).parse_args(["imatrix", *words.split()])
     assert (args.model, args.file, args.output) == ("A", "B", "C")
 
