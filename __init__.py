@@ -1,7 +1,7 @@
 """hocket: a compute-graph compiler with a backend scheduler, which distributes one graph over several devices.
 
 Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hocket.ops`). `plan` it for devices, `load`
-the plan with weights, and `run` it with inputs. `Model` runs a GGUF language model.
+the plan with weights, and `run` it with inputs. `Model` runs a language model.
 """
 
 import os

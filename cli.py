@@ -124,7 +124,7 @@ def build_parser_for_command(words: Sequence[str]) -> CommandParser:
     """
     parser = CommandParser(
         "hocket",
-        description="Run GGUF language models as compiled graphs.",
+        description="Compile language models and other graphs for one or many devices, and run them.",
         epilog=SHARED_FLAGS_HELP,
         allow_abbrev=False,
     )

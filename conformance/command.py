@@ -68,7 +68,7 @@ def add_arguments(command_parser: argparse.ArgumentParser) -> None:
         "--from-graph",
         type=Path,
         metavar="MODEL",
-        help="the exact cases of a GGUF model's graphs, or of a .pt2 or .onnx program",
+        help="the exact cases of the graphs of a GGUF file or Hugging Face folder, or of a .pt2 or .onnx program",
     )
     what.add_argument(
         "--seed", type=parse_natural, default=0, metavar="N", help="seed of all random numbers (default: 0)"

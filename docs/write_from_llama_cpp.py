@@ -12,8 +12,9 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "from-llama-cpp.md"
 HEAD = """# From llama.cpp
 
-This page is for readers who know llama.cpp. It gives the command and the flags of hocket for each command and flag of
-llama.cpp. hocket reads the same GGUF files.
+This page is for readers who know llama.cpp. It gives the command of hocket for each program of llama.cpp. It gives the
+counterparts of the flags of llama-cli, llama-completion, llama-bench and llama-perplexity. hocket reads the same GGUF
+files.
 
 `python docs/write_from_llama_cpp.py` writes this page from the table behind the messages about wrong command lines.
 
@@ -37,11 +38,12 @@ llama-server -m model.gguf -np 4 -c 16384
 hocket serve -m model.gguf -np 4 -c 4096
 ```
 
-[Serving](serving.md#for-users-of-llama-server) lists the flags of llama-server. Four things differ:
+[Serving](serving.md#for-users-of-llama-server) lists the flags of llama-server. Five things differ:
 
 - Without `--devices` a command runs on `cpu:0`, also where there is a GPU.
 - `hocket run` continues a text unless `--chat` is given.
 - The context has 4,096 tokens, or fewer if the model allows fewer; `-c 0` takes the maximum of the model.
+- `--chat-template` takes a file, as `--chat-template-file` does.
 - A space separates a flag from its value: `-n 5`, not `-n5`.
 
 [Commands](cli.md) lists all flags with their defaults; [the comparison](comparison.md) lists the features of both.

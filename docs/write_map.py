@@ -1,4 +1,4 @@
-"""Write docs/modules.md: every module of the package with the first sentence of its docstring."""
+"""Write docs/modules.md: every module of the package and of benchmarks/, with the first sentence of its docstring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "modules.md"
-FOLDERS = ("graph", "ops", "backends", "scheduler", "distributed", "view", "frontends", "server", "conformance")
+FOLDERS = (
+    ".",
+    "graph",
+    "ops",
+    "backends",
+    "scheduler",
+    "distributed",
+    "view",
+    "frontends",
+    "server",
+    "conformance",
+    "benchmarks",
+)
 HEAD = """# Modules
 
 `python docs/write_map.py` writes this page from the first sentence of each module. [Architecture](architecture.md)
@@ -30,11 +42,13 @@ def read_first_sentence(path: Path) -> str:
 def format_tables() -> Iterator[str]:
     """Yield a table for each folder that has modules."""
     for folder in FOLDERS:
-        inside = sorted(p.parent for p in (ROOT / folder).rglob("__init__.py"))
+        inside = [ROOT] if folder == "." else sorted({p.parent for p in (ROOT / folder).rglob("*.py")})
         for place in inside:
             modules = [p for p in sorted(place.glob("*.py")) if p.name != "__init__.py"]
-            says = read_first_sentence(place / "__init__.py")
-            yield f"## `{place.relative_to(ROOT).as_posix()}/`\n" + (f"\n{says}.\n" if says else "")
+            package = place / "__init__.py"
+            says = read_first_sentence(package) if package.is_file() else ""
+            title = "The root" if place == ROOT else f"`{place.relative_to(ROOT).as_posix()}/`"
+            yield f"## {title}\n" + (f"\n{says}.\n" if says else "")
             if modules:
                 rows = [f"| `{p.name}` | {read_first_sentence(p)} |" for p in modules]
                 yield "\n".join(["| module | contents |", "|---|---|", *rows]) + "\n"

@@ -76,9 +76,6 @@ GGUF has no dtype of 8-bit floats (FP8). The pull requests that would add one to
 [27512](https://github.com/ggml-org/llama.cpp/pull/27512)) were open in November 2026. Files of models with FP8 weights
 have these weights in another dtype.
 
-hocket multiplies `mxfp4` and `nvfp4` as all packed dtypes: by 8-bit integers, with activations rounded to 8-bit
-integers. Prompts of 128 tokens or more are multiplied in bfloat16.
-
 The 4-bit float instructions of GPUs since Blackwell accept activations of at most 8-bit floats (`e4m3`). Such
 activations change the logits of a model by 8.6e-3 or more of their mean square; the limit of `--fast` is 1e-3.
 [The comparison](comparison.md#weights-of-4-bit-floats) has the figures.

@@ -1,4 +1,4 @@
-"""`hocket.Model`: a GGUF language model for Python programs."""
+"""`hocket.Model`: a language model for Python programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKEN_ROWS_KIND = list_of(list_of(ANY, "a sequence of tokens"), "a sequence of s
 
 
 class Model:
-    """A GGUF language model on one or many devices.
+    """A language model on one or many devices.
 
     Threads may share a model. Calls of `generate`, `tokens` and `chat` that overlap run in one batch, so several
     threads together are faster, and each text is the same as alone. Other calls take turns, and so do all calls with

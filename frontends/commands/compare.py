@@ -39,8 +39,9 @@ TOKENS_KEY = "tokenizer.ggml.tokens"
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="A", help="GGUF file of the reference, as the model before quantisation")
-    sub.add_argument("other", metavar="B", help="GGUF file that is compared with it")
+    reference = "GGUF file or Hugging Face folder of the reference, as the model before quantisation"
+    sub.add_argument("model", metavar="A", help=reference)
+    sub.add_argument("other", metavar="B", help="GGUF file or Hugging Face folder that is compared with it")
     sub.add_argument("-f", "--file", required=True, metavar="FILE", help="text in UTF-8; - is stdin")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     add_session_flags(sub)

@@ -20,7 +20,10 @@ DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(
-        sub, "GGUF file (only its header is read), a Hugging Face folder, or a dumped graph (- is stdin)", "MODEL|GRAPH"
+        sub,
+        "GGUF file (only its header is read), a Hugging Face folder, a dumped graph (- is stdin), or a .pt2 or .onnx "
+        "program",
+        "MODEL|GRAPH",
     )
     sub.add_argument(
         "--format", choices=DUMP_FORMATS, default="text", help="output format; hocket can read text and json (text)"

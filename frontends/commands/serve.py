@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..serving.request_log import RequestLog
 
 API_KEY_VARIABLE = "HOCKET_API_KEY"
-"""The environment variable with one more API key."""
+"""The environment variable with the API key of a server without ``--api-key-file``."""
 DEFAULT_SLOTS = 4
 QUEUE_PER_SLOT = 4
 """Default number of requests that wait, for each slot."""
@@ -146,7 +146,7 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help=f"keys, one in a line, of which clients need one; ${API_KEY_VARIABLE} gives one, too",
+        help=f"keys, one in a line, of which clients need one; without a file ${API_KEY_VARIABLE} is the key",
     )
     sub.add_argument("--insecure", action="store_true", help="allow an address of the network without a key")
     sub.add_argument(

@@ -27,7 +27,8 @@ PLAN_MARKER_BYTES = 200
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(
         sub,
-        "GGUF file (only its header is read), Hugging Face folder, dumped graph (- is stdin), or plan in JSON",
+        "GGUF file (only its header is read), Hugging Face folder, dumped graph (- is stdin), .pt2 or .onnx program, "
+        "or plan in JSON",
         "MODEL|GRAPH|PLAN",
     )
     sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the name of the model with .html)")

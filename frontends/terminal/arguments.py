@@ -138,16 +138,30 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(words if self._subparsers else self._move_positional_aliases(words), namespace)
+        if self._subparsers:
+            return super().parse_known_args(words, namespace)
+        words, optional = self._move_positional_aliases(words)
+        parsed, left = super().parse_known_args(words, namespace)
+        for dest, value in optional.items():
+            if (other := getattr(parsed, dest)) is not None:
+                self.error(f"argument {dest}: got {other!r:.80} and {value!r:.80}; give one")
+            setattr(parsed, dest, value)
+        return parsed, left
 
-    def _move_positional_aliases(self, words: Sequence[str]) -> list[str]:
+    def _move_positional_aliases(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Move the values of `PositionalAliasAction` flags to the places of positional arguments in the words.
 
         The value of the first positional argument comes first, other values come last. Flags that only llama.cpp has
         are refused here; otherwise their values would be taken for other arguments.
+
+        Returns:
+            The words for argparse, and the values of optional positional arguments after the first one. These values
+            are kept apart, because argparse takes no optional argument that is behind a flag.
         """
-        first, *_ = [action.dest for action in self._get_positional_actions()] or [""]
-        before, rest, behind = list[str](), list[str](), list[str]()
+        positionals = self._get_positional_actions()
+        first, *_ = [action.dest for action in positionals] or [""]
+        optional_names = {action.dest for action in positionals[1:] if action.nargs == argparse.OPTIONAL}
+        before, rest, behind, optional = list[str](), list[str](), list[str](), dict[str, str]()
         stream = iter(words)
         for word in stream:
             flag, is_joined, value = word.partition("=")
@@ -162,12 +176,15 @@ class CommandParser(argparse.ArgumentParser):
                 if not value or (value.startswith("-") and value != "-"):
                     self.error(f"argument {flag}: expected one argument")
                 place = before if action.dest == first else behind
-                if place:
-                    self.error(f"argument {flag}: got {place[0]!r:.80} and {value!r:.80}; give one")
-                place.append(value)
+                if other := optional.get(action.dest) or next(iter(place), ""):
+                    self.error(f"argument {flag}: got {other!r:.80} and {value!r:.80}; give one")
+                if action.dest in optional_names:
+                    optional[action.dest] = value
+                else:
+                    place.append(value)
             else:
                 rest.append(word)
-        return [*before, *rest, *behind]
+        return [*before, *rest, *behind], optional
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return an empty list, so that argparse accepts no abbreviated flags and reads no ``-ngl`` as ``-n gl``."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.cli import main
+from hocket.cli import build_parser_for_command, main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.inference.product_inputs import (
@@ -30,6 +30,19 @@ from ...given.models.goldens import TESTS, TINY, TINY_GOLDENS
 
 GOLDEN = TESTS / "goldens" / "quantisation" / "imatrix.gguf"
 """The file of llama-imatrix b11434 for the tiny model in f32 and 2 chunks of 64 tokens of `text`."""
+
+
+@pytest.mark.parametrize("words", ["-m A -f B -o C", "A -f B -o C", "A B -o C", "-f B -o C -m A", "-o C A -f=B"])
+def test_a_flag_sets_the_text_at_any_place(words):
+    args = build_parser_for_command(["imatrix"]).parse_args(["imatrix", *words.split()])
+    assert (args.model, args.file, args.output) == ("A", "B", "C")
+
+
+@pytest.mark.parametrize("words", ["A B -f D", "A -f B -f D"])
+def test_two_texts_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        build_parser_for_command(["imatrix"]).parse_args(["imatrix", *words.split()])
+    assert "got 'B' and 'D'; give one" in capsys.readouterr().err
 
 
 @pytest.fixture
