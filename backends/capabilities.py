@@ -221,36 +221,27 @@ def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSpeeds:
-    """Speeds that kernels should reach, by the dtype of the weights or by op.
-
-    - `bandwidth`: bytes/s, for few tokens.
-    - `flops`: FLOP/s, for many tokens. An op has an entry only if this speed limits its time.
-    - `vector_limits`: the known bottleneck of each op for few tokens, such as ``memory``.
-    - `prompt_limits`: the known bottleneck of each op for many tokens.
-    """
-
-    bandwidth: Mapping[str, float]
-    flops: Mapping[str, float]
-    vector_limits: Mapping[str, str]
-    prompt_limits: Mapping[str, str]
-
-
 OTHER_OPS = "others"
 """Key of all ops that have no entry of their own and read no weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedSpeeds:
-    """Known kernel speeds of one kind of device, in addition to its data sheet.
+class KernelEfficiencies:
+    """The measured efficiencies of kernel families, as factors of a data sheet.
 
-    `products` are the speeds of matrix products, by the dtype of the weights. `ops` are the speeds of the other ops, by
-    name.
+    Keys are cost classes: an op, the dtype of the weights of a product, or `OTHER_OPS` for everything else.
+
+    Attributes:
+        measured_on: The kinds of devices that were measured. For other kinds the factors are an estimate.
+        memory: Shares of the memory bandwidth.
+        arithmetic: Shares of the FLOP/s.
+        launch: The seconds of a launch in a graph, as multiples of the launch time of the data sheet.
     """
 
-    products: KernelSpeeds
-    ops: KernelSpeeds
+    measured_on: tuple[str, ...]
+    memory: Mapping[str, float]
+    arithmetic: Mapping[str, float]
+    launch: Mapping[str, float]
 
 
 @runtime_checkable
@@ -260,5 +251,5 @@ class SupportsSimulation(Protocol):
     def make_simulated_backend(self, model: str) -> Backend:
         """Make a backend for absent devices of `model`, which answers questions of the planner but runs no program."""
 
-    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the known kernel speeds of a kind of device, in addition to its data sheet, or None."""
+    def read_kernel_efficiencies(self) -> KernelEfficiencies:
+        """Return the efficiencies of the kernels of this backend."""

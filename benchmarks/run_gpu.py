@@ -115,7 +115,6 @@ def run_part(part: BenchmarkPart, bench: BenchmarkDevice, selection: CaseSelecti
 
     A case that raised may have broken the device. Rows with ``begins``, ``ended`` and ``ends`` report the progress.
     """
-    kind = compare_predictions.find_gpu_kind(str(bench.machine.describe_device()["gpu"]))
     for number, case in enumerate(part.cases(bench)):
         if (number, case.title) not in selection:
             continue
@@ -123,7 +122,7 @@ def run_part(part: BenchmarkPart, bench: BenchmarkDevice, selection: CaseSelecti
         outcome, start = "measured", time.monotonic()
         try:
             for row in case.rows():
-                yield {"case": case.title, **compare_predictions.with_prediction(row, case.title, kind)}
+                yield {"case": case.title, **row}
         except NothingToMeasure as why:
             yield {"case": case.title, "left out": str(why)}
             outcome = "left out"

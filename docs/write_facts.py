@@ -54,8 +54,7 @@ def format_machines() -> Iterator[str]:
     yield "\n| kind | memory, GiB | TB/s | TFLOP/s | link, unless another is named | planned by the rules of |\n"
     yield "|---|--:|--:|--:|---|---|\n"
     for kind, m in DATA_SHEETS.items():
-        like = f", kernels as on `{m.like}`" if m.like else ""
-        backend = f"`{m.backend}`, {m.capability}{like}" if m.capability else "`simulated`"
+        backend = f"`{m.backend}`, {m.capability}" if m.capability else "`simulated`"
         sizes = f"{m.memory / GIB:.0f} | {m.bandwidth / TERA:.3g} | {m.flops / TERA:.4g}"
         yield f"| `{kind}` | {sizes} | `{m.link}` | {backend} |\n"
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...graph.errors import BackendError, format_install_hint
 from ..base import Array, Device, Tensor
-from ..capabilities import PredictedSpeeds
+from ..capabilities import KernelEfficiencies
 from ..thread_safe_cache import thread_safe_cache
 from .backend import DriverBackend
 from .device import host_transfers
@@ -43,7 +43,7 @@ from .device.driver import (
 )
 from .device.host_transfers import DeviceArray, HostTransfers, convert_cuda_errors
 from .device.nccl import load_nccl
-from .predicted_speeds import load_predicted_speeds
+from .kernel_efficiency import read_kernel_efficiencies
 
 CUPY_INSTALL_HINT = f"{format_install_hint('cuda13')} (cuda12 for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -434,6 +434,6 @@ class CudaBackend(DriverBackend):
         """Make a simulated backend for plans on devices of compute capability `model`, such as ``90``."""
         return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_kernel_limits(model)))
 
-    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the kernel speeds that the GPU time model predicts for a kind of GPU such as ``h100``, or None."""
-        return load_predicted_speeds().get(kind)
+    def read_kernel_efficiencies(self) -> KernelEfficiencies:
+        """Return the measured efficiencies of kernel families."""
+        return read_kernel_efficiencies()

@@ -8,13 +8,14 @@ from typing import Any
 
 from ...graph.errors import BackendError, format_install_hint
 from ..base import Device
-from ..capabilities import PredictedSpeeds
+from ..capabilities import KernelEfficiencies
 from .backend import DriverBackend
 from .cuda_driver import CudaDriver, SimulatedGpuBackend, SimulatedGpuDriver
 from .device import hiprtc
 from .device.cubin_cache import load_or_compile_cubin
 from .device.device_limits import HIP_LIMITS, KernelLimits
 from .device.driver import DriverStep, KernelSource, flatten_steps
+from .kernel_efficiency import read_kernel_efficiencies
 
 UNTESTED_NOTE = "has not run on a real device yet"
 
@@ -70,6 +71,6 @@ class HipBackend(DriverBackend):
         """Make a simulated backend for plans on devices of architecture `model`, such as ``gfx942``."""
         return SimulatedGpuBackend(SimulatedGpuDriver(HipDriver, HIP_LIMITS))
 
-    def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return `None`: the GPU time model does not predict speeds of AMD devices."""
-        return None
+    def read_kernel_efficiencies(self) -> KernelEfficiencies:
+        """Return the efficiencies of the same kernels on NVIDIA GPUs, an estimate for AMD devices."""
+        return read_kernel_efficiencies()

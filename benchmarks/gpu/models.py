@@ -22,6 +22,7 @@ from hocket.graph.dtypes import DType
 from hocket.scheduler import Executor
 
 from . import random_models
+from .compare_predictions import predict_step_row
 from .harness import BenchmarkDevice, Case, DeviceMemory, MeasuredTime, RecordingDriver, ResultRow
 from .machine import Run
 
@@ -144,6 +145,8 @@ def _measure_test(
         ]
         whole = own.measure_time([partial(_run_in_order, runs)])
         row = {**whole.as_row(nbytes, 0, copy), "launches": len(launches), "graphs": len(recorded)}
+        if driver is plain:
+            row |= predict_step_row(executor.plan.graph, str(bench.machine.describe_device()["gpu"]))
         yield {"step": f"{test.name}, {how}", "tok/s": many / whole.seconds, **row}
         seconds[how] = whole.seconds
     yield from _measure_kernels(bench.with_driver(plain), launches, seconds["the device"])

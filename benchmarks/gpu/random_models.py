@@ -98,7 +98,12 @@ def write_qwen35_tiny(folder: Path) -> Path:
 def write_qwen3_next(folder: Path) -> Path:
     """Write the first layers of Qwen3-Next-80B-A3B."""
     path = folder / f"qwen3-next-{QWEN3_NEXT_LAYERS}-layers-random.gguf"
-    return fill_with_random_weights(Path(qwen_80b(path, QWEN3_NEXT_LAYERS)))
+    return fill_with_random_weights(Path(write_qwen3_next_header(path)))
+
+
+def write_qwen3_next_header(path: Path) -> str:
+    """Write the header of the first layers of Qwen3-Next-80B-A3B."""
+    return str(qwen_80b(path, QWEN3_NEXT_LAYERS))
 
 
 def fill_with_random_weights(path: Path) -> Path:

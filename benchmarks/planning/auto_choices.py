@@ -42,9 +42,8 @@ who wonder why `auto` uses fewer devices than they have. `python benchmarks/plan
 writes it.
 
 - **Model**: a file that is only a header, with 4-bit weights and a context of {context} tokens in use.
-- **Times**: all times are **predicted**. The speeds of matrix products come from their machine code, the rest from data
-  sheets. On an H100 some kernels took up to
-  [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
+- **Times**: all times are **predicted**, from efficiencies of kernels that were measured on an H100 and an H200. Other
+  GPUs are an [estimate](simulate.md#accuracy) by their data sheets.
 
 `auto` takes the plan with the least time, with a price for memory and devices (`scheduler/planning/candidate.py`). A
 full copy of weights and states on every device must save {copied:.0%} of the time, and twice as many devices

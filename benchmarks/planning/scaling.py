@@ -33,9 +33,8 @@ machine. `python benchmarks/planning/scaling.py > docs/scaling.md` writes it.
 - **Step**: one token for each sequence. Each sequence has {context} tokens of context in use.
 - **Devices**: simulated H200 in machines of {machine}, with NVLink inside a machine and InfiniBand of 400 Gbit/s
   between machines.
-- **Times**: all figures are **predicted**, none was measured. The speeds of kernels come from their machine code, the
-  rest from data sheets. On an H100 some kernels took up to
-  [2.4 times the predicted time](first-gpu.md#the-time-model-against-an-h100).
+- **Times**: all figures are **predicted**. The efficiencies of kernels were measured on
+  [an H100 and an H200](simulate.md#accuracy), one device at a time. The speeds of links come from data sheets.
 
 The columns:
 

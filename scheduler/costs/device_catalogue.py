@@ -26,8 +26,7 @@ class DataSheet:
         capability: The compute capability (``90``) or the architecture (``gfx942``) of a GPU; empty otherwise.
         backend: The backend that runs on a real GPU of this kind.
         launch: Seconds to launch one kernel.
-        like: A built-in kind of device for which kernel speeds are predicted. Kernels are assumed to reach the same
-            fractions of the peak speeds on this kind. Empty if the predictions are for this kind itself.
+        like: The built-in kind from which the file of a machine derives this kind; empty otherwise.
     """
 
     flops: float
@@ -58,14 +57,14 @@ class Catalogue:
 
 DATA_SHEETS: Mapping[str, DataSheet] = MappingProxyType(
     {
-        "b300": DataSheet(2250e12, 8e12, 270 * 10**9, "nvlink5", "103", like="h200"),
-        "b200": DataSheet(2250e12, 8e12, 180 * 10**9, "nvlink5", "100", like="h200"),
+        "b300": DataSheet(2250e12, 8e12, 270 * 10**9, "nvlink5", "103"),
+        "b200": DataSheet(2250e12, 8e12, 180 * 10**9, "nvlink5", "100"),
         "h200": DataSheet(989e12, 4.8e12, 141 * 10**9, "nvlink", "90"),
         "h100": DataSheet(989e12, 3.35e12, 80 * 10**9, "nvlink", "90"),
         "a100": DataSheet(312e12, 2.04e12, 80 * 10**9, "nvlink3", "80"),
-        "l40s": DataSheet(362e12, 0.864e12, 48 * GIB, "pcie4", "89", like="rtx4090"),
-        "l4": DataSheet(121e12, 0.3e12, 24 * GIB, "pcie4", "89", like="rtx4090"),
-        "rtx5090": DataSheet(209.5e12, 1.792e12, 32 * GIB, "pcie5", "120", like="rtx4090"),
+        "l40s": DataSheet(362e12, 0.864e12, 48 * GIB, "pcie4", "89"),
+        "l4": DataSheet(121e12, 0.3e12, 24 * GIB, "pcie4", "89"),
+        "rtx5090": DataSheet(209.5e12, 1.792e12, 32 * GIB, "pcie5", "120"),
         "rtx4090": DataSheet(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
         "rtx3090": DataSheet(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
         "mi355x": DataSheet(157.3e12, 8e12, 288 * 10**9, "xgmi38", "gfx950", "hip"),

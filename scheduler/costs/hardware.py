@@ -30,6 +30,12 @@ RECURRENT_OPS = "recurrent"
 
 `OTHER_OPS` is the cost class of all ops without weights.
 """
+PRODUCTS = "products"
+"""Cost class of ops with a weight of two or more dimensions, such as matrix products."""
+MANY_ROWS = "many rows"
+"""Cost class of matrix products of more than `MAX_FEW_ROWS` activation rows."""
+MAX_FEW_ROWS = 8
+"""The largest number of activation rows that a product reads its weights once for, as for a single row."""
 FULL_UNPACK_ROWS = 64
 """Activation rows from which the full time to unpack weights counts. One row is multiplied with packed weights."""
 
@@ -45,8 +51,8 @@ class WorkEstimate(NamedTuple):
         flops: Floating-point operations.
         nbytes: Bytes read and written.
         stored_bytes: Bytes of weights and states among `nbytes`.
-        cost_classes: Keys of the speed, most specific first: the op, then classes of ops. The first key with a known
-            speed counts.
+        cost_classes: Keys of the speed, most specific first: the op, then classes of ops, then the dtype of the
+            weights. The first key with a known speed counts.
         activation_rows: Activation rows that each weight is multiplied with; 0 without weights.
     """
 
@@ -76,7 +82,8 @@ class Hardware:
         recurrent_flops: FLOP/s for tokens that depend on each other through a state; 0 if it equals `plain_flops`.
         unpack_bandwidth: Bytes/s at which weights are unpacked in matrix products of `FULL_UNPACK_ROWS` rows or more,
             if unpacking is slower than reading; 0 if it is not slower.
-        op_flops, op_bandwidth: Known speeds of single ops, by op.
+        op_flops, op_bandwidth: Known speeds by cost class, such as an op.
+        op_launch: Known seconds of a kernel launch, by cost class.
         source: The origin of the speeds: ``built in`` (a guess), ``data sheet``, or ``calibrated`` with the date.
     """
 
@@ -96,6 +103,7 @@ class Hardware:
     unpack_bandwidth: float = 0.0
     op_flops: Mapping[str, float] = field(default_factory=dict)
     op_bandwidth: Mapping[str, float] = field(default_factory=dict)
+    op_launch: Mapping[str, float] = field(default_factory=dict)
     source: str = BUILT_IN_SOURCE
 
     @property
@@ -135,6 +143,7 @@ class Hardware:
             self.value_bandwidth,
             self.recurrent_flops,
             self.unpack_bandwidth,
+            *self.op_launch.values(),
         )
         known = type(self.machine) is int and self.machine >= 0
         known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
@@ -171,13 +180,14 @@ class Hardware:
                 linearly rising share of the unpack time counts.
             launches: Kernel launches; below 1 if several nodes share a launch.
         """
-        speed, bandwidth = self.flops, self.bandwidth
+        speed, bandwidth, launch = self.flops, self.bandwidth, self.launch
         if OTHER_OPS in cost_classes:
             speed = self.plain_flops or speed
         if RECURRENT_OPS in cost_classes:
             speed = self.recurrent_flops or speed
         for op in reversed(cost_classes):
             speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
+            launch = self.op_launch.get(op, launch)
         if self.value_bandwidth:
             values, weights = (nbytes - stored_bytes) / self.value_bandwidth, stored_bytes / bandwidth
             if self.unpack_bandwidth and activation_rows > 1:
@@ -185,8 +195,8 @@ class Hardware:
                 weights += min(1.0, (activation_rows - 1) / (FULL_UNPACK_ROWS - 1)) * longer
             arithmetic = flops / speed
             rest = max(arithmetic, values) if activation_rows else arithmetic + values
-            return weights + rest + launches * self.launch
-        return max(flops / speed, nbytes / bandwidth) + launches * self.launch
+            return weights + rest + launches * launch
+        return max(flops / speed, nbytes / bandwidth) + launches * launch
 
     def collective_seconds(self, nbytes: float, machine_count: int = 1) -> float:
         """Estimate the seconds of a collective in which each device sends `nbytes` bytes.
@@ -308,11 +318,15 @@ class WorkCounter:
             stored_bytes = sum(
                 s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in STORED_LEAF_OPS
             )
-            plain = "weight" not in homes
-            weights = sum(s.spec.size for s, home in zip(node.inputs, homes, strict=True) if home == "weight")
-            cost_classes = (node.op, *[RECURRENT_OPS] * (plain and bool(declared.sequential)), *[OTHER_OPS] * plain)
+            weights = [s.spec for s, home in zip(node.inputs, homes, strict=True) if home == "weight"]
             flops = float(declared.count_flops(node))
-            rows = flops / 2 / weights if weights else 0.0
+            rows = flops / 2 / max(1, sum(spec.size for spec in weights)) if weights else 0.0
+            matrices = [str(spec.dtype) for spec in weights if len(spec.shape) > 1]
+            if matrices:
+                cost_classes = (node.op, *[MANY_ROWS] * (rows > MAX_FEW_ROWS), matrices[0], PRODUCTS)
+            else:
+                plain = not weights
+                cost_classes = (node.op, *[RECURRENT_OPS] * (plain and bool(declared.sequential)), *[OTHER_OPS] * plain)
             work = self._work_by_key[key] = WorkEstimate(flops, nbytes, min(nbytes, stored_bytes), cost_classes, rows)
         return work
 

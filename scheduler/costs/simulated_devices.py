@@ -2,16 +2,17 @@
 
 Plans for simulated GPUs follow the rules of the real backend: stored dtypes, scratch bytes and fused instructions.
 
-The peak speeds are in `catalogue`. For NVIDIA GPUs, the share of the peak that kernels reach is predicted from their
-machine code: matrix products by the dtype of the weights, other ops by op. Kernels that are too small to fill a device
-reach less, so predicted times are lower bounds.
+The peak speeds are in `device_catalogue`. For GPUs, the backend has the shares of the peak that families of kernels
+reach: matrix products by the dtype of the weights, other ops by op. The shares were measured on some kinds of devices.
+For the other kinds they are an estimate, with the same shares of their own data sheets.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,9 +20,8 @@ from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ...backends.capabilities import (
     OTHER_OPS,
     KernelCall,
-    KernelSpeeds,
+    KernelEfficiencies,
     ListsKernels,
-    PredictedSpeeds,
     ReportsFusion,
     SupportsOverlap,
     SupportsSimulation,
@@ -33,7 +33,7 @@ from ...graph.old_names import make_module_getattr
 from ...graph.spec import Spec
 from ...graph.validation import TEXT, validate_arguments
 from .device_catalogue import CATALOGUE, DATA_SHEETS, Catalogue, DataSheet
-from .hardware import BUILT_IN_SOURCE, Hardware
+from .hardware import BUILT_IN_SOURCE, PRODUCTS, Hardware
 from .machine_file import read_simulated_machine_file
 from .speeds import Speeds
 
@@ -67,9 +67,27 @@ class SimulatedBackend:
         return self
 
     @property
-    def predicted_speeds(self) -> PredictedSpeeds | None:
-        """The speeds that kernels are predicted to reach; None if only the data sheet is known."""
+    def efficiencies(self) -> KernelEfficiencies | None:
+        """The shares of the data sheet that kernels reach; None if only the data sheet is known."""
         return None
+
+    @cached_property
+    def measured_hardware(self) -> Hardware:
+        """The speeds of one device: its data sheet, and the speed that kernels reach in each cost class."""
+        sheet, shares = self.data_sheet, self.efficiencies
+        if shares is None:
+            return Hardware(sheet.flops, sheet.bandwidth, sheet.launch)
+        return apply_efficiencies(sheet, shares)
+
+    @property
+    def speed_source(self) -> str:
+        """The origin of the speeds of this kind, such as ``measured on h100 and h200``."""
+        if self.efficiencies is None:
+            return BUILT_IN_SOURCE if self.data_sheet == DATA_SHEETS["cpu"] else DATA_SHEET_SOURCE
+        kinds = " and ".join(self.efficiencies.measured_on)
+        if self.kind in self.efficiencies.measured_on:
+            return f"kernels measured on {kinds}"
+        return f"estimate for {self.kind}, data sheet with the kernels of {kinds}"
 
     def devices(self) -> Sequence[Device]:
         return tuple(map(self.device, range(MAX_SIMULATED_DEVICES)))
@@ -121,12 +139,11 @@ class SimulatedGpu(SimulatedBackend):
         backend = load_backend(data_sheet.backend)
         assert isinstance(backend, SupportsSimulation)
         self._planning_backend = backend.make_simulated_backend(data_sheet.capability)
-        known = backend.predict_speeds(data_sheet.like or kind)
-        self._predicted_speeds = None if known is None else scale_predicted_speeds(known, data_sheet)
+        self._efficiencies = backend.read_kernel_efficiencies()
 
     @property
-    def predicted_speeds(self) -> PredictedSpeeds | None:
-        return self._predicted_speeds
+    def efficiencies(self) -> KernelEfficiencies:
+        return self._efficiencies
 
     def supports(self, node: Node, on: Device) -> Support:
         return self._planning_backend.supports(node, on)
@@ -172,29 +189,19 @@ def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> S
     return SimulatedGpu(kind, data_sheet) if data_sheet.capability else SimulatedBackend(kind, data_sheet)
 
 
-def scale_predicted_speeds(known: PredictedSpeeds, data_sheet: DataSheet) -> PredictedSpeeds:
-    """Predict the kernel speeds of a new kind of device from the predicted speeds of a similar built-in kind.
-
-    Kernels are assumed to reach the same fractions of the data sheet on both kinds. `known` is returned unchanged if
-    `data_sheet.like` is empty.
-
-    Args:
-        known: The predicted speeds of the built-in kind `data_sheet.like`.
-        data_sheet: The data sheet of the new kind.
-    """
-    if not data_sheet.like:
-        return known
-    base = DATA_SHEETS[data_sheet.like]
-    reads, computes = data_sheet.bandwidth / base.bandwidth, data_sheet.flops / base.flops
-
-    def scale(of: KernelSpeeds) -> KernelSpeeds:
-        return replace(
-            of,
-            bandwidth={name: speed * reads for name, speed in of.bandwidth.items()},
-            flops={name: speed * computes for name, speed in of.flops.items()},
-        )
-
-    return PredictedSpeeds(scale(known.products), scale(known.ops))
+def apply_efficiencies(sheet: DataSheet, shares: KernelEfficiencies) -> Hardware:
+    """Return the speeds that kernels reach on a device: each factor times its figure of the data sheet."""
+    bandwidth = {name: share * sheet.bandwidth for name, share in shares.memory.items()}
+    launch = {name: times * sheet.launch for name, times in shares.launch.items()}
+    return Hardware(
+        flops=sheet.flops,
+        bandwidth=sheet.bandwidth,
+        launch=launch[OTHER_OPS],
+        value_bandwidth=bandwidth[OTHER_OPS],
+        op_flops={name: share * sheet.flops for name, share in shares.arithmetic.items()},
+        op_bandwidth=bandwidth,
+        op_launch=launch,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,28 +221,34 @@ class SimulatedGroup:
     host_hardware: Hardware
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the predicted speeds of the slowest device for a graph, which depend on its ops and weight dtypes."""
-        known = [of.products for of in self.predicted_speeds_by_kind.values()]
-        speeds = [
-            Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware_for(graph) for reached in known
-        ]
-        ops = [of.ops for of in self.predicted_speeds_by_kind.values()]
+        """Return the predicted speeds of the slowest device for a graph.
+
+        All seconds are predicted from the speeds by cost class. `Hardware.flops` and `Hardware.bandwidth` are the mean
+        speeds of products with the weights of the graph.
+        """
+        each = [backend.measured_hardware for backend in self.backends_by_kind.values()]
+        flops = _choose_slowest([(one.op_flops, one.flops) for one in each], min)
+        bandwidth = _choose_slowest([(one.op_bandwidth, one.bandwidth) for one in each], min)
+        launch = max(one.launch for one in each)
+        if not bandwidth:
+            return self.hardware
+        dtypes = {str(v.dtype) for v in graph.weights} or {PRODUCTS}
+        products = Speeds(
+            {dtype: bandwidth.get(dtype, bandwidth[PRODUCTS]) for dtype in dtypes},
+            {dtype: flops.get(dtype, flops[PRODUCTS]) for dtype in dtypes},
+            launch,
+        ).hardware_for(graph)
         return replace(
             self.hardware,
-            flops=min([self.hardware.flops, *(h.flops for h in speeds)]),
-            bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in speeds)]),
-            op_flops=_compute_min_speed_by_op([reached.flops for reached in ops], self.hardware.flops),
-            op_bandwidth=_compute_min_speed_by_op([reached.bandwidth for reached in ops], self.hardware.bandwidth),
+            flops=products.flops,
+            bandwidth=products.bandwidth,
+            launch=launch,
+            value_bandwidth=min(one.value_bandwidth for one in each),
+            op_flops=flops,
+            op_bandwidth=bandwidth,
+            op_launch=_choose_slowest([(one.op_launch, one.launch) for one in each], max),
+            source=", ".join(dict.fromkeys(backend.speed_source for backend in self.backends_by_kind.values())),
         )
-
-    @property
-    def predicted_speeds_by_kind(self) -> Mapping[str, PredictedSpeeds]:
-        """The predicted kernel speeds of each kind of device; a kind with a data sheet only is left out."""
-        return {
-            kind: reached
-            for kind, backend in self.backends_by_kind.items()
-            if (reached := backend.predicted_speeds) is not None
-        }
 
     @property
     def backends_by_kind(self) -> Mapping[str, SimulatedBackend]:
@@ -246,57 +259,48 @@ class SimulatedGroup:
         """Yield lines of text that describe the speeds of a plan for `graph`.
 
         The first line has the source of the speeds, and the speeds of matrix products. One line follows for each dtype
-        of weights, and for each op with a known speed: the speed, its share of the data sheet, and the bottleneck.
+        of weights, and for each op with a known speed: the speed, and its share of the data sheet.
         """
         used = self.hardware_for(graph)
-        kernels = (
-            ", kernels by their machine code"
-            if self.predicted_speeds_by_kind.keys() == self.backends_by_kind.keys()
-            else ""
-        )
         read, multiplied = used.bandwidth / TERA, used.flops / TERA
         rates = f"weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
-        yield f"speeds: {used.source}{kernels}; {rates}"
+        yield f"speeds: {used.source}; {rates}"
         dtypes = dict.fromkeys(str(v.dtype) for v in graph.weights if len(v.shape) > 1)
-        ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHER_OPS))
-        for kind, of in self.predicted_speeds_by_kind.items():
-            for names, reached in ((dtypes, of.products), (ops, of.ops)):
-                sheet = self.backends_by_kind[kind].data_sheet
-                yield from (
-                    _describe_kernel_speed(kind, sheet, name, reached) for name in names if name in reached.bandwidth
-                )
+        names = dict.fromkeys((*dtypes, *(node.op for node in graph.nodes), OTHER_OPS))
+        for backend in self.backends_by_kind.values():
+            yield from (
+                _describe_kernel_speed(backend, name, PRODUCTS if name in dtypes else name)
+                for name in names
+                if name in dtypes or name in backend.measured_hardware.op_bandwidth
+                if backend.efficiencies is not None
+            )
 
 
-def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], data_sheet_speed: float) -> Mapping[str, float]:
-    """Return the lowest predicted speed of each op over several kinds of devices.
-
-    Args:
-        speeds: For each kind of device, the predicted speed of each op.
-        data_sheet_speed: The speed of the slowest data sheet, which is an upper limit.
-    """
-    return {op: min([data_sheet_speed, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
-
-
-def _describe_kernel_speed(kind: str, sheet: DataSheet, name: str, reached: KernelSpeeds) -> str:
-    """Return a line about the predicted kernel speed of a dtype or an op on one kind of device.
-
-    It has the bandwidth and the FLOP/s, their shares of the data sheet, and the bottlenecks.
+def _choose_slowest(
+    figures: Sequence[tuple[Mapping[str, float], float]], slowest: Callable[[Iterable[float]], float]
+) -> Mapping[str, float]:
+    """Return the slowest figure of each cost class over several kinds of devices.
 
     Args:
-        kind: The kind of device.
-        sheet: Its data sheet.
-        name: The dtype or the op.
-        reached: The predicted speeds.
+        figures: For each kind, its figures by cost class, and the figure of all other classes.
+        slowest: `min` for speeds, `max` for seconds.
     """
-    bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
-    few, many = (
-        f", set by {limits[name]}" if name in limits else ""
-        for limits in (reached.vector_limits, reached.prompt_limits)
-    )
+    names = dict.fromkeys(name for by_class, _ in figures for name in by_class)
+    return {name: slowest(by_class.get(name, other) for by_class, other in figures) for name in names}
+
+
+def _describe_kernel_speed(backend: SimulatedBackend, name: str, family: str) -> str:
+    """Return a line about the kernel speeds of a dtype or an op on one kind of device.
+
+    Without a figure of its own it has the figure of `family`.
+    """
+    speeds, sheet = backend.measured_hardware, backend.data_sheet
+    bandwidth = speeds.op_bandwidth.get(name, speeds.op_bandwidth[family])
+    flops = speeds.op_flops.get(name, speeds.op_flops.get(family))
     tokens = " with few tokens" if flops else ""
-    memory = f"{bandwidth / TERA:.3g} TB/s{tokens}, {bandwidth / sheet.bandwidth:.0%} of the data sheet{few}"
-    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / sheet.flops:.0%}{many}" if flops else ""
-    return f"  {kind}, {name}: {memory}{work}"
+    memory = f"{bandwidth / TERA:.3g} TB/s{tokens}, {bandwidth / sheet.bandwidth:.0%} of the data sheet"
+    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / sheet.flops:.0%}" if flops else ""
+    return f"  {backend.kind}, {name}: {memory}{work}"
 
 
 @validate_arguments(PlanError, text=TEXT)

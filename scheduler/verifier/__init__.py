@@ -99,5 +99,6 @@ Hardware
     unpack_bandwidth: not negative, finite; apart from that free
     op_flops: above zero, finite, all of them; apart from that free
     op_bandwidth: above zero, finite, all of them; apart from that free
+    op_launch: not negative, finite, all of them; apart from that free
     source: free, text for people
 """

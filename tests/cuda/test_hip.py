@@ -220,7 +220,9 @@ def test_plans_are_built_for_absent_devices_of_amd():
     x = input("x", (1, 64))
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(weight("w", (64, 64), "q8_0"), x))})
     simulation = parse_simulated_group("mi300x:8")
-    assert simulation.hardware_for(graph).bandwidth == 5.3e12
+    hardware = simulation.hardware_for(graph)
+    assert hardware.bandwidth < simulation.hardware.bandwidth == 5.3e12
+    assert hardware.source.startswith("estimate for mi300x")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert plan.device_plans[0].count_memory_bytes_by_kind()["weight"] == 64 * 64 // 32 * 34
     (backend, device), *_ = simulation.group

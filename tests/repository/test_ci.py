@@ -183,3 +183,18 @@ def test_no_test_runs_again_beside_another_failure(crash_script, log, tmp_path: 
 
 def test_a_test_that_aborts_alone_does_not_pass(crash_script):
     assert not crash_script["run_alone"]("no_such_file.py::test_x")
+
+
+def test_a_nightly_run_writes_its_counts_and_the_steps_that_failed():
+    page = runpy.run_path(str(CI / "nightly_page.py"))
+    last = "2 failed, 16597 passed, 354 skipped, 1 error in 53.18s (0:53:18)"
+    log = f"FAILED tests/a.py::b - 3 passed in the message\n{last}\n"
+    counts = page["count_outcomes"](log)
+    assert counts == {"failed": 2, "passed": 16597, "skipped": 354, "error": 1}
+    text = page["format_nightly_page"](counts, "abc1234 with uncommitted changes", 3198, ["tests", "mypy"])
+    assert "| 16,597 | 2 | 1 | 354 |" in text
+    assert ", abc1234 with uncommitted changes.\n- Duration: 53 min 18 s.\n- Steps that failed: tests, mypy." in text
+    assert page["count_outcomes"]("a worker crashed") == {}
+    assert "no summary" in page["format_nightly_page"]({}, "abc1234", 5, [])
+    run = (CI / "run").read_text("utf-8")
+    assert run.index("HOCKET_CI_NIGHTLY", run.index('step "mypy"')) < run.index("nightly_page.py")

@@ -30,7 +30,6 @@ LABEL_PATTERN = re.compile(r"(\.L_\w+):")
 INSTRUCTION_PATTERN = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
 BRANCH_TARGET_PATTERN = re.compile(r"`\((\.L_\w+)\)")
 GLOBAL_LOAD_PATTERN, MATMUL_PATTERN = re.compile(r"LDG(STS)?(\.|$)"), re.compile(r"\w*MMA(\.|$)")
-SOURCE_LINE_PATTERN = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
 ACCESS_WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8))
 
 

@@ -21,7 +21,13 @@ from hocket.scheduler.verifier.plan_verifier import find_plan_faults, verify_pla
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
 SLOW = Hardware(
-    flops=1e3, bandwidth=1e3, launch=0, link_latency=0.3, op_flops={"attention": 1e3}, op_bandwidth={"attention": 1e3}
+    flops=1e3,
+    bandwidth=1e3,
+    launch=0,
+    link_latency=0.3,
+    op_flops={"attention": 1e3},
+    op_bandwidth={"attention": 1e3},
+    op_launch={"attention": 0.0},
 )
 """Devices on which every cut pays, and to deal the rows of a sum does not."""
 

@@ -28,7 +28,7 @@ from hocket.scheduler.ir.layout import PARTIAL, REPLICATE, Local, Partial, Repli
 Path = tuple[tuple[str, Any], ...]
 """How to get from a plan to something in it: ``("field", name)``, ``("item", place)``, ``("key", key)``."""
 LAYOUTS = (Replicate, Partial, Shard, Local)
-DTYPES = (DType.F32, DType.F16, DType.BF16, DType.F64, DType.I8, DType.I32, DType.I64, DType.Q8_0)
+MUTATED_DTYPES = (DType.F32, DType.F16, DType.BF16, DType.F64, DType.I8, DType.I32, DType.I64, DType.Q8_0)
 BACKENDS = (ReferenceBackend(), NumpyBackend())
 FOREIGN_RECORDS: Mapping[str, Any] = {
     "Tensor": Tensor(0, 0, (64,), (1,), DType.I8),
@@ -177,7 +177,7 @@ def _of(value: Any, hint: str, dice: random.Random) -> list[tuple[str, Any]]:
     if isinstance(value, str):
         return [("longer", value + "~"), ("shorter", value[:-1]), ("empty", "")]
     if isinstance(value, DType):
-        return [(f"as {dtype}", dtype) for dtype in DTYPES]
+        return [(f"as {dtype}", dtype) for dtype in MUTATED_DTYPES]
     if isinstance(value, LAYOUTS):
         return [("another layout", other) for other in (REPLICATE, PARTIAL, Local((0,)), Local((1,)), Local((0, 1)))]
     if isinstance(value, tuple):

@@ -52,7 +52,7 @@ FULL_DEVICE_TILES, COLUMN_SPLITS, MIN_SPLIT_COLUMNS = 96, (1, 2, 4, 8), 512
 MIN_BF16_ENTRIES, MIN_BF16_TILES = 128, 32
 """Entries of a matrix, and large tiles, from which packed weights use bfloat16 tensor cores, not ``packed.cu``.
 
-In the time model of an H200, one large tile takes as long as 130 of them. Products of bytes take time proportional to
+By a model of an H200, one large tile takes as long as 130 of them. Products of bytes take time proportional to
 their work.
 """
 MIN_UNPACKED_ENTRIES, MAX_UNPACKED_BYTES = 512, 512 << 20

@@ -1,1 +1,0 @@
-"""The GPU time model: predicted launch times from access counters and machine code, without a GPU."""
