@@ -54,7 +54,7 @@ class HipDriver(CudaDriver):
 
     def compile_source(self, source: KernelSource, index: int) -> tuple[bytes, Mapping[str, str]]:
         arch = self.read_device_properties(index)["gcnArchName"].decode()
-        image, lowered = load_or_compile_cubin(hiprtc.as_hip_source(source), arch, hiprtc)
+        image, lowered = load_or_compile_cubin(hiprtc.prepend_hip_header(source), arch, hiprtc)
         for name in source.names:
             if name not in lowered:
                 raise BackendError(f"hiprtc does not say what {name} of {source.file} is called; install ROCm 7")

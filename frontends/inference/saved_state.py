@@ -308,7 +308,7 @@ def _compute_expected_shape(
 
 
 def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
-    """Return how many rows of a state a file has: for a cache the rows in use, for other states all."""
+    """Count the rows of a state that a file stores: the rows in use of a cache, all rows of other states."""
     return (
         len(_select_cache_rows_in_use(session, name, lengths))
         if session.is_per_cell_cache(name)

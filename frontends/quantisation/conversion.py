@@ -61,7 +61,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class TensorConversion:
-    """The conversion of one tensor.
+    """The dtype that a tensor is converted to: the one that was asked for, and the one that it gets.
 
     - `tensor`: the tensor of the model.
     - `required`: the dtype that the request asks for.

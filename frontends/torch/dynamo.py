@@ -66,11 +66,13 @@ def compile_graph(
     settings = {"devices": "cpu:0", **(options or {})}
     if unknown := sorted(settings.keys() - {"devices", "split_mode", "tensor_split", "place"}):
         raise ModelError(f"there is no option {unknown[0]!r}; devices, split_mode, tensor_split and place are some")
-    return CompiledGraph(module, settings)
+    return LazilyCompiledGraph(module, settings)
 
 
-class CompiledGraph:
-    """A graph that Dynamo captured; the first call with each combination of shapes and numbers exports and plans it.
+class LazilyCompiledGraph:
+    """A graph that Dynamo captured, as a function of tensors that is compiled at its first call.
+
+    The first call with each combination of shapes and numbers exports and plans the graph.
 
     Dynamo passes some Python numbers as tensors; each value of such a number needs a program of its own. Dynamo also
     calls one graph for several modules of a class, so the parameters are arguments of each call. Results share memory
@@ -204,7 +206,7 @@ class _GraphSegment(torch.nn.Module):
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.compiled_graph = CompiledGraph(module, options, is_segment=True)
+        self.compiled_graph = LazilyCompiledGraph(module, options, is_segment=True)
 
     def forward(self, *args: Any) -> Any:
         return self.compiled_graph(*args)

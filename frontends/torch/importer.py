@@ -116,7 +116,9 @@ def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
 
 def has_op_converter(node: Node) -> bool:
     """Return whether hocket can convert a node: the op table has its op, or the node computes nothing."""
-    return node.op == "call_function" and (_get_aten_op_name(node.target) in OP_TABLE or _is_no_op_node(node))
+    return node.op == "call_function" and (
+        _get_aten_op_name(node.target) in OP_TABLE or _is_assertion_or_tuple_item(node)
+    )
 
 
 def has_pytorch_sort_order(node: Node) -> bool:
@@ -407,7 +409,7 @@ def _format_call_target(target: object) -> str:
     return getattr(target, "__name__", text) if text.startswith("<") else text
 
 
-def _is_no_op_node(node: Node) -> bool:
+def _is_assertion_or_tuple_item(node: Node) -> bool:
     """Return whether a node computes nothing: it is an assertion, or it takes one result of a tuple."""
     return _format_call_target(node.target) == "getitem" or _get_aten_op_name(node.target) in ASSERTION_OPS
 

@@ -140,7 +140,7 @@ class ExecutorsByParameters:
         known, places = tuple(WeakIdRef(p, forget) for p in parameters), list(map(_get_address_and_strides, parameters))
         storages = [p.untyped_storage() for p in parameters]
         for parameter in parameters:
-            _sharers.add_parameter(parameter)
+            _sharers.add_or_replace_parameter(parameter)
         versions = _ParameterVersions(parameters)
         self._bind_or_refresh_parameters(store, parameters)
         runner = Runner(self.program, self.plan, Executor(self.plan, store))

@@ -136,7 +136,9 @@ class BoundPlan:
             return None
         return layout.devices[0] if isinstance(layout, Local) else 0
 
-    def make_output_runner(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
+    def make_runner_that_returns_whole_outputs(
+        self, number: int, replay: Callable[[], Any]
+    ) -> Callable[[], Mapping[str, Array]]:
         """Make a function that runs the program of one device and returns the outputs that this device has whole.
 
         Outputs that must be assembled from several devices are left out. The outputs are chosen once and not in each

@@ -92,7 +92,7 @@ class Executor:
             communicator_group = self._bound_plan.make_communicator_group(timeout, wire)
             self._program_runners = self._bound_plan.compile_programs(communicator_group)
             self._output_runners = {
-                number: self._bound_plan.make_output_runner(number, replay)
+                number: self._bound_plan.make_runner_that_returns_whole_outputs(number, replay)
                 for number, replay in self._program_runners.items()
             }
             self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}

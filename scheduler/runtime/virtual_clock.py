@@ -41,8 +41,8 @@ class VirtualClockBackend(Protocol):
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
-    """The result of a simulated run.
+class SimulatedRunResult:
+    """The times and the memory of a simulated run.
 
     - `events_by_device`: the instructions of each device with their times.
     - `peak_bytes`: the bytes of all buffers on each device.
@@ -75,7 +75,7 @@ class SimulatedRun:
         return "\n".join(lines)
 
 
-def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> SimulatedRun:
+def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> SimulatedRunResult:
     """Run a plan once on devices that advance a virtual clock instead of computing; return the times.
 
     Args:
@@ -104,7 +104,7 @@ def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> Simulated
     with ThreadPoolExecutor(len(runs)) as threads:
         for done in [threads.submit(run) for run in runs]:
             done.result()
-    return SimulatedRun(
+    return SimulatedRunResult(
         tuple(
             tuple(c.tracks[str(device_plan.device)]) for c, device_plan in zip(clocks, plan.device_plans, strict=True)
         ),

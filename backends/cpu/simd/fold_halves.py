@@ -71,7 +71,7 @@ def add_upper_half_to_lower(b, halves):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_numbers_of_both_halves(b, address, halves):
+def store_one_number_of_each_half(b, address, halves):
     """Store two float32 at `address`: the number in lanes 0 to 7 of `halves`, then the number in lanes 8 to 15."""
     simd.store_long.body(
         b, address, b.bitcast(b.shuffle_vector(halves, halves, _lanes([0, HALF_LANES])), ir.IntType(64))

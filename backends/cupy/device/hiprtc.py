@@ -46,6 +46,6 @@ def compile(source: KernelSource, arch: str) -> CompiledCode:
     return _make_compiler().compile(source, arch, OPTIONS)
 
 
-def as_hip_source(source: KernelSource) -> KernelSource:
+def prepend_hip_header(source: KernelSource) -> KernelSource:
     """Return the kernel source with the HIP header, which has the device instructions of AMD devices."""
     return replace(source, instructions=HIP_HEADER)

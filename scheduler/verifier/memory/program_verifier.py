@@ -27,7 +27,7 @@ from .buffer_contents import (
     has_common_bytes,
     is_dense,
 )
-from .rollback_verifier import InstructionLabel, UndoChecker
+from .rollback_verifier import FailedRunUndoChecker, InstructionLabel
 
 LEAF_OPS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
@@ -90,7 +90,7 @@ class _ProgramMemoryChecker:
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
         self.name_by_node, self.views, self.contents = assign_names(graph), ViewCache(backend), BufferContents(program)
-        self.undo_check = UndoChecker(graph, program, backend, self.contents)
+        self.undo_check = FailedRunUndoChecker(graph, program, backend, self.contents)
         self.state_name_by_buffer = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
         self.updates = {s.node.name: (s, v) for s, v in graph.updates.items()}
         self.executed_work: set[object] = set()
@@ -183,7 +183,7 @@ class _ProgramMemoryChecker:
     def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
         """Yield the faults of an instruction that computes a node; if it has none, record its writes.
 
-        Saves of states are checked elsewhere (`UndoChecker`).
+        Saves of states are checked elsewhere (`FailedRunUndoChecker`).
         """
         work = self._find_node_of_instruction(instruction)
         if isinstance(work, str):

@@ -104,7 +104,7 @@ def list_standalone_save_and_restore_nodes(graph: Graph, program: Program) -> It
         )
 
 
-class UndoChecker:
+class FailedRunUndoChecker:
     """The check that the undo of a failed run can restore every state, wherever the run stopped.
 
     The caller simulates the program and calls the check for each instruction.

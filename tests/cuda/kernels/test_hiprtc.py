@@ -49,7 +49,7 @@ def of_decoding(source: KernelSource) -> KernelSource:
 def pytest_generate_tests(metafunc):
     if "source" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-architecture")
-        some = [hiprtc.as_hip_source(s) for s in (SOURCES if every else map(of_decoding, SOURCES)) if s.names]
+        some = [hiprtc.prepend_hip_header(s) for s in (SOURCES if every else map(of_decoding, SOURCES)) if s.names]
         metafunc.parametrize("source", some, ids=[f"{i}-{s.file}" for i, s in enumerate(some)])
 
 
@@ -66,7 +66,7 @@ def test_a_source_compiles(source):
 @pytest.mark.usefixtures("_compiler")
 def test_what_does_not_compile_is_named():
     with pytest.raises(BackendError) as caught:
-        hiprtc.compile(hiprtc.as_hip_source(KernelSource("indexer.cu", ("no_such_kernel",))), ARCHITECTURE)
+        hiprtc.compile(hiprtc.prepend_hip_header(KernelSource("indexer.cu", ("no_such_kernel",))), ARCHITECTURE)
     assert "indexer.cu does not compile for gfx90a" in str(caught.value)
     assert "no_such_kernel" in str(caught.value)
 

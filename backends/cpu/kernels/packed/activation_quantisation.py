@@ -40,7 +40,7 @@ from ...simd.fold_halves import (
     reduce_two_to_sum,
     splat_number_of_lower_half,
     splat_number_of_upper_half,
-    store_numbers_of_both_halves,
+    store_one_number_of_each_half,
 )
 from ...simd.vectors import (
     add_int,
@@ -102,15 +102,15 @@ def quantise_activation_block_to_int8(x, record, zero):
     store_u8_lanes(record, i)
     store_u8_lanes(record + 16, j)
     sums = reduce_two_to_sum(i, j)
-    store_numbers_of_both_halves(record + SCALES_OFFSET, scales)
-    store_numbers_of_both_halves(record + STARTS_OFFSET, mul(scales, splat(START_FACTOR)))
+    store_one_number_of_each_half(record + SCALES_OFFSET, scales)
+    store_one_number_of_each_half(record + STARTS_OFFSET, mul(scales, splat(START_FACTOR)))
     if zero:
-        store_numbers_of_both_halves(
+        store_one_number_of_each_half(
             record + SUMS_OFFSET,
             bits_to_float(add_int(mul_int(sums, splat_int(-zero)), splat_int(ONE_AND_A_HALF_BITS))),
         )
     else:
-        store_numbers_of_both_halves(record + SUMS_OFFSET, add_upper_half_to_lower(mul(to_float(sums), scales)))
+        store_one_number_of_each_half(record + SUMS_OFFSET, add_upper_half_to_lower(mul(to_float(sums), scales)))
 
 
 ARGS = declare_args("source step rows columns rounding[*]")

@@ -96,7 +96,7 @@ def emit_load_with_zero_extension(b: Any, address: Any, offset: int, element: ir
     return b.zext(emit_load(b, address, offset, ir.VectorType(element, LANES)), _I)
 
 
-def emit_four_bit_fields_of_each_lane(b: Any, x: Any, first: int, step: int) -> Any:
+def emit_fields_of_each_lane_as_4_bytes(b: Any, x: Any, first: int, step: int) -> Any:
     """Emit code that extracts four bit fields of each 32-bit lane as bytes.
 
     Byte k gets the 8 bits from bit ``first + step * k`` on.
@@ -163,7 +163,7 @@ def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
 
 def _emit_signed_codes(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
     """Emit code that computes the codes of vector `j` of a block from its levels and from the signs of the block."""
-    sign, mask = emit_four_bit_fields_of_each_lane(b, signs, 4 * j - width, 1), (1 << width) - 1
+    sign, mask = emit_fields_of_each_lane_as_4_bytes(b, signs, 4 * j - width, 1), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
     return simd.emit_llvm_call(b, PERMUTE_ONE, _B, _make_signed_code_table(book, width), chosen)
 
@@ -173,7 +173,7 @@ def emit_levels_of_8_columns_as_bytes(b: Any, both: Sequence[Any], low_bit: int)
 
     In `both`, the two packed bytes of an entry are in two vectors. In the result a level begins at bit `low_bit`.
     """
-    return [emit_four_bit_fields_of_each_lane(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
+    return [emit_fields_of_each_lane_as_4_bytes(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
 
 def _emit_lookup_of_8_column_entries(
@@ -197,7 +197,7 @@ def _emit_lookup_of_4_column_entries(
         for i in (0, 2):
             order = [4 * row + i + k // 2 + VECTOR_BYTES * (k % 2) for row in range(LANES) for k in range(4)]
             words = simd.emit_llvm_call(b, PERMUTE_TWO, _B, first, _vector(order), second)
-            vectors += [emit_four_bit_fields_of_each_lane(b, words, 16 * j, 4) for j in range(2)]
+            vectors += [emit_fields_of_each_lane_as_4_bytes(b, words, 16 * j, 4) for j in range(2)]
     return [vectors[i : i + CODE_VECTORS] for i in range(0, len(vectors), CODE_VECTORS)]
 
 
@@ -323,7 +323,7 @@ def make_signed_code_book_loaders(
         bits = [emit_bit_test_per_byte(b, index, 7)]
         if high_bits:
             high = b.bitcast(emit_load_with_zero_extension(b, p, bits_offset, _i8), _B)
-            spread = emit_four_bit_fields_of_each_lane(b, high, 4 * v * high_bits, high_bits)
+            spread = emit_fields_of_each_lane_as_4_bytes(b, high, 4 * v * high_bits, high_bits)
             bits += [emit_bit_test_per_byte(b, spread, bit) for bit in range(high_bits)]
         return [*bits, emit_bit_test_per_byte(b, emit_load(b, p, signs_offset), 7)] if has_index_bits else bits
 

@@ -28,7 +28,7 @@ from .code_books import (
     emit_byte_of_each_lane,
     emit_byte_table_lookup,
     emit_constant_table_address,
-    emit_four_bit_fields_of_each_lane,
+    emit_fields_of_each_lane_as_4_bytes,
     emit_gather_of_codes,
     emit_index_high_bits,
     emit_levels_of_8_columns_as_bytes,
@@ -121,12 +121,12 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
 
     def permute_shifts(b: Any, p: Any) -> list[Any]:
         positive = b.bitcast(b.not_(emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16)), _B)
-        return [b.and_(emit_four_bit_fields_of_each_lane(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
+        return [b.and_(emit_fields_of_each_lane_as_4_bytes(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
         indices = [emit_load(b, p, 0) for p in addresses]
         high = [b.bitcast(emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
-        high = [emit_four_bit_fields_of_each_lane(b, x, -4, bits) for x in high]
+        high = [emit_fields_of_each_lane_as_4_bytes(b, x, -4, bits) for x in high]
         set_bits = [
             [emit_bit_test_per_byte(b, x, 7), *(emit_bit_test_per_byte(b, y, bit) for bit in (4, 5, 6))]
             for x, y in zip(indices, high, strict=True)

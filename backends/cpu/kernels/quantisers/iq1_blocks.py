@@ -68,7 +68,7 @@ NEGATIVE_LISTS = 32 * LIST_BYTES
 """Distance of the lists with the negative shift from the lists with the positive shift."""
 
 
-def make_write_shifted_entry_list(shift: float) -> Subroutine:
+def make_write_best_shifted_entries_per_scale(shift: float) -> Subroutine:
     """Make the subroutine that lists the best IQ1 entries of 8 numbers for 16 scales, with `shift` added to each entry.
 
     `lattice_search` describes the list.
@@ -79,7 +79,10 @@ def make_write_shifted_entry_list(shift: float) -> Subroutine:
     return make_write_entry_list_of_octet(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
 
 
-write_positive_list, write_negative_list = make_write_shifted_entry_list(SHIFT), make_write_shifted_entry_list(-SHIFT)
+write_positive_list, write_negative_list = (
+    make_write_best_shifted_entries_per_scale(SHIFT),
+    make_write_best_shifted_entries_per_scale(-SHIFT),
+)
 
 
 @cache

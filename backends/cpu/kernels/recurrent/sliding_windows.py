@@ -134,7 +134,7 @@ def _can_read_windows(x: Operand, windows: SlidingWindowShape) -> bool:
     return can_copy(x, inner) and reach < 2**31
 
 
-def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_copy_of_windows_to_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step that copies sliding windows to rows; return False if kernels cannot read the windows."""
     x, y, windows = call.operand(0), call.out, SlidingWindowShape.from_attributes(call.attrs)
     if not (_can_read_windows(x, windows) and y.is_float and y.is_dense):
@@ -215,5 +215,5 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
     )
 
 
-BINDINGS = {"windows": _bind_windows}
+BINDINGS = {"windows": _bind_copy_of_windows_to_rows}
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_window_copy_and_matmul,)}
