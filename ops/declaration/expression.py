@@ -31,11 +31,17 @@ class Expression:
     """The steps of one element or one row of a result. Each step reads earlier ones, and the last one is the result.
 
     Equal terms are one step. Expressions with equal steps are equal. `declaration` is the function of the scalar
-    language that declares the op.
+    language that declares the op. An expression of several ops lists its results in `listed_results`.
     """
 
     steps: tuple[Step, ...]
     declaration: Callable[..., Scalar] | None = field(default=None, compare=False, repr=False)
+    listed_results: tuple[int, ...] = ()
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The steps that are results: the listed ones, or else the last step."""
+        return self.listed_results or (len(self.steps) - 1,)
 
     @cached_property
     def number_steps(self) -> frozenset[int]:
@@ -63,8 +69,17 @@ class Expression:
 
     @property
     def reduces_row(self) -> bool:
-        """Whether the result is one number for each row."""
-        return self.is_row and len(self.steps) - 1 in self.row_steps
+        """Whether each result is one number for each row."""
+        return self.is_row and self.row_steps.issuperset(self.results)
+
+    def find_element_steps(self, number: int, known: frozenset[int] = frozenset()) -> set[int]:
+        """Return the steps per element on which a step depends, itself included.
+
+        Numbers of the row and `known` steps are left out, with everything that only they need.
+        """
+        if number in known or number in self.row_steps:
+            return set()
+        return {number}.union(*(self.find_element_steps(s, known) for s in self.steps[number].sources))
 
     @cached_property
     def last_readers(self) -> Mapping[int, int]:

@@ -69,15 +69,53 @@ class ExpressionKernel:
     def number_steps(self) -> tuple[int, ...]:
         """The steps with numbers of the call that are words of the kernel; constants are part of the code."""
         steps, numbers = self.expression.steps, self.expression.number_steps
-        read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {len(steps) - 1}
+        read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {
+            *self.expression.results
+        }
         return tuple(sorted(n for n in read & numbers if steps[n].function != "constant"))
 
     @property
     def name(self) -> str:
         """The name: functions of the expression, and a digest of everything that changes the code."""
         functions = [s.function for s in self.expression.steps if s.sources]
-        digest = hashlib.sha256(repr((self.expression.steps, self.is_single)).encode()).hexdigest()[:12]
+        code = self.expression.steps, self.is_single, *self.expression.listed_results
+        digest = hashlib.sha256(repr(code).encode()).hexdigest()[:12]
         return f"rows.{'.'.join(functions[:8]) or 'copy'}.{digest}"
+
+    @cached_property
+    def last_reduction(self) -> int:
+        """The last step that reduces the row, or -1."""
+        return max((n for n, s in enumerate(self.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
+
+    @cached_property
+    def stash(self) -> int | None:
+        """The step that the last reduction writes to the result, and that the last pass reads from there.
+
+        It is of a transcendental function. All other values that the last pass needs are numbers of the row. An
+        expression with several results has none.
+        """
+        expression = self.expression
+        if self.last_reduction < 0 or expression.reduces_row or len(expression.results) > 1:
+            return None
+        for candidate in expression.steps[self.last_reduction].sources:
+            last_pass = expression.find_element_steps(expression.results[0], frozenset((candidate,)))
+            if expression.steps[candidate].function in TRANSCENDENTAL_FUNCTIONS and not any(
+                expression.steps[n].function == "operand" for n in last_pass
+            ):
+                return candidate
+        return None
+
+    def list_passes(self) -> list[set[int]]:
+        """Return the steps per element that each pass over a row computes: each reduction, then the last pass."""
+        expression = self.expression
+        ends = [[*step.sources] for step in expression.steps if step.function in ROW_FUNCTIONS] + [
+            [n for n in expression.results if n not in expression.row_steps]
+        ]
+        known = [frozenset[int]()] * (len(ends) - 1) + [frozenset(() if self.stash is None else (self.stash,))]
+        return [
+            set[int]().union(*(expression.find_element_steps(n, there) for n in some))
+            for some, there in zip(ends, known, strict=True)
+        ]
 
 
 @cache
@@ -103,15 +141,13 @@ class _RowKernelEmitter:
     row_values: dict[int, Any] = field(init=False, default_factory=dict)
     addresses: list[Any] = field(init=False, default_factory=list)
     columns: Any = field(init=False)
-    stash: int | None = field(init=False)
 
     def emit(self) -> None:
         """Emit the function ``(arguments, thread, threads) -> 0``."""
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self.columns, self.stash = self._word(0), self._find_stash()
-        operand_count = len(self.plan.operand_indices) + 1
-        first_number = HEADER_WORDS + OPERAND_WORDS * operand_count
+        self.columns = self._word(0)
+        first_number = HEADER_WORDS + OPERAND_WORDS * self._address_count
         numbers: dict[int, Any] = {}
         for index, number in enumerate(self.plan.number_steps):
             bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
@@ -126,6 +162,11 @@ class _RowKernelEmitter:
         first, last = self._thread_range()
         self._loop(first, last, 1, lambda row: self._emit_row(row, numbers))
         self.b.ret(_integer(0))
+
+    @property
+    def _address_count(self) -> int:
+        """The number of operands and results."""
+        return len(self.plan.operand_indices) + len(self.plan.expression.results)
 
     def _word(self, index: int) -> Any:
         return vectors.load_argument_word.body(self.b, self.function.args[0], _integer(index))
@@ -167,11 +208,20 @@ class _RowKernelEmitter:
             if step.function in ROW_FUNCTIONS:
                 self.row_values[number] = self._emit_reduction(number)
                 self._emit_row_steps()
-        result = len(expression.steps) - 1
-        if expression.reduces_row:
-            vectors.store_scalar.body(self.b, self.addresses[-1], vectors.lane_0.body(self.b, self.row_values[result]))
-            return
-        self._pass(lambda column, count: self._store(self._lanes([result], column, count)[0], column, count))
+        elements: list[tuple[int, Any]] = []
+        for result, address in zip(expression.results, self.addresses[-len(expression.results) :], strict=True):
+            if expression.is_row and result in expression.row_steps:
+                vectors.store_scalar.body(self.b, address, vectors.lane_0.body(self.b, self.row_values[result]))
+            else:
+                elements.append((result, address))
+
+        def write_results(column: Any, count: Any) -> None:
+            lanes = self._lanes([result for result, _ in elements], column, count)
+            for (_, address), value in zip(elements, lanes, strict=True):  # a result may lie on an operand
+                self._store(address, value, column, count)
+
+        if elements:
+            self._pass(write_results)
 
     def _emit_row_steps(self) -> None:
         """Emit the steps that depend on known numbers of the row only."""
@@ -196,7 +246,7 @@ class _RowKernelEmitter:
                 b.store(value, place)
         indices = [b.load(place) for place in places]
         addresses = []
-        for operand in range(len(self.plan.operand_indices) + 1):
+        for operand in range(self._address_count):
             first = HEADER_WORDS + OPERAND_WORDS * operand
             address = self._word(first)
             for axis, index in enumerate(indices):
@@ -247,33 +297,6 @@ class _RowKernelEmitter:
 
     # ---------------------------------------------------------------------------------------------------- elements
 
-    @property
-    def last_reduction(self) -> int:
-        """The last step that reduces the row, or -1."""
-        return max((n for n, s in enumerate(self.plan.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
-
-    def _find_stash(self) -> int | None:
-        """Return the step that the last reduction writes to the result, and that the last pass reads from there.
-
-        It is of a transcendental function. All other values that the last pass needs are numbers of the row.
-        """
-        expression = self.plan.expression
-        if self.last_reduction < 0 or expression.reduces_row:
-            return None
-        for candidate in expression.steps[self.last_reduction].sources:
-            last_pass = self._find_needed_steps(len(expression.steps) - 1, {candidate})
-            if expression.steps[candidate].function in TRANSCENDENTAL_FUNCTIONS and not any(
-                expression.steps[n].function == "operand" for n in last_pass
-            ):
-                return candidate
-        return None
-
-    def _find_needed_steps(self, number: int, known: set[int]) -> set[int]:
-        """Return the elementwise steps on which a step depends, up to `known` ones and numbers of the row."""
-        if number in known or number in self.plan.expression.row_steps:
-            return set()
-        return {number}.union(*(self._find_needed_steps(s, known) for s in self.plan.expression.steps[number].sources))
-
     def _lanes(self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None) -> list[Any]:
         """Emit 16 lanes of steps from a column on, in the pass of a reduction, or in the last pass for None.
 
@@ -284,7 +307,7 @@ class _RowKernelEmitter:
         def visit(number: int) -> Any:
             if number not in values:
                 function, sources, value = self.plan.expression.steps[number]
-                if number == self.stash and reduction is None:
+                if number == self.plan.stash and reduction is None:
                     values[number] = self._load(self.addresses[-1], column, count)
                 elif function == "operand":
                     index = self.plan.operand_indices.index(int(value))
@@ -293,8 +316,8 @@ class _RowKernelEmitter:
                     values[number] = load or self._load(address, column, count)
                 else:
                     values[number] = LANE_FUNCTIONS[function](self.b, *map(visit, sources))
-                if number == self.stash and reduction is not None and reduction == self.last_reduction:
-                    self._store(values[number], column, count)
+                if number == self.plan.stash and reduction is not None and reduction == self.plan.last_reduction:
+                    self._store(self.addresses[-1], values[number], column, count)
             return values[number]
 
         return [*map(visit, required)]
@@ -305,9 +328,9 @@ class _RowKernelEmitter:
             return vectors.load.body(self.b, address)
         return vectors.load_first_lanes.body(self.b, address, count)
 
-    def _store(self, lanes: Any, column: Any, count: Any) -> None:
-        """Store lanes to the result."""
-        address = self.b.add(self.addresses[-1], self.b.mul(column, _integer(4)))
+    def _store(self, row: Any, lanes: Any, column: Any, count: Any) -> None:
+        """Store lanes to a row of a result."""
+        address = self.b.add(row, self.b.mul(column, _integer(4)))
         if count is None:
             vectors.store.body(self.b, address, lanes)
         else:
