@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ...backends.capabilities import find_class_of_equal_devices
+from ...backends.capabilities import GeneratesFusedKernels, find_class_of_equal_devices
 from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
@@ -28,6 +28,7 @@ from ...ops.collectives import COLLECTIVES
 from ..ir.execution_plan import DevicePlan, Plan
 from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
+from .fused_kernels import find_fusion_faults
 from .memory.program_verifier import find_program_faults
 from .memory.rollback_verifier import list_standalone_save_and_restore_nodes
 from .program_equality import is_equal_to_proven_program_except_names, make_program_prefilter_key
@@ -59,7 +60,26 @@ def verify_plan(plan: Plan) -> None:
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
-    """Yield as text all reasons why a plan does not compute the user's graph; a correct plan has none.
+    """Yield as text all reasons why a plan does not compute the user's graph; a correct plan has none."""
+    complaints = [*_find_instruction_faults(plan)]
+    yield from complaints
+    if not complaints:  # with a fault, instructions have no meaning
+        yield from _find_fused_kernel_faults(plan)
+
+
+def _find_fused_kernel_faults(plan: Plan) -> Iterator[str]:
+    """Yield the faults of the kernels that backends generate for several instructions of the programs."""
+    seen: set[tuple[object, ...]] = set()
+    for number, device_plan in enumerate(plan.device_plans):
+        key = (type(device_plan.backend), id(device_plan.program))
+        if key not in seen and isinstance(device_plan.backend, GeneratesFusedKernels):
+            seen.add(key)
+            fusion = device_plan.backend.describe_fusion(device_plan.program)
+            yield from (f"device {number}: {why}" for why in find_fusion_faults(device_plan.program, fusion))
+
+
+def _find_instruction_faults(plan: Plan) -> Iterator[str]:
+    """Yield as text all reasons why the instructions of a plan do not compute the user's graph.
 
     All device plans may be unrolled from a short plan with few repeated layers. Then only the short plan is checked,
     and the conditions under which the proof holds for all layers.
