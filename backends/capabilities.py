@@ -245,6 +245,9 @@ class GeneratesFusedKernels(Protocol):
     def describe_fusion(self, program: Program) -> ProgramFusion:
         """Return the order and the generated kernels with which the backend runs a program on any of its devices."""
 
+    def has_cached_binding(self, program: Program) -> bool:
+        """Return whether the binding of a program is cached; it was written after the kernels had been verified."""
+
 
 @runtime_checkable
 class SupportsOverlap(Protocol):

@@ -22,7 +22,7 @@ from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous
 from ..capabilities import KernelCall, ProgramFusion
 from ..numpy.backend import NumpyBackend
 from .compilation.compiler import KERNEL_FUNCTION, compute_kernel_code_digest
-from .execution.binding_cache import load_or_bind_cached_replay
+from .execution.binding_cache import find_binding_file, load_or_bind_cached_replay
 from .execution.replay import Replay
 from .execution.thread_pool import ThreadPool
 from .kernels.packed.format_table import FORMATS, GROUP_ROWS
@@ -197,6 +197,10 @@ class CpuBackend(NumpyBackend):
         from .execution.program_binding import describe_program_fusion
 
         return describe_program_fusion(program)
+
+    def has_cached_binding(self, program: Program) -> bool:
+        file = find_binding_file(program, self.threads)
+        return file is not None and file.exists()
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         from ..numpy.kernel_table import locate_op_source

@@ -23,6 +23,7 @@ from ...ops.quantisation import decode_array, encode_array
 from ..ir.execution_plan import Plan
 from ..ir.layout import Local, Shard
 from ..lowering.device_plan import find_collective_groups
+from ..verifier.fused_kernels import verify_fused_kernels
 from .communicators import CollectiveGroups, SingleDeviceComm, make_local_communicator_group
 from .state_view import LocalShard, assemble_value
 from .store import Store
@@ -220,6 +221,9 @@ class BoundPlan:
     ) -> dict[int, Callable[[], Any]]:
         """Compile the program of each local device, and return functions that run them, by device number."""
         device_plans = self.plan.device_plans
+        for n in self.local_devices:
+            if device_plans[n].short is not None:  # other programs were verified with the plan
+                verify_fused_kernels(device_plans[n].program, device_plans[n].backend)
         replays = {
             n: self.compile_program(
                 n,

@@ -23,9 +23,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...backends.base import Instruction, Program, Tensor
-from ...backends.capabilities import FusedExpression, ProgramFusion
+from ...backends.base import Backend, Instruction, Program, Tensor
+from ...backends.capabilities import FusedExpression, GeneratesFusedKernels, ProgramFusion
 from ...graph.dtypes import DType
+from ...graph.errors import PlanError
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
 from .memory.buffer_contents import BufferContents, compute_byte_extent
@@ -36,6 +37,16 @@ Content = tuple[tuple[int, int, object], ...]
 """The contents of a byte range: first byte, end byte and content of each part."""
 REDUCTION_PREFIX = "row_"
 ATTRIBUTE, CONSTANT, OPERAND, ROW_COUNT = "attribute", "constant", "operand", "row_count"
+
+
+def verify_fused_kernels(program: Program, backend: Backend) -> None:
+    """Verify the fused kernels that a backend generates for a program; raise `PlanError` with the first fault.
+
+    A program that an earlier process has bound is not verified again.
+    """
+    if isinstance(backend, GeneratesFusedKernels) and not backend.has_cached_binding(program):
+        for why in find_fusion_faults(program, backend.describe_fusion(program)):
+            raise PlanError(f"program of {len(program.instructions)} steps: {why}")
 
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:

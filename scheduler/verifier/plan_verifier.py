@@ -60,26 +60,7 @@ def verify_plan(plan: Plan) -> None:
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
-    """Yield as text all reasons why a plan does not compute the user's graph; a correct plan has none."""
-    complaints = [*_find_instruction_faults(plan)]
-    yield from complaints
-    if not complaints:  # with a fault, instructions have no meaning
-        yield from _find_fused_kernel_faults(plan)
-
-
-def _find_fused_kernel_faults(plan: Plan) -> Iterator[str]:
-    """Yield the faults of the kernels that backends generate for several instructions of the programs."""
-    seen: set[tuple[object, ...]] = set()
-    for number, device_plan in enumerate(plan.device_plans):
-        key = (type(device_plan.backend), id(device_plan.program))
-        if key not in seen and isinstance(device_plan.backend, GeneratesFusedKernels):
-            seen.add(key)
-            fusion = device_plan.backend.describe_fusion(device_plan.program)
-            yield from (f"device {number}: {why}" for why in find_fusion_faults(device_plan.program, fusion))
-
-
-def _find_instruction_faults(plan: Plan) -> Iterator[str]:
-    """Yield as text all reasons why the instructions of a plan do not compute the user's graph.
+    """Yield as text all reasons why a plan does not compute the user's graph; a correct plan has none.
 
     All device plans may be unrolled from a short plan with few repeated layers. Then only the short plan is checked,
     and the conditions under which the proof holds for all layers.
@@ -144,7 +125,24 @@ def _find_plan_faults_in_every_instruction(plan: Plan, make_trace: Callable[...,
         yield why
     if sound:  # with a fault, the programs do not run the graphs
         complaints = list(find_device_leaf_faults(plan))
-        yield from complaints or _PlanChecker(plan, make_trace).find_faults()
+        complaints = complaints or list(_PlanChecker(plan, make_trace).find_faults())
+        yield from complaints or _find_fused_kernel_faults(plan)
+
+
+def _find_fused_kernel_faults(plan: Plan) -> Iterator[str]:
+    """Yield the faults of the kernels that backends generate for several instructions of the programs.
+
+    The unrolled programs of a short plan are checked when they are loaded (`verify_fused_kernels`).
+    """
+    seen: set[tuple[object, ...]] = set()
+    for number, device_plan in enumerate(plan.device_plans):
+        if not isinstance(device_plan.backend, GeneratesFusedKernels):
+            continue
+        key = (type(device_plan.backend), id(device_plan.program))
+        if key not in seen:
+            seen.add(key)
+            fusion = device_plan.backend.describe_fusion(device_plan.program)
+            yield from (f"device {number}: {why}" for why in find_fusion_faults(device_plan.program, fusion))
 
 
 def _needs_kernel(node: Node) -> bool:
