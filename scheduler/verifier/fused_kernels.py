@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...backends.base import Backend, Instruction, Program, Tensor
+from ...backends.base import Instruction, Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels, ProgramFusion
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
@@ -39,14 +39,10 @@ REDUCTION_PREFIX = "row_"
 ATTRIBUTE, CONSTANT, OPERAND, ROW_COUNT = "attribute", "constant", "operand", "row_count"
 
 
-def verify_fused_kernels(program: Program, backend: Backend) -> None:
-    """Verify the fused kernels that a backend generates for a program; raise `PlanError` with the first fault.
-
-    A program that an earlier process has bound is not verified again.
-    """
-    if isinstance(backend, GeneratesFusedKernels) and not backend.has_cached_binding(program):
-        for why in find_fusion_faults(program, backend.describe_fusion(program)):
-            raise PlanError(f"program of {len(program.instructions)} steps: {why}")
+def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> None:
+    """Verify the fused kernels that a backend generates for a program; raise `PlanError` with the first fault."""
+    for why in find_fusion_faults(program, backend.describe_fusion(program)):
+        raise PlanError(f"program of {len(program.instructions)} steps: {why}")
 
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
