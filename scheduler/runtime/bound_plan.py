@@ -281,6 +281,6 @@ def _verify_unrolled_program(device_plan: DevicePlan) -> None:
     if device_plan.short is None or not isinstance(backend, GeneratesFusedKernels):
         return
     if not backend.has_cached_binding(program):
-        from ..verifier.fused_kernels import verify_fused_kernels  # a process that binds nothing does not need it
+        from ..verifier.fused_kernels import verify_fused_kernels  # only for a new binding
 
         verify_fused_kernels(program, backend)
