@@ -95,6 +95,7 @@ def compose_group(flow: Dataflow, numbers: Sequence[int], trace: TraceInstructio
             raise NoKernelError("an op is not declared in the scalar language")
         calls[number] = call
     size = max(math.prod(call.shape) for call in calls.values())
+    require_supported(all(math.prod(call.shape) for call in calls.values()), "an op has no elements")
     shapes = {call.shape: None for call in calls.values() if math.prod(call.shape) == size}
     reasons: list[NoKernelError] = []
     for shape in sorted(shapes, key=len, reverse=True):

@@ -204,6 +204,8 @@ class _RunContents:
 def _read_content(contents: BufferContents, tensor: Tensor) -> Content:
     """Return the contents of the bytes of a tensor; bytes that no instruction has written are left out."""
     buffer, start, end = compute_byte_extent(tensor)
+    if start == end:
+        return ()
     starts, ranges = contents.starts[buffer], contents.ranges[buffer]
     first, stop = max(bisect_right(starts, start) - 1, 0), bisect_left(starts, end)
     parts = [(starts[at], *ranges[at]) for at in range(first, stop)]

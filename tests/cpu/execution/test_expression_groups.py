@@ -93,6 +93,14 @@ def test_other_views_stay_apart(read):
     assert list_fused_ops(hocket.Graph({"y": read(ops.rms_norm(x()))})) == []
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)], ids=["no rows", "no columns"])
+def test_ops_without_elements_stay_alone(shape: tuple[int, int]):
+    rows = ops.neg(x(*shape))
+    graph = hocket.Graph({"y": ops.abs(rows), "sums": ops.scale(ops.sum_rows(rows), scale=2.0)})
+    assert list_fused_ops(graph) in ([], ["sum_rows scale"])
+    assert np.array_equal(run(graph, {}, threads=1)["sums"], np.zeros((shape[0], 1), np.float32))
+
+
 def test_a_state_is_no_result_of_a_group():
     state = hocket.state("s", (ROWS, COLUMNS))
     new = ops.add(state, ops.abs(ops.neg(x())))
