@@ -168,11 +168,16 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of a kernel by a program: the kernel, its source, and the positions of its instructions."""
+    """One call of a kernel by a program: the kernel, its source, and the positions of its instructions.
+
+    `launches` is the number of launches that predictions count. It is above 1 for a generated kernel of several ops,
+    because the search for a plan knows no such kernels and prices each op alone.
+    """
 
     kernel: str
     source: SourceLocation
     instruction_numbers: tuple[int, ...]
+    launches: int = 1
 
 
 STAND_IN = "NumPy"

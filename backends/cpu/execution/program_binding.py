@@ -113,9 +113,10 @@ def list_kernel_calls(
     together = flow.groups_by_instruction()
     for part in parts:
         if not isinstance(part, int):
-            yield from (
-                KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), together[s.instruction_number]) for s in part
-            )
+            for s in part:
+                numbers = together[s.instruction_number]
+                launches = len(numbers) if isinstance(s.kernel.body, IrBody) else 1
+                yield KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), numbers, launches)
         elif (i := program.instructions[part]).op not in COLLECTIVES:
             yield KernelCall(STAND_IN, in_python(i), (part,))
 
