@@ -197,7 +197,7 @@ class _GroupComposer:
         """Return whether an instruction computes numbers per row from such numbers; raises `NoKernelError`."""
         size, own = math.prod(self.shape), math.prod(call.shape)
         if own == size:
-            fits = not call.expression.is_row or call.shape[-1] == self.shape[-1]
+            fits = not call.expression.is_row or call.shape[-1:] == self.shape[-1:]
             require_supported(fits, "rows have other lengths")
             return False
         is_per_row = bool(self.shape) and own * self.shape[-1] == size and not call.expression.is_row

@@ -101,6 +101,12 @@ def test_ops_without_elements_stay_alone(shape: tuple[int, int]):
     assert np.array_equal(run(graph, {}, threads=1)["sums"], np.zeros((shape[0], 1), np.float32))
 
 
+def test_a_scalar_and_a_row_of_one_number_are_no_error():
+    number = ops.neg(hocket.input("x", ()))
+    graph = hocket.Graph({"y": ops.abs(ops.sum_rows(ops.reshape(number, shape=(1, 1)))), "z": ops.abs(number)})
+    assert run(graph, {}, threads=1)["y"].shape == (1, 1)
+
+
 def test_a_state_is_no_result_of_a_group():
     state = hocket.state("s", (ROWS, COLUMNS))
     new = ops.add(state, ops.abs(ops.neg(x())))
