@@ -168,11 +168,16 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of a kernel by a program: the kernel, its source, and the positions of its instructions."""
+    """One call of a kernel by a program: the kernel, its source, and the positions of its instructions.
+
+    `launches` is the number of launches that predictions count. It is above 1 for a generated kernel of several ops,
+    because the search for a plan knows no such kernels and prices each op alone.
+    """
 
     kernel: str
     source: SourceLocation
     instruction_numbers: tuple[int, ...]
+    launches: int = 1
 
 
 STAND_IN = "NumPy"
@@ -199,6 +204,54 @@ class ReportsFusion(Protocol):
 
     def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         """Return the positions of the instructions in the order of a run; fused instructions are one entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExpression:
+    """Instructions that one generated kernel computes, and the expression that it evaluates.
+
+    The kernel evaluates the expression at each index of `shape`, and reduces rows along the last axis.
+
+    Attributes:
+        instruction_numbers: the instructions, ascending.
+        steps: the steps of the expression in the scalar language: function, numbers of earlier steps, value. An operand
+            has its index in `operands` as value, an attribute has a key of `attributes`.
+        attributes: the numbers of the call.
+        shape: the shape.
+        operands: the operands as views with this shape; a repeated axis has stride 0.
+        results: the step of each result and its place, a view with this shape, or one column for a number per row.
+        saved_bytes: bytes of memory traffic that single kernels would move in addition.
+    """
+
+    instruction_numbers: tuple[int, ...]
+    steps: tuple[tuple[str, tuple[int, ...], int | str], ...]
+    attributes: Mapping[str, float]
+    shape: tuple[int, ...]
+    operands: tuple[Tensor, ...]
+    results: tuple[tuple[int, Tensor], ...]
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFusion:
+    """How a backend runs a program: its instructions in the order of a run, and the generated kernels.
+
+    `order` has one entry for each group of instructions that run together; single instructions are groups of one.
+    """
+
+    order: tuple[tuple[int, ...], ...]
+    expressions: tuple[FusedExpression, ...]
+
+
+@runtime_checkable
+class GeneratesFusedKernels(Protocol):
+    """A backend that generates kernels for groups of instructions; the verifier of plans compares them with the ops."""
+
+    def describe_fusion(self, program: Program) -> ProgramFusion:
+        """Return the order and the generated kernels with which the backend runs a program on any of its devices."""
+
+    def has_cached_binding(self, program: Program) -> bool:
+        """Return whether the binding of a program is cached; it was written after the kernels had been verified."""
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY
 from .cases.case import DECLARATION_CHECK
 from .cases.inputs import NoReference
-from .cases.model_cases import collect_case_texts
+from .cases.model_cases import collect_case_texts, read_model_graphs
 from .checks.run_case import Outcome, Result
 from .generate_cases import find_declaration_fault
 from .reports.html_page import format_html_report
@@ -106,6 +106,11 @@ def add_arguments(command_parser: argparse.ArgumentParser) -> None:
     other = command_parser.add_argument_group("other modes")
     other.add_argument("--perf", action="store_true", help="measure speed with cold buffers")
     other.add_argument(
+        "--fused",
+        action="store_true",
+        help="compare fused kernels with their ops one by one: of random graphs, or of --from-graph",
+    )
+    other.add_argument(
         "--counters", action="store_true", help="print the memory accesses of CUDA kernels as Markdown (cuda-emulated)"
     )
     other.add_argument(
@@ -128,6 +133,8 @@ def run_parsed_command(args: argparse.Namespace) -> int:
     try:
         if args.compare:
             return _print_report_changes(*args.compare)
+        if args.fused:
+            return _print_fused_kernels(args)
         suite = _make_suite(args)
         if args.list:
             for case in suite.generate_cases():
@@ -226,6 +233,17 @@ def _print_cold_speeds_and_limit_fractions(suite: Suite) -> int:
             print(op_speed.measure_op_speed_with_cold_buffers(case, backend, device).format_line(limits), flush=True)
         except (BackendError, NoReference) as why:
             print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
+    return _print_faults(faults)
+
+
+def _print_fused_kernels(args: argparse.Namespace) -> int:
+    """Compare the fused kernels of random graphs or of a model with their ops; return 1 if one differs, else 0."""
+    from .checks.fused_kernels import check_fused_kernels, make_random_graphs
+
+    graphs = make_random_graphs(args.seed) if args.from_graph is None else read_model_graphs(args.from_graph)
+    results = list(check_fused_kernels(graphs, *find_device(args.backend), args.seed))
+    faults = [f"{' '.join(r.ops)} over {list(r.shape)}: {r.fault}" for r in results if r.fault]
+    print(f"{len(results)} fused kernels of {sum(len(r.ops) for r in results)} ops, {len(faults)} differ")
     return _print_faults(faults)
 
 

@@ -19,10 +19,10 @@ from ...graph.spec import Spec
 from ...ops.collectives import COLLECTIVES
 from ...ops.quantisation import decode_array, dequantise, encode_array
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, view_host_tensor
-from ..capabilities import KernelCall
+from ..capabilities import KernelCall, ProgramFusion
 from ..numpy.backend import NumpyBackend
 from .compilation.compiler import KERNEL_FUNCTION, compute_kernel_code_digest
-from .execution.binding_cache import load_or_bind_cached_replay
+from .execution.binding_cache import find_binding_file, load_or_bind_cached_replay
 from .execution.replay import Replay
 from .execution.thread_pool import ThreadPool
 from .kernels.packed.format_table import FORMATS, GROUP_ROWS
@@ -189,6 +189,18 @@ class CpuBackend(NumpyBackend):
 
         tune_program_prefetch(program, buffers)
         return bind_program(program, buffers, on, self._thread_pool, comm, in_python)
+
+    def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
+        return self.describe_fusion(program).order
+
+    def describe_fusion(self, program: Program) -> ProgramFusion:
+        from .execution.program_binding import describe_program_fusion
+
+        return describe_program_fusion(program)
+
+    def has_cached_binding(self, program: Program) -> bool:
+        file = find_binding_file(program, self.threads)
+        return file is not None and file.exists()
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         from ..numpy.kernel_table import locate_op_source

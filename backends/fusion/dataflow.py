@@ -110,13 +110,19 @@ class Dataflow:
         operand = self.bound_instruction(number).optional_operand(index)
         require_supported(operand, "there is no such operand")
         assert operand is not None
-        region = operand.region
+        writer = self.find_last_writer(operand.region, number)
+        if writer is None:
+            raise NoKernelError("an operand comes from outside")
+        return writer
+
+    def find_last_writer(self, region: MemoryRegion, before: int) -> int | None:
+        """Return the last instruction before `before` that writes into a region, or None."""
         writers = self.reader_table.list_writes(region.buffer)
-        for at in range(bisect_left(writers, number, key=itemgetter(0)) - 1, -1, -1):
-            earlier, written = writers[at]
+        for at in range(bisect_left(writers, before, key=itemgetter(0)) - 1, -1, -1):
+            writer, written = writers[at]
             if written.overlaps(region):
-                return earlier
-        raise NoKernelError("an operand comes from outside")
+                return writer
+        return None
 
     def find_state_save(self, state: Operand, before: int) -> int | None:
         """Return the last instruction before `before` that saves the state or some of its rows, or None."""

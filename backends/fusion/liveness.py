@@ -26,6 +26,7 @@ class ReaderTable:
         self._bind = bind
         self._bound_instructions: dict[int, BoundInstruction] = {}
         self._accesses: dict[int, AccessedRegions] = {}
+        self._retained_results: set[int] = set()
 
     def bound_instruction(self, number: int) -> BoundInstruction:
         if number not in self._bound_instructions:
@@ -51,7 +52,15 @@ class ReaderTable:
 
         Returns None if the result is read after the last instruction, lies in retained memory, or has gaps.
         """
-        return self._readers_by_instruction.get(number)
+        readers = self._readers_by_instruction.get(number)
+        return None if number in self._retained_results else readers
+
+    def find_readers_in_program(self, number: int) -> list[int]:
+        """Return the instructions that are known to read the first result of instruction `number`, ascending.
+
+        Something else may read a retained result, too.
+        """
+        return self._readers_by_instruction.get(number, [])
 
     def list_writes(self, buffer: int) -> Sequence[tuple[int, MemoryRegion]]:
         """Return all writes into a buffer in program order, as (instruction number, written region)."""
@@ -69,7 +78,8 @@ class ReaderTable:
     def _readers_by_instruction(self) -> Mapping[int, list[int]]:
         """The numbers of the instructions that read each result, by the number of the instruction that wrote it.
 
-        They are found in one pass over the program, which tracks the last writer of each byte.
+        They are found in one pass over the program, which tracks the last writer of each byte. The pass also records
+        the results that are read after the last instruction.
         """
         readers: dict[int, list[int]] = {}
         producers: dict[int, list[ProducedBytes]] = defaultdict(list)
@@ -84,8 +94,7 @@ class ReaderTable:
             if is_traced:
                 readers[number] = []
         for region in self.final_regions:
-            for maker in _find_producers(region, producers[region.buffer]):
-                readers.pop(maker, None)
+            self._retained_results.update(_find_producers(region, producers[region.buffer]))
         return readers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ...graph.graph import Graph
@@ -32,6 +32,18 @@ def collect_graph_cases(graph: Graph, max_elements: int = 1 << 24) -> list[Case]
 def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
     """Return the distinct cases of a GGUF model for some token counts, or of an exported PyTorch or ONNX program.
 
+    Weights are not read. The arguments are as in `read_model_graphs`.
+
+    Raises:
+        ModelError: the file is no model.
+    """
+    graphs = read_model_graphs(path, tokens, cells)
+    return list(dict.fromkeys(case for graph in graphs for case in collect_graph_cases(graph)))
+
+
+def read_model_graphs(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> Iterator[Graph]:
+    """Yield the graphs of a GGUF model for some token counts, or the graph of an exported PyTorch or ONNX program.
+
     Weights are not read.
 
     Args:
@@ -50,14 +62,12 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
     from ...frontends.open_model import open_model
 
     if is_torch_or_onnx_program(str(path)):
-        return collect_graph_cases(read_graph(str(path)))
+        yield read_graph(str(path))
+        return
     model = open_model(path, header_only=True)
     context = min(cells, model.context_length)
-    cases: dict[Case, None] = {}
     for count in tokens:
-        step = Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1)
-        cases.update(dict.fromkeys(collect_graph_cases(model.graph(step))))
-    return list(cases)
+        yield model.graph(Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1))
 
 
 def collect_case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:

@@ -32,11 +32,17 @@ class Expression:
     """The steps of one element or one row of a result. Each step reads earlier ones, and the last one is the result.
 
     Equal terms are one step. Expressions with equal steps are equal. `declaration` is the function of the scalar
-    language that declares the op.
+    language that declares the op. An expression of several ops lists its results in `listed_results`.
     """
 
     steps: tuple[Step, ...]
     declaration: Callable[..., Scalar] | None = field(default=None, compare=False, repr=False)
+    listed_results: tuple[int, ...] = ()
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The steps that are results: the listed ones, or else the last step."""
+        return self.listed_results or (len(self.steps) - 1,)
 
     @cached_property
     def number_steps(self) -> frozenset[int]:
@@ -67,8 +73,22 @@ class Expression:
 
     @property
     def reduces_row(self) -> bool:
-        """Whether the result is one number for each row, such as the sum of the row."""
-        return self.depends_on_whole_row and len(self.steps) - 1 in self.steps_with_one_number_per_row
+        """Whether each result is one number for each row, such as the sum of the row."""
+        return self.depends_on_whole_row and self.steps_with_one_number_per_row.issuperset(self.results)
+
+    def find_element_steps(self, number: int, known: frozenset[int] = frozenset()) -> set[int]:
+        """Return the steps per element on which a step depends, itself included.
+
+        Numbers of the row and `known` steps are left out, with everything that only they need.
+        """
+        found: set[int] = set()
+        pending = [number]
+        while pending:  # without recursion: an expression may have thousands of steps in a chain
+            step = pending.pop()
+            if step not in known and step not in found and step not in self.steps_with_one_number_per_row:
+                found.add(step)
+                pending += self.steps[step].sources
+        return found
 
     @cached_property
     def last_readers(self) -> Mapping[int, int]:

@@ -117,7 +117,7 @@ class DevicePlan:
         launches = [0.0] * len(self.program.instructions)
         for call in self.predicted_kernel_calls:
             for number in call.instruction_numbers:
-                launches[number] += 1 / len(call.instruction_numbers)
+                launches[number] += call.launches / len(call.instruction_numbers)
         return launches
 
     def find_numpy_fallback_positions(self) -> frozenset[int]:

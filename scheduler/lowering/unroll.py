@@ -65,7 +65,7 @@ def unroll_kernel_calls(
     for _, kind in shortened.deep_and_short_repetitions:
         for call in own[kind]:
             numbers = tuple([start + number - first[kind] for number in call.instruction_numbers])
-            found.append(KernelCall(call.kernel, call.source, numbers))
+            found.append(KernelCall(call.kernel, call.source, numbers, call.launches))
         start += kinds.count(kind)
     return found
 

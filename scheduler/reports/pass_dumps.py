@@ -1,4 +1,4 @@
-"""Dumps of the planner passes as text: factors, layouts, device graphs, memory and programs of a plan.
+"""Dumps of the planner passes as text: factors, layouts, device graphs, memory, programs and fused kernels of a plan.
 
 The dumps show only the decisions of planning itself.
 """
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...backends.base import Instruction, Program, Tensor
+from ...backends.capabilities import GeneratesFusedKernels, ProgramFusion
 from ...graph.attrs import format_attribute, quote_node_name
 from ...graph.graph import Graph, assign_names, format_graph
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ..ir.execution_plan import Plan
-from ..ir.formatting import format_table
+from ..ir.formatting import format_bytes, format_table
 from ..ir.layout import Layout, Shard
 from ..lowering.lower import ARENA_BUFFER
 from ..sharding.axes import Factor
@@ -307,7 +308,42 @@ def _format_distinct_programs(plan: Plan, text: Callable[[Program], str]) -> str
     devices: dict[str, list[str]] = {}
     for device_plan in plan.device_plans:
         devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))
-    return "\n\n".join(f"{' '.join(names)}: {program_text}" for program_text, names in devices.items())
+    return _join_device_texts(devices)
+
+
+def _join_device_texts(devices: Mapping[str, Sequence[str]]) -> str:
+    """Return each text once, after the names of its devices."""
+    return "\n\n".join(f"{' '.join(names)}: {text}" for text, names in devices.items())
+
+
+def format_fusion(program: Program, fusion: ProgramFusion) -> str:
+    """Return a table of the generated kernels that compute several instructions, and a line with their sums.
+
+    ``saved`` is the memory traffic of single kernels that the fused kernel does without.
+    """
+    rows = [("steps", "ops", "over", "results", "saved")]
+    for kernel in fusion.expressions:
+        steps = [program.instructions[n] for n in kernel.instruction_numbers]
+        places = {(t.buffer, t.offset): format_node_reference(i.node) for i in steps for t in i.dst}
+        results = join_first_names([places[t.buffer, t.offset] for _, t in kernel.results])
+        saved = format_bytes(kernel.saved_bytes)
+        numbers = join_first_names([str(n) for n in kernel.instruction_numbers])
+        rows.append((numbers, " ".join(i.op for i in steps), str(list(kernel.shape)), results, saved))
+    together = sum(len(kernel.instruction_numbers) for kernel in fusion.expressions)
+    saved = format_bytes(sum(kernel.saved_bytes for kernel in fusion.expressions))
+    head = f"{len(rows) - 1} fused kernels for {together} of {len(program.instructions)} steps, {saved} not moved"
+    return "\n".join([head, *(format_table(rows, "llllr") if fusion.expressions else [])])
+
+
+def _format_fused_kernels(plan: Plan) -> str:
+    """Return the fused kernels of each device; equal texts are shown once."""
+    devices: dict[str, list[str]] = {}
+    for device_plan in plan.device_plans:
+        text = "its backend generates no fused kernels"
+        if isinstance(device_plan.backend, GeneratesFusedKernels):
+            text = format_fusion(device_plan.program, device_plan.backend.describe_fusion(device_plan.program))
+        devices.setdefault(text, []).append(str(device_plan.device))
+    return _join_device_texts(devices)
 
 
 PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
@@ -318,6 +354,7 @@ PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
         "shards": lambda plan: format_device_graphs([device_plan.graph for device_plan in plan.device_plans]),
         "memory": lambda plan: _format_distinct_programs(plan, format_memory_map),
         "steps": lambda plan: _format_distinct_programs(plan, format_program),
+        "fused": _format_fused_kernels,
     }
 )
 """The dump of each planner pass for `hocket plan --show`, in the order of the passes."""

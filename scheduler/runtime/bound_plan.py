@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Program
-from ...backends.capabilities import SupportsBatchedWrites, SupportsReturnedOutputs
+from ...backends.capabilities import GeneratesFusedKernels, SupportsBatchedWrites, SupportsReturnedOutputs
 from ...distributed.rank_group import RankGroup
 from ...distributed.thread_group import ThreadGroup
 from ...graph.array_checks import as_array_for_spec
@@ -22,7 +22,7 @@ from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quantisation import decode_array, encode_array
 from ..ir.execution_plan import Plan
 from ..ir.layout import Local, Shard
-from ..lowering.device_plan import find_collective_groups
+from ..lowering.device_plan import DevicePlan, find_collective_groups
 from .communicators import CollectiveGroups, SingleDeviceComm, make_local_communicator_group
 from .state_view import LocalShard, assemble_value
 from .store import Store
@@ -222,6 +222,8 @@ class BoundPlan:
     ) -> dict[int, Callable[[], Any]]:
         """Compile the program of each local device, and return functions that run them, by device number."""
         device_plans = self.plan.device_plans
+        for n in self.local_devices:
+            _verify_unrolled_program(device_plans[n])
         replays = {
             n: self.compile_program(
                 n,
@@ -270,3 +272,17 @@ def find_finished_instructions(error: BaseException | None, instruction_count: i
     if error is None:
         return instruction_count
     return error.finished_instructions if isinstance(error, StepError) else None
+
+
+def _verify_unrolled_program(device_plan: DevicePlan) -> None:
+    """Verify the fused kernels of a program that was unrolled from a short one; raise `PlanError` with a fault.
+
+    Other programs were verified with their plan. A program with a cached binding was verified when it was bound.
+    """
+    backend, program = device_plan.backend, device_plan.program
+    if device_plan.short is None or not isinstance(backend, GeneratesFusedKernels):
+        return
+    if not backend.has_cached_binding(program):
+        from ..verifier.fused_kernels import verify_fused_kernels  # only for a new binding
+
+        verify_fused_kernels(program, backend)

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ...backends.capabilities import find_class_of_equal_devices
+from ...backends.capabilities import GeneratesFusedKernels, find_class_of_equal_devices
 from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
@@ -28,6 +28,7 @@ from ...ops.collectives import COLLECTIVES
 from ..ir.execution_plan import DevicePlan, Plan
 from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
+from .fused_kernels import find_fusion_faults
 from .memory.program_verifier import find_program_faults
 from .memory.rollback_verifier import list_standalone_save_and_restore_nodes
 from .program_equality import is_equal_to_proven_program_except_names, make_program_prefilter_key
@@ -124,7 +125,24 @@ def _find_plan_faults_in_every_instruction(plan: Plan, make_trace: Callable[...,
         yield why
     if sound:  # with a fault, the programs do not run the graphs
         complaints = list(find_device_leaf_faults(plan))
-        yield from complaints or _PlanChecker(plan, make_trace).find_faults()
+        complaints = complaints or list(_PlanChecker(plan, make_trace).find_faults())
+        yield from complaints or _find_fused_kernel_faults(plan)
+
+
+def _find_fused_kernel_faults(plan: Plan) -> Iterator[str]:
+    """Yield the faults of the kernels that backends generate for several instructions of the programs.
+
+    The unrolled programs of a short plan are checked when they are loaded (`verify_fused_kernels`).
+    """
+    seen: set[tuple[object, ...]] = set()
+    for number, device_plan in enumerate(plan.device_plans):
+        if not isinstance(device_plan.backend, GeneratesFusedKernels):
+            continue
+        key = (type(device_plan.backend), id(device_plan.program))
+        if key not in seen:
+            seen.add(key)
+            fusion = device_plan.backend.describe_fusion(device_plan.program)
+            yield from (f"device {number}: {why}" for why in find_fusion_faults(device_plan.program, fusion))
 
 
 def _needs_kernel(node: Node) -> bool:

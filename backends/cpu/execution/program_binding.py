@@ -9,7 +9,7 @@ import numpy as np
 from ....ops.collectives import COLLECTIVES
 from ....ops.registry import BUILTIN_OPS, REGISTRY
 from ...base import Comm, Device, Instruction, Program, Tensor
-from ...capabilities import STAND_IN, KernelCall, SourceLocation
+from ...capabilities import STAND_IN, KernelCall, ProgramFusion, SourceLocation
 from ...compile_log import log
 from ...fusion.dataflow import Dataflow
 from ...fusion.liveness import build_reader_table
@@ -20,6 +20,7 @@ from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..kernels.vector.elementwise import bind_declared_op
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
+from .expression_fusion import choose_expression_groups, describe_expression_group, make_fused_binding
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
 from .thread_pool import ThreadPool
@@ -83,7 +84,16 @@ def build_fused_dataflow(program: Program) -> Dataflow:
     """Build the dataflow of a program with the same fusions as `bind_program` chooses."""
     flow = _build_placeholder_dataflow(program)
     _choose_longest_fusions(flow)
+    choose_expression_groups(flow)
     return flow
+
+
+def describe_program_fusion(program: Program) -> ProgramFusion:
+    """Return the order and the generated kernels with which `bind_program` runs a program."""
+    flow = _build_placeholder_dataflow(program)
+    _choose_longest_fusions(flow)
+    expressions = tuple(map(describe_expression_group, choose_expression_groups(flow)))
+    return ProgramFusion(tuple(flow.list_groups()), expressions)
 
 
 def list_kernel_calls(
@@ -103,9 +113,10 @@ def list_kernel_calls(
     together = flow.groups_by_instruction()
     for part in parts:
         if not isinstance(part, int):
-            yield from (
-                KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), together[s.instruction_number]) for s in part
-            )
+            for s in part:
+                numbers = together[s.instruction_number]
+                launches = len(numbers) if isinstance(s.kernel.body, IrBody) else 1
+                yield KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), numbers, launches)
         elif (i := program.instructions[part]).op not in COLLECTIVES:
             yield KernelCall(STAND_IN, in_python(i), (part,))
 
@@ -148,6 +159,7 @@ def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> 
 def _split_into_compiled_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
     chains = _choose_longest_fusions(flow)
+    chains |= {g.instruction_numbers: make_fused_binding(g) for g in choose_expression_groups(flow)}
     for group in flow.list_groups():
         steps.instruction_number = group[0]
         if group in chains:

@@ -157,19 +157,19 @@ class StepTableBuilder:
         )
 
     def add_by_columns(
-        self, kernel: Kernel, parts: Sequence[ThreadWork | None], out: Operand, bounds: Sequence[int]
+        self, kernel: Kernel, parts: Sequence[ThreadWork | None], results: Sequence[Operand], bounds: Sequence[int]
     ) -> None:
-        """Append a step in which thread i writes the columns ``bounds[i]`` to ``bounds[i + 1]`` of `out`.
+        """Append a step in which thread i writes the columns ``bounds[i]`` to ``bounds[i + 1]`` of the results.
 
         Args:
             kernel: The kernel.
             parts: The work of each thread; None for a thread without work.
-            out: The result.
+            results: The results.
             bounds: Column bounds, one more than threads.
         """
         self.add_per_thread(kernel, parts)
         if self.threads > 1:
-            self._column_bounds[out.region] = bounds
+            self._column_bounds |= {out.region: bounds for out in results}
 
     def find_column_bounds(self, operands: Sequence[Operand]) -> Sequence[int] | None:
         """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""

@@ -9,7 +9,9 @@ import pytest
 
 from hocket.backends.base import find_device
 from hocket.backends.capabilities import KernelCall, SourceLocation
-from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.graph import PlanError
+from hocket.scheduler import Plan, load, parse_simulated_group, plan_for_group
 from hocket.scheduler.lowering.device_plan import build_device_plans
 from hocket.scheduler.lowering.unroll import find_repetition_kinds_of_instructions, unroll_kernel_calls
 from hocket.scheduler.planning import repeated_layers
@@ -109,6 +111,19 @@ def test_a_device_regains_in_later_runs_the_rows_that_rounding_takes():
 def test_a_plan_that_saves_little_is_lowered_step_by_step(monkeypatch):
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", 20_000)
     assert all(device_plan.short is None for device_plan in plan_graph("decoder").device_plans)
+
+
+def test_fused_kernels_of_an_unrolled_program_are_verified_when_it_is_loaded(monkeypatch):
+    plan = plan_graph("decoder")
+    right = CpuBackend.describe_fusion
+
+    def leave_out_an_instruction(self, program):
+        fusion = right(self, program)
+        return dataclasses.replace(fusion, order=fusion.order[:-1])
+
+    monkeypatch.setattr(CpuBackend, "describe_fusion", leave_out_an_instruction)
+    with pytest.raises(PlanError, match=r"^program of \d+ steps: order: instruction \d+ runs 0 times$"):
+        load(plan, values_of(plan.graph, 1))
 
 
 def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_why(monkeypatch):

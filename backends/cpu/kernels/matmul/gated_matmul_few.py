@@ -204,7 +204,7 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
 
     shares = [None if to is None else make_thread_work(thread, to) for thread, to in enumerate(targets)]
     if is_shared:
-        steps.add_by_columns(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares, y, bounds)
+        steps.add_by_columns(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares, [y], bounds)
     else:
         steps.add_per_thread(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares)
     consumers.register_quantised_rows(steps, records)

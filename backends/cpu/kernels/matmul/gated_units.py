@@ -105,7 +105,7 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
             make_quantising_gated_unit_kernel(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved
         )
     elif bounds is not None:
-        steps.add_by_columns(make_quantising_gated_unit_kernel(kind), shares, y, bounds)
+        steps.add_by_columns(make_quantising_gated_unit_kernel(kind), shares, [y], bounds)
     consumers.register_quantised_rows(steps, records)
     return True
 

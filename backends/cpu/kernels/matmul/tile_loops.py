@@ -359,7 +359,7 @@ def add_grouped_expert_matmul_step(
             make_thread_work(*pair, thread) if pair[0] < pair[1] else None
             for thread, pair in enumerate(pairwise(bounds))
         ]
-        steps.add_by_columns(kernel, parts, y, bounds)
+        steps.add_by_columns(kernel, parts, [y], bounds)
     elif y.shape[-1]:
         steps.add_per_thread(kernel, [make_thread_work(0, y.shape[-1], 0)])
 

@@ -244,7 +244,7 @@ def _add_save_and_set_rows_by_columns(
         ThreadWork(_make_gather_or_scatter_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
         for table, _, saved_rows in parts
     ]
-    steps.add_by_columns(make_gather_or_scatter_rows_kernel(False, table.dtype), saves, saved_rows, bounds)
+    steps.add_by_columns(make_gather_or_scatter_rows_kernel(False, table.dtype), saves, [saved_rows], bounds)
     steps.instruction_number = numbers.update
     changes = [
         ThreadWork(_make_gather_or_scatter_args(table, rows, ids, size), [rows, ids, table], [table])

@@ -95,9 +95,13 @@ def select_norm_factor_name(call: BoundInstruction) -> str:
 
 
 def _fuse_scaled_rms_norm(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse an RMS norm with the multiplication by its weights."""
+    """Fuse an RMS norm with the multiplication by its weights, if a matmul reads the product."""
     chain = match_scaled_norm(flow, number)
     norm, product = map(flow.bound_instruction, chain)
+    readers = flow.find_readers(chain.factor) or ()
+    require_supported(
+        any(flow.bound_instruction(n).op in ("mul_mat", "mul_mat_id") for n in readers), "no matmul reads the product"
+    )
     x, factors, y = norm.operand(0), product.operand(1), product.out
     require_supported(
         norm.out.shape == y.shape and x.is_float and factors.is_float, "rows are not multiplied by float32 factors"
@@ -120,7 +124,7 @@ def _add_scaled_rms_norm(
     if (column_split := find_continued_column_split(steps, [x], y, whole_rows=True)) is not None:
         slices = zip(*(column_split.slice_by_thread(o) for o in (x, factors, y)), strict=True)
         shares = [None if None in each else _make_scaled_rms_norm_work(norm, *each) for each in slices]
-        steps.add_by_columns(scaled_rms_norm, shares, y, column_split.column_bounds)
+        steps.add_by_columns(scaled_rms_norm, shares, [y], column_split.column_bounds)
     elif _add_quantised_scaled_rms_norm(steps, norm, product, factors):
         pass
     elif (own := make_whole_result_copy_per_thread(steps, product)) is not None:

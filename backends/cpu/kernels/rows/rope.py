@@ -234,7 +234,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
             strict=False,
         )
         shares = [make_thread_work(x, y, rows_per_head, first) if x and y else None for x, y, first in mine]
-        steps.add_by_columns(make_rope_kernel(neighbours), shares, y, column_split.column_bounds)
+        steps.add_by_columns(make_rope_kernel(neighbours), shares, [y], column_split.column_bounds)
     return True
 
 
@@ -376,7 +376,7 @@ def _add_norm_and_rotation(
             *(column_split.slice_by_thread(o) for o in (x, factors, y)), column_split.axis_bounds, strict=False
         )
         shares = [make_thread_work(x, w, y, first) if x and w and y else None for x, w, y, first in slices]
-        steps.add_by_columns(kernel, shares, y, column_split.column_bounds)
+        steps.add_by_columns(kernel, shares, [y], column_split.column_bounds)
     else:
         whole = make_thread_work(x, factors, y, 0)
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)

@@ -207,43 +207,55 @@ def add_row_step_after_dense_copies(
     steps: StepTableBuilder, row_kernel: RowKernel, sources: Sequence[Operand], out: Operand
 ) -> bool:
     """Add the step of a kernel over rows, after copies of strided operands; False if that is impossible."""
-    whole = _make_row_thread_work(row_kernel, sources, out)
+    if add_row_step(steps, row_kernel, sources, [out]):
+        return True
+    dense = [_make_scratch_for_dense_copy(steps, o, k) for k, o in enumerate(sources)]
+    if dense == [*sources] or make_row_thread_work(row_kernel, dense, [out]) is None:
+        return False
+    for source, to in zip(sources, dense, strict=True):
+        if to is not source:
+            _add_strided_copy_step(steps, source, to)
+    return add_row_step(steps, row_kernel, dense, [out])
+
+
+def add_row_step(
+    steps: StepTableBuilder, row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
+) -> bool:
+    """Add the step of a kernel over rows; return False if it cannot loop over the operands and results."""
+    whole = make_row_thread_work(row_kernel, sources, results)
     if whole is None:
-        dense = [_make_scratch_for_dense_copy(steps, o, k) for k, o in enumerate(sources)]
-        if dense == [*sources] or _make_row_thread_work(row_kernel, dense, out) is None:
-            return False
-        for source, to in zip(sources, dense, strict=True):
-            if to is not source:
-                _add_strided_copy_step(steps, source, to)
-        return add_row_step_after_dense_copies(steps, row_kernel, dense, out)
+        return False
     work, strides = whole
     kernel = row_kernel.select(strides)
-    if row_kernel.whole_row_shape is None and _add_step_for_previously_split_columns(
-        steps, row_kernel, kernel, sources, out
+    if row_kernel.whole_row_shape is not None or not _add_step_for_previously_split_columns(
+        steps, row_kernel, kernel, sources, results
     ):
-        return True
-    steps.add(kernel, work.words, reads=sources, writes=[out])
+        steps.add(kernel, work.words, reads=sources, writes=results)
     return True
 
 
 def _add_step_for_previously_split_columns(
-    steps: StepTableBuilder, row_kernel: RowKernel, kernel: Kernel, sources: Sequence[Operand], out: Operand
+    steps: StepTableBuilder,
+    row_kernel: RowKernel,
+    kernel: Kernel,
+    sources: Sequence[Operand],
+    results: Sequence[Operand],
 ) -> bool:
     """Add a step in which each thread computes the columns that it wrote in an earlier step, so no barrier is needed.
 
     Return False if the operands have no such columns.
     """
-    column_split = find_continued_column_split(steps, sources, out)
+    column_split, count = find_continued_column_split(steps, sources, results[0]), len(sources)
     if column_split is None:
         return False
-    slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
+    slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, *results)), strict=True)
     parts: list[ThreadWork | None] = []
     for each, (first, last) in zip(slices, pairwise(column_split.axis_bounds), strict=True):
-        part = None if None in each else _make_row_thread_work(row_kernel, each[:-1], each[-1])
+        part = None if None in each else make_row_thread_work(row_kernel, each[:count], each[count:])
         if first < last and (part is None or row_kernel.select(part[1]) != kernel):
             return False
         parts.append(part and part[0])
-    steps.add_by_columns(kernel, parts, out, column_split.column_bounds)
+    steps.add_by_columns(kernel, parts, results, column_split.column_bounds)
     return True
 
 
@@ -299,25 +311,26 @@ def make_whole_row_args_and_dense_copy(
     return None
 
 
-def _make_row_thread_work(
-    row_kernel: RowKernel, sources: Sequence[Operand], out: Operand
+def make_row_thread_work(
+    row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> tuple[ThreadWork, Strides] | None:
     """Make the argument words and accesses of one thread for a kernel over rows; also return element strides.
 
     The result is None if operands are empty, or need a copy first.
     """
-    operands, whole_rows = [*sources, out], row_kernel.whole_row_shape
+    operands, whole_rows = [*sources, *results], row_kernel.whole_row_shape
     if not all(o.is_float and o.tensor.spec.size for o in operands):
         return None
-    shape = whole_rows or out.shape
+    shape = whole_rows or results[0].shape
     walk = None if whole_rows else make_row_loop_args(shape, operands)
     walk = walk or make_row_loop_args(shape, operands, whole_rows=True)
     if walk is None:
         return None
-    *strides, to = walk[ELEMENT_STRIDE_WORDS]
-    if to != 4 and not (whole_rows and out.shape[-1] == 1):
-        return None
-    return ThreadWork([*walk, *row_kernel.words], sources, [out]), tuple(strides)
+    strides = walk[ELEMENT_STRIDE_WORDS]
+    for to, out in zip(strides[len(sources) :], results, strict=True):
+        if to != 4 and not (whole_rows and out.shape[-1] == 1):
+            return None
+    return ThreadWork([*walk, *row_kernel.words], sources, results), tuple(strides[: len(sources)])
 
 
 def add_expression_step(
@@ -336,20 +349,32 @@ def add_expression_step(
         out: the result.
         attributes: the float attributes of the call.
     """
-    plan = ExpressionKernel(expression, ())
-    sources = [o for index in plan.operand_indices if (o := operands[index]) is not None]
+    row_kernel = make_expression_row_kernel(expression, operands, attributes)
+    sources = _select_read_operands(expression, operands)
+    return row_kernel is not None and add_row_step_after_dense_copies(steps, row_kernel, sources, out)
+
+
+def _select_read_operands(expression: Expression, operands: Sequence[Operand | None]) -> list[Operand]:
+    """Return the operands that an expression reads, in the order of the words of its kernel."""
+    return [o for index in ExpressionKernel(expression, ()).operand_indices if (o := operands[index]) is not None]
+
+
+def make_expression_row_kernel(
+    expression: Expression, operands: Sequence[Operand | None], attributes: Mapping[str, Attr]
+) -> RowKernel | None:
+    """Make the kernel over rows of an expression; None if it has functions without code, or no rows."""
+    plan, sources = ExpressionKernel(expression, ()), _select_read_operands(expression, operands)
     if not has_lane_code_for_all_functions(expression) or (
         expression.depends_on_whole_row and (not sources or not sources[0].shape)
     ):
-        return False
+        return None
     numbers = expression.compute_number_steps(attributes)
     words = [float32_bits(numbers[step]) for step in plan.steps_passed_as_words]
 
     def select(strides: Strides) -> Kernel:
         return make_expression_kernel(expression, tuple(stride == 0 for stride in strides))
 
-    row_kernel = RowKernel(select, words, sources[0].shape if expression.depends_on_whole_row else None)
-    return add_row_step_after_dense_copies(steps, row_kernel, sources, out)
+    return RowKernel(select, words, sources[0].shape if expression.depends_on_whole_row else None)
 
 
 COPY, FILL = linearise(Scalar("operand", (), 0)), linearise(Scalar("attribute", (), "value"))

@@ -69,15 +69,53 @@ class ExpressionKernel:
     def steps_passed_as_words(self) -> tuple[int, ...]:
         """The steps with a number that depends on the call: argument words pass it. Constants are part of the code."""
         steps, numbers = self.expression.steps, self.expression.number_steps
-        read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {len(steps) - 1}
+        read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {
+            *self.expression.results
+        }
         return tuple(sorted(n for n in read & numbers if steps[n].function != "constant"))
 
     @property
     def name(self) -> str:
         """The name of the kernel: the functions of the expression, and a digest of everything that changes the code."""
         functions = [s.function for s in self.expression.steps if s.sources]
-        digest = hashlib.sha256(repr((self.expression.steps, self.is_single)).encode()).hexdigest()[:12]
+        code = self.expression.steps, self.is_single, *self.expression.listed_results
+        digest = hashlib.sha256(repr(code).encode()).hexdigest()[:12]
         return f"rows.{'.'.join(functions[:8]) or 'copy'}.{digest}"
+
+    @cached_property
+    def last_reduction(self) -> int:
+        """The last step that reduces the row, or -1."""
+        return max((n for n, s in enumerate(self.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
+
+    @cached_property
+    def stash(self) -> int | None:
+        """The step that the last reduction writes to the result, and that the last pass reads from there.
+
+        It is of a transcendental function. All other values that the last pass needs are numbers of the row. An
+        expression with several results has none.
+        """
+        expression = self.expression
+        if self.last_reduction < 0 or expression.reduces_row or len(expression.results) > 1:
+            return None
+        for candidate in expression.steps[self.last_reduction].sources:
+            last_pass = expression.find_element_steps(expression.results[0], frozenset((candidate,)))
+            if expression.steps[candidate].function in TRANSCENDENTAL_FUNCTIONS and not any(
+                expression.steps[n].function == "operand" for n in last_pass
+            ):
+                return candidate
+        return None
+
+    def list_passes(self) -> list[set[int]]:
+        """Return the steps per element that each pass over a row computes: each reduction, then the last pass."""
+        expression = self.expression
+        ends = [[*step.sources] for step in expression.steps if step.function in ROW_FUNCTIONS] + [
+            [n for n in expression.results if n not in expression.steps_with_one_number_per_row]
+        ]
+        known = [frozenset[int]()] * (len(ends) - 1) + [frozenset(() if self.stash is None else (self.stash,))]
+        return [
+            set[int]().union(*(expression.find_element_steps(n, there) for n in some))
+            for some, there in zip(ends, known, strict=True)
+        ]
 
 
 @cache
@@ -106,15 +144,13 @@ class _RowKernelEmitter:
     row_values: dict[int, Any] = field(init=False, default_factory=dict)
     addresses: list[Any] = field(init=False, default_factory=list)
     columns: Any = field(init=False)
-    stash: int | None = field(init=False)
 
     def emit(self) -> None:
         """Emit the kernel function ``(arguments, thread, threads) -> 0``: a loop over the rows of the thread."""
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self.columns, self.stash = self._word(0), self._find_step_stored_in_result()
-        operand_count = len(self.plan.operand_indices) + 1
-        first_number = HEADER_WORDS + OPERAND_WORDS * operand_count
+        self.columns = self._word(0)
+        first_number = HEADER_WORDS + OPERAND_WORDS * self._address_count
         numbers: dict[int, Any] = {}
         for index, number in enumerate(self.plan.steps_passed_as_words):
             bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
@@ -129,6 +165,11 @@ class _RowKernelEmitter:
         first, last = self._emit_thread_row_range()
         self._emit_range_loop(first, last, 1, lambda row: self._emit_row(row, numbers))
         self.b.ret(_integer(0))
+
+    @property
+    def _address_count(self) -> int:
+        """The number of operands and results."""
+        return len(self.plan.operand_indices) + len(self.plan.expression.results)
 
     def _word(self, index: int) -> Any:
         return vectors.load_argument_word.body(self.b, self.function.args[0], _integer(index))
@@ -170,15 +211,20 @@ class _RowKernelEmitter:
             if step.function in ROW_FUNCTIONS:
                 self.row_values[number] = self._emit_reduction(number)
                 self._emit_row_steps()
-        result = len(expression.steps) - 1
-        if expression.reduces_row:
-            vectors.store_scalar.body(self.b, self.addresses[-1], vectors.lane_0.body(self.b, self.row_values[result]))
-            return
-        self._emit_pass_over_columns(
-            lambda column, count: self._emit_store_of_lanes(
-                self._emit_lanes_of_steps([result], column, count)[0], column, count
-            )
-        )
+        elements: list[tuple[int, Any]] = []
+        for result, address in zip(expression.results, self.addresses[-len(expression.results) :], strict=True):
+            if expression.depends_on_whole_row and result in expression.steps_with_one_number_per_row:
+                vectors.store_scalar.body(self.b, address, vectors.lane_0.body(self.b, self.row_values[result]))
+            else:
+                elements.append((result, address))
+
+        def write_results(column: Any, count: Any) -> None:
+            lanes = self._emit_lanes_of_steps([result for result, _ in elements], column, count)
+            for (_, address), value in zip(elements, lanes, strict=True):  # a result may lie on an operand
+                self._emit_store_of_lanes(address, value, column, count)
+
+        if elements:
+            self._emit_pass_over_columns(write_results)
 
     def _emit_row_steps(self) -> None:
         """Emit all steps that depend only on row values known so far: they are computed once for each row."""
@@ -203,7 +249,7 @@ class _RowKernelEmitter:
                 b.store(value, place)
         indices = [b.load(place) for place in places]
         addresses = []
-        for operand in range(len(self.plan.operand_indices) + 1):
+        for operand in range(self._address_count):
             first = HEADER_WORDS + OPERAND_WORDS * operand
             address = self._word(first)
             for axis, index in enumerate(indices):
@@ -257,43 +303,6 @@ class _RowKernelEmitter:
 
     # ---------------------------------------------------------------------------------------------------- elements
 
-    @property
-    def last_reduction(self) -> int:
-        """The number of the last step that reduces the row, such as a sum; -1 without one."""
-        return max((n for n, s in enumerate(self.plan.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
-
-    def _find_step_stored_in_result(self) -> int | None:
-        """Find a transcendental step that is worth storing: the last reduction stores its lanes in the result row.
-
-        The last pass then loads the lanes instead of computing them again. All other values that it needs must be row
-        values. Return None without such a step.
-        """
-        expression = self.plan.expression
-        if self.last_reduction < 0 or expression.reduces_row:
-            return None
-        for candidate in expression.steps[self.last_reduction].sources:
-            last_pass = self._find_needed_steps(len(expression.steps) - 1, {candidate})
-            if expression.steps[candidate].function in TRANSCENDENTAL_FUNCTIONS and not any(
-                expression.steps[n].function == "operand" for n in last_pass
-            ):
-                return candidate
-        return None
-
-    def _find_needed_steps(self, number: int, known: set[int]) -> set[int]:
-        """Return the elementwise steps on which a step depends, up to `known` ones and numbers of the row."""
-        found: set[int] = set()
-        pending = [number]
-        while pending:  # without recursion: an expression may have thousands of steps in a chain
-            step = pending.pop()
-            if (
-                step not in known
-                and step not in found
-                and step not in self.plan.expression.steps_with_one_number_per_row
-            ):
-                found.add(step)
-                pending += self.plan.expression.steps[step].sources
-        return found
-
     def _emit_lanes_of_steps(
         self, required: Sequence[int], column: Any, count: Any, reduction: int | None = None
     ) -> list[Any]:
@@ -307,10 +316,10 @@ class _RowKernelEmitter:
         """
         values = {**self.row_values}
         pending = [*reversed(required)]
-        while pending:  # without recursion, as in `_find_needed_steps`
+        while pending:  # without recursion, as in `Expression.find_element_steps`
             number = pending[-1]
             function, sources, value = self.plan.expression.steps[number]
-            is_stashed = number == self.stash and reduction is None
+            is_stashed = number == self.plan.stash and reduction is None
             if missing := [s for s in sources if s not in values and number not in values and not is_stashed]:
                 pending += reversed(missing)
                 continue
@@ -326,8 +335,8 @@ class _RowKernelEmitter:
                 values[number] = load or self._load(address, column, count)
             else:
                 values[number] = LANE_FUNCTIONS[function](self.b, *(values[s] for s in sources))
-            if number == self.stash and reduction is not None and reduction == self.last_reduction:
-                self._emit_store_of_lanes(values[number], column, count)
+            if number == self.plan.stash and reduction is not None and reduction == self.plan.last_reduction:
+                self._emit_store_of_lanes(self.addresses[-1], values[number], column, count)
         return [values[number] for number in required]
 
     def _load(self, row: Any, column: Any, count: Any) -> Any:
@@ -336,9 +345,9 @@ class _RowKernelEmitter:
             return vectors.load.body(self.b, address)
         return vectors.load_first_lanes.body(self.b, address, count)
 
-    def _emit_store_of_lanes(self, lanes: Any, column: Any, count: Any) -> None:
-        """Emit the store of 16 lanes (or the first `count`) to the result row, from `column` on."""
-        address = self.b.add(self.addresses[-1], self.b.mul(column, _integer(4)))
+    def _emit_store_of_lanes(self, row: Any, lanes: Any, column: Any, count: Any) -> None:
+        """Emit the store of 16 lanes (or the first `count`) to the result row at address `row`, from `column` on."""
+        address = self.b.add(row, self.b.mul(column, _integer(4)))
         if count is None:
             vectors.store.body(self.b, address, lanes)
         else:

@@ -1,0 +1,102 @@
+"""The groups of declared ops for which the CPU backend generates one kernel each."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from ....ops.declaration.expression import Expression
+from ....ops.registry import REGISTRY
+from ...capabilities import FusedExpression
+from ...fusion.dataflow import Dataflow
+from ...fusion.expression_groups import ExpressionGroup, TracedInstruction, compose_group
+from ...fusion.grouping import GroupingRules, find_expression_groups
+from ...kernel_tables import find_op_package_binding
+from ..kernels.kernel_table import BINDINGS
+from ..kernels.matmul.gated_units import GATED
+from ..kernels.matmul.packed_matmul import find_result_read_forms
+from ..kernels.vector.elementwise import RowKernel, add_row_step, make_expression_row_kernel, make_row_thread_work
+from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
+from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
+from ..steps.step_table import FusedBinding, StepTableBuilder
+
+ARITHMETIC_PRICE, TRANSCENDENTAL_PRICE = 1, 20
+"""The prices of a step per element, in bytes that a core moves in this time."""
+
+
+def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
+    """Choose the groups of declared ops, and make each a group of `flow`.
+
+    The choice depends on the program only, not on addresses or threads.
+    """
+    trace = cache(partial(_trace_instruction, flow))
+    compose_alone = cache(lambda number: compose_group(flow, [number], trace))
+    return find_expression_groups(flow, GroupingRules(trace, compose_alone, _has_kernel, price_expression))
+
+
+def make_fused_binding(group: ExpressionGroup) -> FusedBinding:
+    """Make the binding of a group: one step of its generated kernel."""
+    return FusedBinding(group.instruction_numbers, partial(_add_group_step, group=group))
+
+
+def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
+    """Return the record of a group for people and for the verifier of plans."""
+    return FusedExpression(
+        group.instruction_numbers,
+        group.expression.steps,
+        group.attributes,
+        group.shape,
+        tuple(o.tensor for o in group.operands),
+        tuple(zip(group.expression.results, (o.tensor for o in group.results), strict=True)),
+        group.saved_bytes,
+    )
+
+
+@cache
+def price_expression(expression: Expression) -> int:
+    """Return the price of an expression per element: each step of each pass over a row."""
+    return sum(
+        TRANSCENDENTAL_PRICE if expression.steps[n].function in TRANSCENDENTAL_FUNCTIONS else ARITHMETIC_PRICE
+        for steps in ExpressionKernel(expression, ()).list_passes()
+        for n in steps
+        if expression.steps[n].function != "operand"
+    )
+
+
+def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
+    """Trace an instruction; None if its op is not declared, or has a kernel of its own that does more.
+
+    A kernel of a gated unit does more if it also quantises its result for matmuls.
+    """
+    call = flow.bound_instruction(number)
+    declared = REGISTRY[call.op].expression if call.op in REGISTRY else None
+    if declared is None or len(call.dst) != 1 or find_op_package_binding(call.op, "cpu") is not None:
+        return None
+    if declared.arrange and (call.op in BINDINGS or any(o is not None for o in call.src[1:])):
+        return None
+    if call.op in BINDINGS and (
+        call.op not in GATED or find_result_read_forms(StepTableBuilder(1), call).quantised_tensors
+    ):
+        return None
+    operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
+    expression = declared.trace([o is not None for o in operands], call.attrs)
+    if not has_lane_code_for_all_functions(expression) or (
+        expression.depends_on_whole_row and not (operands[0] and operands[0].shape)
+    ):
+        return None
+    return TracedInstruction(expression, operands, call.attrs, call.out)
+
+
+def _make_row_kernel(group: ExpressionGroup) -> RowKernel | None:
+    return make_expression_row_kernel(group.expression, group.operands, group.attributes)
+
+
+def _has_kernel(group: ExpressionGroup) -> bool:
+    row_kernel = _make_row_kernel(group)
+    return row_kernel is not None and make_row_thread_work(row_kernel, group.operands, group.results) is not None
+
+
+def _add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
+    row_kernel = _make_row_kernel(group)
+    assert row_kernel is not None
+    added = add_row_step(steps, row_kernel, group.operands, group.results)
+    assert added, "the group was chosen because its kernel fits"

@@ -1,0 +1,158 @@
+"""Groups of declared ops: which ops join, and the bits of a program that has a kernel for each op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.execution import program_binding
+from hocket.backends.fusion.expression_groups import find_strides_of_reshape
+from hocket.conformance.cases.random_graphs import make_random_graph
+from hocket.ops import REGISTRY, op
+from hocket.ops.declaration import scalar
+from hocket.ops.declaration.scalar import Scalar
+
+from ...given.arrays import assert_equal_bits
+
+ROWS, COLUMNS = 5, 40
+
+
+def make_program(graph: hocket.Graph, threads: int = 1):
+    backend = CpuBackend(threads)
+    return hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]).device_plans[0].program
+
+
+def list_fused_ops(graph: hocket.Graph) -> list[str]:
+    """The ops of each generated kernel with several ops."""
+    program = make_program(graph)
+    kernels = CpuBackend(1).describe_fusion(program).expressions
+    return [" ".join(program.instructions[n].op for n in k.instruction_numbers) for k in kernels]
+
+
+def run(graph: hocket.Graph, weights: Mapping[str, np.ndarray], threads: int) -> dict[str, np.ndarray]:
+    """Run a graph on equal random inputs."""
+    backend, rng = CpuBackend(threads), np.random.default_rng(3)
+    inputs = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in graph.inputs}
+    plan = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))])
+    return dict(hocket.load(plan, weights).run(inputs))
+
+
+def x(*shape: int, name: str = "x") -> hocket.Value:
+    return hocket.input(name, shape or (ROWS, COLUMNS))
+
+
+@pytest.mark.long(cases=6)
+@pytest.mark.parametrize("seed", range(30))
+def test_a_random_program_has_the_bits_of_its_ops_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch):
+    graph, weights = make_random_graph(seed)
+    fused = run(graph, weights, threads=1 + seed % 2)
+    monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
+    for name, expected in run(graph, weights, threads=1).items():
+        assert_equal_bits(fused[name], expected)
+
+
+def test_a_residual_sum_its_norm_and_its_gate_are_one_kernel_with_two_results():
+    total = ops.add(x(), x(name="r"))
+    normed = ops.mul(ops.rms_norm(total), hocket.weight("w", (COLUMNS,)))
+    graph = hocket.Graph({"total": total, "gated": ops.mul(ops.silu(normed), total)})
+    assert list_fused_ops(graph) == ["add rms_norm mul silu mul"]
+    (kernel,) = CpuBackend(1).describe_fusion(make_program(graph)).expressions
+    assert len(kernel.results) == 2
+    assert kernel.saved_bytes > 0
+
+
+def test_numbers_of_a_row_are_values_of_the_kernel():
+    rows = x()
+    total = ops.sum_rows(ops.abs(rows))
+    graph = hocket.Graph({"y": ops.div(rows, ops.sqrt(ops.scale(total, scale=2.0)))})
+    assert list_fused_ops(graph) == ["abs sum_rows scale sqrt div"]
+
+
+def test_views_with_the_same_elements_in_the_same_order_join():
+    heads = ops.rms_norm(ops.reshape(x(), shape=(ROWS, 4, COLUMNS // 4)))
+    flat = ops.reshape(heads, shape=(ROWS, COLUMNS))
+    assert list_fused_ops(hocket.Graph({"y": ops.mul(flat, hocket.weight("w", (COLUMNS,)))})) == ["rms_norm mul"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: ops.neg(ops.permute(y, axes=(1, 0))),
+        lambda y: ops.neg(ops.slice(y, axis=1, start=0, stop=8)),
+        lambda y: ops.rms_norm(ops.reshape(y, shape=(ROWS * 2, COLUMNS // 2))),
+        lambda y: ops.add(hocket.input("wide", (3, ROWS, COLUMNS)), y),
+    ],
+    ids=["transposed", "sliced", "other rows", "repeated"],
+)
+def test_other_views_stay_apart(read):
+    assert list_fused_ops(hocket.Graph({"y": read(ops.rms_norm(x()))})) == []
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)], ids=["no rows", "no columns"])
+def test_ops_without_elements_stay_alone(shape: tuple[int, int]):
+    rows = ops.neg(x(*shape))
+    graph = hocket.Graph({"y": ops.abs(rows), "sums": ops.scale(ops.sum_rows(rows), scale=2.0)})
+    assert list_fused_ops(graph) in ([], ["sum_rows scale"])
+    assert np.array_equal(run(graph, {}, threads=1)["sums"], np.zeros((shape[0], 1), np.float32))
+
+
+def test_a_scalar_and_a_row_of_one_number_are_no_error():
+    number = ops.neg(hocket.input("x", ()))
+    graph = hocket.Graph({"y": ops.abs(ops.sum_rows(ops.reshape(number, shape=(1, 1)))), "z": ops.abs(number)})
+    assert run(graph, {}, threads=1)["y"].shape == (1, 1)
+
+
+def test_a_state_is_no_result_of_a_group():
+    state = hocket.state("s", (ROWS, COLUMNS))
+    new = ops.add(state, ops.abs(ops.neg(x())))
+    assert list_fused_ops(hocket.Graph({"y": ops.exp(x(name="r"))}, {state: new})) == ["neg abs"]
+
+
+def test_an_exponential_is_not_computed_again_in_each_pass_over_a_row():
+    assert list_fused_ops(hocket.Graph({"y": ops.norm(ops.exp(x(64, 256)))})) == []
+    assert list_fused_ops(hocket.Graph({"y": ops.norm(ops.neg(x(64, 256)))})) == ["neg norm"]
+
+
+def test_an_op_of_another_package_joins_by_its_declaration_alone(monkeypatch: pytest.MonkeyPatch):
+    @op("x[..., *c], w[c] -> [..., c]", samples=("x=f32[3], w=f32[3]",), errors=())
+    def centre_scaled(x: Scalar, w: Scalar, *, shift: float = 0.25) -> Scalar:
+        """Return ``w (x - mean(x)) + shift``.  Test, 2026."""
+        return scalar.fma(w, x - scalar.row_sum(x) / scalar.row_count(), shift)
+
+    monkeypatch.setattr(REGISTRY, "_ops", {**REGISTRY._ops, "centre_scaled": centre_scaled})
+    graph = hocket.Graph({"y": ops.relu(centre_scaled(ops.neg(x()), hocket.weight("w", (COLUMNS,))))})
+    assert list_fused_ops(graph) == ["neg centre_scaled relu"]
+    weights = {"w": np.linspace(-1, 1, COLUMNS, dtype=np.float32)}
+    fused = run(graph, weights, threads=1)
+    monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
+    assert_equal_bits(fused["y"], run(graph, weights, threads=1)["y"])
+
+
+@pytest.mark.parametrize(
+    ("own", "strides", "shape", "expected"),
+    [
+        ((4, 6), (6, 1), (24,), (1,)),
+        ((4, 6), (6, 1), (2, 2, 6), (12, 6, 1)),
+        ((4, 6), (0, 1), (2, 2, 6), (0, 0, 1)),
+        ((4, 6), (0, 1), (24,), None),
+        ((4, 6), (1, 0), (4, 2, 3), (1, 0, 0)),
+        ((4, 6), (8, 1), (8, 3), None),
+        ((4, 6), (8, 1), (4, 1, 6), (8, 0, 1)),
+        ((1, 6), (0, 1), (6, 1), (1, 0)),
+        ((1,), (0,), (1, 1), (0, 0)),
+    ],
+)
+def test_strides_of_a_reshape_address_the_same_elements(own, strides, shape, expected):
+    assert find_strides_of_reshape(own, strides, shape) == expected
+    if expected is not None:
+        memory = np.arange(64)
+        views = (
+            np.lib.stride_tricks.as_strided(memory, sizes, [8 * s for s in steps])
+            for sizes, steps in ((own, strides), (shape, expected))
+        )
+        assert np.array_equal(*(view.reshape(-1) for view in views))
