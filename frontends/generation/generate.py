@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,17 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
-from ..inference.device_tokens import DeviceToken, can_choose_on_device, make_token_step
-from ..inference.micro_batches import MicroBatchedSession, open_decode_schedule
+from ..inference.device_tokens import (
+    CandidateSchedule,
+    DeviceToken,
+    DeviceTokenSchedule,
+    TokenCandidates,
+    can_choose_on_device,
+    choose_candidate_count,
+    make_candidate_step,
+    make_token_step,
+)
+from ..inference.micro_batches import DecodeSchedule, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
 from .grammar import Grammar
@@ -27,14 +37,14 @@ from .speculative import SpeculativeDecoder
 from .timing import GenerationTiming as GenerationTiming
 
 NO_LOGITS = np.zeros(0, np.float32)
-"""The logits of a token that the device chose."""
+"""The logits of a token that the device chose, or for which it selected candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """A sampled token of a sequence, with the logits f32[vocabulary] from which it was sampled.
 
-    The logits are empty if the device chose the token.
+    The logits are empty if the device chose the token or selected its candidates.
     """
 
     sequence: int
@@ -157,7 +167,7 @@ def sample_tokens(
     """
     timing, active = GenerationTiming() if timing is None else timing, set[int]() if active is None else active
     try:
-        on_device = not needs_logits and _takes_device_tokens(session, params, ahead)
+        on_device = None if needs_logits else _choose_device_schedule(session, params, ahead, known)
         yield from _sample_sequences(session, prompts, params, known, timing, active, ahead, on_device)
     finally:
         if ahead is not None:
@@ -172,7 +182,7 @@ def _sample_sequences(
     timing: GenerationTiming,
     active: set[int],
     ahead: SpeculativeDecoder | None,
-    on_device: bool,
+    on_device: Callable[[Session], DecodeSchedule] | None,
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
         prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
@@ -201,17 +211,19 @@ def _sample_sequences(
     counts = [0] * len(prompts)
     grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
-    def choose_token(i: int, answer: F32 | DeviceToken) -> tuple[int, F32]:
+    def choose_token(i: int, answer: F32 | DeviceToken | TokenCandidates) -> tuple[int, F32]:
         """Return the next token of sequence `i`, and the logits from which the host chose it."""
         if isinstance(answer, DeviceToken):
             require_finite_logit(*answer)
             return answer.token, NO_LOGITS
-        logits = answer[-1][: params.token_count]
         rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
+        if isinstance(answer, TokenCandidates):
+            return sampling.choose_candidate(answer, rng, known[i]), NO_LOGITS
+        logits = answer[-1][: params.token_count]
         masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
         return broadcast_sampled_token(session, sampling.choose_token(masked_logits, rng, known[i])), logits
 
-    def sample_next(i: int, answer: F32 | DeviceToken) -> Generator[SampledToken, None, list[int]]:
+    def sample_next(i: int, answer: F32 | DeviceToken | TokenCandidates) -> Generator[SampledToken, None, list[int]]:
         """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
         counts[i] += 1
         token, logits = choose_token(i, answer)
@@ -241,7 +253,9 @@ def _sample_sequences(
     with open_decode_schedule(session, alone=params.pinned_tokens is not None, on_device=on_device) as steps:
         running_groups: deque[int] = deque()
 
-        def start_next_step(group: int, answers: Sequence[F32 | DeviceToken]) -> Iterator[SampledToken]:
+        def start_next_step(
+            group: int, answers: Sequence[F32 | DeviceToken | TokenCandidates]
+        ) -> Iterator[SampledToken]:
             """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
             for i, answer in zip(steps.sequence_ranges[group], answers, strict=True):
@@ -261,17 +275,32 @@ def _sample_sequences(
             yield from start_next_step(running_groups.popleft(), answers)
 
 
-def _takes_device_tokens(
-    session: Session | MicroBatchedSession, params: GenerationParams, ahead: SpeculativeDecoder | None
-) -> bool:
-    """Whether the device chooses the tokens of a generation: the choice is the largest logit of all tokens."""
-    return (
-        params.sampling.takes_largest_logit
-        and ahead is None
-        and params.grammar is None
-        and params.pinned_tokens is None
-        and (params.token_count is None or params.token_count >= session.model.vocabulary_size)
-        and can_choose_on_device(session)
+def _choose_device_schedule(
+    session: Session | MicroBatchedSession,
+    params: GenerationParams,
+    ahead: SpeculativeDecoder | None,
+    known: Sequence[Sequence[int]],
+) -> Callable[[Session], DecodeSchedule] | None:
+    """Choose the schedule of a generation in which the device chooses or selects tokens; None if the host needs logits.
+
+    The device chooses if the choice is the largest logit of the model. It selects candidates if the choice reads few of
+    the largest logits.
+    """
+    sampling = params.sampling
+    if (
+        ahead is not None
+        or params.grammar is not None
+        or params.pinned_tokens is not None
+        or (params.token_count is not None and params.token_count < session.model.vocabulary_size)
+        or not can_choose_on_device(session)
+    ):
+        return None
+    if sampling.takes_largest_logit:
+        return DeviceTokenSchedule
+    if (largest := sampling.largest_logits_needed) is None:
+        return None
+    return partial(
+        CandidateSchedule, largest=largest, list_named_tokens=lambda i: sampling.list_changed_tokens(known[i])
     )
 
 
@@ -337,8 +366,14 @@ def compile_generation_plans(
     session.compile_plans_for_tokens(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
-        on_device = _takes_device_tokens(session, params, ahead)
-        step = make_token_step(session, length) if on_device else session.make_step(1, length, session.sequences)
+        on_device = _choose_device_schedule(session, params, ahead, [prompt])
+        step = session.make_step(1, length, session.sequences)
+        if on_device is DeviceTokenSchedule:
+            step = make_token_step(session, length)
+        elif on_device is not None:
+            named = len(params.sampling.list_changed_tokens(prompt))
+            if count := choose_candidate_count(session, params.sampling.largest_logits_needed, named):
+                step = make_candidate_step(session, length, count)
         session.executor(step)
         if ahead is not None:
             ahead.compile_plans(len(prompt))

@@ -1,23 +1,31 @@
-"""Decode steps that choose the token on the device: the most probable token of step n is an operand of step n + 1.
+"""Decode steps that choose tokens, or select the tokens that may be chosen, on the device.
 
-The token stays in a state of the graph (`NEXT_TOKEN_STATE`). The host reads the token and its logit, eight bytes for
-each sequence, in place of all logits.
+- The most probable token of step n is an operand of step n + 1. The token stays in a state of the graph
+  (`NEXT_TOKEN_STATE`). The host reads the token and its logit, eight bytes for each sequence, in place of all logits.
+- For other choices the device selects the candidates, a few hundred tokens with their logits. The host chooses among
+  them in float64 as among all tokens, so a seed gives the same text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...backends.capabilities import HasSeparateMemory
 from ...scheduler import DeferredInterrupts
 from ..models import Batch, Step
 from ..models.inputs.graph_builder import NEXT_TOKEN_STATE
-from ..models.inputs.step import TOKEN_KIND
-from .prefill_chunks import PrefillChunk
+from ..models.inputs.step import CANDIDATE_KIND, TOKEN_KIND
+from .prefill_chunks import F32, PrefillChunk, next_power_of_two
 from .session import Session
+
+MIN_CANDIDATES, MAX_CANDIDATES = 64, 512
+"""Tokens that a step selects as candidates. More would be sorted and read for little: all logits are read then."""
 
 
 class DeviceToken(NamedTuple):
@@ -28,6 +36,30 @@ class DeviceToken(NamedTuple):
 
     token: int
     logit: float
+
+
+class TokenCandidates(NamedTuple):
+    """The possible next tokens of a sequence: the tokens with the largest logits, and tokens that the host named.
+
+    - `largest`: the token with the largest logit, or a NaN.
+    - `ids`, `logits`: the tokens in no order, some of them twice, and their logits.
+    """
+
+    largest: DeviceToken
+    ids: npt.NDArray[np.int32]
+    logits: F32
+
+    def list_in_token_order(self) -> tuple[npt.NDArray[np.int32], F32]:
+        """Return the tokens in ascending order, each once, and their logits."""
+        ids, places = np.unique(self.ids, return_index=True)
+        return ids, self.logits[places]
+
+
+class CandidateCount(NamedTuple):
+    """The sizes of a step that selects candidates: tokens with the largest logits, and named tokens, per sequence."""
+
+    largest: int
+    named: int
 
 
 def can_choose_on_device(session: object) -> bool:
@@ -54,6 +86,110 @@ def make_token_step(session: Session, length: int) -> Step:
     return session.make_step(1, length, session.sequences, kind=TOKEN_KIND)
 
 
+def choose_candidate_count(session: Session, largest: int | None, named: int) -> CandidateCount | None:
+    """Choose the sizes of a step that selects candidates; None if all logits must be read.
+
+    Few sizes occur, because each needs a plan.
+
+    Args:
+        session: The session.
+        largest: How many of the largest logits the choice reads; None if it may read all.
+        named: How many tokens have a bias or a penalty.
+    """
+    named = next_power_of_two(max(named, MIN_CANDIDATES)) if named else 0
+    if largest is None or (count := next_power_of_two(max(largest + named, MIN_CANDIDATES))) > MAX_CANDIDATES:
+        return None
+    return CandidateCount(min(count, session.model.vocabulary_size), named)
+
+
+def make_candidate_step(session: Session, length: int, count: CandidateCount) -> Step:
+    """Return the decode step that selects candidates on the device, in the context bucket of `length`."""
+    return _with_candidates(session.make_step(1, length, session.sequences, kind="logits"), count)
+
+
+@lru_cache(maxsize=64)
+def _with_candidates(step: Step, count: CandidateCount) -> Step:
+    return replace(step, output_kind=CANDIDATE_KIND, candidate_count=count.largest, named_token_count=count.named)
+
+
+def evaluate_to_candidates(
+    session: Session, tokens: PrefillChunk, count: CandidateCount, named: Sequence[Sequence[int]]
+) -> list[TokenCandidates]:
+    """Append at most one token to each sequence, and return the candidates for its next token.
+
+    Args:
+        session: A session that `can_choose_on_device`.
+        tokens: The new token of each sequence; an idle sequence has none, and its candidates have no meaning.
+        count: The sizes of the step.
+        named: For each sequence the tokens that are candidates in any case.
+    """
+    with session.store.device_lock:
+        ids = np.zeros((session.sequences, count.named), np.int32)
+        for row, tokens_of_row in zip(ids, named, strict=True):
+            row[: len(tokens_of_row)] = tokens_of_row
+        results = _run_decode_step(
+            session, tokens, lambda length: make_candidate_step(session, length, count), {"named_ids": ids}
+        )
+    candidates = []
+    for token, top, own, logits in zip(results["token"].tolist(), results["ids"], ids, results["logits"], strict=True):
+        logit = float(logits[0]) if token == top[0] else np.nan  # only a NaN comes before the largest number
+        candidates.append(TokenCandidates(DeviceToken(token, logit), np.concatenate((top, own)), logits))
+    return candidates
+
+
+def _run_decode_step(
+    session: Session,
+    tokens: PrefillChunk,
+    make_step: Callable[[int], Step],
+    more_inputs: Mapping[str, npt.NDArray[np.int32]],
+) -> Mapping[str, npt.NDArray[Any]]:
+    """Run a step with at most one token of each sequence, and return its outputs; the caller has the device lock.
+
+    Args:
+        session: The session.
+        tokens: The new tokens.
+        make_step: Returns the step for the largest length after it.
+        more_inputs: Further inputs; the graph lacks the empty ones.
+    """
+    session.require_evaluable_tokens(tokens)
+    step = make_step(max(n + len(new) for n, new in zip(session.lengths, tokens, strict=True)))
+    executor = session.executor(step)
+    inputs = session.model.inputs(step, Batch(tokens, session.lengths))
+    inputs |= {name: array for name, array in more_inputs.items() if array.size}
+    with DeferredInterrupts():  # states and lengths belong together
+        results = executor.run(inputs)
+        session.reversible_step = None
+        session.advance_by(tokens)
+    return results
+
+
+class CandidateSchedule:
+    """A decode schedule for one session in which the device selects candidates; all sequences are one group.
+
+    `finish_step` returns `TokenCandidates` for each sequence, or logits if the candidates would be too many.
+
+    Args:
+        session: The session.
+        largest: How many of the largest logits the choice of a token reads.
+        list_named_tokens: Returns the tokens of a sequence that have a bias or a penalty.
+    """
+
+    def __init__(self, session: Session, largest: int, list_named_tokens: Callable[[int], Sequence[int]]) -> None:
+        self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
+        self._session, self._largest, self._list_named_tokens = session, largest, list_named_tokens
+        self._tokens: PrefillChunk = ()
+
+    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+        self._tokens = tokens
+
+    def finish_step(self) -> Sequence[TokenCandidates | F32]:
+        named = [self._list_named_tokens(i) if new else () for i, new in enumerate(self._tokens)]
+        count = choose_candidate_count(self._session, self._largest, max(map(len, named)))
+        if count is None:
+            return self._session.evaluate(self._tokens)
+        return evaluate_to_candidates(self._session, self._tokens, count, named)
+
+
 class DeviceTokenSchedule:
     """A decode schedule for one session in which the device chooses the tokens; all sequences are one group.
 
@@ -76,16 +212,10 @@ class DeviceTokenSchedule:
         session, tokens = self._session, self._tokens
         with session.store.device_lock:
             session.require_evaluable_tokens(tokens)
-            length = max(n + len(new) for n, new in zip(session.lengths, tokens, strict=True))
-            step = make_token_step(session, length)
-            executor = session.executor(step)
-            inputs = session.model.inputs(step, Batch(tokens, session.lengths))
+            session.executor(make_token_step(session, max(session.lengths) + 1))  # it has the state of the tokens
             self._write_other_tokens(tokens)
-            with DeferredInterrupts():  # states and lengths belong together
-                self._device_tokens = None  # unknown after a failure
-                results = executor.run(inputs)
-                session.reversible_step = None
-                session.advance_by(tokens)
+            self._device_tokens = None  # unknown after a failure
+            results = _run_decode_step(session, tokens, lambda length: make_token_step(session, length), {})
             self._device_tokens = results["token"].tolist()
             self._lengths = session.lengths, tuple(session.lengths)
             return [*map(DeviceToken, self._device_tokens, results["logit"].tolist())]

@@ -7,7 +7,7 @@ next one are on the first. A micro-batch starts its next tokens as soon as its l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
@@ -18,7 +18,7 @@ from ...graph.validation import ANY, BOOL, integer_between, list_of, require, va
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
-from .device_tokens import DeviceToken, DeviceTokenSchedule
+from .device_tokens import DeviceToken, TokenCandidates
 from .prefill_chunks import (
     F32,
     PipelinedPrefill,
@@ -172,8 +172,8 @@ class DecodeSchedule(Protocol):
     def begin_step(self, group: int, tokens: PrefillChunk) -> None:
         """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
 
-    def finish_step(self) -> Sequence[F32 | DeviceToken]:
-        """Finish the oldest pending step: advance its sequences, and return the logits or the token of each."""
+    def finish_step(self) -> Sequence[F32 | DeviceToken | TokenCandidates]:
+        """Finish the oldest pending step: advance its sequences, and return the logits, token or candidates of each."""
 
 
 class _SequentialDecodeSchedule:
@@ -224,7 +224,10 @@ class _PipelinedDecodeSchedule:
 
 @contextmanager
 def open_decode_schedule(
-    session: Session | MicroBatchedSession, *, alone: bool = False, on_device: bool = False
+    session: Session | MicroBatchedSession,
+    *,
+    alone: bool = False,
+    on_device: Callable[[Session], DecodeSchedule] | None = None,
 ) -> Iterator[DecodeSchedule]:
     """Open a decode schedule for a session; the steps of different micro-batches then overlap in time.
 
@@ -234,11 +237,11 @@ def open_decode_schedule(
     Args:
         session: The session; without micro-batches no steps overlap.
         alone: Whether each step waits for all steps before it.
-        on_device: Whether the device chooses the most probable tokens, as `can_choose_on_device` permits.
+        on_device: Makes a schedule in which the device chooses or selects tokens, as `can_choose_on_device` permits.
     """
     with ExitStack() as around:
-        if on_device and isinstance(session, Session):
-            yield DeviceTokenSchedule(session)
+        if on_device is not None and isinstance(session, Session):
+            yield on_device(session)
         elif isinstance(session, Session) or session.is_traced or alone:
             yield _SequentialDecodeSchedule(session)
         else:
