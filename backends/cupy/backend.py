@@ -34,7 +34,16 @@ from .collectives.hang_watchdog import CollectiveLibraryMemberships, DeviceMisse
 from .collectives.program_collectives import ProgramCollectives
 from .collectives.transport import choose_transport
 from .device.device_limits import LARGEST_LIMITS, KernelLimits
-from .device.driver import CollectiveOverlap, Driver, DriverStep, KernelLaunch, LaunchError, SingleStep, flatten_steps
+from .device.driver import (
+    CollectiveOverlap,
+    Driver,
+    DriverStep,
+    KernelLaunch,
+    LaunchError,
+    SingleStep,
+    StartRead,
+    flatten_steps,
+)
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import dequantise_weight
@@ -291,16 +300,29 @@ class RecordedProgram:
         )
 
     def __call__(self) -> None:
-        self._run_and_read_outputs(self._read_fault)
+        self._start_run(self._read_fault)()
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a function that runs the program and returns `tensors` as host arrays; the host waits only once."""
-        fault = replace(FAULT_RECORD, buffer=len(self._buffers))
-        read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
-        return lambda: self._run_and_read_outputs(read)[1:]
+        start = self.make_starter_with_outputs(tensors)
+        return lambda: start()()
 
-    def _run_and_read_outputs(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
-        """Run the program once and return the arrays of `read`: the fault record, then outputs. Raises `StepError`."""
+    def make_starter_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Callable[[], Sequence[Array]]]:
+        """Return a function that starts a run; see `SupportsLaunchAhead`."""
+        fault = replace(FAULT_RECORD, buffer=len(self._buffers))
+        start_read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
+
+        def start() -> Callable[[], Sequence[Array]]:
+            finish = self._start_run(start_read)
+            return lambda: finish()[1:]
+
+        return start
+
+    def _start_run(self, start_read: StartRead) -> Callable[[], Sequence[Array]]:
+        """Start a run and the copies of `start_read`: the fault record, then outputs. Raises `StepError`.
+
+        The returned function waits for the end of the run and returns the arrays. It raises `StepError` for a fault.
+        """
         try:
             self._collectives.require_live_communicator()
             self._collectives.increment_run_number()
@@ -326,13 +348,18 @@ class RecordedProgram:
                 self._dataflow.find_instructions_finished_before(why.number),
             )
             raise StepError(node, str(self.on), finished, str(why)) from why
-        arrays = read()
-        if arrays[0][0]:
-            number, message = self._read_and_clear_fault(arrays[0])
-            raise StepError(
-                self.program.instructions[number].node, str(self.on), len(self.program.instructions), message
-            )
-        return arrays
+        wait = start_read()
+
+        def finish() -> Sequence[Array]:
+            arrays = wait()
+            if arrays[0][0]:
+                number, message = self._read_and_clear_fault(arrays[0])
+                raise StepError(
+                    self.program.instructions[number].node, str(self.on), len(self.program.instructions), message
+                )
+            return arrays
+
+        return finish
 
     def _make_missed_collective_error(self, why: DeviceMissedCollectiveError) -> StepError:
         """Make the `StepError` of a run if a device missed a collective. It reports all instructions as ended."""
@@ -378,7 +405,7 @@ class RecordedProgram:
 
     def _clear_fault_record(self) -> None:
         """Clear the fault record after all launches have run."""
-        self._read_fault()
+        self._read_fault()()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
     def _read_and_clear_fault(self, fault_record: Array) -> tuple[int, str]:

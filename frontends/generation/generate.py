@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from ..inference.device_tokens import (
     make_candidate_step,
     make_token_step,
 )
-from ..inference.micro_batches import DecodeSchedule, MicroBatchedSession, open_decode_schedule
+from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
 from .grammar import Grammar
@@ -182,7 +181,7 @@ def _sample_sequences(
     timing: GenerationTiming,
     active: set[int],
     ahead: SpeculativeDecoder | None,
-    on_device: Callable[[Session], DecodeSchedule] | None,
+    on_device: DeviceScheduleMaker | None,
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
         prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
@@ -261,7 +260,8 @@ def _sample_sequences(
             for i, answer in zip(steps.sequence_ranges[group], answers, strict=True):
                 new.append((yield from sample_next(i, answer)) if i in active else [])
             if any(new):
-                steps.begin_step(group, new)
+                is_last = all(counts[i] + 1 == limit for i in steps.sequence_ranges[group] if i in active)
+                steps.begin_step(group, new, is_last=is_last)
                 running_groups.append(group)
 
         for group, place in enumerate(steps.sequence_ranges):
@@ -280,7 +280,7 @@ def _choose_device_schedule(
     params: GenerationParams,
     ahead: SpeculativeDecoder | None,
     known: Sequence[Sequence[int]],
-) -> Callable[[Session], DecodeSchedule] | None:
+) -> DeviceScheduleMaker | None:
     """Choose the schedule of a generation in which the device chooses or selects tokens; None if the host needs logits.
 
     The device chooses if the choice is the largest logit of the model. It selects candidates if the choice reads few of
@@ -299,9 +299,7 @@ def _choose_device_schedule(
         return DeviceTokenSchedule
     if (largest := sampling.largest_logits_needed) is None:
         return None
-    return partial(
-        CandidateSchedule, largest=largest, list_named_tokens=lambda i: sampling.list_changed_tokens(known[i])
-    )
+    return lambda session, _: CandidateSchedule(session, largest, lambda i: sampling.list_changed_tokens(known[i]))
 
 
 def make_full_context_error(context: int, new_tokens: int) -> ModelError:

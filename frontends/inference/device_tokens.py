@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.capabilities import HasSeparateMemory
-from ...scheduler import DeferredInterrupts
+from ...scheduler import DeferredInterrupts, Executor, LaunchedRun
 from ..models import Batch, Step
 from ..models.inputs.graph_builder import NEXT_TOKEN_STATE
 from ..models.inputs.step import CANDIDATE_KIND, TOKEN_KIND
@@ -179,7 +180,7 @@ class CandidateSchedule:
         self._session, self._largest, self._list_named_tokens = session, largest, list_named_tokens
         self._tokens: PrefillChunk = ()
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         self._tokens = tokens
 
     def finish_step(self) -> Sequence[TokenCandidates | F32]:
@@ -190,44 +191,128 @@ class CandidateSchedule:
         return evaluate_to_candidates(self._session, self._tokens, count, named)
 
 
+class _LaunchedStep(NamedTuple):
+    """A step that the device has begun: its run, its shape and its executor."""
+
+    run: LaunchedRun
+    step: Step
+    executor: Executor
+
+
 class DeviceTokenSchedule:
     """A decode schedule for one session in which the device chooses the tokens; all sequences are one group.
 
     `finish_step` returns a `DeviceToken` for each sequence. The token of an idle sequence has no meaning.
+
+    A step is launched before the host has read the token of the previous step, because this token is on the device. So
+    the host works while the device does:
+
+    1. `finish_step` of step n launches step n + 1, and then waits for the outputs of step n.
+    2. The caller ends some sequences, or begins step n + 1 with the tokens of step n.
+    3. `finish_step` of step n + 1 accepts the launched step. If other tokens or sequences were begun, it undoes the
+       launched step and runs the begun one.
+
+    Sequences have no tokens of a launched step: lengths change in `finish_step` alone. All other users of the devices
+    take their lock, which undoes the launched step first (`DeviceLock`): another text, a reset, a save of the states. A
+    step that needs another plan than the step before it is not launched ahead. No step is launched after the last one.
+
+    Args:
+        session: The session.
+        around: Its end undoes the launched step.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, around: ExitStack) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
         self._session = session
         self._tokens: PrefillChunk = ()
+        self._is_last = False
+        self._launched: _LaunchedStep | None = None
+        """The step after the last finished one, if it is launched."""
         self._device_tokens: list[int] | None = None
         """The tokens in the state of the device after the last step, or None before the first step."""
         self._lengths: tuple[list[int], tuple[int, ...]] = [], ()
         """The lengths after the last step, as list and as numbers: a step makes a new list, a reset changes it."""
+        self._active: tuple[int, ...] = ()
+        """The number of new tokens of each sequence in the last step."""
+        around.callback(self._undo_launched_step)
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
-        self._tokens = tokens
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
+        self._tokens, self._is_last = tokens, is_last
 
     def finish_step(self) -> Sequence[DeviceToken]:
-        session, tokens = self._session, self._tokens
-        with session.store.device_lock:
-            session.require_evaluable_tokens(tokens)
-            session.executor(make_token_step(session, max(session.lengths) + 1))  # it has the state of the tokens
-            self._write_other_tokens(tokens)
-            self._device_tokens = None  # unknown after a failure
-            results = _run_decode_step(session, tokens, lambda length: make_token_step(session, length), {})
+        session, tokens, launched = self._session, self._tokens, self._launched
+        self._launched = None
+        if launched is not None and not self._is_continued_by(tokens):
+            launched = None
+        lock = session.store.device_lock
+        with DeferredInterrupts(), lock.accept_launched(launched and launched.run) as is_launched:
+            if launched is None or not is_launched:
+                launched = self._launch_step(tokens)
+            self._device_tokens, session.reversible_step = None, None  # unknown after a failure
+            following = self._launch_following_step(launched, tokens)
+            results = launched.run.finish(following and following.run)
+            session.advance_by(tokens)
             self._device_tokens = results["token"].tolist()
-            self._lengths = session.lengths, tuple(session.lengths)
+            self._lengths, self._active = (session.lengths, tuple(session.lengths)), tuple(map(len, tokens))
+            if following is not None:
+                lock.leave_launched(following.run)
+                self._launched = following
             return [*map(DeviceToken, self._device_tokens, results["logit"].tolist())]
 
-    def _write_other_tokens(self, tokens: PrefillChunk) -> None:
-        """Write the tokens of a step to the device, unless it has chosen all of them itself in the last step.
+    def _launch_step(self, tokens: PrefillChunk) -> _LaunchedStep:
+        """Launch a step with these tokens, which are written to the device if it has other ones."""
+        session = self._session
+        session.require_evaluable_tokens(tokens)
+        step = make_token_step(session, max(n + len(new) for n, new in zip(session.lengths, tokens, strict=True)))
+        executor = session.executor(step)
+        inputs = session.model.inputs(step, Batch(tokens, session.lengths))
+        self._write_other_tokens(tokens)
+        return _LaunchedStep(executor.launch(inputs), step, executor)
+
+    def _launch_following_step(self, launched: _LaunchedStep, tokens: PrefillChunk) -> _LaunchedStep | None:
+        """Launch the step after a launched one, in which the same sequences have new tokens.
+
+        The result is None after the last step, if the step needs another plan, or if steps are traced. After an error
+        the sequences have the tokens of the launched step.
+        """
+        session, step = self._session, launched.step
+        if self._is_last or launched.executor.trace is not None:
+            return None
+        lengths = [length + len(new) for length, new in zip(session.lengths, tokens, strict=True)]
+        chosen = [[0] * len(new) for new in tokens]  # the device has the tokens
+        longest = max(map(sum, zip(lengths, map(len, chosen), strict=True)))
+        if longest > session.context or make_token_step(session, longest) != step:
+            return None
+        try:
+            inputs = session.model.inputs(step, Batch(chosen, lengths))
+            return launched._replace(run=launched.executor.launch(inputs))
+        except BaseException:
+            launched.run.finish()
+            session.advance_by(tokens)
+            raise
+
+    def _is_continued_by(self, tokens: PrefillChunk) -> bool:
+        """Whether the sequences of the last step, and no others, go on with the tokens that the device has chosen."""
+        return self._has_tokens_on_device(tokens) and tuple(map(len, tokens)) == self._active
+
+    def _undo_launched_step(self) -> None:
+        """Undo the launched step: the lock does so when it is taken."""
+        if self._launched is not None:
+            with self._session.store.device_lock:
+                self._launched = None
+
+    def _has_tokens_on_device(self, tokens: PrefillChunk) -> bool:
+        """Whether the device has chosen all tokens itself in the last step.
 
         Another generation may have run steps of the session since then, or a reset may have zeroed a token.
         """
         lengths, numbers = self._lengths
         is_last_step = self._session.lengths is lengths and tuple(lengths) == numbers
         known = self._device_tokens if self._device_tokens and is_last_step else [-1] * len(tokens)
-        if any(len(new) and new[0] != token for new, token in zip(tokens, known, strict=True)):
+        return all(not new or new[0] == token for new, token in zip(tokens, known, strict=True))
+
+    def _write_other_tokens(self, tokens: PrefillChunk) -> None:
+        """Write the tokens of a step to the device, unless it has chosen all of them itself in the last step."""
+        if not self._has_tokens_on_device(tokens):
             first_tokens = [new[0] if len(new) else 0 for new in tokens]
             self._session.store.state(NEXT_TOKEN_STATE)[...] = np.array(first_tokens, np.int32)

@@ -169,8 +169,11 @@ class DecodeSchedule(Protocol):
 
     sequence_ranges: tuple[range, ...]
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
-        """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
+        """Begin a step of a group that has no pending step, with new tokens for each of its sequences.
+
+        After the last step (`is_last`) the group begins no other.
+        """
 
     def finish_step(self) -> Sequence[F32 | DeviceToken | TokenCandidates]:
         """Finish the oldest pending step: advance its sequences, and return the logits, token or candidates of each."""
@@ -184,7 +187,7 @@ class _SequentialDecodeSchedule:
         self._session = session
         self._tokens: PrefillChunk = ()
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         self._tokens = tokens
 
     def finish_step(self) -> list[F32]:
@@ -200,7 +203,7 @@ class _PipelinedDecodeSchedule:
         self._pipelined_runs: PipelinedRuns | None = None
         self._pending_steps: deque[tuple[Session, PipelinedPrefill]] = deque()
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         from ...scheduler import PipelinedRuns
 
         session = self._sessions[group]
@@ -222,12 +225,16 @@ class _PipelinedDecodeSchedule:
         return rows
 
 
+DeviceScheduleMaker = Callable[[Session, ExitStack], DecodeSchedule]
+"""Makes a schedule for a session on one device; the stack ends with the schedule."""
+
+
 @contextmanager
 def open_decode_schedule(
     session: Session | MicroBatchedSession,
     *,
     alone: bool = False,
-    on_device: Callable[[Session], DecodeSchedule] | None = None,
+    on_device: DeviceScheduleMaker | None = None,
 ) -> Iterator[DecodeSchedule]:
     """Open a decode schedule for a session; the steps of different micro-batches then overlap in time.
 
@@ -241,7 +248,7 @@ def open_decode_schedule(
     """
     with ExitStack() as around:
         if on_device is not None and isinstance(session, Session):
-            yield on_device(session)
+            yield on_device(session, around)
         elif isinstance(session, Session) or session.is_traced or alone:
             yield _SequentialDecodeSchedule(session)
         else:

@@ -208,6 +208,8 @@ class CollectiveOverlap:
 
 
 DriverStep = SingleStep | CollectiveOverlap
+StartRead = Callable[[], Callable[[], Sequence[Array]]]
+"""A function that starts copies to host arrays; the function that it returns waits for the copies and returns them."""
 
 
 def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
@@ -265,8 +267,11 @@ class Driver(Protocol):
     def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
-    def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that copies these tensors to new host arrays, after all earlier work of the stream."""
+    def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> StartRead:
+        """Return a function that starts to copy these tensors to new host arrays, after all earlier work of the stream.
+
+        The copies are ordered before all later work of the stream.
+        """
 
     def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Enable access of kernels of each device to the memory of all others; return `False` if that is impossible."""
