@@ -89,6 +89,9 @@ class TapedPool:
             self._tape.add_logits(slot, logits)
         return rows
 
+    def decode_to_candidates(self, *_: object) -> None:
+        """Let the engine read all logits: the tape has their checksums."""
+
     @property
     def planning_seconds(self) -> float:
         """The seconds of plans and kernels since the start."""

@@ -71,6 +71,9 @@ class FakePool:
         self.decoded.append([*tokens])
         return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
 
+    def decode_to_candidates(self, *_):
+        return None
+
     def _require_alive(self, slots, operation):
         if operation in self.breaks:
             self.cells, self.states = [[-1] for _ in self.cells], [(-1,)] * self.slots
