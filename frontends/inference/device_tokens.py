@@ -214,7 +214,8 @@ class DeviceTokenSchedule:
 
     Sequences have no tokens of a launched step: lengths change in `finish_step` alone. All other users of the devices
     take their lock, which undoes the launched step first (`DeviceLock`): another text, a reset, a save of the states. A
-    step that needs another plan than the step before it is not launched ahead. No step is launched after the last one.
+    step that needs another plan than the step before it is not launched ahead. No step is launched after the last one,
+    nor after another user of the devices has undone one, because its next step would be undone too.
 
     Args:
         session: The session.
@@ -225,7 +226,7 @@ class DeviceTokenSchedule:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
         self._session = session
         self._tokens: PrefillChunk = ()
-        self._is_last = False
+        self._is_last = self._shares_devices = False
         self._launched: _LaunchedStep | None = None
         """The step after the last finished one, if it is launched."""
         self._device_tokens: list[int] | None = None
@@ -246,6 +247,7 @@ class DeviceTokenSchedule:
             launched = None
         lock = session.store.device_lock
         with DeferredInterrupts(), lock.accept_launched(launched and launched.run) as is_launched:
+            self._shares_devices |= launched is not None and not is_launched
             if launched is None or not is_launched:
                 launched = self._launch_step(tokens)
             self._device_tokens, session.reversible_step = None, None  # unknown after a failure
@@ -272,11 +274,11 @@ class DeviceTokenSchedule:
     def _launch_following_step(self, launched: _LaunchedStep, tokens: PrefillChunk) -> _LaunchedStep | None:
         """Launch the step after a launched one, in which the same sequences have new tokens.
 
-        The result is None after the last step, if the step needs another plan, or if steps are traced. After an error
-        the sequences have the tokens of the launched step.
+        The result is None if the step is not to be launched. After an error the sequences have the tokens of the
+        launched step.
         """
         session, step = self._session, launched.step
-        if self._is_last or launched.executor.trace is not None:
+        if self._is_last or self._shares_devices or launched.executor.trace is not None:
             return None
         lengths = [length + len(new) for length, new in zip(session.lengths, tokens, strict=True)]
         chosen = [[0] * len(new) for new in tokens]  # the device has the tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,20 @@ def test_the_next_step_is_launched_before_the_host_waits_for_a_token(late: LateS
         expected += [("launch", step + 1), ("read", step + 1)] if step != steps[-1] else []
         expected.append(("wait", step))
     assert late.log == expected
+
+
+@needs_compiler
+def test_a_text_that_shares_the_device_launches_no_more_steps(late: LateStream) -> None:
+    """The other user would undo each of them, so the device would do the same work twice."""
+    session = open_session("cuda-emulated:0")
+    other = Session(session.model, like=session, context=64, batch=64)
+    runs = []
+    for _ in sample(session, [[1, 2, 3]], [[]]):
+        other.evaluate([[7]])
+        runs.append(late.runs)
+    first, *steps = (after - before for before, after in pairwise(runs))
+    assert first == 3, "a step, the step after it, and the run of the other session"
+    assert steps == [2, 2, 2, 2]
 
 
 @needs_compiler
