@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....graph.old_names import make_module_getattr
@@ -218,6 +220,16 @@ def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
     for step in steps:
         singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)
     return singles
+
+
+def format_step_name(step: SingleStep) -> str:
+    """Return the name of a step in reports: the kernel of a launch, or ``exchange``."""
+    return step.kernel.name if isinstance(step, KernelLaunch) else "exchange"
+
+
+def as_host_array(view: Any) -> Array:
+    """Return `view` itself if it is a host array, else a copy of it on the host."""
+    return view if isinstance(view, np.ndarray) else np.array(view)
 
 
 def has_parts_of_one_device(devices: Sequence[Device]) -> bool:
