@@ -127,6 +127,18 @@ class SupportsReturnedOutputs(Protocol):
         """Return a function that runs the program once and returns `tensors` as new host arrays."""
 
 
+@runtime_checkable
+class SupportsLaunchAhead(Protocol):
+    """A compiled program that can be launched before the host has read the outputs of earlier launches."""
+
+    def make_starter_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Callable[[], Sequence[Array]]]:
+        """Return a function that starts a run, and returns a function that waits for its end.
+
+        The second function returns `tensors` as new host arrays. Runs and host writes take effect in the order of their
+        start. So the arrays have the results of this run, also if later runs have started.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class TimedKernel:
     """A kernel of one run: the positions of its instructions, and its start and end in seconds of `time.monotonic`.

@@ -88,7 +88,7 @@ PARTS = {
     "fixtures": BenchmarkPart(correctness.make_fixture_cases, 2),
     "conformance": BenchmarkPart(correctness.make_conformance_cases, 5, 120.0),
     "peers": BenchmarkPart(other_libraries.make_peer_cases, 4, 120.0),
-    "llama.cpp": BenchmarkPart(llama_cpp.make_llama_cpp_cases, 2, 300.0),
+    "llama.cpp": BenchmarkPart(llama_cpp.make_llama_cpp_cases, 2, 540.0),
 }
 
 # ---------------------------------------------------------------------------------------- one part, in its process
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, action="append", default=[], metavar="FILE", help="a GGUF file; repeatable"
     )
-    parser.add_argument("--llama", type=Path, metavar="FOLDER", help="where llama.cpp's test-backend-ops is (PATH)")
+    parser.add_argument("--llama", type=Path, metavar="PATH", help="llama.cpp: programs, or a source to build (PATH)")
     parser.add_argument("--scratch", metavar="FOLDER", help="where random models are written (the system's)")
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--commit", help="what is measured, where there is no git to tell")

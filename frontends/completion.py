@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ..graph.validation import TEXT, ArgumentKind, instance_of, integer_between, tuple_of, validate_constructor
 from .errors import ModelError
-from .generation.generate import StopStringFilter, stream_text
+from .generation.generate import stream_text
+from .generation.stop_strings import StopStringFilter
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
 from .serving.requests import TokenEvent
 

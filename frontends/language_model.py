@@ -222,7 +222,10 @@ class Model:
         with self._idle_sessions.lease() as lease:
             ahead = self._create_speculative_decoder(lease, params)
             prompts = [lease.reuse_prefix_or_reset(ids)]
-            for one in sample_tokens_of_all_sequences(lease.session, prompts, params, known=lease.tokens, ahead=ahead):
+            needs_logits = top_logprobs is not None
+            for one in sample_tokens_of_all_sequences(
+                lease.session, prompts, params, known=lease.tokens, ahead=ahead, needs_logits=needs_logits
+            ):
                 yield make_token_event(GenerationRequest("", (), params, top_logprobs), one.token, one.logits)
                 _ = self.session  # raises after `close`
 

@@ -32,7 +32,7 @@ LAZY_NAMES = {
         ".measurement.observe_values",
     ),
     "SingleDeviceComm": ".runtime.communicators",
-    **dict.fromkeys(("Executor", "load"), ".runtime.executor"),
+    **dict.fromkeys(("Executor", "LaunchedRun", "load"), ".runtime.executor"),
     **dict.fromkeys(("DeferredInterrupts", "ImmediateInterrupts"), ".runtime.interrupts"),
     **dict.fromkeys(("PipelinedPlan", "PipelinedRuns", "run_pipelined"), ".runtime.pipeline"),
     "Store": ".runtime.store",

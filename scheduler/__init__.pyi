@@ -36,6 +36,7 @@ from .reports.plan_diff import diff_plans as diff_plans
 from .run_once import run as run
 from .runtime.communicators import SingleDeviceComm as SingleDeviceComm
 from .runtime.executor import Executor as Executor
+from .runtime.executor import LaunchedRun as LaunchedRun
 from .runtime.executor import load as load
 from .runtime.interrupts import DeferredInterrupts as DeferredInterrupts
 from .runtime.interrupts import ImmediateInterrupts as ImmediateInterrupts

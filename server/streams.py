@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 
-from ..frontends.generation.generate import StopStringFilter
+from ..frontends.generation.stop_strings import StopStringFilter
 from ..frontends.gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
 from ..frontends.serving.requests import (
     EndEvent,

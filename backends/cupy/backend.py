@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -29,48 +29,41 @@ from ..fusion.overlap import find_instructions_beside_collectives
 from ..host.bindings import HostInstruction
 from ..host.collectives import KERNELS as HOST_COLLECTIVES
 from .binding.launch_builder import LaunchBuilder
-from .binding.weight_packing import PLANE_LAYOUTS, pack_quantised_weight_for_kernels, pad_packed_spec_rows_to_units
+from .binding.weight_packing import pack_quantised_weight_for_kernels
 from .collectives.hang_watchdog import CollectiveLibraryMemberships, DeviceMissedCollectiveError
 from .collectives.program_collectives import ProgramCollectives
 from .collectives.transport import choose_transport
 from .device.device_limits import LARGEST_LIMITS, KernelLimits
-from .device.driver import CollectiveOverlap, Driver, DriverStep, KernelLaunch, LaunchError, SingleStep, flatten_steps
+from .device.driver import (
+    CollectiveOverlap,
+    Driver,
+    DriverStep,
+    KernelLaunch,
+    LaunchError,
+    SingleStep,
+    StartRead,
+    as_host_array,
+    flatten_steps,
+    format_step_name,
+)
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import dequantise_weight
 from .program_binding import CollectiveStep, bind_program, list_kernel_calls, list_launch_groups
-from .trial_binding import UnboundOperand, compute_scratch_bytes_at_placeholders
+from .trial_binding import (
+    HALF_TYPES,
+    UnboundOperand,
+    compute_scratch_bytes_at_placeholders,
+    infer_spec_in_device_memory,
+    make_unbound_operand,
+)
 
-HALF_TYPES = (DType.F16, DType.BF16)
 MATMUL_OPS = frozenset(("mul_mat", "mul_mat_id"))
 """Ops that round activations: with packed weights to int8 per 32 columns, else for many tokens to bfloat16 terms."""
-LOADED_LEAF_KINDS = ("weight", "constant")
-"""Kinds of leaves that `load` fills."""
 FAULT_RECORD = Tensor(0, 0, (2,), (1,), DType.I64)
 """The device record of a fault: the 1-based number of the fault message (0: no fault), and the illegal number."""
 NumberedCall = tuple[int, Callable[[], object]]
 """A function that runs one or more instructions, and the number of the first of them."""
-
-
-@lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
-def _infer_spec_in_device_memory(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """Return the shape and dtype in device memory for a declared spec; an exact backend stores weights as float32."""
-    matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
-    if matrix and spec.dtype in PLANE_LAYOUTS:
-        return pad_packed_spec_rows_to_units(spec)
-    if spec.dtype.is_integer or (spec.dtype in HALF_TYPES and (matrix or (kind == "state" and len(spec.shape) == 2))):
-        return spec
-    return Spec(spec.shape, DType.F32)
-
-
-@lru_cache(maxsize=1 << 14)
-def _make_unbound_operand(
-    shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool
-) -> UnboundOperand:
-    """Make an operand without an address: the whole of a leaf or value with declared spec `base`, or a view of it."""
-    stored = _infer_spec_in_device_memory(base, kind, is_exact)
-    own = kind in ("weight", "state", "constant")
-    return UnboundOperand(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
 
 
 class DriverBackend:
@@ -145,10 +138,10 @@ class DriverBackend:
         if value is None:
             return None
         base = find_view_base(value)
-        return _make_unbound_operand(value.shape, base.spec, find_graph_role(base), value is base, self.is_exact)
+        return make_unbound_operand(value.shape, base.spec, find_graph_role(base), value is base, self.is_exact)
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
-        return _infer_spec_in_device_memory(spec, kind, self.is_exact)
+        return infer_spec_in_device_memory(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error of a node that rounds intermediate values, or `None` if it computes in float32."""
@@ -291,16 +284,26 @@ class RecordedProgram:
         )
 
     def __call__(self) -> None:
-        self._run_and_read_outputs(self._read_fault)
+        self._start_run(self._read_fault)()
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a function that runs the program and returns `tensors` as host arrays; the host waits only once."""
-        fault = replace(FAULT_RECORD, buffer=len(self._buffers))
-        read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
-        return lambda: self._run_and_read_outputs(read)[1:]
+        start = self.make_starter_with_outputs(tensors)
+        return lambda: start()()
 
-    def _run_and_read_outputs(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
-        """Run the program once and return the arrays of `read`: the fault record, then outputs. Raises `StepError`."""
+    def make_starter_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Callable[[], Sequence[Array]]]:
+        """Return a function that starts a run; see `SupportsLaunchAhead`."""
+        fault = replace(FAULT_RECORD, buffer=len(self._buffers))
+        start_read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
+
+        def start() -> Callable[[], Sequence[Array]]:
+            finish = self._start_run(start_read)
+            return lambda: finish()[1:]
+
+        return start
+
+    def _start_run(self, start_read: StartRead) -> Callable[[], Sequence[Array]]:
+        """Start a run and a read of the fault record and outputs; the result waits for them. Both raise `StepError`."""
         try:
             self._collectives.require_live_communicator()
             self._collectives.increment_run_number()
@@ -326,13 +329,18 @@ class RecordedProgram:
                 self._dataflow.find_instructions_finished_before(why.number),
             )
             raise StepError(node, str(self.on), finished, str(why)) from why
-        arrays = read()
-        if arrays[0][0]:
-            number, message = self._read_and_clear_fault(arrays[0])
-            raise StepError(
-                self.program.instructions[number].node, str(self.on), len(self.program.instructions), message
-            )
-        return arrays
+        wait = start_read()
+
+        def finish() -> Sequence[Array]:
+            arrays = wait()
+            if arrays[0][0]:
+                number, message = self._read_and_clear_fault(arrays[0])
+                raise StepError(
+                    self.program.instructions[number].node, str(self.on), len(self.program.instructions), message
+                )
+            return arrays
+
+        return finish
 
     def _make_missed_collective_error(self, why: DeviceMissedCollectiveError) -> StepError:
         """Make the `StepError` of a run if a device missed a collective. It reports all instructions as ended."""
@@ -345,7 +353,9 @@ class RecordedProgram:
 
     def kernels(self) -> list[str]:
         """Return the names of the kernels that a run launches, in order; for a collective, the name of its op."""
-        return [part.instruction.op if isinstance(part, CollectiveStep) else _format_step(part) for part in self._parts]
+        return [
+            part.instruction.op if isinstance(part, CollectiveStep) else format_step_name(part) for part in self._parts
+        ]
 
     def run_timed(self) -> list[TimedKernel]:
         """Run launch by launch, and return the times of the launches and of the collectives through the host."""
@@ -371,14 +381,14 @@ class RecordedProgram:
                 self._step_runs[run] = [self.driver.record([step], self.on) for step in of]
             start = time.monotonic()
             for step, seconds in zip(of, self.driver.run_timed(self._step_runs[run], self.on), strict=True):
-                times.append(TimedKernel(_format_step(step), self._groups[step.number], start, start + seconds))
+                times.append(TimedKernel(format_step_name(step), self._groups[step.number], start, start + seconds))
                 start += seconds
 
         return number, partial(time_steps, self._recorded_steps[run]) if run in self._recorded_steps else time_call
 
     def _clear_fault_record(self) -> None:
         """Clear the fault record after all launches have run."""
-        self._read_fault()
+        self._read_fault()()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
     def _read_and_clear_fault(self, fault_record: Array) -> tuple[int, str]:
@@ -431,18 +441,9 @@ class RecordedProgram:
         src: list[Any] = [None if t is None else self._make_view_for_host_copy(t) for t in i.src]
         self._record_pending_steps()
         dst = [self.driver.view(self._buffers[t.buffer], t) for t in i.dst]
-        there, here = [None if x is None else _as_host_array(x) for x in src], [_as_host_array(x) for x in dst]
+        there, here = [None if x is None else as_host_array(x) for x in src], [as_host_array(x) for x in dst]
         scratch = np.empty(sum(t.spec.size for t in i.dst), np.float32)
         outgoing = [partial(np.copyto, h, d) for d, h in zip(src, there, strict=True) if h is not d and h is not None]
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
         exchange = HOST_COLLECTIVES[i.op].bind(HostInstruction(there, here, i.attrs, scratch, self._comm))
         return [self._collectives.wait_for_stream, *outgoing, *exchange, *incoming]
-
-
-def _format_step(step: SingleStep) -> str:
-    return step.kernel.name if isinstance(step, KernelLaunch) else "exchange"
-
-
-def _as_host_array(view: Any) -> Array:
-    """Return `view` itself if it is a host array, else a copy of it on the host."""
-    return view if isinstance(view, np.ndarray) else np.array(view)

@@ -38,6 +38,7 @@ from .device.driver import (
     KernelSource,
     LaunchError,
     SingleStep,
+    StartRead,
     flatten_steps,
     has_parts_of_one_device,
 )
@@ -191,9 +192,9 @@ class CudaDriver:
 
         return write_batches_and_views
 
-    def make_reader(self, buffers: Sequence[DeviceBuffer], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+    def make_reader(self, buffers: Sequence[DeviceBuffer], tensors: Sequence[Tensor]) -> StartRead:
         views = [self.view(buffers[t.buffer], t) for t in tensors]
-        return views[0].transfers.make_reader([view.array for view in views]) if views else list
+        return views[0].transfers.make_reader([view.array for view in views]) if views else lambda: list
 
     def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Enable access of each device to the memory of all others; return `False` if that is impossible.

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from ..base import Tensor, contiguous_strides
 from ..fusion.operands import BoundInstruction, NoKernelError, Operand
 from .binding.launch_builder import LaunchBuilder
+from .binding.weight_packing import PLANE_LAYOUTS, pad_packed_spec_rows_to_units
 from .device.device_limits import KernelLimits
 from .kernel_table import find_op_binder
+
+HALF_TYPES = (DType.F16, DType.BF16)
+LOADED_LEAF_KINDS = ("weight", "constant")
+"""Kinds of leaves that `load` fills."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,3 +95,24 @@ def compute_scratch_bytes_at_placeholders(
     results_at = tuple(operand(len(src) + n, UnboundOperand(s)) for n, s in enumerate(results))
     bind(launches, BoundInstruction(op, there, results_at, dict(attrs)))
     return launches.scratch_bytes
+
+
+@lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
+def infer_spec_in_device_memory(spec: Spec, kind: str, is_exact: bool) -> Spec:
+    """Return the shape and dtype in device memory for a declared spec; an exact backend stores weights as float32."""
+    matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
+    if matrix and spec.dtype in PLANE_LAYOUTS:
+        return pad_packed_spec_rows_to_units(spec)
+    if spec.dtype.is_integer or (spec.dtype in HALF_TYPES and (matrix or (kind == "state" and len(spec.shape) == 2))):
+        return spec
+    return Spec(spec.shape, DType.F32)
+
+
+@lru_cache(maxsize=1 << 14)
+def make_unbound_operand(
+    shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool
+) -> UnboundOperand:
+    """Make an operand without an address: the whole of a leaf or value with declared spec `base`, or a view of it."""
+    stored = infer_spec_in_device_memory(base, kind, is_exact)
+    own = kind in ("weight", "state", "constant")
+    return UnboundOperand(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)

@@ -1,4 +1,4 @@
-"""Measure other libraries on the same device in the same run: PyTorch, flash-linear-attention and FlashInfer.
+"""Measure other libraries on the same device in the same run: PyTorch, flash-linear-attention, FlashQLA and FlashInfer.
 
 A library that is not installed is left out. PyTorch comes first, because its products and its attention compile
 nothing.
@@ -43,6 +43,8 @@ def make_peer_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     yield Case(
         "flash-linear-attention, 4 × 8192 tokens", partial(_compare_fla_prefill, bench, 4, bench.select_size(8192, 65))
     )
+    for batch, tokens in bench.select_size(((1, 2048), (1, 8192), (1, 32768), (4, 8192)), ((1, 65),)):
+        yield Case(f"FlashQLA, {batch} × {tokens} tokens", partial(_compare_flash_qla_prefill, bench, batch, tokens))
     for batch in bench.select_size((1, 8, 32, 64, 256), (1,)):
         yield Case(f"flash-linear-attention, 1 token, batch {batch}", partial(_compare_fla_decode, bench, batch))
         yield Case(f"FlashInfer, 1 token, batch {batch}", partial(_compare_flashinfer_decode, bench, batch))
@@ -56,7 +58,7 @@ def make_peer_cases(bench: BenchmarkDevice) -> Iterator[Case]:
 
 def _list_versions() -> Iterator[ResultRow]:
     """Yield the version of each package."""
-    for name in ("torch", "triton", "flash-linear-attention", "fla-core", "flashinfer-python"):
+    for name in ("torch", "triton", "flash-linear-attention", "fla-core", "flashinfer-python", "flash-qla", "tilelang"):
         try:
             yield {"package": name, "version": importlib.metadata.version(name)}
         except importlib.metadata.PackageNotFoundError:
@@ -184,6 +186,18 @@ def _compare_fla_prefill(bench: BenchmarkDevice, batch: int, tokens: int) -> Ite
     """Compare a prompt with flash-linear-attention, which has bfloat16 operands."""
     torch, chunked, _ = _import_fla_rules(bench)
     theirs = _time_peer_rule(bench, torch, chunked, batch, tokens)
+    torch.cuda.empty_cache()
+    yield _compare_with_own(bench, theirs, batch, tokens)
+
+
+def _compare_flash_qla_prefill(bench: BenchmarkDevice, batch: int, tokens: int) -> Iterator[ResultRow]:
+    """Compare a prompt with FlashQLA, which has the interface of flash-linear-attention."""
+    torch = _import_torch()
+    try:
+        from flash_qla import chunk_gated_delta_rule
+    except ImportError as why:
+        raise NothingToMeasure(f"FlashQLA is not installed ({why})") from None
+    theirs = _time_peer_rule(bench, torch, chunk_gated_delta_rule, batch, tokens)
     torch.cuda.empty_cache()
     yield _compare_with_own(bench, theirs, batch, tokens)
 

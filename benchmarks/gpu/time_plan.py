@@ -43,7 +43,7 @@ _MORE_STEPS = (
     PlanStep("llama.cpp", 150),
     PlanStep("fixtures", 60),
     PlanStep("attention", 50, r"^(32 heads on 8 of 128|16 heads on 4 of 256),.*f16"),
-    PlanStep("peers", 150, r"^flash-linear-attention|^FlashInfer"),
+    PlanStep("peers", 150, r"^flash-linear-attention|^FlashQLA|^FlashInfer"),
     PlanStep("conformance", 80, r"^(attention|gated_delta_net|mul_mat|mul_mat_id|rms_norm|rope)$"),
 )
 _LAST_STEPS = (

@@ -17,28 +17,34 @@ from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
 from ..inference.device_tokens import (
+    CandidateSchedule,
     DeviceArgmaxToken,
+    DeviceTokenSchedule,
+    TokenCandidates,
     can_choose_tokens_on_device,
+    choose_candidate_count,
+    make_candidate_step,
     make_step_choosing_tokens_on_device,
 )
-from ..inference.micro_batches import MicroBatchedSession, open_decode_schedule
+from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
 from .grammar import Grammar
 from .lazy_grammar import LazyGrammar
 from .sampling import Sampling, require_finite_logit
 from .speculative import SpeculativeDecoder
+from .stop_strings import StopStringFilter
 from .timing import GenerationTiming as GenerationTiming
 
 NO_LOGITS = np.zeros(0, np.float32)
-"""The logits of a token that the device chose."""
+"""The logits of a token that the device chose, or for which it selected candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """A sampled token of a sequence, with the logits f32[vocabulary] from which it was sampled.
 
-    The logits are empty if the device chose the token.
+    The logits are empty if the device chose the token or selected its candidates.
     """
 
     sequence: int
@@ -161,7 +167,7 @@ def sample_tokens_of_all_sequences(
     """
     timing, active = GenerationTiming() if timing is None else timing, set[int]() if active is None else active
     try:
-        on_device = not needs_logits and _chooses_tokens_on_device(session, params, ahead)
+        on_device = None if needs_logits else _choose_device_schedule(session, params, ahead, known)
         yield from _sample_sequences(session, prompts, params, known, timing, active, ahead, on_device)
     finally:
         if ahead is not None:
@@ -176,7 +182,7 @@ def _sample_sequences(
     timing: GenerationTiming,
     active: set[int],
     ahead: SpeculativeDecoder | None,
-    on_device: bool,
+    on_device: DeviceScheduleMaker | None,
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
         prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
@@ -205,17 +211,21 @@ def _sample_sequences(
     counts = [0] * len(prompts)
     grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
-    def choose_token(i: int, answer: F32 | DeviceArgmaxToken) -> tuple[int, F32]:
+    def choose_token(i: int, answer: F32 | DeviceArgmaxToken | TokenCandidates) -> tuple[int, F32]:
         """Return the next token of sequence `i`, and the logits from which the host chose it."""
         if isinstance(answer, DeviceArgmaxToken):
             require_finite_logit(*answer)
             return answer.token, NO_LOGITS
-        logits = answer[-1][: params.token_count]
         rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
+        if isinstance(answer, TokenCandidates):
+            return sampling.choose_candidate(answer, rng, known[i]), NO_LOGITS
+        logits = answer[-1][: params.token_count]
         masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
         return broadcast_sampled_token(session, sampling.choose_token(masked_logits, rng, known[i])), logits
 
-    def sample_next(i: int, answer: F32 | DeviceArgmaxToken) -> Generator[SampledToken, None, list[int]]:
+    def sample_next(
+        i: int, answer: F32 | DeviceArgmaxToken | TokenCandidates
+    ) -> Generator[SampledToken, None, list[int]]:
         """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
         counts[i] += 1
         token, logits = choose_token(i, answer)
@@ -245,13 +255,16 @@ def _sample_sequences(
     with open_decode_schedule(session, alone=params.pinned_tokens is not None, on_device=on_device) as steps:
         running_groups: deque[int] = deque()
 
-        def start_next_step(group: int, answers: Sequence[F32 | DeviceArgmaxToken]) -> Iterator[SampledToken]:
+        def start_next_step(
+            group: int, answers: Sequence[F32 | DeviceArgmaxToken | TokenCandidates]
+        ) -> Iterator[SampledToken]:
             """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
             for i, answer in zip(steps.sequence_ranges[group], answers, strict=True):
                 new.append((yield from sample_next(i, answer)) if i in active else [])
             if any(new):
-                steps.begin_step(group, new)
+                is_last = all(counts[i] + 1 == limit for i in steps.sequence_ranges[group] if i in active)
+                steps.begin_step(group, new, is_last=is_last)
                 running_groups.append(group)
 
         for group, place in enumerate(steps.sequence_ranges):
@@ -265,18 +278,31 @@ def _sample_sequences(
             yield from start_next_step(running_groups.popleft(), answers)
 
 
-def _chooses_tokens_on_device(
-    session: Session | MicroBatchedSession, params: GenerationParams, ahead: SpeculativeDecoder | None
-) -> bool:
-    """Whether the device chooses the tokens of a generation: the choice is the largest logit of all tokens."""
-    return (
-        params.sampling.takes_largest_logit
-        and ahead is None
-        and params.grammar is None
-        and params.pinned_tokens is None
-        and (params.token_count is None or params.token_count >= session.model.vocabulary_size)
-        and can_choose_tokens_on_device(session)
-    )
+def _choose_device_schedule(
+    session: Session | MicroBatchedSession,
+    params: GenerationParams,
+    ahead: SpeculativeDecoder | None,
+    known: Sequence[Sequence[int]],
+) -> DeviceScheduleMaker | None:
+    """Choose the schedule of a generation in which the device chooses or selects tokens; None if the host needs logits.
+
+    The device chooses if the choice is the largest logit of the model. It selects candidates if the choice reads few of
+    the largest logits.
+    """
+    sampling = params.sampling
+    if (
+        ahead is not None
+        or params.grammar is not None
+        or params.pinned_tokens is not None
+        or (params.token_count is not None and params.token_count < session.model.vocabulary_size)
+        or not can_choose_tokens_on_device(session)
+    ):
+        return None
+    if sampling.takes_largest_logit:
+        return DeviceTokenSchedule
+    if (largest := sampling.largest_logits_needed) is None:
+        return None
+    return lambda session, _: CandidateSchedule(session, largest, lambda i: sampling.list_changed_tokens(known[i]))
 
 
 def make_full_context_error(context: int, new_tokens: int) -> ModelError:
@@ -341,45 +367,18 @@ def compile_generation_plans(
     session.compile_plans_for_tokens(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
-        on_device = _chooses_tokens_on_device(session, params, ahead)
-        step = (
-            make_step_choosing_tokens_on_device(session, length)
-            if on_device
-            else session.make_step(1, length, session.sequences)
-        )
+        on_device = _choose_device_schedule(session, params, ahead, [prompt])
+        step = session.make_step(1, length, session.sequences)
+        if on_device is DeviceTokenSchedule:
+            step = make_step_choosing_tokens_on_device(session, length)
+        elif on_device is not None:
+            named = len(params.sampling.list_changed_tokens(prompt))
+            if count := choose_candidate_count(session, params.sampling.largest_logits_needed, named):
+                step = make_candidate_step(session, length, count)
         session.executor(step)
         if ahead is not None:
             ahead.compile_plans(len(prompt))
     return GenerationTiming(planning=time.perf_counter() - start)
-
-
-class StopStringFilter:
-    """Passes text through in pieces until a stop string occurs; the stop string and all later text are dropped.
-
-    The end of a piece is held back if it may be the beginning of a stop string. Example: with the stop string ``END``
-    the pieces ``the E`` and ``ND`` become ``the`` and a space, then nothing.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
-
-    def feed(self, new_text: str) -> str:
-        """Add the next piece of text, and return the text that is now known to come before any stop string."""
-        text = self.pending_text + new_text
-        ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
-        self.has_matched = bool(ends)
-        safe_length = (
-            min(ends)
-            if ends
-            else len(text) - max((_partial_match_length(text, stop) for stop in self.stop_strings), default=0)
-        )
-        self.pending_text = "" if ends else text[safe_length:]
-        return text[:safe_length]
-
-
-def _partial_match_length(text: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of `stop` with which `text` ends; 0 if there is none."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:

@@ -7,7 +7,7 @@ next one are on the first. A micro-batch starts its next tokens as soon as its l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
@@ -18,7 +18,7 @@ from ...graph.validation import ANY, BOOL, integer_between, list_of, require, va
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
-from .device_tokens import DeviceArgmaxToken, DeviceTokenSchedule
+from .device_tokens import DeviceArgmaxToken, TokenCandidates
 from .prefill_chunks import (
     F32,
     PipelinedPrefill,
@@ -169,11 +169,14 @@ class DecodeSchedule(Protocol):
 
     sequence_ranges: tuple[range, ...]
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
-        """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
+        """Begin a step of a group that has no pending step, with new tokens for each of its sequences.
 
-    def finish_oldest_step(self) -> Sequence[F32 | DeviceArgmaxToken]:
-        """Finish the oldest pending step: advance its sequences, and return the logits or the token of each."""
+        After the last step (`is_last`) the group begins no other.
+        """
+
+    def finish_oldest_step(self) -> Sequence[F32 | DeviceArgmaxToken | TokenCandidates]:
+        """Finish the oldest pending step: advance its sequences, and return the logits, token or candidates of each."""
 
 
 class _SequentialDecodeSchedule:
@@ -184,7 +187,7 @@ class _SequentialDecodeSchedule:
         self._session = session
         self._tokens: PrefillChunk = ()
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         self._tokens = tokens
 
     def finish_oldest_step(self) -> list[F32]:
@@ -200,7 +203,7 @@ class _PipelinedDecodeSchedule:
         self._pipelined_runs: PipelinedRuns | None = None
         self._pending_steps: deque[tuple[Session, PipelinedPrefill]] = deque()
 
-    def begin_step(self, group: int, tokens: PrefillChunk) -> None:
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         from ...scheduler import PipelinedRuns
 
         session = self._sessions[group]
@@ -222,9 +225,16 @@ class _PipelinedDecodeSchedule:
         return rows
 
 
+DeviceScheduleMaker = Callable[[Session, ExitStack], DecodeSchedule]
+"""Makes a schedule for a session on one device; the stack ends with the schedule."""
+
+
 @contextmanager
 def open_decode_schedule(
-    session: Session | MicroBatchedSession, *, alone: bool = False, on_device: bool = False
+    session: Session | MicroBatchedSession,
+    *,
+    alone: bool = False,
+    on_device: DeviceScheduleMaker | None = None,
 ) -> Iterator[DecodeSchedule]:
     """Open a decode schedule for a session; the steps of different micro-batches then overlap in time.
 
@@ -234,11 +244,12 @@ def open_decode_schedule(
     Args:
         session: The session; without micro-batches no steps overlap.
         alone: Whether each step waits for all steps before it.
-        on_device: Whether the device chooses the most probable tokens, as `can_choose_tokens_on_device` permits.
+        on_device: Makes a schedule in which the device chooses or selects tokens, as `can_choose_tokens_on_device`
+            permits.
     """
     with ExitStack() as around:
-        if on_device and isinstance(session, Session):
-            yield DeviceTokenSchedule(session)
+        if on_device is not None and isinstance(session, Session):
+            yield on_device(session, around)
         elif isinstance(session, Session) or session.is_traced or alone:
             yield _SequentialDecodeSchedule(session)
         else:

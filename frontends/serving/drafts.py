@@ -188,6 +188,9 @@ class DraftingSlotPool(SlotPool):
         rest = {slot: token for slot, token in tokens.items() if slot not in rows}
         return rows | self._evaluate_with_drafts(rest, before) if rest else rows
 
+    def decode_to_candidates(self, *_: object) -> None:
+        """Let the engine read all logits: drafts are checked by the logits after each token."""
+
     def _take_drafted(self, slot: int, token: int) -> F32 | None:
         """Return the logits after `token` if it is the next draft token of a slot; it then belongs to the text."""
         if list(self.list_drafted_tokens(slot)[:1]) != [token]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
-from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
@@ -37,11 +37,12 @@ from .running_requests import (
     choose_token,
     is_prefix_being_read,
     make_token_event,
+    run_decode_step,
     start_request,
 )
 from .slots import MIN_PROMPT_TOKENS, choose_smallest_aligned_slot_window
 from .step_history import SMOOTHING, StepHistory, update_running_mean
-from .step_runner import StepRunner
+from .step_runner import StepOutput, StepRunner
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -346,7 +347,7 @@ class Engine:
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
-            rows = self._run_decode(decoding)
+            rows = run_decode_step(self._pool, decoding, self._running)
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
@@ -363,7 +364,7 @@ class Engine:
     def _take_drafted_tokens(self, drafted: Sequence[RunningRequest]) -> Iterator[Event]:
         """Advance requests by a token that was drafted right; its logits need no run."""
         self.requests_in_step, start = tuple(one.request.id for one in drafted), self._clock()
-        rows = self._run_decode(drafted)
+        rows = run_decode_step(self._pool, drafted, self._running)
         self.history.record_step("decode", start, self._clock() - start, [(one.request.id, 1) for one in drafted])
         self._sums.accepted_tokens += len(drafted)
         for one in drafted:
@@ -378,32 +379,25 @@ class Engine:
             return
         for one in decoding:
             try:
-                rows = self._run_decode([one])
+                rows = run_decode_step(self._pool, [one], self._running)
             except HocketError as why:
                 self.failed_slots.add(one.slot)
                 yield self._end_with_error_and_zero_slot(one, why)
             else:
                 yield from self._advance(one, rows[one.slot])
 
-    def _run_decode(self, decoding: Sequence[RunningRequest]) -> dict[int, F32]:
-        tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
-        return self._pool.decode(tokens, {slot: one.tokens for slot, one in self._running.items()})
-
-    def _advance(self, one: RunningRequest, logits: F32) -> Iterator[Event]:
+    def _advance(self, one: RunningRequest, logits: StepOutput) -> Iterator[Event]:
         assert one.next_token is not None
         one.tokens.append(one.next_token)
         self._cache.record_decoded_length(one.slot, len(one.tokens))
         yield from self._sample_next_token(one, logits)
 
-    # ----------------------------------------------------------------------------------------------------- sampling
-
-    def _sample_next_token(self, one: RunningRequest, logits: F32) -> Iterator[Event]:
-        """Sample the next token of a request from its logits, and yield the events for its client.
+    def _sample_next_token(self, one: RunningRequest, logits: StepOutput) -> Iterator[Event]:
+        """Sample the next token of a request from its logits or candidates, and yield the events for its client.
 
         The request ends at an end token, at its limit or after an error.
         """
-        params, one.next_token = one.request.params, None
-        logits, is_repeated = logits[: params.token_count], bool(one.repeated_tokens)
+        params, one.next_token, is_repeated = one.request.params, None, bool(one.repeated_tokens)
         try:
             token = one.repeated_tokens.popleft() if is_repeated else choose_token(one, logits)
         except HocketError as error:

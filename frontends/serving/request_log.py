@@ -93,6 +93,9 @@ class TapedPool:
         """Return the draft tokens that a slot has evaluated."""
         return self._pool.list_drafted_tokens(slot)
 
+    def decode_to_candidates(self, *_: object) -> None:
+        """Let the engine read all logits: the tape has their checksums."""
+
     @property
     def planning_seconds(self) -> float:
         """The seconds of plans and kernels since the start, which are recorded."""

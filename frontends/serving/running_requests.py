@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +12,12 @@ import numpy as np
 from ...backends.cpu.top_k import find_top_k
 from ..generation.grammar import GrammarState
 from ..generation.lazy_grammar import LazyGrammarState
-from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.device_tokens import TokenCandidates
+from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import count_common_prefix_tokens
 from .requests import GenerationRequest, RequestTiming, TokenEvent
 from .slots import choose_smallest_aligned_slot_window
+from .step_runner import CandidateNeeds, StepOutput, StepRunner
 
 MIN_AWAITED_TOKENS = 64
 """A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""
@@ -151,10 +153,40 @@ def choose_move_to_shrink_window(
     return None if target is None or one is None else (one, target)
 
 
-def make_token_event(request: GenerationRequest, token: int, logits: F32) -> TokenEvent:
-    """Make the event of a new token, with the logprobs that its request asks for."""
+def run_decode_step(
+    pool: StepRunner, decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest]
+) -> Mapping[int, StepOutput]:
+    """Append the next token of each decoding request, and return the logits or the candidates by slot.
+
+    The candidates are enough if no request of the step reads all logits.
+
+    Args:
+        pool: Runs the step.
+        decoding: The requests that have a next token.
+        running: All running requests by slot.
+    """
+    tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
+    before: dict[int, Sequence[int]] = {slot: one.tokens for slot, one in running.items()}
+    needs = {one.slot: own for one in decoding if (own := _find_candidate_needs(one)) is not None}
+    candidates = pool.decode_to_candidates(tokens, before, needs) if needs.keys() == tokens.keys() else None
+    return pool.decode(tokens, before) if candidates is None else candidates
+
+
+def _find_candidate_needs(one: RunningRequest) -> CandidateNeeds | None:
+    """Return the candidates that a request needs for the token after its next one; None if it needs all logits."""
+    request, sampling = one.request, one.request.params.sampling
+    if one.grammar is not None or request.top_logprobs is not None or sampling.largest_logits_needed is None:
+        return None
+    named = sampling.list_changed_tokens(one.context_tokens)
+    return CandidateNeeds(sampling.largest_logits_needed, named, request.params.token_count)
+
+
+def make_token_event(request: GenerationRequest, token: int, logits: StepOutput) -> TokenEvent:
+    """Make the event of a new token, with the logprobs that its request asks for, from logits f32[vocabulary]."""
     if request.top_logprobs is None:
         return TokenEvent(request.id, token)
+    assert not isinstance(logits, TokenCandidates), "a request with logprobs reads all logits"
+    logits = logits[: request.params.token_count]
     count = min(request.top_logprobs, len(logits))
     ids = [token, *(find_top_k(logits, count) if count else ())]
     max_logit = float(logits.max())
@@ -163,14 +195,17 @@ def make_token_event(request: GenerationRequest, token: int, logits: F32) -> Tok
     return TokenEvent(request.id, token, logprobs[0][1], tuple(logprobs[1:]))
 
 
-def choose_token(one: RunningRequest, logits: F32) -> int:
-    """Choose the next token of a request from its logits, by its grammar and its sampling options.
+def choose_token(one: RunningRequest, logits: StepOutput) -> int:
+    """Choose the next token of a request from its logits or candidates, by its grammar and its sampling options.
 
     The random numbers depend on the seed and the position alone.
     """
     params = one.request.params
-    masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
     rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else _UNUSED_RNG
+    if isinstance(logits, TokenCandidates):
+        return params.sampling.choose_candidate(logits, rng, one.context_tokens)
+    logits = logits[: params.token_count]
+    masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
     return params.sampling.choose_token(masked, rng, one.context_tokens)
 
 

@@ -17,10 +17,18 @@ import numpy.typing as npt
 from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import format_bytes
 from ..errors import ModelError
+from ..inference.device_tokens import (
+    TokenCandidates,
+    can_choose_tokens_on_device,
+    choose_candidate_count,
+    evaluate_to_candidates,
+    make_candidate_step,
+)
 from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.rewind import rewind_states
 from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
+from .step_runner import CandidateNeeds
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
@@ -192,6 +200,8 @@ class SlotPool:
     def _prepare_decoding(self, count: int, length: int) -> None:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
+        if can_choose_tokens_on_device(window) and (size := choose_candidate_count(window, 1, 0)):
+            window.executor(make_candidate_step(window, length, size))
 
     @on_all_ranks
     def prepare_appending(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:
@@ -294,6 +304,35 @@ class SlotPool:
             return window.evaluate(new, every_position=reversible, reversible=reversible)
         finally:
             window.min_tokens = 1
+
+    def decode_to_candidates(
+        self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]], needs: Mapping[int, CandidateNeeds]
+    ) -> dict[int, TokenCandidates] | None:
+        """Run one decode step in which the device selects candidates; None, without a step, if it cannot.
+
+        Args:
+            tokens: The new token of each slot.
+            before: The tokens that each slot has already.
+            needs: The candidates that each slot needs.
+        """
+        first, count = choose_smallest_aligned_slot_window([*tokens])
+        window = self.open_window_session(first, count)
+        vocabulary = window.model.vocabulary_size
+        if not can_choose_tokens_on_device(window) or any(
+            (own.token_count or vocabulary) < vocabulary for own in needs.values()
+        ):
+            return None
+        largest, named = (
+            max(sizes) for sizes in zip(*((one.largest, len(one.named)) for one in needs.values()), strict=True)
+        )
+        if (size := choose_candidate_count(window, largest, named)) is None:
+            return None
+        slots = range(first, first + window.sequences)
+        window.lengths = [len(before.get(slot, ())) for slot in slots]
+        new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
+        named_tokens = [needs[slot].named if slot in needs else () for slot in slots]
+        rows = evaluate_to_candidates(window, new, size, named_tokens)
+        return {slot: rows[slot - first] for slot in tokens}
 
     def compute_max_saved_slot_bytes(self) -> int:
         """Compute the bytes of all states of one slot in float32, the largest size in a file."""

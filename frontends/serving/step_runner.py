@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from ..inference.device_tokens import TokenCandidates
 from ..inference.prefill_chunks import F32
+
+StepOutput = F32 | TokenCandidates
+"""The logits f32[vocabulary] of a slot after a decode step, or the candidates that the device selected."""
+
+
+class CandidateNeeds(NamedTuple):
+    """The candidates that the choice of a token needs.
+
+    - `largest`: how many of the largest logits the choice reads.
+    - `named`: the tokens that have a bias or a penalty.
+    - `token_count`: the size of the vocabulary, if rows of the logits are longer; else None.
+    """
+
+    largest: int
+    named: Sequence[int]
+    token_count: int | None
 
 
 class StepRunner(Protocol):
@@ -25,6 +42,14 @@ class StepRunner(Protocol):
         """Return the draft tokens that a slot has evaluated after its last token.
 
         `decode` returns the logits of the first one without a run. All further ones are wrong if another token follows.
+        """
+
+    def decode_to_candidates(
+        self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]], needs: Mapping[int, CandidateNeeds]
+    ) -> dict[int, TokenCandidates] | None:
+        """Append one token to each given slot, and return the candidates by slot; None if all logits must be read.
+
+        See `SlotPool.decode_to_candidates`.
         """
 
     @property

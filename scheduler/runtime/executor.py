@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array
-from ...backends.capabilities import SupportsTiming, TimedKernel
+from ...backends.capabilities import SupportsLaunchAhead, SupportsTiming, TimedKernel
 from ...distributed import SINGLE_PROCESS, RanksError, World
 from ...distributed.mpi_link import MpiLink
 from ...distributed.presence import format_failure_reason
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
-from ...graph.errors import BackendError, PlanError
+from ...graph.errors import BackendError, PlanError, StepError
 from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     TEXT,
@@ -32,6 +33,7 @@ from ...graph.validation import (
 from ..ir.execution_plan import Plan
 from ..ir.layout import Replicate
 from .bound_plan import BoundPlan, find_finished_instructions
+from .communicators import SingleDeviceComm
 from .device_locks import DeviceLock
 from .device_threads import DeviceThreads
 from .interrupts import DeferredInterrupts
@@ -124,6 +126,55 @@ class Executor:
                 name: self._read_output(name, number, outputs_by_device)
                 for name, number in self._output_devices.items()
             }
+
+    def launch(self, inputs: Mapping[str, npt.ArrayLike]) -> LaunchedRun:
+        """Start a run of a plan for one device on `inputs`, and return before the device has ended it.
+
+        The caller holds the lock of the store. Another run may be launched before this one is finished. A traced run,
+        and a run of a backend without `SupportsLaunchAhead`, has ended when the method returns.
+
+        Raises:
+            PlanError: As `run`.
+            BackendError: The device cannot start the run; the states are restored.
+        """
+        with self._device_lock:
+            if self.trace is not None or self._start_run is None:
+                outputs = self.run(inputs)
+                return LaunchedRun(self, lambda: [outputs[name] for name in self._output_devices])
+            self._write_inputs(inputs)
+            return LaunchedRun(self, self._run_local_devices({0: self._start_run})[0])
+
+    @cached_property
+    def _start_run(self) -> Callable[[], Callable[[], Sequence[Array]]] | None:
+        """Starts the program of the only device; None if it cannot be launched ahead."""
+        runner, outputs = self._program_runners[0], self.plan.device_plans[0].program.outputs
+        tensors = [outputs[name] for name in self._output_devices]
+        if not isinstance(runner, SupportsLaunchAhead) or any(t.dtype is DType.BF16 for t in tensors):
+            return None
+        return runner.make_starter_with_outputs(tensors)
+
+    @cached_property
+    def _undo_run(self) -> Callable[[], object]:
+        """A program that undoes the last run, which is compiled once, because every text that ends early needs it."""
+        program = self.plan.device_plans[0].program
+        undo = program.build_undo_program(len(program.instructions))
+        return self._bound_plan.compile_program(0, undo, SingleDeviceComm())
+
+    def finish_launched(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
+        """Wait for the end of a launched run, and return its outputs by name; after an error restore the states."""
+        with self._device_lock:
+            return self.name_outputs(self._run_local_devices({0: finish})[0])
+
+    def name_outputs(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        """Return the arrays of a launched run by the names of the outputs."""
+        return dict(zip(self._output_devices, arrays, strict=True))
+
+    def undo_launched(self, finish: Callable[[], Sequence[Array]]) -> None:
+        """Wait for the end of a launched run, and restore the states. A fault of the run has no further effect."""
+        with self._device_lock, DeferredInterrupts():
+            with suppress(StepError):
+                finish()
+            self._undo_run()
 
     def _read_output(
         self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
@@ -253,6 +304,46 @@ class Executor:
             yield self.trace
         finally:
             self.trace = before
+
+
+class LaunchedRun:
+    """A run that a device has begun, and that `finish` or `undo` ends; further calls have no effect.
+
+    Args:
+        executor: The executor that launched the run.
+        finish: Waits for the end of the run and returns its outputs.
+    """
+
+    def __init__(self, executor: Executor, finish: Callable[[], Sequence[Array]]) -> None:
+        self._executor = executor
+        self._finish: Callable[[], Sequence[Array]] | None = finish
+
+    def finish(self, follower: LaunchedRun | None = None) -> dict[str, Array]:
+        """Wait for the end of the run, and return its outputs by name.
+
+        Args:
+            follower: The run that was launched after this one, if any; it is undone if this one fails.
+
+        Raises:
+            BackendError: The run failed. The states are restored; with a follower they are lost, because it has
+                overwritten the saved states.
+        """
+        finish, self._finish = self._finish, None
+        assert finish is not None, "a run ends once"
+        if follower is None:
+            return self._executor.finish_launched(finish)
+        try:
+            return self._executor.name_outputs(finish())
+        except BackendError as why:
+            device = self._executor.plan.device_plans[0].device
+            follower.undo()
+            raise BackendError(f"{why}; and states of {device} are lost: the next run had begun; load anew") from why
+
+    def undo(self) -> None:
+        """Wait for the end of the run, and restore the states to their values before it."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._executor.undo_launched(finish)
 
 
 @validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))

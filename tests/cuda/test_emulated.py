@@ -29,7 +29,7 @@ from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
-from ..given.fakes.fake_cupy import Stream, fake_cupy
+from ..given.fakes.fake_cupy import Event, Stream, fake_cupy
 from ..given.models.goldens import FIXTURES, nmse, path_of
 
 
@@ -206,7 +206,7 @@ def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(
 def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
     """Check that a run also copies each result and the recorded errors once."""
     cupy, counted = devices.driver.cupy, []
-    copy, wait, table = cupy.cuda.runtime.memcpyAsync, Stream.synchronize, weight("table", (4, 2))
+    copy, wait, table = cupy.cuda.runtime.memcpyAsync, Event.synchronize, weight("table", (4, 2))
     rows = ops.get_rows(table, input("ids", (3,), "i32"))
     both = ops.add(ops.mul(rows, input("a", (3, 2))), input("b", (3, 2)))
     run = load(
@@ -214,7 +214,9 @@ def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
         {"table": np.ones((4, 2))},
     )
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *args: (counted.append(args[3]), copy(*args)))
-    monkeypatch.setattr(Stream, "synchronize", lambda stream: (counted.append("wait"), wait(stream)))
+    monkeypatch.setattr(Event, "synchronize", lambda event: (counted.append("wait"), wait(event)))
+    finish = Stream.synchronize
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: (counted.append("a second wait"), finish(stream)))
     for n in range(3):
         counted.clear()
         args = run.run({"ids": [0, 1, 2], "a": np.full((3, 2), n), "b": np.ones((3, 2))})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
+import tarfile
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -158,6 +160,14 @@ def test_what_llama_cpp_measures_stands_beside_ours(tmp_path):
     bench = bench_of(tmp_path, llama=tmp_path)
     rows = rows_of("llama.cpp", bench)
     check_rows("llama.cpp", rows)
+    left_out = {row["case"]: row["left out"] for row in rows if "left out" in row}
+    assert left_out == {
+        "build": "--llama names no source of llama.cpp",
+        "llama-bench, random, tiny": (
+            "there is no llama-bench of llama.cpp; name the folder that has it, or a source, with --llama"
+        ),
+    }
+    rows = [row for row in rows if "left out" not in row]
     assert [row["case"] for row in rows] == [op for op in llama_cpp.SELECTED_CASES for _ in (1, 512)]
     assert all(row["theirs µs"] == 257.15 for row in rows)
     assert all(row["theirs / ours"] == 257.15 / row["ours µs"] for row in rows if row["case"] != "FLASH_ATTN_EXT")
@@ -166,6 +176,61 @@ def test_what_llama_cpp_measures_stands_beside_ours(tmp_path):
     assert errors == [
         "RuntimeError: test-backend-ops measured no GATED_DELTA_NET on CPU (exit code 0) and said: CUDA9 is not there"
     ]
+
+
+CMAKE_SCRIPT = """#!{python}
+import pathlib, sys
+if sys.argv[1] == "-S":
+    assert "-DLLAMA_CURL=OFF" in sys.argv and pathlib.Path(sys.argv[2], "CMakeLists.txt").exists()
+    pathlib.Path(sys.argv[4]).mkdir()
+else:
+    assert sys.argv[1] == "--build" and sys.argv[5] == "--target"
+    programs = pathlib.Path(sys.argv[2], "bin")
+    programs.mkdir()
+    for name in sys.argv[6:]:
+        (programs / name).write_text({bench!r})
+        (programs / name).chmod(0o755)
+"""
+LLAMA_BENCH_SCRIPT = """#!{python}
+import json, pathlib, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert pathlib.Path(options["-m"]).read_bytes()[:4] == b"GGUF" and options["-o"] == "json"
+same = dict(avg_ts=12.5, stddev_ts=0.5, backends="CPU", build_commit="abc", n_depth=0)
+print(json.dumps([dict(same, n_prompt=int(options["-p"]), n_gen=0), dict(same, n_prompt=0, n_gen=int(options["-n"]))]))
+"""
+
+
+@pytest.mark.long
+@needs_compiler
+def test_programs_of_llama_cpp_are_built_from_an_archive_and_measure_the_same_file(tmp_path, monkeypatch):
+    archive, tools = tmp_path / "llama_cpp_python.tar.gz", tmp_path / "tools"
+    tools.mkdir()
+    with tarfile.open(archive, "w:gz") as packed:
+        for name in ("x/vendor/llama.cpp/CMakeLists.txt", "x/vendor/llama.cpp/ggml/CMakeLists.txt", "x/setup.py"):
+            packed.addfile(tarfile.TarInfo(name))
+    cmake = tools / "cmake"
+    cmake.write_text(
+        CMAKE_SCRIPT.format(python=sys.executable, bench=LLAMA_BENCH_SCRIPT.format(python=sys.executable)), "utf-8"
+    )
+    cmake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    bench = bench_of(tmp_path, llama=archive)
+    cases = {case.title: case for case in llama_cpp.make_llama_cpp_cases(bench)}
+    assert [row["step"] for row in cases["build"].rows()] == ["configured", "built"]
+    source = tmp_path / "llama_cpp_python.tar.gz.source"
+    assert sorted(path.name for path in source.iterdir()) == ["CMakeLists.txt", "build", "ggml"]
+    with pytest.raises(gpu.NothingToMeasure, match="the programs are built"):
+        list(cases["build"].rows())
+    rows = list(cases["llama-bench, random, tiny"].rows())
+    assert [row["llama.cpp"] for row in rows] == ["prompt of 8 after 0", "4 new tokens after 0"]
+    assert all(row["theirs tokens/s"] == 12.5 for row in rows)
+    (source / "build" / "bin" / llama_cpp.BENCH_PROGRAM).write_text(f"#!{sys.executable}\nprint('no device')\n")
+    with pytest.raises(RuntimeError, match=r"llama-bench failed \(exit code 0\) and said: no device"):
+        list(cases["llama-bench, random, tiny"].rows())
+    cmake.write_text(f"#!{sys.executable}\nraise SystemExit('no compiler')\n", "utf-8")
+    (source / "build" / "bin" / llama_cpp.PROGRAM).unlink()
+    with pytest.raises(RuntimeError, match=r"llama.cpp is not configured \(exit code 1\): no compiler"):
+        list(cases["build"].rows())
 
 
 # fmt: off
@@ -190,7 +255,7 @@ FLASHINFER = {
 def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     torch = MagicMock()
     torch.cuda.Event().elapsed_time.return_value = 0.5
-    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule", "flashinfer", "torch.nn", "torch.nn.attention")
+    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule", "flash_qla", "flashinfer", "torch.nn", "torch.nn.attention")
     modules = {"torch": torch, **{name: MagicMock() for name in names}}
     modules |= {f"flashinfer.{name}": SimpleNamespace(**{f.__name__: f}) for name, f in FLASHINFER.items()}
     for name, module in modules.items():
@@ -199,7 +264,11 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     check_rows("peers", rows)
     assert not [row for row in rows if "left out" in row]
     compared = [row for row in rows if "theirs µs" in row]
-    assert {str(row["case"]).partition(",")[0] for row in compared} == {"flash-linear-attention", "FlashInfer"}
+    assert {str(row["case"]).partition(",")[0] for row in compared} == {
+        "flash-linear-attention",
+        "FlashQLA",
+        "FlashInfer",
+    }
     assert len(compared) >= 5
     back_ends = [row["by"] for row in rows if str(row["case"]).startswith("PyTorch, attention")]
     assert back_ends == ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]

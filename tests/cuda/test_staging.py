@@ -192,17 +192,34 @@ def results(driver, limit=3):
     def of(number):
         for view in views:
             view[...] = np.full(view.shape, number, np.int32)
-        return read()
+        return read()()
 
     return of
 
 
 def test_results_are_read_after_one_wait_for_those_that_are_dense(driver, monkeypatch):
     tensors, buffer = tensors_of((0, (3, 2), None), (64, (4,), None)), driver.alloc(1024, ON)
-    read, waits, wait = driver.make_reader([buffer], tensors), [], Stream.synchronize
-    monkeypatch.setattr(Stream, "synchronize", lambda stream: (waits.append(stream), wait(stream)))
-    assert [array.shape for array in read()] == [(3, 2), (4,)]
+    read, waits, wait = driver.make_reader([buffer], tensors), [], Event.synchronize
+    monkeypatch.setattr(Event, "synchronize", lambda event: (waits.append(event), wait(event)))
+    monkeypatch.delattr(Stream, "synchronize")
+    assert [array.shape for array in read()()] == [(3, 2), (4,)]
     assert len(waits) == 1
+
+
+def test_results_that_are_read_late_are_those_of_the_start(driver, paused_event):
+    """A later run overwrites them on the device; the host waits for the first run only."""
+    tensor, buffer = Tensor(0, 0, (4,), (1,), DType.I32), driver.alloc(1024, ON)
+    view, read, later = driver.view(buffer, tensor), driver.make_reader([buffer], [tensor]), threading.Event()
+    view[...] = np.full(4, 1, np.int32)
+    first = read()
+    view[...] = np.full(4, 2, np.int32)
+    second = read()
+    driver.stream(ON).put(later.wait)
+    paused_event.set()
+    assert first()[0].tolist() == [1, 1, 1, 1]
+    assert second()[0].tolist() == [2, 2, 2, 2]
+    assert driver.stream(ON).query() == 600, "the stream goes on"
+    later.set()
 
 
 def test_results_stay_what_they_are_while_anybody_has_them_or_a_view_of_them(driver):
@@ -225,4 +242,4 @@ def test_results_larger_than_the_pinned_memory_arrive_whole(driver):
     tensor, values = Tensor(0, 0, (200,), (1,), DType.I32), np.arange(200, dtype=np.int32)
     buffer = driver.alloc(1024, ON)
     driver.view(buffer, tensor)[...] = values
-    assert (driver.make_reader([buffer], [tensor])()[0] == values).all()
+    assert (driver.make_reader([buffer], [tensor])()()[0] == values).all()

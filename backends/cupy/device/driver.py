@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....graph.old_names import make_module_getattr
@@ -208,6 +210,8 @@ class CollectiveOverlap:
 
 
 DriverStep = SingleStep | CollectiveOverlap
+StartRead = Callable[[], Callable[[], Sequence[Array]]]
+"""A function that starts copies to host arrays; the function that it returns waits for the copies and returns them."""
 
 
 def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
@@ -216,6 +220,16 @@ def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
     for step in steps:
         singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)
     return singles
+
+
+def format_step_name(step: SingleStep) -> str:
+    """Return the name of a step in reports: the kernel of a launch, or ``exchange``."""
+    return step.kernel.name if isinstance(step, KernelLaunch) else "exchange"
+
+
+def as_host_array(view: Any) -> Array:
+    """Return `view` itself if it is a host array, else a copy of it on the host."""
+    return view if isinstance(view, np.ndarray) else np.array(view)
 
 
 def has_parts_of_one_device(devices: Sequence[Device]) -> bool:
@@ -265,8 +279,11 @@ class Driver(Protocol):
     def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
-    def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that copies these tensors to new host arrays, after all earlier work of the stream."""
+    def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> StartRead:
+        """Return a function that starts to copy these tensors to new host arrays, after all earlier work of the stream.
+
+        The copies are ordered before all later work of the stream.
+        """
 
     def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Enable access of kernels of each device to the memory of all others; return `False` if that is impossible."""

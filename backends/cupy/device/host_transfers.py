@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from ....graph.errors import BackendError
 from ...base import ALIGNMENT, Array
 from .batched_copies import BatchedCopy
+from .driver import StartRead
 from .pinned_arrays import PinnedPool
 
 STAGING_HALF_BYTES = 8 << 20
@@ -117,22 +119,40 @@ class HostTransfers:
 
         return write
 
-    def make_reader(self, arrays: Sequence[Any]) -> Callable[[], list[Array]]:
-        """Return a function that copies device arrays to the host after all earlier work, with a single wait."""
+    def make_reader(self, arrays: Sequence[Any]) -> StartRead:
+        """Return a function that starts to copy device arrays to the host after all earlier work; see `StartRead`.
+
+        All copies end with one event, so that the host waits once, and not for later work of the stream. An array
+        without pinned memory is copied before the function returns.
+        """
         sources = [(int(a.data.ptr), int(a.nbytes), a.shape, a.dtype) for a in arrays]
         is_small = [0 < a.nbytes <= STAGING_HALF_BYTES and a.flags.c_contiguous for a in arrays]
 
-        def read() -> list[Array]:
-            with convert_cuda_errors(self.cupy, self.name, "end what was launched"), self.cupy.cuda.Device(self.index):
+        events = cycle([self.cupy.cuda.Event(disable_timing=True) for _ in range(2)])
+        """Two reads may be on their way; the event of an older one is then recorded again, later."""
+
+        def start() -> Callable[[], Sequence[Array]]:
+            event = next(events)
+            with self._convert_end_errors(), self.cupy.cuda.Device(self.index):
                 hosts = [
                     self._start_pinned_read(*s) if small else None for s, small in zip(sources, is_small, strict=True)
                 ]
-                self.stream.synchronize()
-            return [
+                event.record(self.stream)
+            results = [
                 self.move_to_host(array) if host is None else host for array, host in zip(arrays, hosts, strict=True)
             ]
 
-        return read
+            def wait() -> Sequence[Array]:
+                with self._convert_end_errors():
+                    event.synchronize()
+                return results
+
+            return wait
+
+        return start
+
+    def _convert_end_errors(self) -> convert_cuda_errors:
+        return convert_cuda_errors(self.cupy, self.name, "end what was launched")
 
     def _start_pinned_read(
         self, source: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]

@@ -23,7 +23,7 @@ EVENT_DTYPE = np.dtype(
     [
         *((name, np.uint64) for name in ("turn", "at", "code", "value")),
         *((name, np.uint32) for name in ("block", "thread", "bytes")),
-        *(("kind", np.uint8), ("is_shared", np.uint8), ("unused", np.uint16)),
+        *((name, np.uint8) for name in ("kind", "is_shared", "is_in_device", "adds")),
     ]
 )
 """The layout of an event in event.h."""

@@ -53,6 +53,8 @@ hocket_switch:
 )");
 
 constexpr size_t PAGE = 4096, GUARD = 16 << 20, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448, MOST_BLOCKS = 8;
+constexpr unsigned NAMED_BARRIERS = 16, REGISTERS = 65536;  // of a block; of a multiprocessor
+constexpr unsigned MAX_FIRST_REGISTERS = 248;               // of a thread at its begin
 constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
 
 struct Worker;
@@ -67,6 +69,8 @@ struct Thread {
     bool done;
     int group;                   // current group of asynchronous copies
     bool has_waited;             // for a group of copies
+    bool waits_for_word;
+    unsigned arrived_in[NAMED_BARRIERS];  // 1 + the phase of the last arrival at each named barrier
     std::vector<Copy> copies;
 };
 struct Meeting {  // a warp operation that lanes of a warp do together
@@ -91,6 +95,7 @@ struct Warp {
     int group;
     bool is_fenced;
     uint64_t begun;  // a digest of the operands of all products
+    unsigned registers;  // of each thread
 };
 
 struct Arrivals {  // an mbarrier, or the barrier of a cluster
@@ -117,6 +122,8 @@ struct Worker {  // a block, with the memory that its operating-system thread re
     Cluster *cluster;
     unsigned rank;  // index of the block in the cluster
     std::map<size_t, Arrivals> mbarriers;  // by their offsets in shared memory
+    Arrivals named[NAMED_BARRIERS];
+    unsigned free_registers, releases;  // registers that no warp has; how often warps have released some
     dim3 grid, shape, block;
     unsigned threads, live, next, arrived, generation, stacks_used;
     int line;
@@ -237,7 +244,8 @@ static void carry() {
         t.stack = current->stack;
         t.generation = nullptr;
         t.done = false;
-        t.group = 0, t.has_waited = false;
+        t.group = 0, t.has_waited = t.waits_for_word = false;
+        std::fill_n(t.arrived_in, NAMED_BARRIERS, 0);
         current = &t;
         w.enter(w.kernel, w.arguments);
         if (!t.copies.empty()) fail("ends with copies to shared memory in flight; wait for them");
@@ -262,6 +270,17 @@ static void say_deadlock(Worker &w) {
         return note(FAILED, "deadlock: %u threads wait at an mbarrier, for %u arrivals and %ld bytes", at_mbarrier, missing->pending, missing->bytes);
     if (at_cluster)
         return note(FAILED, "deadlock: of %u threads %u wait at the barrier of the cluster, %u have ended", w.threads, at_cluster, ended);
+    for (const Thread &t : w.all) {
+        if (t.done || !t.generation) continue;
+        if (t.generation == &w.releases) return note(FAILED, "deadlock: a warp waits for registers, and %u are free", w.free_registers);
+        if (t.waits_for_word) return note(FAILED, "deadlock: a thread waits for a word that no running block increments");
+    }
+    for (unsigned id = 1; id < NAMED_BARRIERS; id++) {
+        const Arrivals &a = w.named[id];
+        const auto waits = [&](const Thread &t) { return !t.done && t.generation == &a.phase; };
+        const unsigned many = std::count_if(w.all.begin(), w.all.end(), waits);
+        if (many) return note(FAILED, "deadlock: %u threads wait at named barrier %u, where %u of %u are missing", many, id, a.pending, a.count);
+    }
     const char *what = "a barrier";
     for (auto &warp : w.warps)
         for (auto &m : warp.meetings)
@@ -277,6 +296,13 @@ static void check_warpgroups(Worker &w) {
     const auto begun = [&](size_t warp) { return warp < w.warps.size() ? w.warps[warp].begun : 0; };
     for (size_t i = 0; i < w.warps.size() && !w.failed; i++)
         if (begun(i) != begun(i / 4 * 4 + (i + 1) % 4)) note(FAILED, "the four warps of a warpgroup begin different products");
+}
+static void check_roles(Worker &w) {
+    for (unsigned id = 1; id < NAMED_BARRIERS && !w.failed; id++)
+        if (w.named[id].pending != w.named[id].count)
+            note(FAILED, "ends while %u of %u threads are missing at named barrier %u", w.named[id].pending, w.named[id].count, id);
+    for (size_t i = 0; i < w.warps.size() && !w.failed; i++)
+        if (w.warps[i].registers != w.warps[i / 4 * 4].registers) note(FAILED, "the warps of a warpgroup have different numbers of registers");
 }
 static void start(Worker &w, int stack) {
     const size_t apart = stack % 61 * 64;  // different offsets, so that stacks use different cache lines
@@ -300,7 +326,7 @@ static void shuffle(std::vector<int> &order, uint64_t &state) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_from(state) % i]);
 }
 // Run a thread until it waits again; return whether it was able to run.
-static bool turn(Worker &w, Thread &t) {
+HOCKET_UNSEEN static bool turn(Worker &w, Thread &t) {
     if (w.failed || t.done || (t.generation && *t.generation == t.since)) return false;
     t.generation = nullptr;
     current = &t;
@@ -315,7 +341,10 @@ static void begin_block(Worker &w, int64_t order, uint64_t &random) {
     w.serial++;
     w.idle.clear();
     w.mbarriers.clear();
-    for (auto &warp : w.warps) warp.group = 0, warp.begun = 0, warp.is_fenced = false;
+    for (auto &a : w.named) a = {&w, 0, 0, 0, 0, true};
+    const unsigned registers = std::min(REGISTERS / (w.warps.size() * 32) / 8 * 8, (size_t)MAX_FIRST_REGISTERS);
+    w.free_registers = w.releases = 0;
+    for (auto &warp : w.warps) warp.group = 0, warp.begun = 0, warp.is_fenced = false, warp.registers = registers;
     memset(w.shared, 0xff, w.shared_bytes);
 }
 static void begin_threads(Worker &w) {

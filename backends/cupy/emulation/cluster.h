@@ -152,6 +152,7 @@ static void run_cluster(Cluster &c, int64_t order) {
     for (unsigned i = 0; i < c.size && !failed(); i++) {
         check_stacks(c.blocks[i]);
         check_warpgroups(c.blocks[i]);
+        check_roles(c.blocks[i]);
         close_block(c.blocks[i]);
     }
 }

@@ -82,7 +82,7 @@ HOCKET_UNSEEN static void close_request(const Access *const *all, int lanes) {
     }
     s.cost += n, s.least += (used + 31) / 32;
 }
-static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
+static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t, bool = false) {}
 static inline void note_together(unsigned) {}
 static inline void note_earlier() {}
 static inline void note_arrival(const void *, size_t, uint64_t) {}

@@ -19,7 +19,7 @@
 // - asynchronous copies or products in flight at the end
 //
 // Shared memory begins as NaN. Not modelled are warps in lockstep and features newer than sm_80, except warpgroup
-// products (warpgroup.h) and clusters (cluster.h). Other threads see stores at once; the access log of order.h serves to
+// products (warpgroup.h), clusters (cluster.h) and roles of warps (roles.h). Other threads see stores at once; the access log of order.h serves to
 // find kernels that rely on that.
 #pragma once
 #define HOCKET_EMULATED 1
@@ -31,6 +31,7 @@
 #include "warpgroup.h"
 #include "wave.h"
 #include "words.h"
+#include "roles.h"
 
 #define __global__ static
 #define __device__

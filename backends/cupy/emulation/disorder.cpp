@@ -145,7 +145,8 @@ struct Run {
     std::set<int64_t> waited = {};  // launches in which a thread waited for the earlier launches
     std::map<std::pair<int64_t, int64_t>, Block> blocks = {};  // by launch and number
     std::unordered_map<Place, Unit, Hash> units = {};
-    std::map<std::pair<uint64_t, uint64_t>, Known> released = {};
+    struct Released { Known known; int64_t device; bool is_in_device; };
+    std::map<std::pair<uint64_t, uint64_t>, Released> released = {};  // by address and value of a word
     std::map<std::array<int64_t, 3>, Arrivals> arrivals = {};  // by launch, block and address
     std::map<std::pair<int64_t, int64_t>, Known> issued = {};  // by launch and bulk copy: the clock at its issue
     std::map<std::array<uint64_t, 4>, std::pair<Access, Access>> pairs = {};
@@ -280,7 +281,9 @@ struct Run {
         if (e.kind == SHOWN) return here.show(e.thread);
         if (e.kind == ACQUIRE) {
             const auto found = released.find({e.at, e.value});
-            if (found != released.end()) here.learn(e.thread, found->second);
+            const bool same_device = found != released.end() && found->second.device == launches[number].device;
+            const bool same_system = found != released.end() && !e.is_in_device && !found->second.is_in_device;
+            if (same_device || same_system) here.learn(e.thread, found->second.known);
         }
         if (e.kind >= ARRIVED) return in_cluster(e, number, here);
         const bool is_store = e.kind == STORE || e.kind == RELAXED_STORE || e.kind == RELEASE;
@@ -297,7 +300,9 @@ struct Run {
         if (e.kind == RELEASE) {
             Clock told;
             here.tell(e.thread, told);
-            released[{e.at, e.value}] = std::make_shared<Clock>(std::move(told));
+            const auto before = released.find({e.at, e.value - 1});
+            if (e.adds && before != released.end()) add(told, *before->second.known);
+            released[{e.at, e.value}] = {std::make_shared<Clock>(std::move(told)), launches[number].device, e.is_in_device != 0};
         }
     }
     // The host reads all buffers of a device after its streams have ended.

@@ -28,6 +28,7 @@ from ..device.driver import (
     KernelLaunch,
     KernelSource,
     LaunchError,
+    StartRead,
     flatten_steps,
 )
 from .compile_host import load_emulated_library, require_host_compiler_path
@@ -150,9 +151,14 @@ class EmulatedDriver:
 
         return write
 
-    def make_reader(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+    def make_reader(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> StartRead:
         views = [self.view(buffers[t.buffer], t) for t in tensors]
-        return lambda: [np.array(view) for view in views]
+
+        def start() -> Callable[[], Sequence[Array]]:
+            arrays = [np.array(view) for view in views]
+            return lambda: arrays
+
+        return start
 
     def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         return True

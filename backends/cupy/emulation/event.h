@@ -13,7 +13,8 @@ struct Event {
     uint64_t turn, at, code, value;  // `value`: the value of a word; the lanes of a warp barrier, or 0 for a block
                                      // barrier; the block of an mbarrier; or the number of a bulk copy
     uint32_t block, thread, bytes;
-    uint8_t kind, is_shared, unused[2];
+    uint8_t kind, is_shared;
+    uint8_t is_in_device, adds;  // of a word: whether it orders accesses of one device only; whether 1 was added
 };
 
 }  // namespace emulation

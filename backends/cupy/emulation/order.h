@@ -25,7 +25,7 @@ HOCKET_UNSEEN static uint32_t number_of(const Worker &w) { return w.block.x + w.
 HOCKET_UNSEEN static void add(Kind kind, const void *p, size_t bytes, uint64_t code, uint64_t value, bool is_shared, const Worker *of = nullptr) {
     const uint64_t turn = kind == RELEASE ? __atomic_fetch_add(turns, 1, __ATOMIC_SEQ_CST) : __atomic_load_n(turns, __ATOMIC_SEQ_CST);
     const uint32_t block = number_of(of ? *of : *current->worker), thread = of ? 0 : current - current->worker->all.data();
-    events.push_back({turn, (uint64_t)p, code, value, block, thread, (uint32_t)bytes, (uint8_t)kind, is_shared});
+    events.push_back({turn, (uint64_t)p, code, value, block, thread, (uint32_t)bytes, (uint8_t)kind, is_shared, 0, 0});
 }
 HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
     const uint64_t at = (uint64_t)p;
@@ -36,8 +36,9 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
 }
 // Log a load after it happens, and a store before. Only operations with system scope order accesses of other devices. A
 // repeated load of an equal value is not logged again, because threads poll words.
-HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t bytes, uint64_t value, bool is_store, uint64_t code) {
-    const bool orders = strstr(order, ".sys") && strstr(order, is_store ? "release" : "acquire");
+HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t bytes, uint64_t value, bool is_store, uint64_t code, bool adds = false) {
+    const bool is_wide = strstr(order, ".sys") || strstr(order, ".gpu");
+    const bool orders = is_wide && strstr(order, is_store ? "release" : "acquire");
     if (!is_store) {
         const std::pair<const Thread *, const void *> key(current, p);
         const auto known = last_seen.find(key);
@@ -45,6 +46,7 @@ HOCKET_UNSEEN static void note_word(const char *order, const void *p, size_t byt
         last_seen[key] = value;
     }
     add(is_store ? orders ? RELEASE : RELAXED_STORE : orders ? ACQUIRE : RELAXED_LOAD, p, bytes, code, value, false);
+    events.back().is_in_device = !strstr(order, ".sys"), events.back().adds = adds;
 }
 HOCKET_UNSEEN static void note_together(unsigned lanes) {
     Hidden mine;

@@ -8,7 +8,7 @@ namespace emulation {
 
 struct Hidden { Hidden() {} };
 static inline void count(const void *, size_t, bool, uint64_t) {}
-static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t) {}
+static inline void note_word(const char *, const void *, size_t, uint64_t, bool, uint64_t, bool = false) {}
 static inline void note_together(unsigned) {}
 static inline void note_earlier() {}
 static inline void note_arrival(const void *, size_t, uint64_t) {}

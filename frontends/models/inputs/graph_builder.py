@@ -419,6 +419,18 @@ class StepGraphBuilder:
         largest = ops.gather(logits, ops.reshape(chosen, shape=(*chosen.shape, 1)), name="next_logit")
         return {"token": chosen, "logit": ops.reshape(largest, shape=chosen.shape)}
 
+    def select_candidates(self, logits: Value) -> dict[str, Value]:
+        """Select the tokens from which the host samples, from ``logits`` f32[B, vocabulary]; return the step's outputs.
+
+        - ``token`` i32[B]: the largest logit. A NaN counts as the largest, so this is a NaN if there is one.
+        - ``ids`` i32[B, n] and ``logits`` f32[B, n + m]: the n tokens with the largest logits, in descending order.
+          Then come the logits of the m tokens in the input ``named_ids`` i32[B, m].
+        """
+        ids = chosen = ops.top_k(logits, k=self.step.candidate_count, name="candidate_ids")
+        if count := self.step.named_token_count:
+            ids = ops.concat(chosen, input("named_ids", (self.step.sequences, count), DType.I32), axis=1)
+        return {"token": ops.argmax(logits), "ids": chosen, "logits": ops.gather(logits, ids, name="candidate_logits")}
+
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
         """Build the graph with the named ``outputs``, and with the new value of each state that `set_state` got."""
         return Graph(outputs, self._updates)

@@ -17,9 +17,9 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.validation import format_value
 from ...errors import ModelError
 
-TOKEN_KIND = "token"
-"""The output kind of decode steps that choose tokens on the device."""
-PLAIN_KINDS = frozenset({"logits", "hidden", TOKEN_KIND})
+TOKEN_KIND, CANDIDATE_KIND = "token", "candidates"
+"""The output kinds of decode steps that choose tokens on the device, or select candidates for the host to sample."""
+PLAIN_KINDS = frozenset({"logits", "hidden", TOKEN_KIND, CANDIDATE_KIND})
 """The output kinds of steps without MTP blocks."""
 MAX_CACHE_ROW = 2**31 - 1
 """Largest index of a cache row, which is an i32."""
@@ -62,6 +62,8 @@ class Step:
     - ``hidden``: the input row of the output matrix.
     - ``token``: the token with the largest logit, and this logit. The step has one new token and one output row per
       sequence. It reads the token from a state, and sets the state to the token that it chooses.
+    - ``candidates``: the ``candidate_count`` tokens with the largest logits and these logits, and the logits of
+      ``named_token_count`` tokens that an input names.
     - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
     - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
     - ``all``: as ``both``, with the logits of all MTP blocks.
@@ -74,6 +76,8 @@ class Step:
     keys: DType = DType.F32
     values: DType = DType.F32
     """Dtypes of the cache: of keys, or of the vectors that keys and values are computed from, and of values."""
+    candidate_count: int = 0
+    named_token_count: int = 0
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -84,6 +88,11 @@ class Step:
             raise ModelError(
                 f"step: {self.tokens} new tokens and {self.outputs} outputs of {self.sequences} sequences; the output "
                 "kind token needs one new token and one output per sequence"
+            )
+        if (self.output_kind == CANDIDATE_KIND) != (self.candidate_count > 0) or self.named_token_count < 0:
+            raise ModelError(
+                f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kind candidates, "
+                "and no other, needs at least 1"
             )
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")

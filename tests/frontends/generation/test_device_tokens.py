@@ -24,12 +24,17 @@ from hocket.frontends.generation.generate import (
 )
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.device_tokens import can_choose_tokens_on_device, make_step_choosing_tokens_on_device
+from hocket.frontends.inference.device_tokens import (
+    CandidateCount,
+    can_choose_tokens_on_device,
+    make_candidate_step,
+    make_step_choosing_tokens_on_device,
+)
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch, Model, Step
 from hocket.frontends.open_model import open_model
-from hocket.graph import Graph, Value
+from hocket.graph import DType, Graph, Value
 
 from ...given.devices.emulation import needs_compiler
 from ...given.models.goldens import INDEX, path_of
@@ -149,24 +154,91 @@ def test_the_host_writes_a_token_only_if_the_device_has_not_chosen_it(monkeypatc
     assert writes == ["next_token"]  # the first one, from the logits of the prompt
 
 
+SAMPLED = [
+    {"sampling": Sampling(temperature=1.0), "seed": 7},
+    {"sampling": Sampling(temperature=0.7, top_k=3, top_p=0.6, min_p=0.2), "seed": 8},
+    {"sampling": Sampling(bias=((5, 1.0),))},
+    {"sampling": Sampling(repeat_penalty=1.1)},
+    {"sampling": Sampling(temperature=1.0, presence_penalty=0.1), "seed": 9},
+    {"sampling": Sampling(temperature=2.0, frequency_penalty=-3.0, bias=((5, 1.0), (6, -np.inf))), "seed": 10},
+]
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("device", DEVICES_THAT_CHOOSE)
+@pytest.mark.parametrize("params", SAMPLED, ids=str)
+def test_the_host_samples_from_candidates_as_from_all_logits(params: dict[str, Any], device: str) -> None:
+    found = []
+    for needs_logits in (True, False):
+        session = open_session(device, sequences=3)
+        prompts, stop = PROMPTS_OF_THREE, frozenset[int]()
+        known: list[list[int]] = [[], [], []]
+        for _ in range(2):  # a sequence of the second text ends early, if its token occurs again
+            sampled = [*sample(session, prompts, needs_logits=needs_logits, known=known, end_tokens=stop, **params)]
+            prompts, stop = [[5], [], [9, 8]], frozenset({sampled[4].token})
+        assert any(one.logits is NO_LOGITS for one in sampled) is not needs_logits
+        kinds = {step.output_kind for step in session.planned_steps}
+        assert kinds == ({"logits"} if needs_logits else {"logits", "candidates"})
+        logits = session.evaluate([[3], [4], []])
+        found.append((known, session.lengths, [one.tolist() for one in logits]))
+    assert found[0] == found[1]
+
+
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(
     "params",
     [
-        {"sampling": Sampling(temperature=1.0)},
-        {"sampling": Sampling(bias=((5, 1.0),))},
-        {"sampling": Sampling(repeat_penalty=1.1)},
-        {"sampling": Sampling(presence_penalty=0.1)},
-        {"sampling": Sampling(frequency_penalty=0.1)},
+        {"sampling": Sampling(temperature=1.0, top_k=0)},
+        {"sampling": Sampling(temperature=1.0, top_k=257)},
+        {"sampling": Sampling(temperature=1.0, bias=tuple((i, 1.0) for i in range(300)))},
         {"token_count": 100},
         {"pinned_tokens": 2},
     ],
-    ids=str,
+    ids=lambda params: str(params)[:60],
 )
-def test_the_host_samples_all_other_texts(params: dict[str, object]) -> None:
+def test_the_host_reads_all_logits_for_other_texts(params: dict[str, object]) -> None:
     session = open_session()
     assert len([*sample(session, [[1, 2, 3]], needs_logits=False, limit=2, **params)]) == 2
-    assert count_token_steps(session) == 0
+    assert {step.output_kind for step in session.planned_steps} == {"logits"}
+
+
+@needs_compiler
+def test_candidates_are_few_bytes_in_few_launches() -> None:
+    session = open_session("cuda-emulated:0")
+    plain = session.make_step(1, 8)
+    launches, nbytes = {}, {}
+    for named in (0, 64):
+        step = make_candidate_step(session, 8, CandidateCount(64 + named, named))
+        nbytes[named] = sum(value.spec.nbytes for value in session.plan(step).graph.outputs.values())
+        launches[named] = len(session.executor(step).kernels()) - len(session.executor(plain).kernels())
+    assert nbytes == {0: 4 + 8 * 64, 64: 4 + 8 * 128 + 4 * 64}
+    assert launches[0] <= 6
+    assert launches[64] <= 7
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_nan_that_is_no_candidate_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model(None)
+    build = type(model).graph
+
+    def spoil(self: Model, step: Step) -> Graph:
+        graph = build(self, step)
+        if step.output_kind != "candidates":
+            return graph
+        return Graph(
+            {
+                **graph.outputs,
+                "token": ops.cast(
+                    ops.fill(ops.cast(graph.outputs["token"], dtype=DType.F32), value=300.0), dtype=DType.I32
+                ),
+            },
+            graph.updates,
+        )
+
+    monkeypatch.setattr(type(model), "graph", spoil)
+    session = Session(model, on=DeviceGroup(devices=("numpy:0",)), context=64)
+    with pytest.raises(ModelError, match="gives token 300 the logit nan; its file is damaged"):
+        [*sample(session, [[1, 2, 3]], needs_logits=False, sampling=Sampling(temperature=1.0))]
 
 
 @pytest.mark.usefixtures("everywhere")

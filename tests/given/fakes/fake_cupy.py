@@ -258,11 +258,12 @@ class Event:
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self.has_time, self.at, self.passed = not disable_timing, None, threading.Event()
-        self.capture, self.behind = None, frozenset()
+        self.capture, self.behind, self.stream = None, frozenset(), None
         self.passed.set()  # nothing to wait for before it is recorded
 
     def record(self, stream=None):
         assert isinstance(stream, Stream)
+        self.stream = stream
         self.capture, self.behind = stream.capture, stream.behind
         if stream.is_capturing:
             if self.has_time:
@@ -277,7 +278,12 @@ class Event:
         stream.put(pass_it)
 
     def synchronize(self):
-        assert self.passed.wait(WAIT_SECONDS)
+        end = time.monotonic() + WAIT_SECONDS
+        while not self.passed.wait(0.005) and self.stream.error is None:  # nothing passes after a failure
+            if time.monotonic() > end:
+                raise StreamError("the event does not come")
+        if self.stream is not None:
+            self.stream._check()
 
 
 def compute_milliseconds(start, end):

@@ -10,6 +10,7 @@ from gguf import GGUFWriter, quant_shape_to_byte_shape
 def write_header(path, architecture, numbers, tensors):
     """A GGUF file without its weights: `tensors` gives shape (in NumPy order) and type by name."""
     writer = GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("no_vocab")  # llama.cpp opens it, too
     add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for key, value in numbers.items():
         add[type(value)](f"{architecture}.{key}", value)

@@ -74,6 +74,9 @@ class FakePool:
     def list_drafted_tokens(self, slot):
         return ()
 
+    def decode_to_candidates(self, *_):
+        return None
+
     def _require_alive(self, slots, operation):
         if operation in self.breaks:
             self.cells, self.states = [[-1] for _ in self.cells], [(-1,)] * self.slots

@@ -1,0 +1,127 @@
+"""An engine on a device that selects candidates gives each request the tokens that it has from all logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.numpy.backend import NumpyBackend
+from hocket.frontends.generation.generate import GenerationParams
+from hocket.frontends.generation.grammar import Grammar
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.open_model import open_model
+from hocket.frontends.serving.engine import Engine
+from hocket.frontends.serving.prefix_cache import PrefixCache
+from hocket.frontends.serving.requests import Event, GenerationRequest, TokenEvent
+from hocket.frontends.serving.slots import SlotPool
+
+from ...given.devices.emulation import needs_compiler
+from ...given.models.goldens import TINY
+from ...given.serving.schedules import list_tokens
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.2),
+    Sampling(temperature=0.8, top_k=5, repeat_penalty=1.3),
+    Sampling(presence_penalty=2.0, bias=((7, 3.0), (8, -np.inf))),
+)
+
+
+def use_separate_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in (CpuBackend, NumpyBackend):
+        monkeypatch.setattr(backend, "has_separate_memory", True, raising=False)
+
+
+def open_pool(device: str, slots: int = 4) -> SlotPool:
+    like = Session(open_model(None), on=DeviceGroup(devices=(device,)), context=64)
+    return SlotPool(like, slots, context=64, batch=16)
+
+
+def make_requests(samplings: tuple[Sampling, ...] = SAMPLINGS, **settings: int | None) -> list[GenerationRequest]:
+    prompts = ((1, 2, 3), (9,), (4, 5, 6, 7), (8, 8))
+    return [
+        GenerationRequest(f"r{i}", prompts[i], GenerationParams(6 + i, sampling, seed=i, **settings))  # type: ignore[arg-type]
+        for i, sampling in enumerate(samplings)
+    ]
+
+
+def run_requests(pool: SlotPool, requests: list[GenerationRequest]) -> tuple[list[list[int]], set[str], list[Event]]:
+    """Run requests together; return the tokens of each, the kinds of the decode steps, and the events."""
+    engine = Engine(pool, PrefixCache(pool, state_bytes=0), queue_size=9, max_gap_seconds=0.01, clock=lambda: 0.0)
+    for request in requests:
+        engine.submit(request)
+    events = list[Event]()
+    while engine.has_work:
+        events += engine.step()
+    kinds = {step.output_kind for window in pool._windows.values() for step in window.planned_steps if step.tokens == 1}
+    return [list_tokens(events, request.id) for request in requests], kinds, events
+
+
+@pytest.mark.parametrize(
+    "device", ["numpy:0", pytest.param("cuda-emulated:0", marks=[needs_compiler, pytest.mark.long])]
+)
+def test_requests_have_the_tokens_of_all_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_separate_memory(monkeypatch)
+    found, kinds, _ = run_requests(open_pool(device), make_requests())
+    assert kinds == {"candidates"}
+    assert [len(tokens) for tokens in found] == [6, 7, 8, 9]
+    monkeypatch.setattr(SlotPool, "decode_to_candidates", lambda *_: None)
+    expected, kinds, _ = run_requests(open_pool(device), make_requests())
+    assert kinds == {"logits"}
+    assert found == expected
+
+
+def test_one_request_that_reads_all_logits_decides_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts of the others stay the same, in steps with it and in steps without it."""
+    expected, _, _ = run_requests(open_pool("numpy:0"), make_requests())
+    use_separate_memory(monkeypatch)
+    pool, requests = open_pool("numpy:0"), make_requests()
+    tokenizer = tokenizer_from_metadata(pool.all_slots_session.model.gguf.metadata)
+    readers = {
+        "logprobs": replace(requests[0], top_logprobs=2),
+        "grammar": replace(
+            requests[0], params=replace(requests[0].params, grammar=Grammar(tokenizer, grammar="root ::= [a-z]*"))
+        ),
+        "all tokens": replace(
+            requests[0], params=replace(requests[0].params, sampling=Sampling(temperature=1.0, top_k=0))
+        ),
+        "padding": replace(requests[0], params=replace(requests[0].params, token_count=100)),
+    }
+    for name, reader in readers.items():
+        found, kinds, events = run_requests(open_pool("numpy:0"), [reader, *requests[1:]])
+        assert kinds == {"logits", "candidates"}, name
+        assert found[1:] == expected[1:], name
+        if name == "logprobs":
+            assert found[0] == expected[0]
+            tops = [event.top for event in events if isinstance(event, TokenEvent) and event.request == "r0"]
+            assert all(len(top) == 2 for top in tops)
+
+
+def test_steps_with_candidates_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_separate_memory(monkeypatch)
+    pool = open_pool("numpy:0", slots=1)
+    pool.compile_short_steps()
+    before = pool.planning_seconds
+    run_requests(pool, make_requests(SAMPLINGS[:2]))
+    assert pool.planning_seconds == before
+
+
+def test_a_model_generates_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for is_separate in (False, True):
+        if is_separate:
+            use_separate_memory(monkeypatch)
+        with hocket.Model(TINY, devices="numpy:0", context=64) as model:
+            texts.append(
+                [
+                    "".join(model.generate("Once", max_tokens=9, temperature=t, seed=3, repeat_penalty=1.1))
+                    for t in (0.0, 1.5)
+                ]
+            )
+    assert texts[0] == texts[1]
