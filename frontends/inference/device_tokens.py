@@ -213,9 +213,9 @@ class DeviceTokenSchedule:
        the launched step and runs the begun one.
 
     Sequences have no tokens of a launched step: lengths change in `finish_oldest_step` alone. All other users of the
-    devices take their lock, which undoes the launched step first (`DeviceLock`): another text, a reset, a save of the states. A
-    step that needs another plan than the step before it is not launched ahead. No step is launched after the last one,
-    nor after another user of the devices has undone one, because its next step would be undone too.
+    devices take their lock, which undoes the launched step first (`DeviceLock`): another text, a reset, a save of the
+    states. A step that needs another plan than the step before it is not launched ahead. No step is launched after the
+    last one, nor after another user of the devices has undone one, because its next step would be undone too.
 
     Args:
         session: The session.

@@ -28,7 +28,7 @@ from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.rewind import rewind_states
 from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
-from .step_runner import CandidateNeeds
+from .step_runner import CandidateNeeds, find_largest_candidate_needs
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
@@ -308,24 +308,15 @@ class SlotPool:
     def decode_to_candidates(
         self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]], needs: Mapping[int, CandidateNeeds]
     ) -> dict[int, TokenCandidates] | None:
-        """Run one decode step in which the device selects candidates; None, without a step, if it cannot.
+        """Run one decode step as `decode`, in which the device selects the candidates that each slot needs.
 
-        Args:
-            tokens: The new token of each slot.
-            before: The tokens that each slot has already.
-            needs: The candidates that each slot needs.
+        The result is None, without a step, if the device cannot select them.
         """
         first, count = choose_smallest_aligned_slot_window([*tokens])
         window = self.open_window_session(first, count)
-        vocabulary = window.model.vocabulary_size
-        if not can_choose_tokens_on_device(window) or any(
-            (own.token_count or vocabulary) < vocabulary for own in needs.values()
-        ):
-            return None
-        largest, named = (
-            max(sizes) for sizes in zip(*((one.largest, len(one.named)) for one in needs.values()), strict=True)
-        )
-        if (size := choose_candidate_count(window, largest, named)) is None:
+        counts = find_largest_candidate_needs([*needs.values()], window.model.vocabulary_size)
+        size = choose_candidate_count(window, *counts) if counts and can_choose_tokens_on_device(window) else None
+        if size is None:
             return None
         slots = range(first, first + window.sequences)
         window.lengths = [len(before.get(slot, ())) for slot in slots]

@@ -25,6 +25,20 @@ class CandidateNeeds(NamedTuple):
     token_count: int | None
 
 
+def find_largest_candidate_needs(needs: Sequence[CandidateNeeds], vocabulary: int) -> tuple[int, int] | None:
+    """Find how many largest logits, and how many named tokens, suffice for each of several choices.
+
+    The result is None if a choice is among the first tokens of a longer row only.
+
+    Args:
+        needs: The needs of each choice.
+        vocabulary: The number of logits of a row.
+    """
+    if any(one.token_count is not None and one.token_count < vocabulary for one in needs):
+        return None
+    return max(one.largest for one in needs), max(len(one.named) for one in needs)
+
+
 class StepRunner(Protocol):
     """The operations of `SlotPool` that the engine calls; a test can pass a substitute that needs no weights."""
 

@@ -128,10 +128,10 @@ class Executor:
             }
 
     def launch(self, inputs: Mapping[str, npt.ArrayLike]) -> LaunchedRun:
-        """Start a run of a plan for one device on `inputs`, and return before the device has ended it.
+        """Start a run on `inputs`, and return before the device has ended it.
 
-        The caller holds the lock of the store. Another run may be launched before this one is finished. A traced run,
-        and a run of a backend without `SupportsLaunchAhead`, has ended when the method returns.
+        The caller holds the lock of the store. Another run may be launched before this one is finished. A traced run, a
+        run on several devices, and a run of a backend without `SupportsLaunchAhead`, has ended when the method returns.
 
         Raises:
             PlanError: As `run`.
@@ -146,7 +146,9 @@ class Executor:
 
     @cached_property
     def _start_run(self) -> Callable[[], Callable[[], Sequence[Array]]] | None:
-        """Starts the program of the only device; None if it cannot be launched ahead."""
+        """Starts the program of the only device; None if it cannot be launched ahead, or if there are more devices."""
+        if len(self.plan.device_plans) > 1:
+            return None
         runner, outputs = self._program_runners[0], self.plan.device_plans[0].program.outputs
         tensors = [outputs[name] for name in self._output_devices]
         if not isinstance(runner, SupportsLaunchAhead) or any(t.dtype is DType.BF16 for t in tensors):
@@ -160,16 +162,16 @@ class Executor:
         undo = program.build_undo_program(len(program.instructions))
         return self._bound_plan.compile_program(0, undo, SingleDeviceComm())
 
-    def finish_launched(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
+    def _finish_launched(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
         """Wait for the end of a launched run, and return its outputs by name; after an error restore the states."""
         with self._device_lock:
-            return self.name_outputs(self._run_local_devices({0: finish})[0])
+            return self._name_outputs(self._run_local_devices({0: finish})[0])
 
-    def name_outputs(self, arrays: Sequence[Array]) -> dict[str, Array]:
+    def _name_outputs(self, arrays: Sequence[Array]) -> dict[str, Array]:
         """Return the arrays of a launched run by the names of the outputs."""
         return dict(zip(self._output_devices, arrays, strict=True))
 
-    def undo_launched(self, finish: Callable[[], Sequence[Array]]) -> None:
+    def _undo_launched(self, finish: Callable[[], Sequence[Array]]) -> None:
         """Wait for the end of a launched run, and restore the states. A fault of the run has no further effect."""
         with self._device_lock, DeferredInterrupts():
             with suppress(StepError):
@@ -331,9 +333,9 @@ class LaunchedRun:
         finish, self._finish = self._finish, None
         assert finish is not None, "a run ends once"
         if follower is None:
-            return self._executor.finish_launched(finish)
+            return self._executor._finish_launched(finish)
         try:
-            return self._executor.name_outputs(finish())
+            return self._executor._name_outputs(finish())
         except BackendError as why:
             device = self._executor.plan.device_plans[0].device
             follower.undo()
@@ -343,7 +345,7 @@ class LaunchedRun:
         """Wait for the end of the run, and restore the states to their values before it."""
         finish, self._finish = self._finish, None
         if finish is not None:
-            self._executor.undo_launched(finish)
+            self._executor._undo_launched(finish)
 
 
 @validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))

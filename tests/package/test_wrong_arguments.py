@@ -221,6 +221,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     for device in ("numpy:0", "cpu:0", "reference:0"):
         run = executor(device)
         yield f"Executor.run {device}", (run.run, {"inputs": INPUTS})
+        yield f"Executor.launch {device}", (run.launch, {"inputs": INPUTS})
         yield f"Executor.bind {device}", (run.bind, {"inputs": INPUTS})
         for name, value in INPUTS.items():
             yield f"Executor.run {device} {name}", (with_one(run.run, INPUTS, name), {"value": value})

@@ -352,7 +352,7 @@ def test_a_bias_of_minus_infinity_bans_a_token(temperature: float) -> None:
     sampled = {sampling.choose_token(logits, np.random.default_rng(seed)) for seed in range(60)}
     assert sampled == ({1} if not temperature else {1, 3})
     banned = Sampling(temperature, bias=tuple((token, -math.inf) for token in range(4)))
-    with pytest.raises(ModelError, match="every token that may come next is banned"):
+    with pytest.raises(ModelError, match="bias is -inf for every token that may come next"):
         banned.choose_token(logits, np.random.default_rng(0))
 
 
@@ -378,7 +378,7 @@ def test_the_largest_biases_and_penalties_leave_a_choice(temperature: float, siz
     ],
 )
 def test_a_number_too_large_to_sample_by_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(ModelError, match=f"{name.replace('_', '-')} is "):
+    with pytest.raises(ModelError, match=f"{name}[ =]"):
         Sampling(**{name: value})  # type: ignore[arg-type]
 
 

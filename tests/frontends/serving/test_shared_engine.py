@@ -142,7 +142,7 @@ def test_an_error_ends_the_text_of_its_thread_only(shared_model, texts_alone):
 
     found = run_at_once(work)
     assert "need 0 to 2047" in found[3]
-    assert "every token that may come next is banned" in found[5]
+    assert "-inf for every token that may come next" in found[5]
     for number in {*range(THREADS)} - {3, 5}:
         assert found[number] == texts_alone[number]
 
