@@ -43,8 +43,8 @@ backends.cpu.kernels.products.weight_formats backends.cpu.kernels.packed: format
     grid_formats>code_book_formats packed_format ternary_formats
 backends.cpu.kernels.recurrent backends.cpu.kernels.recurrent: recurrent>gated_delta_net scans>linear_attention
     windows>sliding_windows
-backends.cpu.simd backends.cpu.simd: bf16>bf16_pairs bytes>byte_vectors crossings>dot_4x4
-    crosswise>weighted_row_sums dots>int8_dots halves>fold_halves order>permute_lanes shorts>half_memory
+backends.cpu.simd backends.cpu.simd: bf16>bf16_pairs bytes>byte_vectors crossings>four_row_products
+    crosswise>four_row_products dots>int8_dots halves>fold_halves order>permute_lanes shorts>half_memory
     squares>transpose_int8 terms>bf16_terms threads>atomics tiles>dot_tiles trits>base3_codes
 backends.cupy backends.cupy: cuda>cuda_driver hip>hip_driver resources>kernel_resources table>kernel_table
 backends.cupy.binding backends.cupy: programs>program_binding trial>trial_binding

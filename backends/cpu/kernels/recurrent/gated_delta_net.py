@@ -17,7 +17,17 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_saved_state_update
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_4x4 import CROSS_ROWS, add_4x4_row_products, reduce_4x4_products, zero_products
+from ...simd.four_row_products import (
+    CROSS_ROWS,
+    add_4x4_row_products,
+    add_weighted_rows_to_four_sums,
+    reduce_4x4_products,
+    row_bytes_per_step,
+    rows_per_step,
+    store_four_weighted_sums,
+    zero_products,
+    zero_sums,
+)
 from ...simd.permute_lanes import fourth_0, fourth_1, fourth_2, fourth_3, transpose_16x16
 from ...simd.vectors import (
     LANES,
@@ -38,13 +48,6 @@ from ...simd.vectors import (
     store_streaming,
     sub,
     zeros,
-)
-from ...simd.weighted_row_sums import (
-    add_weighted_rows_to_four_sums,
-    row_bytes_per_step,
-    rows_per_step,
-    store_four_weighted_sums,
-    zero_sums,
 )
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder

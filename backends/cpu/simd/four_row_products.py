@@ -1,6 +1,8 @@
-"""Weighted sums of consecutive rows, with four weights per row, so four sums at once.
+"""Sums of products of rows, four at a time, as the gated delta net needs them.
 
-A lane is a column, so the sums need no reduction over lanes.
+- Dot products of each of four rows with each of four other rows: every row is loaded only once per 16 columns.
+- Weighted sums of consecutive rows with four weights per row, so four sums at once. A lane is a column, so these sums
+  need no reduction over lanes.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .dot_tiles import pack_vectors_into_array, unpack_vectors_from_array
+from .dot_tiles import fold_lanes, pack_vectors_into_array, unpack_vectors_from_array
 from .vectors import (
     ADDRESS,
     FLOATS,
@@ -27,9 +29,43 @@ from .vectors import (
     zeros,
 )
 
+CROSS_ROWS = 4
+PRODUCTS_TYPE = format_tuple_type(FLOATS, CROSS_ROWS * CROSS_ROWS)
 SCALARS_PER_ROW = 4
 SUMS_TYPE = format_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
 """Type of 16 vectors of sums, the largest number; processors with few registers leave some vectors unused."""
+
+
+@intrinsic(PRODUCTS_TYPE)
+def zero_products(b):
+    return pack_vectors_into_array(b, [zeros.body(b)] * CROSS_ROWS * CROSS_ROWS)
+
+
+@intrinsic(PRODUCTS_TYPE, PRODUCTS_TYPE, *[ADDRESS] * 4)
+def add_4x4_row_products(b, sums, rows, step, other_rows, other_step):
+    """Add the products of 16 columns to 16 dot products: each of four rows with each of four other rows.
+
+    `rows` and `other_rows` are addresses. Rows are `step` bytes apart, the other rows `other_step` bytes.
+    """
+    left, right = _load_column(b, rows, step), _load_column(b, other_rows, other_step)
+    pairs = [(x, y) for x in left for y in right]
+    return pack_vectors_into_array(
+        b, [fma.body(b, x, y, s) for (x, y), s in zip(pairs, unpack_vectors_from_array(b, sums), strict=True)]
+    )
+
+
+def _load_column(b: Any, first: Any, step: Any) -> list[Any]:
+    places = [b.add(first, b.mul(step, ir.Constant(step.type, i))) for i in range(CROSS_ROWS)]
+    return [load.body(b, place) for place in places]
+
+
+@intrinsic(FLOATS, PRODUCTS_TYPE)
+def reduce_4x4_products(b, sums):
+    """Reduce the 16 vectors of dot products to one vector with the sum of the lanes of each.
+
+    Lanes 0 to 3 are the first row with each of the four other rows, lanes 4 to 7 the second row, and so on.
+    """
+    return fold_lanes(b, unpack_vectors_from_array(b, sums))
 
 
 def _choose_rows_and_vectors_per_step() -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from ..given.fakes.fake_service import FakeService, RunningServer, serve
+from ...given.fakes.fake_service import FakeService, RunningServer, serve
 
 
 @pytest.fixture(scope="module")

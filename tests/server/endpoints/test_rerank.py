@@ -13,9 +13,9 @@ from hocket.frontends.serving.encoder import EncoderService, has_no_generation
 from hocket.server.app import create_app
 from hocket.server.options import ServerOptions
 
-from ..given.fakes.fake_service import FakeService, RunningServer, build_metadata, serve
-from ..given.models.cross_encoder import write_cross_encoder
-from ..given.models.goldens import path_of
+from ...given.fakes.fake_service import FakeService, RunningServer, build_metadata, serve
+from ...given.models.cross_encoder import write_cross_encoder
+from ...given.models.goldens import path_of
 
 DOCUMENTS = ["no", "the answer", "an answer", "the"]
 QUERY = "the answer"

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from ..given.fakes.fake_service import FakeService, RunningServer, serve
+from ...given.fakes.fake_service import FakeService, RunningServer, serve
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 CITY = {"city": {"enum": ["Rome", "Oslo"]}}

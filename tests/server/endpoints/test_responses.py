@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from ..given.fakes.fake_service import FakeService, RunningServer, serve
+from ...given.fakes.fake_service import FakeService, RunningServer, serve
 
 WEATHER: Any = {
     "type": "function",

@@ -13,7 +13,7 @@ import pytest
 
 from hocket.server.grammars import GrammarCache
 
-from ..given.fakes.fake_service import FakeService, RunningServer, serve
+from ...given.fakes.fake_service import FakeService, RunningServer, serve
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {
