@@ -164,4 +164,4 @@ def evaluate(expression: Expression, operands: Sequence[Array | None], attribute
                 values.append(max(1, first.shape[-1]))
             else:
                 values.append(NUMPY_FUNCTIONS[function](*(values[s] for s in sources), out=None))
-    return np.asarray(values[-1])
+    return np.full(first.shape, values[-1]) if len(values) - 1 in numbers else np.asarray(values[-1])

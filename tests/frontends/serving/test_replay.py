@@ -224,7 +224,7 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
         ("no log\n", "line 1 is no record of hocket-log-1"),
         ('{"log": "hocket-log-9"}\n', "line 1 is no record of hocket-log-1"),
         ('{"log": "hocket-log-1"}\n', "line 1 is no header (KeyError('options'))"),
-        ('{"log": "hocket-log-1", "options": {"model": 3}}\n', "path is 3; it must be a str"),
+        ('{"log": "hocket-log-1", "options": {"model": 3}}\n', "model is 3; it must be the path of a file or None"),
         ('{"log": "hocket-log-1", "options": {"model": null, "draft": "x"}}\n', "has unknown options"),
     ],
 )
