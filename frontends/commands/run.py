@@ -45,6 +45,7 @@ from ..run_config import options_of
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
+from ..terminal.word_wrap import write_wrapped_to_stdout
 from .shared_flags import (
     SESSION_OPTIONS,
     add_model_flags,
@@ -275,8 +276,7 @@ def answer_message_or_chat(
             run_chat_loop(conversation)
         else:
             try:
-                for new_text in conversation.reply(message):
-                    write_to_stdout_unless_closed(new_text)
+                write_wrapped_to_stdout(conversation.reply(message))
             finally:
                 write_to_stdout_unless_closed("\n")
     if args.save_state:

@@ -16,6 +16,7 @@ from ..errors import ModelError
 from ..generation.conversation import Conversation
 from .arguments import replace_arguments_by_flag_names
 from .output import write_line_to_stderr, write_to_stdout_unless_closed
+from .word_wrap import write_wrapped_to_stdout
 
 EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
 ChatCommand = Callable[[Conversation, str], bool]
@@ -84,8 +85,7 @@ def _write_reply_until_interrupt(conversation: Conversation, text: str) -> bool:
     """Generate and write the reply to a message, and return whether Ctrl-C ended it."""
     interrupted = False
     try:
-        for new_text in conversation.reply(text):
-            write_to_stdout_unless_closed(new_text)
+        write_wrapped_to_stdout(conversation.reply(text))
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:

