@@ -12,6 +12,7 @@ from ...backends.capabilities import SupportsExactMode
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.errors import BackendError
 from ...graph.old_names import make_module_getattr
+from ...graph.validation import format_value
 from ..errors import ModelError
 from ..run_config import ONE_DEVICE as ONE_DEVICE
 from ..run_config import DeviceGroup as DeviceGroup
@@ -29,7 +30,7 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
     try:
         return _resolve_devices(on, world)
     except (BackendError, ModelError) as why:
-        raise ModelError(f"devices='{','.join(on.devices)}': {why}") from None
+        raise ModelError(f"devices={format_value(','.join(on.devices))}: {why}") from None
 
 
 def _resolve_devices(on: DeviceGroup, world: World) -> list[tuple[Backend, Device]]:

@@ -10,7 +10,7 @@ from ...backends.base import Array
 from ...graph import Graph, PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import make_module_getattr
-from ...graph.validation import CALLABLE, TEXT, require
+from ...graph.validation import CALLABLE, TEXT, format_value, require
 from ...scheduler import Statistics
 from ...scheduler.ir.formatting import format_table
 from ..errors import ModelError
@@ -94,7 +94,7 @@ class ValueWatch(StepWatch):
         try:
             select_matching_values(graph, self.pattern)
         except PlanError as why:
-            raise ModelError(f"watch='{self.pattern}': {why}") from None
+            raise ModelError(f"watch={format_value(self.pattern)}: {why}") from None
 
     def add_watched_outputs(self, graph: Graph) -> Graph:
         """Return the graph with all watched values as additional outputs."""

@@ -37,8 +37,8 @@ def _infer_arange(specs: OperandSpecs, attrs: Attrs) -> Spec:
     errors=(
         ("start=0.0, stop=4.0, step=0.0", "step not 0"),
         ("start=0.0", "stop is missing"),
-        ("start=0.0, stop=1e+300, step=1e-300", "must be finite"),
-        ("start=0.0, stop=1e+40", "more than 2^63"),
+        ("start=0.0, stop=1e+300", "at most 3.4028235e38"),
+        ("start=0.0, stop=1e+38", "more than 2^63"),
     ),
     is_required=False,
 )
