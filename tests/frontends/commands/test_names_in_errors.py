@@ -87,7 +87,7 @@ def test_an_error_of_a_command_names_the_flag_or_the_file(command, action, tmp_p
 @pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda v: str(v)[:12])
 @pytest.mark.parametrize("name", [*RUN_OPTIONS, "path"])
 def test_an_error_of_a_model_names_the_argument(name, value):
-    check_python_error(lambda: hocket.Model(**{name: value}).close(), name)
+    check_python_error(lambda: hocket.Model(**{name: value}).close(), name, path=str(value))
 
 
 @pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda v: str(v)[:12])
@@ -110,14 +110,15 @@ def test_an_error_of_a_generation_names_the_argument(name, value, model):
     check_python_error(lambda: [*model.generate("hi", **options)], rf"{name}|{words.get(name, name)}")
 
 
-def check_python_error(call, pattern):
-    """Check that a call succeeds, or raises an error of one line that names the argument and no flag."""
+def check_python_error(call, pattern, path=""):
+    """Check that a call succeeds, or raises an error of one line that names the argument, or `path`, and no flag."""
     message = ""
     try:
         call()
     except hocket.HocketError as error:
         message = str(error)
-    assert not message or re.search(rf"\b({pattern})\b", message), message
+    is_of_file = path and message.startswith(f"{path}: ")
+    assert not message or is_of_file or re.search(rf"\b({pattern})\b", message), message
     assert "\n" not in message
     assert not re.search(r"(?<![\w'])--[a-z]{2,}", message), message
 
