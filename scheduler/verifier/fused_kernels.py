@@ -6,7 +6,8 @@ each kernel reads must have the contents that the instructions find in program o
 
 Rules, named at the beginning of each fault:
 
-- order: each instruction runs once, and no instruction passes a collective.
+- order: each instruction and each kernel runs once, and no instruction passes a collective. Instructions of a kernel
+  are ascending.
 - operands: a kernel reads the elements that its instructions read, and no others; each has the same content as in
   program order.
 - expression: each result is the composition of its instructions, with the same roundings and the same rows.
@@ -22,6 +23,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
 
 from ...backends.base import Instruction, Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels, ProgramFusion
@@ -29,6 +33,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
+from ...ops.declaration.interpreter import ScalarLanguageDeclaration
 from .memory.buffer_contents import BufferContents, compute_byte_extent
 
 Extent = tuple[int, int, int]
@@ -72,9 +77,13 @@ def _find_order_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]
         yield f"order: instruction {min(wrong)} runs {times[min(wrong)]} times"
         return
     groups = {*fusion.order}
-    for numbers in (kernel.instruction_numbers for kernel in fusion.expressions):
+    for numbers, kernels in Counter(kernel.instruction_numbers for kernel in fusion.expressions).items():
         if numbers not in groups:
             yield f"order: the instructions {numbers} have a kernel, but do not run together"
+        if kernels > 1:
+            yield f"order: the instructions {numbers} have {kernels} kernels"
+        if [*numbers] != sorted(numbers):
+            yield f"order: the instructions {numbers} of a kernel are not ascending"
     run = [n for group in fusion.order for n in group]
     passed = 0
     for position, number in enumerate(run):
@@ -150,6 +159,7 @@ class _RunContents:
             self.reads.append([None if t is None else _read_content(contents, t) for t in instruction.src])
             for content in self.reads[-1]:
                 self._note_readers(content, number)
+            _record_scratch(contents, instruction)
             for index, tensor in enumerate(instruction.dst):
                 contents.record_write(compute_byte_extent(tensor), (number, index))
                 self.readers.setdefault((number, index), set())
@@ -158,7 +168,7 @@ class _RunContents:
             self.retained |= {value for _, _, value in content if isinstance(value, tuple)}
 
     def _make_start(self) -> BufferContents:
-        return BufferContents(self.program)
+        return BufferContents(self.program, keeps_remainders=True)
 
     def _note_readers(self, content: Content | None, number: int) -> None:
         for _, _, value in content or ():
@@ -188,11 +198,14 @@ class _RunContents:
             for number in group:
                 for index, tensor in enumerate(self.program.instructions[number].src):
                     expected = self.reads[number][index]
-                    if tensor is None or any(isinstance(v, tuple) and v[0] in members for _, _, v in expected or ()):
+                    if tensor is None or expected is None:
                         continue
-                    if _read_content(contents, tensor) != expected:
+                    inside = [part for part in expected if isinstance(part[2], tuple) and part[2][0] in members]
+                    if _leave_out(_read_content(contents, tensor), inside) != _leave_out(expected, inside):
                         yield f"operands: operand {index} of instruction {number} has another content in the fused run"
             for number in group:
+                if len(group) == 1:
+                    _record_scratch(contents, self.program.instructions[number])
                 if len(group) == 1 or self.is_needed(number, group):
                     for index, tensor in enumerate(self.program.instructions[number].dst):
                         contents.record_write(compute_byte_extent(tensor), (number, index))
@@ -210,6 +223,20 @@ def _read_content(contents: BufferContents, tensor: Tensor) -> Content:
     first, stop = max(bisect_right(starts, start) - 1, 0), bisect_left(starts, end)
     parts = [(starts[at], *ranges[at]) for at in range(first, stop)]
     return tuple((max(low, start), min(high, end), value) for low, high, value in parts if high > start)
+
+
+def _record_scratch(contents: BufferContents, instruction: Instruction) -> None:
+    if instruction.scratch is not None:
+        contents.record_write(compute_byte_extent(instruction.scratch), None)
+
+
+def _leave_out(content: Content, ranges: Sequence[tuple[int, int, object]]) -> Content:
+    """Return a content without the bytes of `ranges`, which are in order and do not overlap."""
+    parts: Sequence[tuple[int, int, object]] = content
+    for start, end, _ in ranges:
+        before = [(low, min(high, start), value) for low, high, value in parts if low < start]
+        parts = [*before, *((max(low, end), high, value) for low, high, value in parts if high > end)]
+    return tuple(parts)
 
 
 # ------------------------------------------------------------------------------------------------------- expressions
@@ -257,8 +284,10 @@ class _KernelTerms:
         for number in group.instruction_numbers:
             self.computed[number] = self._trace_instruction(number, self.program.instructions[number], size)
         own = self._trace_kernel()
+        numbers = group.instruction_numbers  # values that only members read may lie at the same place
+        needed = [n for n in numbers if self.contents.is_needed(n, numbers)]
         for step, place in group.results:
-            makers = [n for n in group.instruction_numbers if self._is_written_at(n, place)]
+            makers = [n for n in needed if self._is_written_at(n, place)]
             _require(0 <= step < len(own), "expression: a result is no step")
             _require(
                 any(self.computed[n][0] == own[step] for n in makers),
@@ -310,8 +339,11 @@ class _KernelTerms:
     def _trace_instruction(self, number: int, instruction: Instruction, size: int) -> tuple[int, bool]:
         """Return the term of the result of an instruction, and whether it is one number per row."""
         declared = REGISTRY[instruction.op].expression if instruction.op in REGISTRY else None
-        if declared is None or (declared.arrange is not None and any(t is not None for t in instruction.src[1:])):
+        if declared is None or not _keeps_operands(declared, instruction):
             raise _FusedKernelError(f"expression: the op {instruction.op} is not declared in the scalar language")
+        _require(
+            instruction.dst[0].dtype is DType.F32, f"expression: the result of instruction {number} is not float32"
+        )
         operands = [*instruction.src, *[None] * (len(declared.operand_names) - len(instruction.src))]
         expression = declared.trace([t is not None for t in operands], instruction.attrs)
         has_rows = any(s.function.startswith(REDUCTION_PREFIX) for s in expression.steps)
@@ -345,6 +377,7 @@ class _KernelTerms:
         """Return the term of an operand of an instruction: the result of another one of the group, or memory."""
         tensor = self.program.instructions[number].src[index]
         assert tensor is not None
+        _require(tensor.dtype is DType.F32, f"operands: operand {index} of instruction {number} is not float32")
         axes = _merge_axes(tensor, shape)
         _require(axes is not None, f"operands: operand {index} of instruction {number} is repeated as tiles")
         content = self.contents.reads[number][index] or ()
@@ -365,6 +398,15 @@ class _KernelTerms:
         same = tensor.offset == out.offset and _merge_axes(out) == (((rows, 1),) if rows > 1 else ()) and axes == dense
         _require(same, f"operands: operand {index} of instruction {number} is another view of instruction {maker}")
         return term
+
+
+def _keeps_operands(declared: ScalarLanguageDeclaration, instruction: Instruction) -> bool:
+    """Return whether the expression of an op has the operands of the instruction: its `arrange` returns them as is."""
+    if declared.arrange is None:
+        return True
+    operands = [None if t is None else np.broadcast_to(np.float32(0), t.shape) for t in instruction.src]
+    arranged = declared.arrange_operands_for_expression(operands, instruction.attrs)
+    return all(a is b for a, b in zip_longest(arranged, operands))
 
 
 class _FusedKernelError(Exception):

@@ -23,10 +23,11 @@ class BufferContents:
     - `starts`, `ranges`: for each buffer its disjoint byte ranges in order, as first bytes and as (end byte, value).
     - `overwritten_values`: the values that lost bytes, until a caller clears the list.
     - `arena_end`: the end of the last value so far in the arena, which is buffer 0.
+    - `keeps_remainders`: whether the remaining bytes of an overwritten value keep it; else they are unknown content.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, *, keeps_remainders: bool = False) -> None:
+        self.program, self.keeps_remainders = program, keeps_remainders
         self.starts: list[list[int]] = [[] for _ in program.buffers]
         self.ranges: list[list[tuple[int, object]]] = [[] for _ in program.buffers]
         self.overwritten_values: list[object] = []
@@ -35,7 +36,7 @@ class BufferContents:
     def record_write(self, extent: tuple[int, int, int], value: object) -> None:
         """Record that an instruction writes a value to a byte range, and note the values that lose bytes.
 
-        The values that lose bytes are added to `overwritten_values`. Their remaining bytes become unknown content.
+        The values that lose bytes are added to `overwritten_values`.
 
         Args:
             extent: The buffer number, the first byte and the end byte.
@@ -53,11 +54,12 @@ class BufferContents:
         last = bisect_left(starts, end, first)
         new: list[tuple[int, tuple[int, object]]] = [(start, (end, value))]
         self.overwritten_values += [content for _, content in ranges[first:last]]
-        if first < last:  # the rest of an overwritten value is invalid
+        if first < last:
+            (_, value_before), (end_behind, value_behind) = ranges[first], ranges[last - 1]
             if starts[first] < start:
-                new.insert(0, (starts[first], (start, None)))
-            if ranges[last - 1][0] > end:
-                new.append((end, (ranges[last - 1][0], None)))
+                new.insert(0, (starts[first], (start, value_before if self.keeps_remainders else None)))
+            if end_behind > end:
+                new.append((end, (end_behind, value_behind if self.keeps_remainders else None)))
         starts[first:last] = [at for at, _ in new]
         ranges[first:last] = [content for _, content in new]
 

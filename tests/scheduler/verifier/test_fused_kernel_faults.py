@@ -16,6 +16,9 @@ from hocket.graph import DType
 from hocket.ops import REGISTRY
 from hocket.scheduler.verifier.fused_kernels import find_fusion_faults
 
+from ...given.fusion_faults import FUSION_FAULTS, FusionFault
+from ...given.fusion_faults.programs import GRAPH_BUILDERS, build_fused_program
+
 Planted = Callable[[Program, ProgramFusion], tuple[Program, ProgramFusion]]
 ROWS, COLUMNS = 4, 24
 
@@ -275,6 +278,17 @@ def test_each_planted_order_is_found_by_its_rule(fault: str):
     assert [*find_fusion_faults(program, fusion)] == []
     found = [*find_fusion_faults(*plant(program, fusion))]
     assert any(f"{rule}: " in why for why in found), found
+
+
+@pytest.mark.parametrize("name", GRAPH_BUILDERS)
+def test_a_program_without_a_planted_fault_is_correct(name: str):
+    assert not [*find_fusion_faults(*build_fused_program(name))]
+
+
+@pytest.mark.parametrize("fault", FUSION_FAULTS, ids=lambda fault: fault.name)
+def test_each_fault_that_was_planted_blindly_is_found_by_its_rule(fault: FusionFault):
+    faults = [*find_fusion_faults(*fault.plant())]
+    assert any(fault.message in found for found in faults), faults
 
 
 def test_a_plan_with_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch):
