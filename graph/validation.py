@@ -106,9 +106,9 @@ def mapping_of(key: ArgumentKind, entry: ArgumentKind, description: str) -> Argu
 
 def integer_between(low: int, high: int = sys.maxsize) -> ArgumentKind:
     """Return the argument kind that accepts integers from `low` to `high`, except False and True."""
-    description = f"an integer from {low}" + ("" if high == sys.maxsize else f" to {high}")
     return ArgumentKind(
-        description, lambda v: isinstance(v, int | np.integer) and not isinstance(v, bool) and bool(low <= v <= high)
+        f"an integer from {low} to {high}",
+        lambda v: isinstance(v, int | np.integer) and not isinstance(v, bool) and bool(low <= v <= high),
     )
 
 

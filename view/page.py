@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -75,6 +75,7 @@ def view_plan(
     trace: Trace | str | Path | None = None,
     tokens: int | None = None,
     title: str = "plan",
+    rename_arguments: Callable[[str], str] = str,
 ) -> Page:
     """Build the page that shows a plan with its graph, memory and timeline.
 
@@ -84,18 +85,23 @@ def view_plan(
         trace: A trace of runs of `plan`, or its file; the page shows the measured time of each instruction.
         tokens: The token count of a run; the page shows transferred bytes per token.
         title: The title of the page.
+        rename_arguments: Returns a placement hint with other names for the arguments of Python, such as flags.
 
     Raises:
         PlanError: the trace belongs to another plan.
     """
-    planned = _plan_page_data(plan, None if trace is None else read_measured_times_from_trace(plan, trace))
-    documents = [planned] if before is None else [_plan_page_data(before), planned]
+    times = None if trace is None else read_measured_times_from_trace(plan, trace)
+    planned = _plan_page_data(plan, rename_arguments, times)
+    documents = [planned] if before is None else [_plan_page_data(before, rename_arguments), planned]
     return _page(title, documents, () if before is None else diff_plans(before, plan), tokens)
 
 
-def _plan_page_data(plan: Plan, times: MeasuredPlan | None = None) -> dict[str, Any]:
+def _plan_page_data(
+    plan: Plan, rename_arguments: Callable[[str], str], times: MeasuredPlan | None = None
+) -> dict[str, Any]:
     graph, factors = GraphData(plan.graph), Factors(plan.graph)
     drawn = PlanData(plan, graph, times).build_page_data()
+    drawn["hinted"] = {number: rename_arguments(hint) for number, hint in drawn["hinted"].items()}
     drawn["decided"] = list_search_reasons_by_node(plan, graph, factors)
     return {
         "graph": graph.build_page_data(),

@@ -172,8 +172,9 @@ class BenchmarkSettings:
         Raises:
             ModelError: The context of the model is shorter.
         """
-        context = max(t.depth + t.tokens for t in self.tests)
-        self.model.require_context_within_training(context)
+        longest = max(self.tests, key=lambda t: t.depth + t.tokens)
+        context = longest.depth + longest.tokens
+        self.model.require_context_within_training(context, f"the context of {longest.name}")
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 

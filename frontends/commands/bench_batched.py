@@ -83,8 +83,9 @@ class BatchedBenchmark:
         Raises:
             ModelError: The context of the model is too short.
         """
-        context = max(self.prompt_lengths) + max(self.new_counts)
-        self.model.require_context_within_training(context)
+        prompt, new = max(self.prompt_lengths), max(self.new_counts)
+        context = prompt + new
+        self.model.require_context_within_training(context, f"the context of -p {prompt} and -n {new}")
         max_sequences = max(self.sequence_counts)
         one = open_session(
             self.model,

@@ -280,7 +280,16 @@ def make_requested_and_session_plans(
         host = HostOffload(*simulation.host, simulation.host_hardware)
     options = partial(plan_for_group, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)
     plan = options(graph, group, hardware=hardware)
-    return plan, options(graph, group, hardware=hardware, host=host) if compute_missing_bytes(plan) else plan
+    if not compute_missing_bytes(plan):
+        return (name_flags_in_pin_reasons(plan),) * 2
+    with_host = options(graph, group, hardware=hardware, host=host)
+    return name_flags_in_pin_reasons(plan), name_flags_in_pin_reasons(with_host)
+
+
+def name_flags_in_pin_reasons(plan: Plan) -> Plan:
+    """Return the same plan, where the reasons of pinned nodes name command-line flags in place of arguments."""
+    pinned_nodes = (replace(p, because=replace_arguments_by_flag_names(p.because)) for p in plan.pinned_nodes)
+    return replace(plan, pinned_nodes=tuple(pinned_nodes)) if plan.pinned_nodes else plan
 
 
 def plan_with_weight_layout_of(plan: Plan, graph: Graph) -> Plan:
@@ -295,7 +304,7 @@ def read_plan(path: str) -> Plan:
             data = file.read(MAX_GRAPH_FILE_BYTES + 1)
         if len(data) > MAX_GRAPH_FILE_BYTES:
             raise PlanError(f"has more than {MAX_GRAPH_FILE_BYTES} bytes")
-        return plan_from_json(data.decode("utf-8"))
+        return name_flags_in_pin_reasons(plan_from_json(data.decode("utf-8")))
     except UnicodeDecodeError:
         raise ModelError(f"{path}: is no plan (not UTF-8); write one with `hocket plan --json`") from None
     except PlanError as why:

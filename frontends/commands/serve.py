@@ -344,6 +344,8 @@ def read_server_options_and_files(args: argparse.Namespace) -> ServerOptions:
         raise ModelError(f"--slot-save-path: {args.slot_save_path!a:.200} is no folder; create it")
     if not all(args.alias):
         raise ModelError("--alias is empty; give a name")
+    if not all(args.cors_origin):
+        raise ModelError("--cors-origin is empty; give an origin, as https://page.example")
     return ServerOptions(
         host=args.host,
         port=args.port,

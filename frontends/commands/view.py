@@ -10,6 +10,7 @@ from ...graph.storage.files import require_writable
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..graph_file import STDIN
+from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr
 from .plan import (
     SIMULATE_HELP,
@@ -69,7 +70,9 @@ def build_plan_or_graph_page(args: argparse.Namespace, title: str) -> Page:
     if args.graph and args.trace:
         raise ModelError("a graph alone has no steps that took time; leave out --graph or --trace")
     before = None if args.diff is None else read_plan(args.diff)
-    make_page = partial(view_plan, before=before, trace=args.trace, title=title)
+    make_page = partial(
+        view_plan, before=before, trace=args.trace, title=title, rename_arguments=replace_arguments_by_flag_names
+    )
     if is_json_plan_file(args.model):
         plan = read_plan(args.model)
         return view_graph(plan.graph, title=title) if args.graph else make_page(plan)

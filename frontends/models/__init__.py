@@ -187,10 +187,15 @@ class Model:
         guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count))
         return state != NEXT_TOKEN_STATE and not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
-    def require_context_within_training(self, context: int) -> None:
-        """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for."""
+    def require_context_within_training(self, context: int, subject: str = "context") -> None:
+        """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for.
+
+        `subject` is the name of the context in the error message.
+        """
         if context > self.context_length:
-            raise ModelError(f"context is {context}, but the model was trained for {self.context_length}; choose less")
+            raise ModelError(
+                f"{subject} is {context}, but the model was trained for {self.context_length}; choose less"
+            )
 
     def graph(self, step: Step) -> Graph:
         """Build the graph of a step. Its weights are bound by tensor name; `inputs` returns the arrays of its inputs.

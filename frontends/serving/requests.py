@@ -24,7 +24,7 @@ class ContextExceededError(HocketError):
     def __init__(self, prompt_tokens: int, context: int) -> None:
         super().__init__(
             f"the prompt has {prompt_tokens} tokens, but the context holds {context} with one more token; "
-            "shorten the prompt, or start the server with a larger --ctx-size"
+            "shorten the prompt or give a larger context=N"
         )
         self.prompt_tokens, self.context = prompt_tokens, context
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 import hocket
 from hocket.cli import main
 from hocket.frontends.terminal.arguments import list_flags_by_argument, replace_arguments_by_flag_names
+from hocket.scheduler.serialisation.plan_json import plan_to_json
+
+from ...given.models.goldens import TINY
+from ...given.plans.faults import decoder
 
 ONE = ("-p", "It is a truth", "--temp", "0", "-n", "8", "-c", "64")
 TEXT = "It is a truth which I am not at all in love"
@@ -49,6 +56,13 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, message, capsys):
         ("run -p x -n 1 --save-state .", "hocket: .: Is a directory; name a file in it"),
         ("run -p x -n 1 -sys hi", "-sys is what a talk begins with; add --chat"),
         ("run -p x -n 1 --devices cpu:0,", "--devices is ('cpu:0', ''); it must be names of devices, as cpu:0,cpu:1"),
+        ("run -p x -n 1 -c 99999999999999999999", "it must be an integer from 0 to 9223372036854775807 or None"),
+        (
+            "bench MODEL -p 600 -n 8",
+            "hocket: the context of pp600 is 600, but the model was trained for 512; choose less",
+        ),
+        ("bench MODEL -n 9 -d 600", "hocket: the context of pp512 @ d600 is 1112, but the model was trained for 512"),
+        ("bench MODEL -p 600 -n 8 -np 2", "hocket: the context of -p 600 and -n 8 is 608, but the model was trained"),
         ("run -p x -n 1 --devices cpu0", "there is no backend for device kind 'cpu0'; did you mean cpu"),
         ("run -p x -n 1 --devices cpu:0 --tensor-split 1,2", "--tensor-split 1,2: need at most 1 shares"),
         (
@@ -70,7 +84,7 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, message, capsys):
 def test_impossible_arguments_are_reported_in_one_line_before_the_work(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
-    assert main(words.split()) == 2
+    assert main([TINY if word == "MODEL" else word for word in words.split()]) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert message in line
@@ -116,6 +130,22 @@ def test_a_full_context_ends_in_one_line_or_shifts(capsys):
 def test_arguments_in_a_message_become_flags(message, line):
     assert replace_arguments_by_flag_names(message) == line
     assert not any(flag in message for flag in list_flags_by_argument().values())
+
+
+@pytest.mark.long
+def test_plans_in_json_and_pages_name_flags(tmp_path, capsys):
+    page, plan = tmp_path / "page.html", tmp_path / "plan.json"
+    devices = ("--devices", "cpu:0,cpu:1", "--split-mode", "tensor")
+    assert main(["view", TINY, *devices, "-o", str(page)]) == 0
+    assert "--place 'token_embd" in page.read_text("utf-8")
+    placed = hocket.plan(decoder(), ("numpy:0", "numpy:1"), split_mode="tensor", place=[("head", "numpy:1")])
+    assert "place='head=numpy:1'" in placed.view().html
+    plan.write_text(plan_to_json(placed), "utf-8")
+    assert main(["view", str(plan), "-o", str(page)]) == 0
+    assert "--place head=numpy:1" in page.read_text("utf-8")
+    assert not re.search(r"\bplace='", page.read_text("utf-8"))
+    assert main(["plan", TINY, *devices, "--place", "output=cpu:1", "--json"]) == 0
+    assert {row["because"] for row in json.loads(capsys.readouterr().out)["placed"]} == {"--place output=cpu:1"}
 
 
 def test_python_names_arguments_where_the_command_line_names_flags(capsys):

@@ -137,7 +137,7 @@ def test_the_file_of_a_state_is_an_argument(method, path, model):
         ({"exact": True, "wire": "bf16"}, "exact=True excludes wire='bf16', which"),
         ({"control_layers": (5, 2)}, r"control_layers=\(5, 2\) is for control vectors; give control_vectors=FILE"),
         ({"path": ""}, "Model: path is ''; it must be the path of a file or None"),
-        ({"batch": 0}, "Model: batch is 0; it must be an integer from 1"),
+        ({"batch": 0}, "Model: batch is 0; it must be an integer from 1 to 9223372036854775807"),
         ({"devices": "cpu:0,"}, "Model: devices is 'cpu:0,'; it must be names of devices"),
         ({"split_mode": "rows"}, "split_mode is 'rows'; need one of"),
         ({"context": 10**6}, "context is 1000000, but the model was trained for 512"),

@@ -199,6 +199,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
         (["--host", "0.0.0.0"], "--host '0.0.0.0' is reachable from other machines; give an API key"),
         (["--api-key-file", os.devnull], "has no API key; write one in a line"),
         (["--alias", ""], "hocket: --alias is empty; give a name"),
+        (["--cors-origin", ""], "hocket: --cors-origin is empty; give an origin, as https://page.example"),
         (["--ssl-cert-file", "a"], "hocket: HTTPS needs both --ssl-cert-file and --ssl-key-file"),
         (["--ssl-cert-file", "a", "--ssl-key-file", "b"], "HTTPS cannot use a with b: No such file or directory"),
         (["--chat-template", "BAD"], "hocket: --chat-template: line 1: Expected an expression"),

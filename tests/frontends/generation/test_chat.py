@@ -165,7 +165,7 @@ def test_the_template_is_found_by_name() -> None:
 
 
 def test_a_model_without_template_says_so() -> None:
-    with pytest.raises(ModelError, match="the model has no chat template; give plain text, or --chat-template"):
+    with pytest.raises(ModelError, match="the model has no chat template; give plain text, or chat_template=TEMPLATE"):
         select_chat_template({})
     with pytest.raises(ModelError, match=r"tokenizer\.chat_template is a int; need a string"):
         select_chat_template({"tokenizer.chat_template": 3})

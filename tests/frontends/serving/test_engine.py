@@ -315,7 +315,9 @@ def test_requests_that_cannot_run_are_refused_at_once():
     engine = make_engine(FakePool(1, context=32), queue_size=2)
     with pytest.raises(ModelError, match="the prompt is empty"):
         engine.submit(make_request("empty", ()))
-    with pytest.raises(ContextExceededError, match="the prompt has 32 tokens, but the context holds 32"):
+    with pytest.raises(
+        ContextExceededError, match=r"the prompt has 32 tokens, but the context holds 32 .* give a larger context=N$"
+    ):
         engine.submit(make_request("long", [1] * 32))
     engine.submit(make_request("a", (1, 2)))
     engine.submit(make_request("b", (1, 2)))
