@@ -31,7 +31,6 @@ from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
 from .memory.buffer_contents import BufferContents, compute_byte_extent
 
-Extent = tuple[int, int, int]
 Axes = tuple[tuple[int, int], ...]
 Content = tuple[tuple[int, int, object], ...]
 """The contents of a byte range: first byte, end byte and content of each part."""
