@@ -7,6 +7,7 @@ ended.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -104,6 +105,8 @@ class World:
         self._has_sent_failure = self._is_ending = self._is_over = False
         self._last_words: dict[int, tuple[str, float]] = {}
         self._ended: dict[int, bytes] = {}
+        self._done_at: dict[int, float] = {}
+        """The times at which ranks told that they have done their work; earlier packets may still be under way."""
         self._done, self._leaving = threading.Event(), threading.Event()
         if link:
             self._link = link
@@ -141,8 +144,22 @@ class World:
                 raise RanksError(f"{self.describe_rank(self.rank)}: no rank receives its message for {timeout:g} s")
 
     def receive_packet(self, source: int, channel: int, timeout: float | None = None) -> Packet | None:
-        """Return the next packet from a rank on a channel, or None after `timeout` seconds."""
-        return self._poll_until(lambda: self._link.try_receive(source, channel), timeout)
+        """Return the next packet from a rank on a channel, or None after `timeout` seconds.
+
+        Raises:
+            RanksError: A rank failed, or the source has done its work and sends no more packets.
+        """
+
+        def poll() -> Packet | None:
+            packet = self._link.try_receive(source, channel)
+            if packet is None and time.monotonic() - self._done_at.get(source, math.inf) > SHUTDOWN_GRACE_SECONDS:
+                raise RanksError(
+                    f"it still waits for {self.describe_rank(source)}, which has ended; "
+                    "give all ranks the same command and flags"
+                )
+            return packet
+
+        return self._poll_until(poll, timeout)
 
     def _poll_until(self, poll: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
         """Call `poll` repeatedly until it returns a value, and return the value; return None after `timeout` seconds.
@@ -395,6 +412,7 @@ class World:
             self._last[rank] = now
             if kind in (DONE, GONE, CLOSES):
                 self._ended[rank] = kind
+                self._done_at |= {rank: now} if kind == DONE else {}
             elif kind == FAILED:
                 self._failure_reasons[rank] = text
                 self._record_failure(RankFailure(rank, self.hosts[rank], text))

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from ..graph.layer_folding import Item, NodeBlock, iterate_blocks
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(?![A-Za-z0-9])")
-MAX_LABEL_NAMES = 2
-"""The largest number of names in a label."""
 
 
 def extract_name_prefix(name: str) -> str:

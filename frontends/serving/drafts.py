@@ -293,6 +293,11 @@ class DraftingSlotPool(SlotPool):
         self._evaluated.pop(slot, None)
         super().restore_recurrent_states(slot, saved)
 
+    def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
+        """Copy KV-cache cells to another slot, and drop its drafts of another text; see `SlotPool.copy_cache_cells`."""
+        self._evaluated.pop(target, None)
+        super().copy_cache_cells(source, target, tokens)
+
     def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
         """Copy the states of a slot; see `SlotPool.capture_slot`."""
         self._finish_drafts(slot)

@@ -210,4 +210,4 @@ def choose_token(one: RunningRequest, logits: StepOutput) -> int:
 
 
 _UNUSED_RNG = np.random.default_rng(0)
-"""The argument of `Sampling.choose` at temperature 0, which draws no number."""
+"""The argument of `Sampling.choose_token` at temperature 0, which draws no number."""

@@ -36,7 +36,6 @@ from ...ops.collectives import COLLECTIVES
 from ...ops.declaration.interpreter import ScalarLanguageDeclaration
 from .memory.buffer_contents import BufferContents, compute_byte_extent
 
-Extent = tuple[int, int, int]
 Axes = tuple[tuple[int, int], ...]
 Content = tuple[tuple[int, int, object], ...]
 """The contents of a byte range: first byte, end byte and content of each part."""

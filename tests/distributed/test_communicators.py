@@ -12,6 +12,7 @@ import pytest
 from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.distributed import RanksError
+from hocket.distributed import world as ranks_world
 from hocket.distributed.array_packets import PACKET_HEADER, pack_array, unpack_array
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.distributed.world import DATA
@@ -148,6 +149,28 @@ def test_ranks_that_do_not_agree_are_named_on_all_of_them():
 
 def test_a_rank_that_is_done_waits_for_one_that_is_not():
     assert in_threads(2, lambda world: time.sleep(0.3 * world.rank)) == [None, None]
+
+
+def test_a_wait_for_a_rank_that_has_ended_is_an_error():
+    """The ranks have other flags: rank 0 prints a plan, and the others follow a server."""
+
+    def run(world):
+        if world.rank == 0:
+            return world.wait_for_all_ranks_and_close()
+        return world.broadcast_from_rank_0(lambda: b"")
+
+    with pytest.raises(RanksError, match="it still waits for rank 0 on machine0, which has ended; give all ranks"):
+        in_threads(2, run, hosts=2)
+
+
+def test_bytes_from_before_the_end_of_a_rank_arrive(monkeypatch):
+    monkeypatch.setattr(ranks_world, "SHUTDOWN_GRACE_SECONDS", 0.0)
+
+    def run(world):
+        time.sleep(0.3 * world.rank)
+        return world.broadcast_from_rank_0(lambda: b"a plan")
+
+    assert in_threads(2, run) == [b"a plan"] * 2
 
 
 def test_whoever_waits_hears_that_another_rank_failed():

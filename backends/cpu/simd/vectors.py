@@ -321,17 +321,6 @@ def _make_nan_propagating_choice(comparison: str) -> Intrinsic:
 larger, smaller = _make_nan_propagating_choice(">"), _make_nan_propagating_choice("<")
 
 
-def make_lane_comparison(comparison: str) -> Intrinsic:
-    """Make an intrinsic that returns 1.0 in lanes with ``x comparison y``, else 0.0; for NaN only ``!=`` holds."""
-
-    @intrinsic(FLOATS, FLOATS, FLOATS)
-    def compare_lanes(b, x, y):
-        compare = b.fcmp_unordered if comparison == "!=" else b.fcmp_ordered
-        return b.select(compare(comparison, x, y), _const(_F, 1.0), _const(_F, 0.0))
-
-    return compare_lanes
-
-
 @intrinsic(FLOATS, INTS)
 def power_of_two(b, exponents):
     """Return ``2.0**exponents`` of int32 exponents from -126 to 127, as float32 lanes."""
@@ -345,12 +334,6 @@ halve_ints = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
 def mask_with_negative_infinity(b, x, count):
     """Keep the first `count` lanes of `x`, and set the other lanes to -inf."""
     return b.select(emit_first_lanes_mask(b, count), x, _const(_F, float("-inf")))
-
-
-@intrinsic(FLOATS, FLOATS, ADDRESS)
-def mask_with_zeros(b, x, count):
-    """Keep the first `count` lanes of `x`, and set the other lanes to 0."""
-    return b.select(emit_first_lanes_mask(b, count), x, _const(_F, 0.0))
 
 
 def _make_lane_reduction(combine: Callable[..., Any]) -> Intrinsic:

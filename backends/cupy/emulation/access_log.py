@@ -51,11 +51,6 @@ class LoggedLaunch:
     code: ctypes.CDLL
     events: npt.NDArray[np.void]
 
-    @property
-    def global_stream_index(self) -> int:
-        """The index of the launch's stream among the streams of all devices, which are numbered device by device."""
-        return self.device * STREAM_COUNT + self.stream
-
 
 STREAM_COUNT = 2
 MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)

@@ -13,7 +13,6 @@ from ..inputs.graph_builder import StepGraphBuilder
 from ..inputs.weights import ModelWeights
 
 SCALING_KINDS = ("none", "linear", "yarn", "longrope")
-SECTION_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)

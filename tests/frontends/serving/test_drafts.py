@@ -146,6 +146,28 @@ def test_a_slot_with_drafts_is_saved_as_one_without(name: str) -> None:
     assert drafted == run(make_pool(name))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_a_text_that_moves_to_a_slot_gets_no_drafts_of_the_text_before(name: str) -> None:
+    """Its next token is the draft token that the other text has left in the slot."""
+    prompt, other = list(prompt_of(name)[:32]), [40, 41, 42, 43]
+    pool, plain = make_drafting_pool(name, name, 3), make_pool(name, DRAFTED_SLOTS)
+    pool.clear_recurrent_states(0)
+    pool.read_prompt(0, prompt, [])
+    for token in range(50, 60):
+        if pool.list_drafted_tokens(0):
+            break
+        pool.decode({0: token}, {0: prompt})
+        prompt = [*prompt, token]
+    (token, *_) = pool.list_drafted_tokens(0)
+    logits = []
+    for one in (pool, plain):
+        one.clear_recurrent_states(1)
+        one.read_prompt(1, other, [])
+        PrefixCache(one, state_bytes=1 << 20).move_slot(1, 0, len(other))
+        logits.append(one.decode({0: token}, {0: other})[0])
+    assert np.array_equal(*logits)
+
+
 def test_rejected_drafts_in_a_ring_are_not_read() -> None:
     """They overwrite further old cells, so a shorter beginning is read again a bit sooner."""
     prompt = (prompt_of("gemma3") * 2)[:150]

@@ -99,8 +99,6 @@ BEGUN_OFFSET, STATE_BYTES = 256, 320
 """Offset of the word that says whether results exist, behind the softmax state; bytes of a state."""
 RESCALE_SLACK = np.float32(8)
 """Largest excess, in powers of two, of a score over the reference score of the weights."""
-KEYS_PER_SOFTMAX_STEP = 8
-"""Keys with weights between two products."""
 
 
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:

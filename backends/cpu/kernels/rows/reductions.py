@@ -33,8 +33,6 @@ from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_args_and_dense_copy
 
 FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
-MIN_FINITE = np.finfo(np.float32).min
-"""The mask value of some models. A row of it has a softmax; only a row of -inf has none."""
 
 
 SUM_ARGS = make_row_args("x y")
