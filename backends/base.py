@@ -62,7 +62,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Parse a device name such as ``cuda:0.1``; the default index is 0. Raises `BackendError` for other text."""
+        """Parse a device name such as ``cuda:0.1``. The default index is 0. Raises `BackendError` for other text."""
         if not text:
             raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
         here, at, rank = text.partition("@")
@@ -294,7 +294,7 @@ class Backend(Protocol):
     name: str
 
     def with_threads(self, threads: int) -> Backend:
-        """Return a backend with `threads` threads per device; a backend without a thread count returns itself."""
+        """Return a backend with `threads` threads per device. A backend without a thread count returns itself."""
 
     def devices(self) -> Sequence[Device]:
         """Return the devices that exist now. `device` may accept further indices, which are virtual devices."""
@@ -376,7 +376,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view_host_tensor(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
-    """Return a view of `tensor` as a NumPy array in a host buffer; a quantised dtype gives rows of block bytes."""
+    """Return a view of `tensor` as a NumPy array in a host buffer. A quantised dtype gives rows of block bytes."""
     dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.count_bytes(s) for s in tensor.strides]
     if dtype.is_quantised:
         shape, strides = (*shape[:-1], dtype.count_bytes(shape[-1])), [*strides[:-1], 1]

@@ -16,7 +16,10 @@ class DeclaresTolerance(Protocol):
     """A backend that declares the relative error of kernels which are less exact than float32."""
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of one operation of `node`, such as 2**-8 for 8-bit rounding; None for float32."""
+        """Return the relative error of one operation of `node`, such as 2**-8 for 8-bit rounding.
+
+        The result is None for float32.
+        """
 
 
 @runtime_checkable
@@ -101,7 +104,7 @@ class SupportsThreads(Protocol):
 
 @runtime_checkable
 class HasSeparateMemory(Protocol):
-    """A backend of devices with a memory of their own: the host waits for each copy of an output."""
+    """A backend of devices with a memory of their own. The host waits for each copy of an output."""
 
     has_separate_memory: bool
     """Always true; a backend without such devices lacks the attribute."""
@@ -161,7 +164,7 @@ class SupportsTiming(Protocol):
     """A compiled program that can report the kernels of a run and their times."""
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that a run calls, in order; `STAND_IN` replaces a missing kernel."""
+        """Return the names of the kernels that a run calls, in order. `STAND_IN` replaces a missing kernel."""
 
     def run_timed(self) -> Iterable[TimedKernel]:
         """Run the program once and return the start and end time of each kernel.
@@ -180,10 +183,11 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of a kernel by a program: the kernel, its source, and the positions of its instructions.
+    """One call of a kernel by a program.
 
-    `launches` is the number of launches that predictions count. It is above 1 for a generated kernel of several ops,
-    because the search for a plan knows no such kernels and prices each op alone.
+    It has the name of the kernel, its source, and the positions of its instructions. `launches` is the number of
+    launches that predictions count. It is above 1 for a generated kernel of several ops, because the search for a plan
+    knows no such kernels and prices each op alone.
     """
 
     kernel: str
@@ -263,7 +267,10 @@ class GeneratesFusedKernels(Protocol):
         """Return the order and the generated kernels with which the backend runs a program on any of its devices."""
 
     def has_cached_binding(self, program: Program) -> bool:
-        """Return whether the binding of a program is cached; it was written after the kernels had been verified."""
+        """Return whether the binding of a program is cached.
+
+        A cached binding was written after the kernels had been verified.
+        """
 
 
 @runtime_checkable

@@ -46,9 +46,10 @@ def log_missing_kernels(count: int) -> Iterator[None]:
 
 
 class _CompileProgressBar:
-    """The progress bar of compilation: it has the count of kernels and the name of the present one.
+    """The progress bar of compilation.
 
-    A timer opens it, because the first kernel may take longer than the delay.
+    It shows the count of kernels and the name of the present one. A timer opens it, because the first kernel may take
+    longer than the delay.
     """
 
     def __init__(self) -> None:

@@ -95,9 +95,9 @@ class HostCpu(NamedTuple):
 
 @cache
 def _find_host_cpu() -> HostCpu:
-    """Return the processor of this machine, from LLVM or from the cache of an earlier process.
+    """Return the processor of this machine.
 
-    To load LLVM takes 40 MB of memory.
+    The description comes from LLVM or from the cache of an earlier process. To load LLVM takes 40 MB of memory.
     """
     return HostCpu(**json.loads(read_cached_or_make(_find_host_cpu_cache_file(), _describe_host_cpu)))
 
@@ -110,7 +110,10 @@ def _describe_host_cpu() -> bytes:
 
 
 def _find_host_cpu_cache_file() -> Path | None:
-    """Return the cache file for LLVM's description of the host processor; None without ``/proc/cpuinfo``."""
+    """Return the cache file for LLVM's description of the host processor.
+
+    The result is None without ``/proc/cpuinfo``.
+    """
     try:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
     except OSError:

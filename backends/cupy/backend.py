@@ -128,7 +128,7 @@ class DriverBackend:
         return True
 
     def _compute_scratch_bytes(self, node: Node, limits: KernelLimits, strided_operand: int | None = None) -> int:
-        """Compute the scratch bytes of a node for a device with `limits`; raise `NoKernelError` if no kernel fits."""
+        """Compute the scratch bytes of a node for a device with `limits`. Raises `NoKernelError` if no kernel fits."""
         src, attrs = tuple(map(self._to_unbound_operand, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_graph_role(value)) for value in node.results)
         return compute_scratch_bytes_at_placeholders(node.op, src, results, attrs, limits, strided_operand)
@@ -256,7 +256,7 @@ class RecordedProgram:
         )
 
     def _record_launches(self) -> None:
-        """Record all launches of the program; launches between two collectives through the host are one recording."""
+        """Record all launches of the program. Launches between two collectives through the host are one recording."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}
         del self._builder.faults[self._bound_fault_count :]
         self._collectives.add_run_begin_launches(self._builder)
@@ -352,7 +352,10 @@ class RecordedProgram:
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that a run launches, in order; for a collective, the name of its op."""
+        """Return the names of the kernels that a run launches, in order.
+
+        A collective is listed by the name of its op.
+        """
         return [
             part.instruction.op if isinstance(part, CollectiveStep) else format_step_name(part) for part in self._parts
         ]

@@ -257,9 +257,10 @@ class CudaDriver:
         )
 
     def _make_replay_function(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        """Return a function that replays the steps: a single launch directly, anything else as a CUDA graph.
+        """Return a function that replays the steps.
 
-        A single library exchange is also a graph: NCCL needs exchanges in graphs on all devices or on none.
+        A single launch is replayed directly, anything else as a CUDA graph. A single library exchange is also a graph:
+        NCCL needs exchanges in graphs on all devices or on none.
         """
         stream = self.stream(on)
         if len(steps) == 1 and isinstance(steps[0], KernelLaunch):

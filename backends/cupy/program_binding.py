@@ -103,9 +103,10 @@ def bind_program_at_placeholders(
 
 
 def list_kernel_calls(program: Program, limits: KernelLimits) -> Iterator[KernelCall]:
-    """List the kernel calls of a program, with source location and instructions, without running the program.
+    """List the kernel calls of a program without running it.
 
-    The list has no kernels of collectives, because their transport is unknown before the program is loaded.
+    Each call has its source location and its instructions. The list has no kernels of collectives, because their
+    transport is unknown before the program is loaded.
     """
     flow, parts = bind_program_at_placeholders(program, limits)
     together = flow.groups_by_instruction()

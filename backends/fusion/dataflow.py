@@ -101,9 +101,10 @@ class Dataflow:
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
 
     def require_producer(self, number: int, index: int) -> int:
-        """Return the instruction that computes operand `index` of instruction `number`, or a value that contains it.
+        """Return the instruction that computes operand `index` of instruction `number`.
 
-        It is the last instruction before `number` that writes into the memory of the operand.
+        The instruction may instead compute a value that contains the operand. It is the last instruction before
+        `number` that writes into the memory of the operand.
 
         Raises `NoKernelError` if the operand is missing or no instruction computes it.
         """

@@ -78,7 +78,7 @@ class ExpressionGroup:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that the kernel reads and writes, each byte of an operand once."""
+        """The bytes that the kernel reads and writes. Each byte of an operand counts once."""
         return sum(o.region.high - o.region.low for o in (*self.operands, *self.results))
 
 

@@ -33,9 +33,10 @@ NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
 
 @dataclass(slots=True)
 class HostInstruction:
-    """One instruction with the NumPy arrays of its operands and results, its attributes, and float32 scratch memory.
+    """One instruction with the NumPy arrays of its operands and results.
 
-    A kernel takes slices of the scratch memory by `take_scratch`.
+    It also has its attributes and float32 scratch memory. A kernel takes slices of the scratch memory by
+    `take_scratch`.
     """
 
     src: list[Array | None]

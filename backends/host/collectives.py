@@ -129,7 +129,9 @@ def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[in
 
 
 def _make_axis_slices(ranges: Mapping[int, tuple[int, int]]) -> Index:
-    """Return an index that selects a range along some axes, and all entries along the other axes.
+    """Return an index that selects a range along some axes.
+
+    It selects all entries along the other axes.
 
     Args:
         ranges: The range (start, length) of each restricted axis, by axis number.

@@ -219,7 +219,7 @@ def _make_compiler_fingerprint() -> bytes:
 
 
 def _find_kernel_cache_file(definition: Kernel) -> Path | None:
-    """Return the cache file of the compiled kernel; None for a kernel without a source file."""
+    """Return the cache file of the compiled kernel. The result is None for a kernel without a source file."""
     body = definition.body
     try:
         if isinstance(body, IrBody) or _is_builtin(body):
@@ -241,12 +241,15 @@ def _is_builtin(body: KernelBody | IrBody) -> bool:
 
 @cache
 def _read_third_party_source(file: str) -> bytes:
-    """Read the source file of a kernel of another package; changes in files that it imports stay unnoticed."""
+    """Read the source file of a kernel of another package. Changes in files that it imports stay unnoticed."""
     return Path(file).read_bytes()
 
 
 def _list_compiled_kernel_files(definition: Kernel) -> Iterator[Path]:
-    """Yield the files that may hold compiled code of a kernel for this processor, the most specific one first."""
+    """Yield the files that may hold compiled code of a kernel for this processor.
+
+    The most specific file comes first.
+    """
     shipped = (
         [
             PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)

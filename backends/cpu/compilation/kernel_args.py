@@ -30,7 +30,10 @@ FIELD_PATTERN = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float
 
 @dataclass(frozen=True, slots=True)
 class ArgumentField:
-    """One named field of an argument block: `count` words from index `start`; None means the rest of the block."""
+    """One named field of an argument block.
+
+    It has `count` words from index `start`. A count of None means the rest of the block.
+    """
 
     start: int
     count: int | None
@@ -104,9 +107,10 @@ def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({}))
 
 
 def _make_argument_loader(start: int, is_single: bool, as_float: bool) -> Intrinsic:
-    """Make the intrinsic that loads one argument word: the word at `start` if `is_single`, else word ``start + i``.
+    """Make the intrinsic that loads one argument word.
 
-    With `as_float` the intrinsic returns the word as a float32. It takes the argument block and, unless `is_single`, i.
+    It loads the word at `start` if `is_single`, else word ``start + i``. With `as_float` the intrinsic returns the word
+    as a float32. It takes the argument block and, unless `is_single`, i.
     """
     load, result = (load_argument_float, FLOAT) if as_float else (load_argument_word, ADDRESS)
 

@@ -71,6 +71,9 @@ def _build_dataflow(program: Program) -> Dataflow:
 
 
 def find_binding_file(program: Program, threads: int) -> Path | None:
-    """Return the path of the cache file for the binding of a program; None for a program without a cache name."""
+    """Return the path of the cache file for the binding of a program.
+
+    The result is None for a program without a cache name.
+    """
     name = program.cache_name
     return make_cache_path("bindings", name, threads, compute_kernel_code_digest()) if name else None

@@ -63,9 +63,10 @@ def price_expression(expression: Expression) -> int:
 
 
 def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
-    """Trace an instruction; None if its op is not declared, or has a kernel of its own that does more.
+    """Trace an instruction, or return None if it cannot be part of an expression.
 
-    A kernel of a gated unit does more if it also quantises its result for matmuls.
+    The result is None if the op is not declared, or has a kernel of its own that does more. A kernel of a gated unit
+    does more if it also quantises its result for matmuls.
     """
     call = flow.bound_instruction(number)
     declared = REGISTRY[call.op].expression if call.op in REGISTRY else None

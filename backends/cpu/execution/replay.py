@@ -101,9 +101,10 @@ class CompiledSegment:
 
     @classmethod
     def from_steps(cls, steps: Sequence[TableStep], threads: int, memory: object) -> CompiledSegment:
-        """Build a segment from steps, after compiling missing kernels.
+        """Build a segment from steps.
 
-        `memory` is the object that keeps alive the memory to which the argument words point, except buffers.
+        Missing kernels are compiled first. `memory` is the object that keeps alive the memory to which the argument
+        words point, except buffers.
         """
         compile_missing_kernels([run_step_table, *(step.kernel for step in steps)])
         table = build_step_table(steps, threads, lambda step: step.kernel.address, lambda words: int(words.ctypes.data))

@@ -50,7 +50,7 @@ class ThreadPool:
 
     @property
     def start_and_end_kernels(self) -> Sequence[Kernel]:
-        """The kernels that start and end runs of the pool; empty with one thread."""
+        """The kernels that start and end runs of the pool. The sequence is empty with one thread."""
         return (
             (run_unless_threads_sleep, run_after_waking_threads, run_worker_thread_until_sleep)
             if self.threads > 1

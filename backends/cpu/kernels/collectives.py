@@ -283,9 +283,9 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_reduce_scatter_or_all_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a reduce-scatter or an all-gather; return False if the kernels cannot compute it.
+    """Add the step of a reduce-scatter or an all-gather.
 
-    The kernels need a single index range of the axis on each device.
+    Return False if the kernels cannot compute it. The kernels need a single index range of the axis on each device.
     """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out

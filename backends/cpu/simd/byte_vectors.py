@@ -96,7 +96,7 @@ def move_bit_field(b: Any, x: Any, from_bit: int, width: int, to_bit: int) -> An
 
 
 def _count_vector_bytes(value: Any) -> int:
-    """Return the number of bytes of an LLVM vector; 0 for a scalar."""
+    """Return the number of bytes of an LLVM vector. The result is 0 for a scalar."""
     kind = value.type
     return kind.count * kind.element.width // 8 if isinstance(kind, ir.VectorType) else 0
 

@@ -88,7 +88,9 @@ def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 def make_bit_plane_code_loader(
     plane_widths: tuple[int, ...], table: Intrinsic | None = None, to_bit: int = 0
 ) -> Intrinsic:
-    """Make an intrinsic ``(p, h) -> codes`` that loads the weight codes of 32 columns of 16 rows from bit planes.
+    """Make an intrinsic ``(p, h) -> codes`` that loads weight codes from bit planes.
+
+    The codes belong to 32 columns of 16 rows.
 
     Args:
         plane_widths: Bits of each code in the plane at `p`, and optionally the higher bits in the plane at `h`.

@@ -31,9 +31,10 @@ def _fold_two_vectors(b: Any, x: Any, y: Any, combine: Callable[[Any, Any], Any]
 
 @intrinsic(FLOATS, FLOATS, FLOATS)
 def reduce_two_to_max_magnitude(b, x, y):
-    """Reduce both vectors to their largest magnitudes, one in each half of the result; NaN if a lane is NaN.
+    """Reduce both vectors to their largest magnitudes, one in each half of the result.
 
-    Magnitudes are compared as integers, because the bits of a NaN are larger than the bits of all numbers.
+    A magnitude is NaN if a lane is NaN. Magnitudes are compared as integers, because the bits of a NaN are larger
+    than the bits of all numbers.
     """
     mask = ir.Constant(_I, [0x7FFFFFFF] * LANES)
     x, y = (b.and_(b.bitcast(v, _I), mask) for v in (x, y))

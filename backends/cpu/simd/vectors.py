@@ -373,13 +373,13 @@ def greater_or_nan_bitmask(b, x, y):
 
 @intrinsic(ADDRESS, ADDRESS)
 def count_trailing_zeros(b, n):
-    """Count the zero bits below the lowest set bit of a 64-bit integer; 64 for 0."""
+    """Count the zero bits below the lowest set bit of a 64-bit integer. The result is 64 for 0."""
     return _call(b, "llvm.cttz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 
 @intrinsic(ADDRESS, ADDRESS)
 def count_leading_zeros(b, n):
-    """Count the zero bits above the highest set bit of a 64-bit integer; 64 for 0."""
+    """Count the zero bits above the highest set bit of a 64-bit integer. The result is 64 for 0."""
     return _call(b, "llvm.ctlz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 

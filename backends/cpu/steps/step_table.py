@@ -216,7 +216,7 @@ class StepTableBuilder:
         return taken
 
     def allocate_memory(self, nbytes: int) -> Operand:
-        """Allocate memory that is aligned to a cache line and lives as long as the tables."""
+        """Allocate memory that lives as long as the tables. It is aligned to a cache line."""
         self._last_private_buffer -= 1
         return Operand(
             self.table_memory.allocate(nbytes), Tensor(self._last_private_buffer, 0, (nbytes,), (1,), DType.I8)

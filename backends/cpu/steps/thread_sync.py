@@ -63,10 +63,10 @@ def run_main_thread_and_wait(run_args, shared_block, threads):
 
 @kernel
 def run_unless_threads_sleep(run_args, shared_block, threads):
-    """Start a run of all threads, wait for its end, and return the status of thread 0.
+    """Start a run of all threads unless they sleep, and return the status of thread 0.
 
-    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes the threads and calls
-    `run_after_waking_threads`.
+    The function waits for the end of the run. If threads sleep, return `THREADS_SLEEPING` before the work of thread 0.
+    The caller wakes the threads and calls `run_after_waking_threads`.
     """
     if publish_run_and_count_sleepers(run_args, shared_block, threads) > 0:
         return THREADS_SLEEPING

@@ -29,9 +29,10 @@ MAX_SPANS = QUEUE_BYTES // 8
 
 @subroutine
 def take_work_item(tickets, following):
-    """Take the number of the next work item from the queue; return `following` if there is no queue.
+    """Take the number of the next work item from the queue.
 
-    `tickets` is the address of the queue, or 0 for none. Without a queue one thread does all items in order.
+    Return `following` if there is no queue. `tickets` is the address of the queue, or 0 for none. Without a queue one
+    thread does all items in order.
     """
     return fetch_add(tickets, 1) if tickets != 0 else following
 
@@ -72,5 +73,8 @@ def compute_first_row_of_span(rows, row_multiple, span, spans):
 
 @subroutine
 def compute_span_queue_address(tickets, span):
-    """Return the address of the work queue of row span number `span`; 0 if `tickets` is 0 (no queues)."""
+    """Return the address of the work queue of row span number `span`.
+
+    The result is 0 if `tickets` is 0, which means no queues.
+    """
     return tickets + 8 * span if tickets != 0 else 0

@@ -93,7 +93,10 @@ class MemoryBandwidthTest:
 
 
 def read_largest_cache_bytes() -> int:
-    """Return the bytes of the largest cache of the first processor; 0 if the system does not report caches."""
+    """Return the bytes of the largest cache of the first processor.
+
+    The result is 0 if the system does not report caches.
+    """
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):

@@ -54,7 +54,10 @@ def tune_program_prefetch(program: Program, buffers: Sequence[np.ndarray]) -> No
 
 
 def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
-    """Measure all prefetch distances of a dtype on one thread, and cache the best distance for later processes."""
+    """Measure all prefetch distances of a dtype, and cache the best one for later processes.
+
+    The measurements use one thread.
+    """
     before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
     some = [
         matrix[: _count_rows_in_whole_groups(matrix, MAX_TUNING_BYTES - read)]
@@ -68,9 +71,10 @@ def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None
 
 
 def _find_index_of_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
-    """Return the index of the fastest pair of `PREFETCH_DISTANCES` for `rows` activation rows; 0 if the gain is small.
+    """Return the index of the fastest pair of `PREFETCH_DISTANCES` for `rows` activation rows.
 
-    Each pair is timed several times. The fastest time counts, because disturbances only make a run slower.
+    The result is 0 if the gain is small. Each pair is timed several times. The fastest time counts, because
+    disturbances only make a run slower.
     """
     reading = TimedMatmul(dtype, matrices, 1, rows)
     reading.measure_seconds_by_distance()
@@ -82,7 +86,10 @@ def _find_index_of_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray
 
 
 def _count_rows_in_whole_groups(matrix: np.ndarray, max_bytes: int) -> int:
-    """Return the number of matrix rows in at most `max_bytes` bytes, in whole row groups and at least one group."""
+    """Return the number of matrix rows in at most `max_bytes` bytes, in whole row groups.
+
+    The result is at least one group.
+    """
     return max(1, max_bytes // matrix.shape[1] // MAX_GROUP_ROWS) * MAX_GROUP_ROWS
 
 

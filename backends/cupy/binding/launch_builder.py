@@ -77,7 +77,9 @@ class LaunchBuilder:
         shared_bytes: int = 0,
         cluster: Dim3 = SINGLE_BLOCK_CLUSTER,
     ) -> None:
-        """Add a launch of a kernel for the current instruction; add nothing if the grid is empty.
+        """Add a launch of a kernel for the current instruction.
+
+        Add nothing if the grid is empty.
 
         Args:
             kernel: The kernel.

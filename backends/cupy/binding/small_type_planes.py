@@ -147,7 +147,7 @@ def _decode_tq1_0_trits(blocks: BlockArray) -> U8:
 
 
 def _encode_five_trits_per_byte(trits: U8) -> U8:
-    """Encode five ternary digits [..., 5] in a byte [...]: their number times 256 / 243, rounded up."""
+    """Encode five ternary digits [..., 5] in a byte [...]. The byte is their number times 256 / 243, rounded up."""
     number = trits.astype(np.uint16) @ np.array([81, 27, 9, 3, 1], np.uint16)
     return ((number * np.uint32(256) + np.uint32(TRIT_MULTIPLE - 1)) // np.uint32(TRIT_MULTIPLE)).astype(np.uint8)
 

@@ -104,13 +104,19 @@ class ProgramCollectives:
         self.is_ready = True
 
     def _allocate_bfloat16_sum_buffer(self, calls: Sequence[BoundInstruction]) -> int:
-        """Allocate the buffer of sums that are transferred in bfloat16; return its address, or 0 without such sums."""
+        """Allocate the buffer of sums that are transferred in bfloat16, and return its address.
+
+        The result is 0 without such sums.
+        """
         sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
         counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
     def _allocate_partial_sum_inbox(self, calls: Sequence[BoundInstruction]) -> int:
-        """Allocate the inbox, to which other devices push partial sums; return its address, or 0 if none is needed."""
+        """Allocate the inbox, to which other devices push partial sums, and return its address.
+
+        The result is 0 if no inbox is needed.
+        """
         is_needed = any(collective.uses_pushed_all_reduce(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 

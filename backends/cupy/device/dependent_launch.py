@@ -67,11 +67,11 @@ def open_driver_library() -> ctypes.CDLL | None:
 
 
 def compute_early_launch_flags(steps: Sequence[DriverStep]) -> list[bool]:
-    """Return for each step whether it may begin before the previous step ends: both must be launches.
+    """Return for each step whether it may begin before the previous step ends.
 
-    Every kernel waits for the end of the previous launch, so the end of a launch implies the end of all launches before
-    it. A kernel without this wait would break the rule: the next kernel would not wait for earlier launches that still
-    run.
+    Both steps must be launches. Every kernel waits for the end of the previous launch, so the end of a launch implies
+    the end of all launches before it. A kernel without this wait would break the rule: the next kernel would not wait
+    for earlier launches that still run.
     """
     are_launches = [isinstance(step, KernelLaunch) for step in steps]
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]

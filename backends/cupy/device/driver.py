@@ -58,7 +58,7 @@ class KernelSource:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files that make up the complete text, in order: headers first."""
+        """The names of the files that make up the complete text. They are in order: headers first."""
         return ("types.cuh", self.instructions, "prelude.cuh", *self.before, self.file)
 
 
@@ -215,7 +215,7 @@ StartRead = Callable[[], Callable[[], Sequence[Array]]]
 
 
 def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
-    """Return all launches and exchanges of the steps as one list; each collective precedes its overlapped launches."""
+    """Return all launches and exchanges of the steps as one list. Each collective precedes its overlapped launches."""
     singles: list[SingleStep] = []
     for step in steps:
         singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)

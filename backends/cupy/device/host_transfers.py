@@ -87,7 +87,7 @@ class HostTransfers:
             array[index] = copy
 
     def move_to_host(self, array: Any) -> Array:
-        """Copy a device array to a new host array, after all earlier work of the stream."""
+        """Copy a device array to a new host array. The copy follows all earlier work of the stream."""
         runtime = self.cupy.cuda.runtime
         with self._use_stream_and_convert_errors("copy to the host"):
             dense = self.cupy.ascontiguousarray(array)

@@ -58,7 +58,7 @@ class NcclLibrary:
         self.cupy, self.nccl, self.name = cupy, nccl, name
 
     def make_unique_id(self) -> Array:
-        """Make the unique identifier of a new group, with one 64-bit word per byte."""
+        """Make the unique identifier of a new group. It has one 64-bit word per byte."""
         return np.array(self.nccl.get_unique_id(), np.int64)  # a word per byte: the sign of C's char varies
 
     def join_group(self, identity: Array, rank: int, size: int, on: Device) -> NcclCommunicator:

@@ -227,7 +227,7 @@ def _find_allowed_cost_ratio(site: AccessSiteCounters) -> float:
 
 
 def _read_source_line(file: str, line: str) -> str:
-    """Read one line of a kernel source by its number; return "" if there is no such line."""
+    """Read one line of a kernel source by its number. Return "" if there is no such line."""
     path = find_kernel_path(file)
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 

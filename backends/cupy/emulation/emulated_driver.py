@@ -139,7 +139,10 @@ class EmulatedDriver:
         return view_host_tensor(buffer, tensor)
 
     def make_writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """Return a function that writes host arrays, and garbage into the padding between them as a device may do."""
+        """Return a function that writes host arrays into the buffers.
+
+        It also writes garbage into the padding between the arrays, as a device may do.
+        """
         views = [self.view(buffers[t.buffer], t) for t in tensors]
         batches = [(buffers[p.buffer], p) for p in batch_copies(tensors, sys.maxsize)]
 

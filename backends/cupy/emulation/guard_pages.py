@@ -108,7 +108,9 @@ class GuardedMemoryPool:
 
 
 def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> list[GuardedOperand]:
-    """Allocate guarded memory for each operand of a launch; operands that overlap share one guarded operand.
+    """Allocate guarded memory for each operand of a launch.
+
+    Operands that overlap share one guarded operand. Nothing is copied into the memory.
 
     Args:
         spans: The byte ranges of the operands.

@@ -96,9 +96,9 @@ def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
 
 
 def _compute_access_granularity(events: npt.NDArray[np.void]) -> int:
-    """Compute the bytes of the memory cells that the race detector tracks: a power of two, at most 16.
+    """Compute the bytes of the memory cells that the race detector tracks.
 
-    It is the largest size that divides the begin and the end of every access.
+    The size is a power of two, at most 16. It is the largest size that divides the begin and the end of every access.
     """
     accesses = events[events["bytes"] > 0]
     reach = int(np.bitwise_or.reduce(accesses["at"] | accesses["bytes"], initial=np.uint64(16)))

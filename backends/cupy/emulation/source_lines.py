@@ -24,7 +24,9 @@ def find_source_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
 
 
 def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
-    """Return the inlined frames of each return address in `codes`, as ``file:line``, innermost first.
+    """Return the inlined frames of each return address in `codes`, as ``file:line``.
+
+    The innermost frame comes first.
 
     Raises:
         BackendError: addr2line is not installed.

@@ -31,7 +31,7 @@ def _make_attribute_reader(*names: str) -> ScalarReader:
 
 
 def _read_scale_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Return the factor and the bias of a `scale` instruction; a missing bias is -0.0, which keeps the sign of -0.0."""
+    """Return the factor and the bias of a `scale` instruction. A missing bias is -0.0, which keeps the sign of -0.0."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 

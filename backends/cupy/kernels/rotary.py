@@ -109,7 +109,7 @@ class RopeOperands:
 
 
 def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind RoPE: copy the columns that it does not rotate, then rotate pairs of columns."""
+    """Bind RoPE to its launches. First copy the columns that it does not rotate, then rotate pairs of columns."""
     x, out, factors, operands = (
         as_float(launches, call.operand(0)),
         call.out,
@@ -252,9 +252,10 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 @dataclass(frozen=True, slots=True)
 class _HeadPatternLaunch:
-    """One prepared launch of the kernel for a head pattern, with one thread block for each row of x.
+    """One prepared launch of the kernel for a head pattern.
 
-    `words` are the fields of the C struct `Head`. The operands are stored for the check that they do not overlap.
+    It has one thread block for each row of x. `words` are the fields of the C struct `Head`. The operands are stored
+    for the check that they do not overlap.
     """
 
     dtype: DType

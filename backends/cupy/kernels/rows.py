@@ -150,7 +150,10 @@ def _bind_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _bind_group_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind a group norm: one launch for all complete groups of channels, and one for a smaller last group."""
+    """Bind a group norm to its launches.
+
+    One launch computes all complete groups of channels, and another one a smaller last group.
+    """
     x, out = as_float(launches, call.operand(0)), call.out
     require_supported(x.is_dense, "the channels of x are not dense")
     *leading, channels, height, width = x.shape

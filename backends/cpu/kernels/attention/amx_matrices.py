@@ -67,9 +67,10 @@ def count_bf16_terms(dtype: DType) -> int:
 
 
 def compute_softmax_weight_rounding_error(k: DType, v: DType) -> float | None:
-    """Return the relative error of softmax weights that AMX tiles multiply, omitted products of small terms included.
+    """Return the relative error of softmax weights that AMX tiles multiply.
 
-    The result is None if attention with these types does not use AMX tiles.
+    The error includes omitted products of small terms. The result is None if attention with these types does not use
+    AMX tiles.
     """
     return (
         2.0 ** -(8 * WEIGHT_TERMS)

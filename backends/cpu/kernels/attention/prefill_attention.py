@@ -69,10 +69,10 @@ JOBS_PER_TILE = 8
 
 
 def choose_tokens_per_work_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
-    """Choose the number of tokens of a work unit, a multiple of `BLOCK_TOKENS` that is equal for all units.
+    """Choose the number of tokens of an attention work unit.
 
-    At most `jobs` pairs of a head and a block of tokens use one copy of a key tile. Units are smaller if there would be
-    too few for all threads.
+    The number is a multiple of `BLOCK_TOKENS` and equal for all units. At most `jobs` pairs of a head and a block of
+    tokens use one copy of a key tile. Units are smaller if there would be too few for all threads.
     """
     blocks = math.ceil(tokens / BLOCK_TOKENS)
     fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1

@@ -141,7 +141,10 @@ def find_aligned_first_visible_key(mask, keys):
 
 @subroutine
 def find_aligned_end_of_visible_keys(mask, keys):
-    """Return the end of the visible keys in a mask row, rounded up to a multiple of 16 but at most `keys`."""
+    """Return the end of the visible keys in a mask row, rounded up to a multiple of 16.
+
+    The result is at most `keys`.
+    """
     s = (keys + LANES - 1) // LANES * LANES
     while s > 0 and find_visible_key_bits(load_16_padded_mask_values(mask, s - LANES, keys)) == 0:
         s -= LANES

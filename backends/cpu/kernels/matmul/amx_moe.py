@@ -131,11 +131,11 @@ def zero_and_quantise_remote_expert_rows(a, mine):
 def make_amx_moe_matmul_kernel(
     name: str, weight: AmxWeightType, store_sums: Subroutine, first_weight_groups: int
 ) -> Kernel:
-    """Make the AMX kernel of an MoE matmul, or of the gated unit of two MoE matmuls.
+    """Make the AMX kernel of an MoE matmul.
 
-    ``y[i] = w[expert of slot i] @ x[row of slot i]``. A slot is a pair of a token and one of its experts. The kernel
-    also quantises the result for the ops that read it. Kernel arguments, in addition to
-    `tile_loops.make_grouped_expert_matmul_kernel`:
+    The kernel can instead compute the gated unit of two MoE matmuls. ``y[i] = w[expert of slot i] @ x[row of slot i]``.
+    A slot is a pair of a token and one of its experts. The kernel also quantises the result for the ops that read it.
+    Kernel arguments, in addition to `tile_loops.make_grouped_expert_matmul_kernel`:
 
     - `weights`: two weights, or one weight and its second group of rows.
     - `x`: activation tiles.

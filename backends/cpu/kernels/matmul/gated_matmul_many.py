@@ -240,10 +240,10 @@ def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutin
 
 @cache
 def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) -> Kernel:
-    """Make the kernel of a gated matmul of many rows, which quantises its result block by block.
+    """Make the kernel of a gated matmul of many rows.
 
-    ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. Kernel arguments, in addition to
-    `tile_loops.make_grouped_expert_matmul_kernel`:
+    The kernel quantises its result block by block. ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. Kernel
+    arguments, in addition to `tile_loops.make_grouped_expert_matmul_kernel`:
 
     - `weights`: the gate weight and the up weight, with `rows` rows each.
     - `step`: bytes from row to row of y; with 0 no float32 is stored.

@@ -388,7 +388,7 @@ def has_readable_expert_ids(call: BoundInstruction) -> bool:
 
 
 def bind_matmul_of_any_weight_type(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
-    """Add the steps of a matmul with a weight of any type; they include the quantisation of the activations."""
+    """Add the steps of a matmul with a weight of any type. The steps include the quantisation of the activations."""
     w, x = call.operand(0), call.operand(1)
     kind = amx_matmul.choose_activation_rounding_kind(call)
     if kind is None:

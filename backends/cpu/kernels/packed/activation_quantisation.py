@@ -256,7 +256,7 @@ class ThreadResultTarget:
 
     @property
     def float_row_step_bytes(self) -> int:
-        """Bytes from float32 row to float32 row; 0 if float32 rows are not stored."""
+        """Bytes from float32 row to float32 row. The value is 0 if float32 rows are not stored."""
         return self.float_rows.row_stride_bytes if self.float_rows in self.writes else 0
 
 

@@ -174,9 +174,9 @@ def pack_nvfp4_scales(row, to, lane, s):
 
 @subroutine
 def e4m3_to_halved_f32(e):
-    """Return half the value of each 8-bit float E4M3 as float32; NaN gives 0.
+    """Return half the value of each 8-bit float E4M3 as float32.
 
-    The values equal `HALF_OF_E4M3`. They are halved because the code book holds doubled values.
+    NaN gives 0. The values equal `HALF_OF_E4M3`. They are halved because the code book holds doubled values.
     """
     e = and_int(e, splat_int(127))
     half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))

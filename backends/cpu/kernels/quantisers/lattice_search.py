@@ -351,7 +351,9 @@ def compute_super_block_error_per_scale_lane(scratch, blocks, groups, commons, t
 
 @subroutine
 def choose_common_super_block_scale(scratch, blocks, groups, top):
-    """Return the common scale of a super-block with the smallest error; 0 if all scales are 0.
+    """Return the common scale with the smallest error for a super-block.
+
+    The result is 0 if all scales are 0.
 
     Args:
         scratch: address of the scratch memory with scales, lists, and the offsets of the lists of each block.
@@ -435,7 +437,7 @@ def write_magnitudes(x, scratch, count):
 
 @subroutine
 def find_largest_magnitude(m, count):
-    """Return the largest magnitude of `count` numbers at `m`; `count` is a multiple of 16."""
+    """Return the largest magnitude of `count` numbers at `m`. `count` is a multiple of 16."""
     top = zeros()
     for i in range(0, count, LANES):
         top = maximum(top, absolute(load(m + 4 * i)))

@@ -107,10 +107,11 @@ def transpose_row_block(source, step, to, pace, rows, columns):
 
 @cache
 def make_delta_rule_of_one_token(per_channel: bool) -> Subroutine:
-    """Make the subroutine that applies the gated delta rule for one token to rows `first` to `last` of a state.
+    """Make the subroutine that applies the gated delta rule for one token.
 
-    The subroutine is ``(a, n, h, source, t, first, last, memory)``: arguments, sequence, value head, key head, token,
-    rows, and scratch of the thread. With `per_channel` each channel has its own decay.
+    The rule is applied to rows `first` to `last` of a state. The subroutine is
+    ``(a, n, h, source, t, first, last, memory)``: arguments, sequence, value head, key head, token, rows, and scratch
+    of the thread. With `per_channel` each channel has its own decay.
     """
 
     def process_one_token(a, n, h, source, t, first, last, memory):

@@ -375,9 +375,9 @@ def _require_disjoint_results(
     others: Sequence[BoundInstruction],
     normed: Sequence[tuple[int, int]],
 ) -> None:
-    """Require that fused results overlap neither operands nor each other, and that only norms read the normed heads.
+    """Require that fused results overlap neither operands nor each other.
 
-    Otherwise the fusion is rejected.
+    Require also that only norms read the normed heads. Otherwise the fusion is rejected.
 
     Args:
         join: The concatenation of old state rows and new rows.

@@ -206,7 +206,7 @@ class RowKernel:
 def add_row_step_after_dense_copies(
     steps: StepTableBuilder, row_kernel: RowKernel, sources: Sequence[Operand], out: Operand
 ) -> bool:
-    """Add the step of a kernel over rows, after copies of strided operands; False if that is impossible."""
+    """Add the step of a kernel over rows, after copies of strided operands. Return False if that is impossible."""
     if add_row_step(steps, row_kernel, sources, [out]):
         return True
     dense = [_make_scratch_for_dense_copy(steps, o, k) for k, o in enumerate(sources)]
@@ -387,12 +387,12 @@ def add_copy_step(steps: StepTableBuilder, x: Operand, out: Operand) -> bool:
 
 
 def add_fill_step(steps: StepTableBuilder, value: float, out: Operand) -> bool:
-    """Add the step that fills an operand with a number; return False if no kernel can loop over it."""
+    """Add the step that fills an operand with a number. Return False if no kernel can loop over the operand."""
     return add_expression_step(steps, FILL, [], out, {"value": value})
 
 
 def bind_declared_op(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of an op that is declared in the scalar language; return False if no kernel can compute it."""
+    """Add the step of an op that is declared in the scalar language. Return False if no kernel can compute it."""
     declared = REGISTRY[call.op].expression
     if declared is None or (declared.arrange and any(o is not None for o in call.src[1:])):
         return False

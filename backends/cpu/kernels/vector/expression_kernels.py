@@ -84,7 +84,7 @@ class ExpressionKernel:
 
     @cached_property
     def last_reduction(self) -> int:
-        """The last step that reduces the row, or -1."""
+        """The last step that reduces the row. It is -1 if there is none."""
         return max((n for n, s in enumerate(self.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
 
     @cached_property

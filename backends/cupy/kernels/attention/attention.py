@@ -299,7 +299,7 @@ class _AttentionBinder:
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
     def _launch_combine_splits(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
-        """Launch the kernel that combines the partial results of all key splits; launch nothing for one split."""
+        """Launch the kernel that combines the partial results of all key splits. Launch nothing for one split."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.query_heads
             few = count < 2 * TARGET_MULTIPROCESSORS

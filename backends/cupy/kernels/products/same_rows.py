@@ -70,7 +70,9 @@ def find_gated_unit_as_only_reader(flow: Dataflow, number: int) -> int | None:
 
 
 def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], int]:
-    """Match two matmuls and the gated unit that joins them; raise `NoKernelError` if the pattern differs.
+    """Match two matmuls and the gated unit that joins them.
+
+    Raises `NoKernelError` if the pattern differs.
 
     Returns:
         The indices of the matmuls, and the index of the gated unit.
@@ -96,7 +98,7 @@ def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
 
 
 def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the matmuls that have the same few rows of x into one launch, except matmuls of gated units."""
+    """Fuse the matmuls that have the same few rows of x into one launch. Matmuls of gated units are excepted."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit_as_only_reader(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]

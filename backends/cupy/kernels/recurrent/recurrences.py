@@ -35,7 +35,9 @@ KEY_SOURCE = _make_recurrence_source("recurrence_by_key", tuple(2 * n for n in E
 
 
 def _choose_elements_per_lane(size: int) -> int:
-    """Return the number of elements of a state row that a warp lane keeps in registers; 0 if there would be too many.
+    """Return the number of elements of a state row that a warp lane keeps in registers.
+
+    The result is 0 if there would be too many.
 
     Args:
         size: The elements of a row, which is the size of a key.
