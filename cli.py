@@ -118,9 +118,9 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
 
 
 def build_parser_for_command(words: Sequence[str]) -> CommandParser:
-    """Build the parser of ``hocket`` with all subcommands.
+    """Build the parser of ``hocket`` in which only the command in `words` has its flags.
 
-    Only the command in `words` has its flags, and only its module is imported.
+    The parser has all subcommands. Only the module of that command is imported.
     """
     parser = CommandParser(
         "hocket",
@@ -147,7 +147,7 @@ def _find_command_name(words: Sequence[str]) -> str | None:
 
 
 def _describe_error_by_flag_names(error: Exception) -> str:
-    """Describe an error in one line that names flags instead of arguments; lack of memory gets a remedy."""
+    """Describe an error in one line that names flags instead of arguments. A lack of memory gets a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
     return describe_os_error(error) if isinstance(error, OSError) else replace_arguments_by_flag_names(str(error))

@@ -10,9 +10,10 @@ from typing import Any
 
 
 def is_progress_visible() -> bool:
-    """Whether progress bars are shown: stderr is a terminal, or Python runs in a notebook.
+    """Whether progress bars are shown.
 
-    The environment variable ``TQDM_DISABLE`` of tqdm switches all of them off.
+    They are shown if stderr is a terminal, or if Python runs in a notebook. The environment variable ``TQDM_DISABLE``
+    of tqdm switches all of them off.
     """
     if os.environ.get("TQDM_DISABLE", "0") not in ("", "0"):
         return False
@@ -20,7 +21,9 @@ def is_progress_visible() -> bool:
 
 
 def open_progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """Open a bar of tqdm, which disappears at its end; it shows nothing unless `is_progress_visible`.
+    """Open a progress bar of tqdm.
+
+    The bar disappears at its end. It shows nothing unless `is_progress_visible`.
 
     Args:
         items: The items to count while they are iterated, if any.

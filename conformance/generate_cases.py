@@ -31,7 +31,7 @@ MAX_QUICK_CASES = 400
 
 
 def select_relevant_layouts(case: Case) -> tuple[str, ...]:
-    """Return the operand layouts that make a difference for `case`, ``contiguous`` first."""
+    """Return the operand layouts that make a difference for `case`. ``contiguous`` comes first."""
     op, attrs, layouts = case.op_declaration, case.attributes_with_defaults, ["contiguous"]
     for layout in ("offset", "sliced", "permuted", "broadcast"):
         if any(

@@ -25,7 +25,9 @@ DEFAULT_EXAMPLES = 50
 def search_random_shapes(
     op: Op, backend: Backend, device: Device, seed: int, max_examples: int = DEFAULT_EXAMPLES
 ) -> Iterator[Result]:
-    """Run cases of an op with random shapes, and yield their results; of failing cases, only the smallest found.
+    """Run cases of an op with random shapes, and yield their results.
+
+    Of failing cases, only the smallest found is yielded.
 
     Args:
         op: the op under test.

@@ -42,7 +42,9 @@ class Suite:
     jobs: int = 1
 
     def generate_cases(self) -> Iterator[Case]:
-        """Yield the cases of the suite: the given texts, or the generated cases of the matching ops.
+        """Yield the cases of the suite.
+
+        They are the cases of the given texts, or the generated cases of the matching ops.
 
         Raises:
             GraphError: a text describes no case.
@@ -57,9 +59,9 @@ class Suite:
         yield from generate_cases_of_matching_ops(self.op, full=self.full or self.thorough, seed=self.seed)
 
     def read_expected_failures(self) -> ExpectedFailures:
-        """Read the file of expected failures, if there is one, and check that the backend exists.
+        """Read the file of expected failures, if there is one.
 
-        A run calls this before it generates cases, which takes seconds.
+        This also checks that the backend exists. A run calls this before it generates cases, which takes seconds.
 
         Raises:
             BackendError: the file cannot be read, or the backend is unknown.

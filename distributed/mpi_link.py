@@ -20,7 +20,9 @@ PAUSE = 1e-3
 
 
 class MpiLink:
-    """The packet link that sends packets as MPI messages; the channel of a packet is the MPI tag.
+    """The packet link that sends packets as MPI messages.
+
+    The channel of a packet is the MPI tag.
 
     Args:
         communicator: A communicator of mpi4py, which is duplicated. Without it, MPI is started, and `close` ends MPI.

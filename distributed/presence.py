@@ -39,7 +39,7 @@ class ExitParticipant(Protocol):
         """Tell the other ranks that this process ends, and why."""
 
     def await_exit_announcements(self) -> None:
-        """Wait until all other ranks have announced that they are ending, or until a rank fails."""
+        """Wait until all other ranks have announced that they are ending. The wait also ends when a rank fails."""
 
 
 LAUNCHERS = (
@@ -168,7 +168,10 @@ def await_end_of_local_ranks(seconds: float) -> None:
 
 
 def _list_parents_of_running_processes() -> Iterator[str]:
-    """Yield the parent's process id of each process of this machine, except of stopped and ended processes."""
+    """Yield the parent's process id of each running process of this machine.
+
+    Stopped and ended processes are left out.
+    """
     for entry in PROC.glob("[0-9]*"):
         state, _, rest = _read_process_state_and_parent(int(entry.name)).partition(" ")
         if state not in ("", "Z", "X", "T", "t"):

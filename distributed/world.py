@@ -273,9 +273,9 @@ class World:
                     wake(str(self.failure))
 
     def announce_failure(self, why: str) -> None:
-        """Tell the other ranks that this rank has failed, and why; do nothing on a second call.
+        """Tell the other ranks that this rank has failed, and why.
 
-        It becomes the recorded failure only if no rank has failed before.
+        A second call does nothing. The failure becomes the recorded failure only if no rank has failed before.
         """
         if self._others and not self._has_sent_failure:
             self._has_sent_failure = True

@@ -69,7 +69,7 @@ class Model:
 
     @classmethod
     def open_on_ranks(cls, config: RunConfig, world: World) -> Self:
-        """Open a model on the devices of all ranks; each rank makes the same calls."""
+        """Open a model on the devices of all ranks. Each rank makes the same calls."""
         model = cls.__new__(cls)
         model._open(config, world)
         return model
@@ -209,7 +209,7 @@ class Model:
     def _sample_with_logprobs(
         self, ids: list[int], params: GenerationParams, top_logprobs: int | None = None
     ) -> Generator[TokenEvent, None, None]:
-        """Yield the tokens that continue a prompt; without `top_logprobs` they have no log probabilities."""
+        """Yield the tokens that continue a prompt, with log probabilities. Without `top_logprobs` they have none."""
         engine = self._find_shared_engine_if_usable(ids, params)
         if engine is not None:
             try:
@@ -322,7 +322,9 @@ class Model:
         return self._tokenizer
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text; `special` adds BOS and EOS, and recognises special tokens in the text.
+        """Return the token ids of a text.
+
+        With `special`, BOS and EOS are added, and special tokens in the text are recognised.
 
         >>> model.detokenize(model.tokenize("It is"))
         'It is'

@@ -127,7 +127,7 @@ def _sum_measured_seconds(stage: TimelineEntry, device: int, steps: MeasuredPlan
 
 
 def compare_first_device_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
-    """Yield name, predicted seconds and measured seconds of each op on the first device, slowest op first."""
+    """Yield name, predicted seconds and measured seconds of each op on the first device. The slowest op comes first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for at, (i, step) in enumerate(
         zip(plan.device_plans[0].program.instructions, steps.steps_by_device[0], strict=True)

@@ -79,7 +79,9 @@ def open_session(
     world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
-    """Make a session and load the weights; on a terminal or in a notebook, a bar shows the progress.
+    """Make a session and load the weights.
+
+    On a terminal or in a notebook, a bar shows the progress.
 
     Args:
         model: The model.
@@ -105,7 +107,9 @@ def open_session(
 
 
 def choose_context(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
-    """Choose the context of a session in tokens, before any weight is loaded.
+    """Choose the context of a session in tokens.
+
+    This happens before any weight is loaded.
 
     Args:
         model: The model.

@@ -69,11 +69,11 @@ class NullBuffer:
 
 
 class NullBackend:
-    """A backend that computes and stores nothing: a run only advances the virtual clock of its device.
+    """A backend that computes and stores nothing.
 
-    It runs anywhere as ``null:0`` and any number of further devices. With `goes_on`, the clock and the track of a run
-    continue from the previous run on that device; by default the clock starts at 0. With `computes_beside`, devices
-    compute during collectives.
+    A run only advances the virtual clock of its device. The backend runs anywhere as ``null:0`` and any number of
+    further devices. With `goes_on`, the clock and the track of a run continue from the previous run on that device; by
+    default the clock starts at 0. With `computes_beside`, devices compute during collectives.
     """
 
     name = "null"
@@ -196,7 +196,7 @@ class _DeviceClock:
 
 
 def estimate_instruction_seconds(i: Instruction, speeds: CostModel, devices: int) -> float:
-    """Estimate the seconds of one instruction; a receive takes 0 seconds, because the send counts the transfer."""
+    """Estimate the seconds of one instruction. A receive takes 0 seconds, because the send counts the transfer."""
     if i.op == "receive":
         return 0.0
     if i.op in COLLECTIVES:

@@ -39,9 +39,10 @@ def bind_causal_mask(call: HostInstruction) -> Calls:
 
 
 def bind_attention(call: HostInstruction) -> Calls:
-    """Bind attention to its arrays: compute it head by head.
+    """Bind attention to its arrays.
 
-    Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads.
+    It is computed head by head. Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the
+    heads.
     """
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
     mask, sinks, out = call.optional_operand(3), call.optional_operand(4), call.out

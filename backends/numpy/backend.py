@@ -23,7 +23,10 @@ from ..host.host_backend import HostBackend
 
 
 class NumpyBackend(HostBackend):
-    """The NumPy backend, with device ``numpy:0`` and any number of virtual devices on the processor of this machine."""
+    """The backend that computes with NumPy.
+
+    It has the device ``numpy:0`` and any number of virtual devices on the processor of this machine.
+    """
 
     name = "numpy"
 

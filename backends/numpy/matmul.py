@@ -48,9 +48,10 @@ def multiply_in_float64(x: Array, w: Array, out: Array) -> None:
 
 
 def bind_mul_mat_id(call: HostInstruction) -> Calls:
-    """Bind the matrix products of tokens with their experts; the result is 0 for an expert on another device.
+    """Bind the matrix products of tokens with their experts.
 
-    For each used expert, the rows of its tokens are gathered, multiplied at once, and scattered to the result.
+    The result is 0 for an expert on another device. For each used expert, the rows of its tokens are gathered,
+    multiplied at once, and scattered to the result.
     """
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:

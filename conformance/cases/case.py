@@ -56,7 +56,10 @@ class Case:
 
     @cached_property
     def text_in_sample_format(self) -> str:
-        """The operands and attributes as text, in the format of the samples of an op, without layout and input kind."""
+        """The operands and attributes as text, in the format of the samples of an op.
+
+        Layout and input kind are left out.
+        """
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 

@@ -54,7 +54,7 @@ def has_unquantised_floats(spec: Spec) -> bool:
 
 
 def select_relevant_input_kinds(case: Case) -> tuple[str, ...]:
-    """Return the input kinds that make a difference for the operands of `case`, ``normal`` first."""
+    """Return the input kinds that make a difference for the operands of `case`. ``normal`` comes first."""
     specs = case.specs
     if not any(s.size for s in specs.values()):
         return ("normal",)
@@ -71,9 +71,10 @@ def select_relevant_input_kinds(case: Case) -> tuple[str, ...]:
 
 
 def generate_random_operands(case: Case) -> dict[str, Array]:
-    """Return random operands of `case` by name, with one entry per unit (an element or a whole block).
+    """Return random operands of `case` by name.
 
-    Entries are float64 values that the dtype represents, integers, or the bytes of quantised blocks.
+    They have one entry per unit (an element or a whole block). Entries are float64 values that the dtype represents,
+    integers, or the bytes of quantised blocks.
     """
     rng = np.random.default_rng(case.random_seed)
     op, specs = case.op_declaration, case.specs
@@ -220,7 +221,10 @@ def _insert_special_values(
 def _generate_floats(
     spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
 ) -> Array:
-    """Generate random floats of input kind `kind`, within the legal values, as float64 values of the dtype."""
+    """Generate random floats of input kind `kind` within the legal values.
+
+    They are float64 values that the dtype represents.
+    """
     low, high = (float(legal.low), float(legal.high)) if legal else (-np.inf, np.inf)
     bounded = np.isfinite(low)
     values: Array

@@ -30,9 +30,10 @@ def collect_graph_cases(graph: Graph, max_elements: int = 1 << 24) -> list[Case]
 
 
 def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
-    """Return the distinct cases of a GGUF model for some token counts, or of an exported PyTorch or ONNX program.
+    """Return the distinct cases of a model file or an exported program.
 
-    Weights are not read. The arguments are as in `read_model_graphs`.
+    A GGUF model gives its cases for some token counts. An exported program is one of PyTorch or ONNX. Weights are not
+    read. The arguments are as in `read_model_graphs`.
 
     Raises:
         ModelError: the file is no model.
@@ -42,9 +43,9 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
 
 
 def read_model_graphs(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> Iterator[Graph]:
-    """Yield the graphs of a GGUF model for some token counts, or the graph of an exported PyTorch or ONNX program.
+    """Yield the graphs of a model file or an exported program.
 
-    Weights are not read.
+    A GGUF model gives a graph for each token count, an exported PyTorch or ONNX program only one. Weights are not read.
 
     Args:
         path: a GGUF file, or a ``.pt2`` or ``.onnx`` program.

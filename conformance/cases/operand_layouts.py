@@ -54,7 +54,10 @@ def _make_offset_layout(spec: Spec) -> OperandLayout:
 
 
 def _make_gapped_layout(spec: Spec) -> OperandLayout | None:
-    """Return a layout with a gap before the first row and after each row."""
+    """Return a layout with gaps around the rows of an operand.
+
+    There is a gap before the first row and after each row.
+    """
     if not spec.shape:
         return None
     block, size = spec.dtype.block, spec.shape[-1]

@@ -35,7 +35,7 @@ class ArrayDifference:
 
 
 def _find_largest_finite(dtype: DType) -> float:
-    """Return the largest finite number of a float dtype, as float32 for all dtypes except f16."""
+    """Return the largest finite number of a float dtype. Except for f16 it is the largest float32."""
     return 65504.0 if dtype is DType.F16 else float(np.finfo(np.float32).max)
 
 

@@ -47,7 +47,7 @@ def find_unsupported_decomposition_reason(case: Case, backend: Backend, device: 
 
 
 def run_decomposed(case: Case, operands: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
-    """Run the decomposition of a case on a device, and return its results as float64."""
+    """Run the decomposition of a case on a device, and return its results. The results are float64."""
     executor = load(plan_for_group(build_decomposed_graph(case), [(backend, device)], split_mode="none"), {})
     with np.errstate(all="ignore"):
         results = executor.run(dict(operands))

@@ -107,7 +107,7 @@ class GuardedProgram:
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
     def _allocate_guarded_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
-        """Allocate a buffer, with a guard zone at its end unless it is the arena, and load its weight."""
+        """Allocate a buffer with a guard zone at its end, and load its weight. The arena has no guard zone."""
         if spec.kind == "arena":
             return self.backend.alloc(spec.nbytes, self.device)
         buffer = self.backend.alloc(spec.nbytes + GUARD_BYTES, self.device)

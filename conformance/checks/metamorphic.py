@@ -78,7 +78,10 @@ def list_metamorphic_checks(case: Case) -> tuple[str, ...]:
 
 
 def split_case(case: Case) -> tuple[PartialCase, ...]:
-    """Split a case into the smaller cases of its metamorphic check; empty if the dimension cannot be split."""
+    """Split a case into the smaller cases of its metamorphic check.
+
+    The result is empty if the dimension cannot be split.
+    """
     check, _, name = case.check.partition("-")
     size = case.dimension_sizes[name]
     blocks = [s.dtype.block for n, s in case.operands if _is_in_last_axis(case, n, name)]

@@ -24,7 +24,7 @@ class ExpectedFailures:
     @property
     def fnmatch_patterns(self) -> tuple[str, ...]:
         # A bracket is a shape here, never a set of characters.
-        """The case or pattern of each line, without its reason, as a pattern for `fnmatch`."""
+        """The case or pattern of each line, as a pattern for `fnmatch`. The reason of a line is left out."""
         bare = (line.partition("#")[0].strip() for line in self.lines)
         return tuple(b.replace("[", "[[]") for b in bare if b)
 

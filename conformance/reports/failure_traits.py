@@ -43,7 +43,10 @@ class FailureTrait:
 
 @dataclass(frozen=True, slots=True)
 class OpFailures:
-    """The failures of one op, smallest first, with the number of passed cases and the distinguishing traits."""
+    """The failures of one op, with the traits that distinguish them from passed cases.
+
+    The smallest failure comes first. `passed_count` is the number of passed cases.
+    """
 
     op: str
     results: tuple[Result, ...]

@@ -59,7 +59,7 @@ def _format_legend_rows() -> Iterator[str]:
 
 
 def _format_op_failures(group: OpFailures, backend: str) -> Iterator[str]:
-    """Yield the lines about the failures of one op; the first case of each matrix cell has an anchor."""
+    """Yield the lines about the failures of one op. The first case of each matrix cell has an anchor."""
     yield f'<h3 id="{group.op}">{group.op}</h3><ul>'
     yield from (f"<li>{html.escape(sentence)}</li>" for sentence in group.describe_failures())
     yield "</ul>"

@@ -114,7 +114,7 @@ class OpSpeed:
 
 
 def read_last_level_cache_bytes() -> int:
-    """Return the bytes of the largest processor cache, at least 32 MiB, as Linux reports them."""
+    """Return the bytes of the largest processor cache, as Linux reports them. The result is at least 32 MiB."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text("ascii").strip()

@@ -124,7 +124,10 @@ def find_worst_outcome(cell: Counter[Outcome]) -> Outcome:
 
 
 def format_markdown_report(results: Sequence[Result], backend: str) -> str:
-    """Return the Markdown report: total, legend, failures of each op with their traits, and the matrix."""
+    """Return the Markdown report of a run.
+
+    It has the total, a legend, the failures of each op with their traits, and the matrix.
+    """
     lines = [f"# Conformance of {backend}", "", f"{format_run_total(results, backend)}.", ""]
     lines += ["| sign | outcome | meaning |", "|---|---|---|"]
     lines += [f"| {sign} | {outcome} | {OUTCOME_MEANINGS[outcome]} |" for outcome, sign in SIGNS.items()]

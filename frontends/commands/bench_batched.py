@@ -78,7 +78,9 @@ class BatchedBenchmark:
                 )
 
     def open_sessions_by_sequence_count(self, on: DeviceGroup) -> dict[int, Session | MicroBatchedSession]:
-        """Open a session for each number of sequences; all share the weights.
+        """Open a session for each number of sequences.
+
+        All sessions share the weights.
 
         Raises:
             ModelError: The context of the model is too short.

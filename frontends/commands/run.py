@@ -360,12 +360,15 @@ def has_readable_piped_text() -> bool:
 
 
 def is_stdin_terminal() -> bool:
-    """Return whether stdin is a terminal; a program without stdin also counts as one."""
+    """Return whether stdin is a terminal. A program without stdin also counts as one."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
 def format_seed_flag(args: argparse.Namespace) -> str:
-    """Format the text ``; --seed N`` that tells how to generate the same text again; empty at temperature 0."""
+    """Format the text ``; --seed N`` that tells how to generate the same text again.
+
+    The result is empty at temperature 0.
+    """
     return f"; --seed {args.seed}" if args.temperature else ""
 
 

@@ -297,7 +297,7 @@ def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
 
 
 def model_arguments_from_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `Model` that the flags give; a context of 0 is the context of the model."""
+    """Return the arguments of `Model` that the flags give. A context of 0 becomes the context of the model."""
     options = run_options_from_flags(args)
     if args.context == 0:
         options["context"] = open_model(args.model, header_only=True).context_length

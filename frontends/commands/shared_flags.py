@@ -127,9 +127,10 @@ def add_trace_flag(sub: argparse._ActionsContainer) -> None:
 
 @contextmanager
 def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
-    """Trace the runs of a session in this context and write the trace to a file at the end, also after a failure.
+    """Trace the runs of a session in this context and write the trace to a file at the end.
 
-    Without a path nothing is traced. With several processes rank 0 writes the trace of its own devices.
+    The file is also written after a failure. Without a path nothing is traced. With several processes rank 0 writes the
+    trace of its own devices.
 
     Raises:
         OSError: The file cannot be written; this is checked at the beginning.

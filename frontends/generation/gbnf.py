@@ -46,7 +46,9 @@ MAX_LEXEME_STATES = 5000
 def convert_gbnf_to_lark(
     grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
 ) -> str:
-    """Convert a GBNF grammar to a Lark grammar for llguidance; a Lark grammar is returned unchanged.
+    """Convert a GBNF grammar to a Lark grammar for llguidance.
+
+    A Lark grammar is returned unchanged.
 
     Args:
         grammar: GBNF, or Lark.

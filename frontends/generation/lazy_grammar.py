@@ -103,7 +103,10 @@ class LazyGrammarState:
         return bool(found)
 
     def _begin_object(self, text: bytes) -> None:
-        """Let the grammar hold from an object on that begins with `text`, unless the grammar forbids this beginning."""
+        """Let the grammar hold from an object on that begins with `text`.
+
+        Nothing changes if the grammar forbids this beginning.
+        """
         try:
             tokens = self._lazy.tokenizer.encode_continuation(text.decode())
         except UnicodeDecodeError:

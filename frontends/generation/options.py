@@ -37,7 +37,7 @@ MESSAGES_KIND = TEXT | list_of(instance_of(Mapping), "a sequence of mappings wit
 
 
 class Options(TypedDict, total=False):
-    """Options of a generation; all defaults except `schema_lenient` are the defaults of ``hocket run``."""
+    """Options of a generation. All defaults except `schema_lenient` are the defaults of ``hocket run``."""
 
     max_tokens: int
     """Largest number of new tokens; -1: until the context is full (128)."""

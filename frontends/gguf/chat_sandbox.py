@@ -320,7 +320,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class CompiledChatTemplate:
-    """A compiled chat template; any number of threads may render it.
+    """A compiled chat template.
+
+    Any number of threads may render it.
 
     Args:
         source: The jinja2 text of the template.

@@ -36,7 +36,10 @@ class ArchitectureMetadata:
         return ModelError(f"{self.gguf.path}: metadata {self._full_key(name)} {problem}; {CONVERT_REMEDY}")
 
     def read_count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Read an integer from `minimum` to `MAX_I32`, or return `default` if the key is missing."""
+        """Read an integer, or return `default` if the key is missing.
+
+        The integer must be from `minimum` to `MAX_I32`.
+        """
         if default is not None and not self.has(name):
             return default
         return self._check_count(name, self.gguf.require(self._full_key(name), int), minimum)
@@ -93,7 +96,10 @@ class ArchitectureMetadata:
         return tuple(zip(*columns, strict=True))
 
     def read_float32_or_default(self, name: str, default: float) -> float:
-        """Read a number, or return `default` if the key is missing or the number does not fit float32."""
+        """Read a number that float32 can hold, or return `default`.
+
+        A missing key and a number that does not fit float32 give `default`.
+        """
         value = self.gguf.get(self._full_key(name), float, default)
         return value if abs(value) <= MAX_MAGNITUDE else default
 
@@ -107,7 +113,7 @@ class ArchitectureMetadata:
         return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.read_positive(name)
 
     def read_choice(self, name: str, default: str, known: Sequence[str]) -> str:
-        """Read a text that is one of `known`, or return `default` if the key is missing."""
+        """Read a text that must be one of `known`. A missing key gives `default`."""
         word = self.gguf.get(self._full_key(name), str, default)
         if word not in known:
             raise self.make_key_error(name, f"is {reprlib.repr(word)}; need one of {', '.join(known)}")
@@ -124,7 +130,7 @@ class ArchitectureMetadata:
         return tuple(flag != 0 for flag in self.gguf.read_per_layer(self._full_key(name), kind, blocks))
 
     def read_flag(self, name: str, default: bool) -> bool:
-        """Read a boolean, or return `default` if the key is missing; an integer counts as true unless it is 0."""
+        """Read a boolean, or return `default` if the key is missing. An integer counts as true unless it is 0."""
         return self.read_per_block_flags(name, 1)[0] if self.has(name) else default
 
     def is_list(self, name: str) -> bool:

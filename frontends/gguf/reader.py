@@ -256,7 +256,7 @@ def _open_sibling(path: Path, part_file: _SplitFile, header_only: bool) -> _Spli
 
 
 def _join_split_files(parts: list[_SplitFile]) -> Gguf:
-    """Join the headers of all files of a split model, in order, after a check that the files belong together."""
+    """Join the headers of all files of a split model, in order. The files are first checked to belong together."""
     first = parts[0]
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(parts):

@@ -75,7 +75,7 @@ def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: 
 
 
 def resolve_device_name_for_exact_results(device: str, on: DeviceGroup) -> str:
-    """Return the name of the device that runs the ops of `device`.
+    """Return the name of the device that computes for `device`: another one if exact results need it.
 
     The names differ only for exact results: NumPy computes instead of the CPU backend, so ``cpu:1`` becomes
     ``numpy:1``.

@@ -104,7 +104,7 @@ def choose_candidate_count(session: Session, largest: int | None, named: int) ->
 
 
 def make_candidate_step(session: Session, length: int, count: CandidateCount) -> Step:
-    """Return the decode step that selects candidates on the device, in the context bucket of `length`."""
+    """Return the decode step that selects candidates on the device. The step is in the context bucket of `length`."""
     return _with_candidates(session.make_step(1, length, session.sequences, kind="logits"), count)
 
 
@@ -144,7 +144,9 @@ def _run_decode_step(
     make_step: Callable[[int], Step],
     more_inputs: Mapping[str, npt.NDArray[np.int32]],
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Run a step with at most one token of each sequence, and return its outputs; the caller has the device lock.
+    """Run a step with at most one token of each sequence, and return its outputs.
+
+    The caller has the device lock.
 
     Args:
         session: The session.
@@ -300,7 +302,7 @@ class DeviceTokenSchedule:
         return self._has_tokens_on_device(tokens) and tuple(map(len, tokens)) == self._active
 
     def _undo_launched_step(self) -> None:
-        """Undo the launched step: the lock does so when it is taken."""
+        """Undo the launched step. The device lock does so when it is taken."""
         if self._launched is not None:
             with self._session.store.device_lock:
                 self._launched = None

@@ -176,7 +176,10 @@ class DecodeSchedule(Protocol):
         """
 
     def finish_oldest_step(self) -> Sequence[F32 | DeviceArgmaxToken | TokenCandidates]:
-        """Finish the oldest pending step: advance its sequences, and return the logits, token or candidates of each."""
+        """Finish the oldest pending step, and return the logits, token or candidates of each sequence.
+
+        This advances the sequences of the step.
+        """
 
 
 class _SequentialDecodeSchedule:

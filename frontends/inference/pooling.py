@@ -37,7 +37,9 @@ def choose_pooling_function(kind: object) -> Any:
 
 
 def read_pooling_function(metadata: Mapping[str, object], architecture: str) -> Any:
-    """Return the pooling function of a model file; without a pooling type it is the mean.
+    """Return the pooling function of a model file.
+
+    Without a pooling type it is the mean.
 
     Raises:
         ModelError: As `choose_pooling_function`.

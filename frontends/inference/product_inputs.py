@@ -34,7 +34,9 @@ A weight with several matrices that read equally many rows has one number of row
 
 @dataclass(frozen=True, slots=True)
 class WeightProduct:
-    """A product of a weight with activations, or with the experts that are chosen for them.
+    """A product of a weight with activations.
+
+    The activations are multiplied by all matrices of the weight, or by the experts that are chosen for them.
 
     - `name`: the name of the weight.
     - `matrices`: the number of its matrices.
@@ -160,9 +162,10 @@ class InputEnergyWatch(StepWatch):
 
 @dataclass(frozen=True, slots=True)
 class _WatchedOutputName:
-    """The name of an observed output: the weight, the number of the product, and the number of summed rows.
+    """The parts of the name of an observed output.
 
-    Chosen experts have two outputs: `rows` is 0 for their sums, and -1 for their row counts.
+    They are the weight, the number of the product, and the number of summed rows. Chosen experts have two outputs:
+    `rows` is 0 for their sums, and -1 for their row counts.
     """
 
     name: str

@@ -54,7 +54,9 @@ def save_state(
     *,
     talk: Mapping[str, object] | None = None,
 ) -> None:
-    """Save the states of a session and the tokens of each sequence to a file, completely or not at all.
+    """Save the states of a session and the tokens of each sequence to a file.
+
+    The file is written completely or not at all.
 
     Args:
         session: The session. All ranks make this call; rank 0 writes the file.

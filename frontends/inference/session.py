@@ -198,7 +198,10 @@ class Session:
     def compile_plans_for_tokens(
         self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False
     ) -> None:
-        """Build plans and kernels for `tokens` more tokens of sequence 0, which begin `behind` tokens after its end."""
+        """Build plans and kernels for `tokens` more tokens.
+
+        The tokens are of sequence 0, and begin `behind` tokens after its end.
+        """
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
@@ -357,7 +360,10 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
-        """Return the plan of a step in the model layout, with watched values as outputs; the first call builds it."""
+        """Return the plan of a step.
+
+        The plan has the model layout, and watched values as outputs. The first call builds it.
+        """
         if step == self._full_step and self.watch is None:
             return self._layout_plan
         if step not in self._plans:
@@ -396,7 +402,7 @@ class Session:
             return self._executors[step]
 
     def pipeline(self, step: Step) -> PipelinedPlan:
-        """Return the plan of a step, bound to this session for pipelined runs; it is bound at the first call."""
+        """Return the plan of a step, bound to this session for pipelined runs. The first call binds it."""
         if step not in self._pipelines:
             from ...scheduler import PipelinedPlan
 

@@ -15,9 +15,10 @@ MAX_IDLE_SESSIONS = 4
 
 
 class SessionLease:
-    """A session that a model lends to one call at a time, with the tokens that each sequence has processed.
+    """A session that a model lends to one call at a time.
 
-    The known tokens may also have one more token, which is not processed yet.
+    It knows the tokens that each sequence has processed. The known tokens may also have one more token, which is not
+    processed yet.
     """
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
@@ -132,7 +133,7 @@ class IdleSessions:
             return True
 
     def close(self) -> None:
-        """Forget all sessions; later calls raise `ModelError`."""
+        """Forget all sessions. Later calls raise `ModelError`."""
         with self._lock:
             self._first = None
             self._leases.clear()

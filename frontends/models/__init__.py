@@ -149,7 +149,7 @@ class Model:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token attends only to itself and earlier tokens; other models read a whole text in one step."""
+        """Whether a token attends only to itself and earlier tokens. Other models read a whole text in one step."""
         return self.hyper.is_causal
 
     @property

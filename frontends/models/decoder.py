@@ -236,10 +236,10 @@ class Decoder:
         return ops.add(y, self.apply_block_norm_if_present(i, "post_ffw_norm_2", z))
 
     def compute_logits(self, x: Value, matrix: Value | None = None) -> Value:
-        """Compute the logits f32[n, vocabulary] of ``x`` f32[n, E] by ``matrix``, or else by the output matrix.
+        """Compute the logits f32[n, vocabulary] of ``x`` f32[n, E].
 
-        A file without an output matrix uses the token embedding. Bias, scale and soft cap follow if the model has
-        them.
+        They are the product with ``matrix``, or else with the output matrix. A file without an output matrix uses the
+        token embedding. Bias, scale and soft cap follow if the model has them.
         """
         hyper, weights = self.hyper, self.weights
         shape = (hyper.vocabulary_size, hyper.width)

@@ -31,7 +31,7 @@ from .recurrent_mixers import RECURRENT_MIXERS
 
 
 def read_hyperparameters(keys: ArchitectureMetadata, family: FamilyTraits) -> Hyperparameters:
-    """Read the hyperparameters of a model; raise `ModelError` if a value is missing or invalid."""
+    """Read the hyperparameters of a model. Raise `ModelError` if a value is missing or invalid."""
     if family.is_causal and family.uses_attention and not keys.read_flag("attention.causal", True):
         if family.mixer == "compressed":
             raise keys.make_key_error("attention.causal", "is false; blocks of tokens need causal attention")
@@ -86,7 +86,7 @@ def can_run_mtp(family: FamilyTraits) -> bool:
 
 
 def add_mtp_hyperparameters(keys: ArchitectureMetadata, hyper: Hyperparameters) -> Hyperparameters:
-    """Add the hyperparameters of the MTP blocks; raise `ModelError` if the file has none that hocket can run."""
+    """Add the hyperparameters of the MTP blocks. Raise `ModelError` if the file has none that hocket can run."""
     tensors, first = keys.gguf.tensors, hyper.stored_blocks
     numbers = list(
         takewhile(

@@ -92,7 +92,9 @@ def _require_bounded_functions(model: ModelProto) -> None:
 
 
 def read_tensor_array(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
-    """Return the array of an ONNX tensor (an initialiser or an attribute); external data are memory-mapped.
+    """Return the array of an ONNX tensor (an initialiser or an attribute).
+
+    External data are memory-mapped.
 
     Raises:
         ModelError: The tensor holds strings, its data do not match its shape, or its external file is not usable.

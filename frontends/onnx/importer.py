@@ -252,7 +252,10 @@ class _ModelImporter:
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
     def _evaluate_or_convert_node(self, node: NodeProto, opset: int) -> None:
-        """Convert one node: evaluate it if it is constant, import the branch of an ``If``, or call its converter."""
+        """Convert one node, or evaluate it if it is constant.
+
+        Of an ``If``, the branch is imported. For other nodes, the converter is called.
+        """
         where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
         for name in node.input:
             if name and name not in self.values and name not in self.constants:

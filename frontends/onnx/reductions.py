@@ -129,7 +129,7 @@ def make_flattened_axes_converter(row: OpConverter) -> OpConverter:
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    """Convert ``LpNormalization``: divide by the p-norm along an axis; vectors of norm 0 stay 0."""
+    """Convert ``LpNormalization``: divide by the p-norm along an axis. Vectors of norm 0 stay 0."""
     size = reductions.vector_norm(x, p, axis, True)
     return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
 

@@ -98,7 +98,7 @@ class Tokenizer:
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens; the logits of a model may have more columns, which are padding."""
+        """The number of tokens. The logits of a model may have more columns, which are padding."""
         return len(self.tokens)
 
     @property
@@ -170,9 +170,10 @@ class Tokenizer:
 
     @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Decode token ids to text; bytes that are not UTF-8 become U+FFFD.
+        """Decode token ids to text.
 
-        The first space is removed if `encode` adds one. Other spaces stay (llama.cpp drops some before punctuation).
+        Bytes that are not UTF-8 become U+FFFD. The first space is removed if `encode` adds one. Other spaces stay
+        (llama.cpp drops some before punctuation).
 
         Args:
             ids: The token ids, from the beginning of a text.

@@ -175,7 +175,7 @@ class TokenizerModelCache:
 
     @cached_property
     def _pre_tokenizer(self) -> tokenizers.pre_tokenizers.PreTokenizer | None:
-        """The pre-tokenizer that splits a text into words; None if the whole text is one word."""
+        """The pre-tokenizer that splits a text into words. It is None if the whole text is one word."""
         from tokenizers import Regex, pre_tokenizers
 
         steps: list[pre_tokenizers.PreTokenizer] = [

@@ -37,9 +37,9 @@ class AttentionWindow:
 
     @property
     def cell_lifetime_tokens(self) -> int:
-        """Number of tokens after which a cell is never read again; 0 if a cell may be read at any time.
+        """Number of tokens after which a cell is never read again.
 
-        A ring cache may overwrite such a cell.
+        It is 0 if a cell may be read at any time. A ring cache may overwrite a cell that is never read again.
         """
         return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
 
@@ -370,7 +370,10 @@ class StepGraphBuilder:
 
     @property
     def snapshot_count(self) -> int:
-        """Number of states that a recurrent op must return: one per token in a reversible step, else only the last."""
+        """Number of states that a recurrent op must return.
+
+        A reversible step needs one state per token, another step only the last.
+        """
         return self.step.tokens if self.step.reversible else 1
 
     def set_state(self, old: Value, new: Value) -> None:

@@ -103,7 +103,10 @@ class Step:
             )
 
     def ring_cells(self, window: int) -> int:
-        """Return the cells per sequence of the ring cache for a window of `window` tokens; 0 without a ring cache."""
+        """Return the cells per sequence of the ring cache for a window of `window` tokens.
+
+        The result is 0 without a ring cache.
+        """
         cells = window + self.max_new_tokens
         return cells if window and self.max_new_tokens and cells < self.context else 0
 

@@ -92,9 +92,10 @@ class ModelWeights:
         return shape
 
     def _find_name_in_file(self, name: str) -> str:
-        """Find the name that a tensor has in the file; return the given name if there is none.
+        """Find the name that a tensor has in the file.
 
-        Repeated blocks have the tensors of their source block, and some names lack ``.weight``.
+        Return the given name if there is none. Repeated blocks have the tensors of their source block, and some names
+        lack ``.weight``.
         """
         if self._source and not name.endswith(".scale") and (match := BLOCK_PREFIX.match(name)):
             name = BLOCK_PREFIX.sub(f"blk.{self._source[int(match[1])]}.", name, count=1)

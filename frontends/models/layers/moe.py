@@ -133,10 +133,11 @@ def run_expert_layer(
 def run_experts_between_projections(
     weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
 ) -> Value:
-    """Run the routed experts, and the projections to their width and back if they are narrower than the model.
+    """Run the routed experts between the projections to their width and back.
 
-    The operand ``x`` and the result are f32[n, E]. If the file has the two projections, the first one reduces the
-    columns of ``x`` before `run_routed_experts`, and the second one restores E columns after it.
+    There are projections only if the experts are narrower than the model. If the file has the two projections, the
+    first one reduces the columns of ``x`` before `run_routed_experts`, and the second one restores E columns after it.
+    The operand ``x`` and the result are f32[n, E].
     """
     for down, norm, up in (
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
@@ -274,7 +275,9 @@ def run_selected_experts(
     suffix: str = "exps",
     name: str = "moe",
 ) -> Value:
-    """Return the FFN result of each selected expert for each token, f32[n, used, E], not yet weighted or summed.
+    """Return the FFN result of each selected expert for each token, f32[n, used, E].
+
+    The results are not yet weighted or summed.
 
     Args:
         weights: The weights of the model.

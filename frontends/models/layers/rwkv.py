@@ -261,7 +261,9 @@ def mix_with_previous_tokens(
 def project_low_rank(
     weights: ModelWeights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y
 ) -> Value:
-    """Multiply ``x`` f32[n, E] by two low-rank matrices with a function between them, and add the bias if there is one.
+    """Multiply ``x`` f32[n, E] by two low-rank matrices with a function between them.
+
+    The bias is added if there is one.
 
     Args:
         weights: The weights of the model.
