@@ -45,7 +45,9 @@ COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5
 
 
 def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
-    """Yield the kernels to precompile: for the embedded model, and for decoders with common weight dtypes.
+    """Yield the kernels to compile ahead of time.
+
+    They are the kernels for the embedded model, and for decoders with common weight dtypes.
 
     Args:
         of_all_types: Include all weight dtypes and all float dtypes of the KV cache.

@@ -90,7 +90,7 @@ class Graph:
         return readers
 
     def digest(self) -> str:
-        """Return the digest of the graph: the SHA-256 of its structure and of the names of leaves and outputs."""
+        """Return the digest of the graph. It is the SHA-256 of its structure and of the names of leaves and outputs."""
         import hashlib  # loads OpenSSL, which `import hocket` need not do
 
         number = {node: i for i, node in enumerate(self.nodes)}

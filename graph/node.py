@@ -386,7 +386,7 @@ def format_node(node: Node, names: Mapping[Node, str] | None = None, attrs: Attr
 
 
 def format_reference(value: Value | None, names: Mapping[Node, str] | None = None) -> str:
-    """Return the graph text of a reference to an operand: ``%name``, ``%name#1``, or ``_`` for an omitted operand."""
+    """Return the graph text of a reference to an operand: ``%name`` or ``%name#1``. An omitted operand is ``_``."""
     if value is None:
         return "_"
     return _format_node_name(value.node, names) + (f"#{value.index}" if len(value.node.specs) > 1 else "")

@@ -54,7 +54,7 @@ class RepeatedRuns:
     carried_positions: frozenset[int]
 
     def repetition_of(self, node_number: int) -> int:
-        """Return the repetition number of a node: `PREAMBLE` before all repetitions, and `count` after all of them."""
+        """Return the repetition number of a node. It is `PREAMBLE` before all repetitions, and `count` after them."""
         return (
             min(max((node_number - self.start) // self.length, PREAMBLE), self.count)
             if node_number >= self.start

@@ -121,7 +121,7 @@ def convert_integers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_between(low: float, high: float) -> ArgumentKind:
-    """Return the argument kind that accepts real numbers from `low` to `high`, except NaN, False and True."""
+    """Return the argument kind that accepts real numbers from `low` to `high`. It rejects NaN, False and True."""
     return ArgumentKind(
         f"a number from {low:g} to {high:g}",
         lambda v: (
@@ -150,7 +150,7 @@ def format_value(value: object) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return an exception of foreign code as one line; its class comes first, except for an error of hocket."""
+    """Return an exception of foreign code as one line. Its class comes first, except for an error of hocket."""
     text = " ".join(str(error).split())
     return text if isinstance(error, HocketError) else f"{type(error).__name__}{': ' if text else ''}{text}"
 

@@ -74,7 +74,7 @@ def argmax(x: Value, *, name: str = "") -> Value:
     """
 
 def argsort(x: Value, *, descending: bool = False, name: str = "") -> Value:
-    """Return the indices that sort each row; equal entries keep their order. ggml: ``ARGSORT``, which is unstable."""
+    """Return the indices that sort each row. Equal entries keep their order. ggml: ``ARGSORT``, which is unstable."""
 
 def attention(
     q: Value,
@@ -139,7 +139,7 @@ def concat(a: Value, b: Value, *, axis: int, name: str = "") -> Value:
     """Concatenate `a` and `b` along one axis. ggml: ``CONCAT``."""
 
 def cont(x: Value, *, name: str = "") -> Value:
-    """Copy `x` to contiguous memory; the planner inserts this op where a kernel cannot read a view. ggml: ``CONT``."""
+    """Copy `x` to contiguous memory. The planner inserts this op where a kernel cannot read a view. ggml: ``CONT``."""
 
 def cos(x: Value, *, name: str = "") -> Value:
     """Compute the cosine of `x` in radians. ggml: ``COS``."""
@@ -289,7 +289,7 @@ def gelu_quick(x: Value, *, name: str = "") -> Value:
     """
 
 def get_rows(table: Value, ids: Value, *, name: str = "") -> Value:
-    """Gather rows of `table` by index, as f32: ``table[ids]``. ggml: ``GET_ROWS``."""
+    """Gather rows of `table` by index: ``table[ids]``. The result is f32. ggml: ``GET_ROWS``."""
 
 def glu(
     x: Value, *, kind: str, swapped: bool = False, alpha: float = 1.702, limit: float = 7.0, name: str = ""
@@ -613,7 +613,7 @@ def step(x: Value, *, name: str = "") -> Value:
     """Return the step function: 1 where ``x > 0``, else 0. ggml: ``UNARY_OP_STEP``."""
 
 def sub(a: Value, b: Value, *, name: str = "") -> Value:
-    """Subtract `b` from `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``SUB``."""
+    """Subtract `b` from `a` elementwise. `b` is repeated as tiles to the shape of `a`. ggml: ``SUB``."""
 
 def sum_(x: Value, *, name: str = "") -> Value:
     """Sum all entries to a scalar. ggml: ``SUM``."""
@@ -650,7 +650,7 @@ def timestep_embedding(timesteps: Value, *, dim: int, max_period: int = 10000, n
     """
 
 def top_k(x: Value, *, k: int, name: str = "") -> Value:
-    """Return the indices of the `k` largest entries of each row, largest first. ggml: ``TOP_K``.
+    """Return the indices of the `k` largest entries of each row. The largest comes first. ggml: ``TOP_K``.
 
     Equal entries keep their order. In ggml the order is undefined, and its CPU backend swaps the first two indices. A
     backend may return any order; tests compare sets.

@@ -132,9 +132,9 @@ def _quantise_iq4_nl(x: F32) -> np.ndarray:
 
 
 def _round_to_4_bit_floats(x: F32, half_scale: F32) -> U8:
-    """Return the code of the 4-bit float nearest to each number of `x`; of two equally near ones, the first.
+    """Return the code of the 4-bit float nearest to each number of `x`.
 
-    The values of the codes are ``FP4_VALUES_TIMES_2 * half_scale``.
+    Of two equally near ones, the first is taken. The values of the codes are ``FP4_VALUES_TIMES_2 * half_scale``.
     """
     errors = np.abs(FP4_VALUES_TIMES_2 * half_scale[..., None] - x[..., None])
     return np.where(np.isnan(errors), np.float32(np.inf), errors).argmin(-1).astype(np.uint8)

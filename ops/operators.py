@@ -110,7 +110,7 @@ def build_matmul(x: Any, w: Any) -> Value:
 
 
 def build_transpose(x: Value) -> Value:
-    """Exchange the last two axes of a value; a transpose of a transpose gives the original value."""
+    """Exchange the last two axes of a value. A transpose of a transpose gives the original value."""
     first = x.node.src[0] if x.node.op == "transpose" else None
     return transpose(x) if first is None else first
 

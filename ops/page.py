@@ -38,7 +38,7 @@ def build_op_reference() -> str:
 
 
 def format_ops_by_family() -> Iterator[str]:
-    """Yield a list of the ops by family; a family is a module, described by the first sentence of its docstring."""
+    """Yield a list of the ops by family. A family is a module, described by the first sentence of its docstring."""
     yield "\n## Families\n\n"
     for module in OP_MODULES:
         family = [op.name for op in BUILTIN_OPS.values() if op.reference.__module__ == module.__name__]
@@ -74,9 +74,10 @@ def format_op_section(op: Op[Any]) -> Iterator[str]:
 
 
 def _format_formulas(op: Op[Any]) -> Iterator[str]:
-    """Yield the formulas of an op, one for each form, if it is declared in the scalar language.
+    """Yield the formulas of an op, one for each form.
 
-    A form has no formula if a required attribute selects it, such as the kind of a comparison.
+    Only an op that is declared in the scalar language has formulas. A form has no formula if a required attribute
+    selects it, such as the kind of a comparison.
     """
     for form in op.signatures if op.expression else ():
         attrs = {**op.defaults, **({op.signature_key: form} if isinstance(op.signature_key, str) else {})}

@@ -212,7 +212,7 @@ def _multiply_scale(q: np.ndarray, scale: F32, out: F32) -> None:
 
 
 def _multiply_scale_subtract_minimum(q: np.ndarray, scale: F32, minimum: F32, out: F32) -> None:
-    """Write ``q * scale - minimum`` to `out`, rounded after each operation as in the scalar loops of ggml."""
+    """Write ``q * scale - minimum`` to `out`. Each operation rounds as in the scalar loops of ggml."""
     _multiply_scale(q, scale, out)
     parts = out.reshape(*minimum.shape[:-1], -1)
     parts -= minimum

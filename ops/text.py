@@ -42,7 +42,7 @@ def select_non_default_attributes(node: Node) -> Attrs:
 
 
 def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
-    """Return `attrs` with the defaults of the op added, in declared order."""
+    """Return `attrs` with the defaults of the op added. They are in declared order."""
     if op not in REGISTRY:
         return attrs
     declared = REGISTRY[op]

@@ -110,7 +110,11 @@ def read_json(path: Path) -> JsonObject:
 
 
 def parse_json(data: bytes, path: Path) -> JsonObject:
-    """Return the object that UTF-8 bytes of `path` describe; raise `ModelError` for other bytes or a repeated key."""
+    """Return the object that JSON bytes of `path` describe.
+
+    Raises:
+        ModelError: The bytes are no UTF-8 JSON of an object, or a key is repeated.
+    """
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_make_object)
     except (ValueError, RecursionError) as error:

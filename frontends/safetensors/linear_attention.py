@@ -104,7 +104,9 @@ def read_delta_net_pairs(config: JsonObject) -> dict[str, Pair]:
 
 
 def convert_delta_net(config: JsonObject, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of GGUF for a tensor of a delta net, or of the gate of a shared expert; otherwise none.
+    """Return the tensors of GGUF for a tensor of a delta net.
+
+    The gate of a shared expert is converted too. Other tensors give none.
 
     Raises:
         ModelError: The tensor has another shape than the heads of ``config.json``.

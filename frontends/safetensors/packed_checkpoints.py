@@ -26,7 +26,7 @@ MXFP4_BYTES = DType.MXFP4.block_bytes - 1
 
 
 def _make_e4m3_table() -> npt.NDArray[np.float32]:
-    """Return the value of each E4M3 byte as float32 [256]; 127 and 255 are NaN."""
+    """Return the value of each E4M3 byte as float32 [256]. Bytes 127 and 255 are NaN."""
     magnitudes = 2 * HALF_OF_E4M3[:128]
     magnitudes[127] = np.nan
     return np.concatenate([magnitudes, -magnitudes])

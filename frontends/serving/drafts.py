@@ -93,7 +93,7 @@ class SlotDrafter:
         return [slot for slot in fitting if len(known[slot]) - len(self._read[slot]) <= self.catch_up_bucket]
 
     def _keep_common_prefix(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Forget the tokens of the small model that belong to another text; at least one token is left to read."""
+        """Forget the tokens of the small model that belong to another text. At least one token is left to read."""
         read, slack = self._read[slot], self.pool.droppable_last_tokens
         shared = count_common_prefix_tokens(read, tokens[:-1])
         if shared == len(read):

@@ -120,7 +120,7 @@ class Engine:
             raise ContextExceededError(len(request.prompt), self._pool.context)
 
     def cancel(self, request: str) -> list[Event]:
-        """Cancel the queued or running request with this id; return its last event, or nothing for an unknown id."""
+        """Cancel the queued or running request with this id; return its last event. An unknown id has none."""
         for queued in self._queue:
             if queued.request.id == request:
                 self._queue.remove(queued)
@@ -258,7 +258,7 @@ class Engine:
             yield from self._report_prompt_progress(running)
 
     def _report_prompt_progress(self, running: RunningRequest) -> Iterator[Event]:
-        """Yield the progress of a request in its prompt, unless its client knows it from before a restart."""
+        """Yield the progress of a request in its prompt. Yield none that its client knows from before a restart."""
         if len(running.tokens) > running.reported_tokens:
             running.reported_tokens = len(running.tokens)
             yield PromptProgressEvent(running.request.id, len(running.tokens))

@@ -244,7 +244,7 @@ class PrefixCache:
                 self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
 
     def resize_to_slot_count(self, slots: int) -> None:
-        """Change the memory to `slots` slots; they keep their tokens, and slots beyond them are forgotten."""
+        """Change the memory to `slots` slots, and forget the slots beyond them. The others keep their tokens."""
         for slot in range(slots, len(self._tokens)):
             self.forget_slot(slot)
         self._memory.resize_to_slot_count(slots, self._lengths[:slots])

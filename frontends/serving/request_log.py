@@ -187,7 +187,7 @@ class LoggedEngine(Engine):
         return events
 
     def step(self, paused: Container[str] = ()) -> list[Event]:
-        """Run a step, and log it with its events; of several steps without work only the first is logged."""
+        """Run a step, and log it with its events. Of several steps without work only the first is logged."""
         has_work = self.has_work
         try:
             events = super().step(paused)
@@ -209,7 +209,7 @@ class LoggedEngine(Engine):
 
 
 def describe_events(events: Sequence[Event]) -> list[list[object]]:
-    """Describe events as JSON, without logprobs and seconds."""
+    """Describe events as JSON. Logprobs and seconds are left out."""
     found: list[list[object]] = []
     for event in events:
         match event:

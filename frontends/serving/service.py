@@ -81,23 +81,26 @@ class ModelService(Protocol):
         """
 
     def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
-        """Restore a slot as soon as it is free; the result is the number of its tokens.
+        """Restore a slot from a saved state, and return a future of the number of its tokens.
 
-        The result raises `ModelError` if the state does not fit. `path` is the file, for messages.
+        The slot is restored as soon as it is free. The result raises `ModelError` if the state does not fit. `path` is
+        the file, for messages.
 
         Raises:
             ModelError: There is no engine, or it has ended.
         """
 
     def erase_slot(self, slot: int) -> Future[int]:
-        """Erase the tokens of a slot as soon as it is free; the result is their number.
+        """Erase the tokens of a slot, and return a future of their number.
+
+        The slot is erased as soon as it is free.
 
         Raises:
             ModelError: There is no engine, or it has ended.
         """
 
     def list_requests(self) -> Sequence[RequestRecord]:
-        """List the last requests, oldest first."""
+        """List the last requests. The oldest comes first."""
 
     def trace_request_or_choices(self, name: str) -> Sequence[RequestTrace]:
         """Return the traces of the request with this id, or of all choices of the response with this id."""

@@ -251,7 +251,7 @@ class SharedEngine:
 
 
 def _has_half_matrices(session: Session) -> bool:
-    """Whether a model has a matrix of F16 or BF16 numbers; the use of the matrix does not matter."""
+    """Whether a model has a matrix of F16 or BF16 numbers. The use of the matrix does not matter."""
     return any(
         not tensor.dtype.is_quantised and tensor.dtype.block_bytes == 2 and sum(size > 1 for size in tensor.shape) > 1
         for tensor in session.model.tensors.values()

@@ -18,7 +18,9 @@ MAX_HEADER_BYTES = 64 << 20
 
 
 class SlotFiles:
-    """Copies slots to the contents of files and back; the thread of the engine makes all calls, for free slots.
+    """Copies slots to the contents of files and back.
+
+    The thread of the engine makes all calls, for free slots.
 
     Args:
         pool: The slots.

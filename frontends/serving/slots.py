@@ -147,7 +147,7 @@ class SlotPool:
         return self._opening_seconds + sum(window.planning_seconds for window in self._windows.values())
 
     def predict_prompt_seconds(self, size: int) -> float:
-        """Return the predicted seconds of a chunk of `size` tokens at the beginning of a slot, from its plan."""
+        """Return the predicted seconds of a prompt chunk of `size` tokens, from its plan. The chunk begins a slot."""
         window, tokens = self.open_window_session(0, 1), min(size, next_power_of_two(self.batch))
         return window.plan(window.make_step(tokens, min(tokens, self.context))).cost.total
 
@@ -377,13 +377,13 @@ class SlotPool:
 
     @on_all_ranks
     def save_recurrent_states(self, slot: int) -> SlotStates:
-        """Return a copy of the recurrent states of a slot, without its caches."""
+        """Return a copy of the recurrent states of a slot. Its caches are left out."""
         names = (name for name in self._state_names if name not in self._caches)
         return {name: self.open_window_session(slot, 1).store.state(name)[:] for name in names}
 
     @on_all_ranks
     def restore_recurrent_states(self, slot: int, saved: SlotStates) -> None:
-        """Set the recurrent states of a slot to saved ones; caches stay."""
+        """Set the recurrent states of a slot to saved ones. Its caches stay."""
         for name, array in saved.items():
             self.open_window_session(slot, 1).store.state(name)[:] = array
 

@@ -124,5 +124,5 @@ class StepHistory:
 
 
 def update_running_mean(means: dict[int, float], key: int, seconds: float) -> None:
-    """Update a running mean of seconds; the first measurement is the mean."""
+    """Update the running mean of seconds of a key. The first measurement is the mean."""
     means[key] = seconds if key not in means else means[key] + SMOOTHING * (seconds - means[key])

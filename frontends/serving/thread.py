@@ -237,7 +237,7 @@ class EngineThread(ServedModel):
         return future
 
     def _run_actions_of_free_slots(self) -> None:
-        """Run the actions for slots that are free now, and drop cancelled ones; the others wait."""
+        """Run the actions for slots that are free now. Cancelled actions are dropped; the others wait."""
         for action in tuple(self._slot_actions):
             if action.future.cancelled() or not self._engine.status.slot_requests[action.slot]:
                 self._slot_actions.remove(action)
@@ -282,7 +282,9 @@ class EngineThread(ServedModel):
             self._restart((), "the devices run no steps any more", None)
 
     def _restart(self, failed_requests: Collection[str], why: str, error: Exception | None) -> None:
-        """Build the engine anew: the failed requests end with the error `why`, all others go on.
+        """Build the engine anew, and end the failed requests with the error `why`.
+
+        All other requests go on.
 
         Raises:
             ModelError: The engine does not work after that either.

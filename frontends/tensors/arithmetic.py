@@ -327,7 +327,7 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def masked_fill(x: Tensor, condition: Tensor, value: Operand) -> Tensor:
-    """Return `x` with `value` wherever `condition` is true, in the dtype of `x`."""
+    """Return `x` with `value` wherever `condition` is true. The result has the dtype of `x`."""
     new = value if isinstance(value, Tensor) else number_as_tensor(value, x)
     if not (new.is_bool and x.is_bool):
         new = cast(new, x.dtype)

@@ -59,7 +59,7 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Return ``exp(x) / sum(exp(x))`` along an axis; a row of only -inf gives NaN."""
+    """Return ``exp(x) / sum(exp(x))`` along an axis. A row of only -inf gives NaN."""
     if not prod(x.shape):
         return as_float(x)
     return add(masked_softmax(x, axis), scale_and_shift(reduce_max_min_or_prod("max", x, axis, keepdim=True), 0.0))

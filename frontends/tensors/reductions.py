@@ -147,7 +147,7 @@ def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
 
 
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:
-    """Return ``log(sum(exp(x)))`` over axes without overflow; -inf if all entries are -inf."""
+    """Return ``log(sum(exp(x)))`` over axes without overflow. It is -inf if all entries are -inf."""
     over = _list_axes(x, axes)
     top = reduce_max_min_or_prod("max", x, over, keepdim=True)
     top = where(is_infinite(top), 0.0, top)

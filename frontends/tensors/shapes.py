@@ -29,7 +29,7 @@ from .tensor import (
 
 
 def _reshape_value(x: Tensor, shape: Sequence[int]) -> Value:
-    """Return the graph value of `x` in another shape, which has at most `MAX_RANK` axes."""
+    """Return the graph value of `x` in another shape. The shape has at most `MAX_RANK` axes."""
     return reshape_value(x.value, tuple(shape))
 
 

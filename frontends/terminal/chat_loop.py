@@ -24,9 +24,10 @@ ChatCommand = Callable[[Conversation, str], bool]
 
 
 def run_chat_loop(conversation: Conversation) -> None:
-    """Run an interactive chat until /exit, the end of input, or Ctrl-C twice in a row.
+    """Run an interactive chat until the user ends it.
 
-    Ctrl-C during an answer ends the answer and counts as the first one. The written part stays in the conversation.
+    The user ends it by /exit, the end of input, or Ctrl-C twice in a row. Ctrl-C during an answer ends the answer and
+    counts as the first one. The written part stays in the conversation.
     """
     ask = _make_message_reader() if sys.stdin is not None and sys.stdin.isatty() else input
     interrupted = False
@@ -137,7 +138,9 @@ def _load_conversation(conversation: Conversation, argument: str) -> bool:
 def _save_or_load_conversation(
     command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
 ) -> bool:
-    """Save or load a conversation, and report the number of messages or the error; always return true.
+    """Save or load a conversation, and report the number of messages or the error.
+
+    Always return true.
 
     Args:
         command: The chat command, for messages.

@@ -343,6 +343,6 @@ def find_unsupported_flag(name: str, command: str) -> LlamaCppFlag | None:
 
 
 def find_program_remedy(word: str) -> str | None:
-    """Find the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
+    """Find the remedy for a program of llama.cpp. The word may leave out ``llama-`` and ``.py``."""
     name = PROGRAM_SYNONYMS.get(word, word).removesuffix(".py")
     return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

@@ -111,7 +111,10 @@ def make_nearest_upsample_converter(mode: str) -> OpConverter:
 
 
 def make_smooth_upsample_converter(mode: str) -> OpConverter:
-    """Make the converter of an upsampling with ``align_corners``; `mode` is ``linear`` or ``cubic``."""
+    """Make the converter of a linear or cubic upsampling.
+
+    The upsampling has ``align_corners``. `mode` is ``linear`` or ``cubic``.
+    """
 
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales

@@ -103,10 +103,10 @@ class LazilyCompiledGraph:
         return self.runners[key](_replace_scalar_arguments_by_none(args, numbers) if numbers else args)
 
     def _build_graph_runner(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
-        """Build the function that runs calls with the shapes of `args`, by hocket as far as it supports the ops.
+        """Build the function that runs calls with the shapes of `args`.
 
-        The function runs the whole graph by hocket, or segments of it, or it leaves the graph to PyTorch. `numbers` has
-        the values of the scalar arguments by index.
+        Hocket runs the graph as far as it supports the ops. The function runs the whole graph by hocket, or segments of
+        it, or it leaves the graph to PyTorch. `numbers` has the values of the scalar arguments by index.
         """
         module = _replace_scalar_arguments_by_constants(self.module, numbers) if numbers else self.module
         args = _replace_scalar_arguments_by_none(args, numbers)

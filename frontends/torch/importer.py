@@ -115,7 +115,7 @@ def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
 
 
 def has_op_converter(node: Node) -> bool:
-    """Return whether hocket can convert a node: the op table has its op, or the node computes nothing."""
+    """Return whether hocket can convert a node. Either the op table has its op, or the node computes nothing."""
     return node.op == "call_function" and (
         _get_aten_op_name(node.target) in OP_TABLE or _is_assertion_or_tuple_item(node)
     )

@@ -285,7 +285,7 @@ def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool 
 
 
 def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
-    """Convert ``norm``: return the vector norm over axes; a `power` of None means 2."""
+    """Convert ``norm``: return the vector norm over axes. A `power` of None means 2."""
     return reductions.vector_norm(x, 2 if power is None else power, axes, keepdim)
 
 

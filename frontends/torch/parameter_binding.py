@@ -60,7 +60,10 @@ class _ParameterVersions:
         self._counts = self._read_counts(parameters)
 
     def are_unchanged_since_update(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether no parameter has been changed, and no further parameter may share memory, since the last update."""
+        """Whether no parameter has been changed since the last update.
+
+        It is also false if a further parameter may share memory since then.
+        """
         return self._sharing_count == _sharers.change_count and self._counts == self._read_counts(parameters)
 
     def _read_counts(self, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -130,7 +133,7 @@ class ExecutorsByParameters:
     def _build_executor_for_parameters(
         self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]
     ) -> _ExecutorOfParameters:
-        """Build an executor that reads a set of parameters; it is deleted when one of the parameters is deleted."""
+        """Build an executor that reads a set of parameters. It is deleted when one of them is deleted."""
         mine, store = weakref.ref(self), self.store.share_weights_and_arena()
 
         def forget(_: object) -> None:

@@ -49,7 +49,7 @@ def read_program(path: str) -> ExportedProgram:
 
 
 class _ArchiveMembers:
-    """The files in a zip archive, by their paths below its first folder; all of them must be uncompressed."""
+    """The files in a zip archive, by their paths below its first folder. All of them must be uncompressed."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
         self.path, self.archive = path, archive

@@ -73,7 +73,7 @@ ATTRIBUTE_TYPES: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingPro
 
 
 def float_attribute(attrs: Attrs, name: str) -> float:
-    """Return attribute `name` as a float; `normalise_attribute` has checked that it is a number."""
+    """Return attribute `name` as a float. `normalise_attribute` has checked that it is a number."""
     value = attrs[name]
     assert isinstance(value, int | float), f"{name} is normalised to a number"
     return value

@@ -80,7 +80,10 @@ def build_call_signature(
 
 
 def widen_annotation_for_callers(annotation: str) -> str:
-    """Widen a type annotation to the types that callers may pass: sequences for tuples, dtype names for dtypes."""
+    """Widen a type annotation to the types that callers may pass.
+
+    Callers may pass sequences for tuples, and dtype names for dtypes.
+    """
     return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
 
 

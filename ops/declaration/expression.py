@@ -41,7 +41,7 @@ class Expression:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The steps that are results: the listed ones, or else the last step."""
+        """The steps that are results. They are the listed ones, or else the last step."""
         return self.listed_results or (len(self.steps) - 1,)
 
     @cached_property
@@ -96,7 +96,7 @@ class Expression:
         return {source: number for number, step in enumerate(self.steps) for source in step.sources}
 
     def compute_number_steps(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
-        """Compute `number_steps` in float64, from the attributes of a call; return the numbers by step."""
+        """Compute `number_steps` from the attributes of a call. Return the numbers by step, computed in float64."""
         numbers: dict[int, Any] = {}
         for number in sorted(self.number_steps):
             function, sources, value = self.steps[number]

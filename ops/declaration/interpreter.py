@@ -140,9 +140,9 @@ class ScalarLanguageDeclaration:
 
 
 def evaluate(expression: Expression, operands: Sequence[Array | None], attributes: Mapping[str, Attr]) -> Array:
-    """Evaluate an expression on NumPy arrays; float64 arrays are computed in float64.
+    """Evaluate an expression on NumPy arrays.
 
-    Operands are repeated as tiles to the shape of the first one.
+    Float64 arrays are computed in float64. Operands are repeated as tiles to the shape of the first one.
 
     Args:
         expression: the expression of one element or row of the result.

@@ -52,7 +52,7 @@ def _store(result: Any, out: Array | None) -> Any:
 
 
 def _compute_normal_cdf(x: Array, out: Array | None) -> Any:
-    """Compute ``erfc(-x / sqrt(2)) / 2``: by libm in float64, by a polynomial in float32."""
+    """Compute ``erfc(-x / sqrt(2)) / 2``. It takes libm in float64, and a polynomial in float32."""
     if np.asarray(x).dtype != np.float32:
         return _store(0.5 * erfc(np.asarray(x) * -math.sqrt(0.5)), out)
     size = np.minimum(np.abs(x), np.float32(20))  # where the tail is 0; an infinity would become NaN
@@ -85,7 +85,7 @@ def _compute_fma_rounded_once(x: Any, y: Any, z: Any, out: Array | None) -> Any:
 
 
 def _compute_ieee_maximum(x: Any, y: Any, out: Array | None) -> Any:
-    """Compute the maximum of IEEE 754, 2019: NaN if one number is NaN, and +0 is larger than -0."""
+    """Compute the maximum of IEEE 754, 2019. It is NaN if one number is NaN, and +0 is larger than -0."""
     larger = np.maximum(x, y)
     is_zero = (larger == 0) & np.equal(x, y)
     return _store(np.where(is_zero, np.add(x, y), larger), out)

@@ -271,7 +271,7 @@ class Op(Generic[R]):
         return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
 
     def linear_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Return the names of the operands in which the op is linear; ``"a+b"`` means in both together."""
+        """Return the names of the operands in which the op is linear. ``"a+b"`` means in both together."""
         return self.linear(attrs) if callable(self.linear) else self.linear
 
     def zero_preserving_operands(self, attrs: Attrs) -> tuple[str, ...]:

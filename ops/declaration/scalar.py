@@ -118,7 +118,7 @@ def as_scalar(number: Number) -> Scalar:
 
 
 def _apply(function: str, *sources: Number) -> Scalar:
-    """Apply a function of numbers; raises `TypeError` for a truth value."""
+    """Apply a named function to numbers. Raise `TypeError` for a truth value."""
     scalars = tuple(map(as_scalar, sources))
     if any(s.is_truth for s in scalars):
         raise TypeError(f"{function}() needs numbers, but got a truth value; select numbers with where()")
@@ -173,7 +173,9 @@ def fma(x: Number, y: Number, z: Number) -> Scalar:
 
 
 def where(truth: Scalar, then: Number, otherwise: Number) -> Scalar:
-    """Return `then` where a comparison is true, else `otherwise`; no rounding.
+    """Return `then` where a comparison is true, else `otherwise`.
+
+    Neither number is rounded.
 
     Raises:
         TypeError: `truth` is no comparison.
@@ -185,12 +187,12 @@ def where(truth: Scalar, then: Number, otherwise: Number) -> Scalar:
 
 
 def row_count() -> Scalar:
-    """Return the number of elements of a row, at least 1."""
+    """Return the number of elements of a row. It is at least 1."""
     return Scalar("row_count")
 
 
 def clip(x: Number, low: Number, high: Number) -> Scalar:
-    """Return `x`, limited to the range from `low` to `high`; -0 is less than +0."""
+    """Return `x`, limited to the range from `low` to `high`. Here -0 is less than +0."""
     return smaller_of(larger_of(x, low), high)
 
 
@@ -200,7 +202,7 @@ def logistic(x: Scalar) -> Scalar:
 
 
 def silu(x: Scalar) -> Scalar:
-    """Return ``x * logistic(x)``, with one division."""
+    """Return ``x * logistic(x)``. It takes one division."""
     return x / (1.0 + exp(-x))
 
 

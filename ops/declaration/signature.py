@@ -259,7 +259,7 @@ class _SizeSolver:
         return DimensionSizes(self.named, self._resolve_leading_axes())
 
     def _solve_product(self, operand: Operand, dim: Dimension, size: int) -> bool:
-        """Compute the only unknown factor of a product axis; return False if several factors are unknown."""
+        """Compute the only unknown factor of a product axis. Return False if several factors are unknown."""
         unknown = [f for f in dim.factors if not f.isdecimal() and f not in self.named]
         if len(unknown) > 1:
             return False

@@ -43,7 +43,7 @@ def add(a: Scalar, b: Scalar) -> Scalar:
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def sub(a: Scalar, b: Scalar) -> Scalar:
-    """Subtract `b` from `a` elementwise; `b` is repeated as tiles to the shape of `a`. ggml: ``SUB``."""
+    """Subtract `b` from `a` elementwise. `b` is repeated as tiles to the shape of `a`. ggml: ``SUB``."""
     return a - b
 
 
@@ -126,7 +126,10 @@ def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def round_to_dtype(x: Array, dtype: DType) -> Array:
-    """Round numbers to values of a float or quantised `dtype`, as float64; truncate them for an integer dtype."""
+    """Round numbers to values of `dtype`.
+
+    A float or quantised dtype gives the rounded numbers as float64. An integer dtype truncates them.
+    """
     if dtype.is_quantised:
         return decode_array(encode_array(np.asarray(x, np.float32), dtype), dtype).astype(np.float64)
     if dtype is DType.BF16:
@@ -179,5 +182,5 @@ def cast(x: Array, *, dtype: DType) -> Array:
     infinite=("x",),
 )
 def cont(x: Array) -> Array:
-    """Copy `x` to contiguous memory; the planner inserts this op where a kernel cannot read a view. ggml: ``CONT``."""
+    """Copy `x` to contiguous memory. The planner inserts this op where a kernel cannot read a view. ggml: ``CONT``."""
     return np.array(x)

@@ -56,9 +56,10 @@ def _check_attention(
 
 
 def _list_unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
-    """Return the head dimensions that may not be sharded: all if the result depends on the number of a head, else none.
+    """Return the head dimensions that may not be sharded.
 
-    ALiBi slopes and tiled masks depend on it, and a shard would number its heads from 0.
+    All of them are returned if the result depends on the number of a head, else none. ALiBi slopes and tiled masks
+    depend on it, and a shard would number its heads from 0.
     """
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 

@@ -38,9 +38,10 @@ def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec]
 def _count_busiest_device_product_flops(
     batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int
 ) -> float:
-    """Return the floating-point operations of `mul_mat_id` for one index of the leading axes.
+    """Return the floating-point operations of `mul_mat_id` on the busiest device.
 
-    If the experts are sharded, the operations of the busiest device count.
+    They are the operations for one index of the leading axes. If the experts are sharded, the operations of the busiest
+    device count.
     """
     entries = batch * r * v
     return 2 * n * k * estimate_busiest_device_entries(entries, experts, total or experts) / max(1, batch)

@@ -42,7 +42,7 @@ def _count_gather_bytes(sources: Sequence[Spec | None], results: Sequence[Spec],
     infinite=("table",),
 )
 def get_rows(table: Array, ids: Array) -> Array:
-    """Gather rows of `table` by index, as f32: ``table[ids]``. ggml: ``GET_ROWS``."""
+    """Gather rows of `table` by index: ``table[ids]``. The result is f32. ggml: ``GET_ROWS``."""
     return np.take_along_axis(table, require_row_numbers(ids, table.shape[-2], "ids")[..., None], axis=-2)
 
 

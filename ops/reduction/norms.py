@@ -117,7 +117,9 @@ def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
 
 
 def normalise_scores(scores: Scalar, sink: Scalar | None) -> Scalar:
-    """Return the softmax of a row of scores; a row that is -inf everywhere gives zeros.
+    """Return the softmax of a row of scores.
+
+    A row that is -inf everywhere gives zeros.
 
     Args:
         scores: scores, in float32 at least the lowest finite number where they are not -inf.
@@ -201,10 +203,10 @@ def softmax(
 
 
 def alibi_slopes(heads: int, max_bias: float) -> Array:
-    """Return the ALiBi slope of each head, float64 [heads]; all slopes are 1 if `max_bias` is 0.
+    """Return the ALiBi slope of each head, float64 [heads].
 
-    Let n be the largest power of two up to `heads`. Head i below n has the slope ``2^(-max_bias (i + 1) / n)``. The
-    other heads have slopes between these.
+    All slopes are 1 if `max_bias` is 0. Otherwise let n be the largest power of two up to `heads`. Head i below n has
+    the slope ``2^(-max_bias (i + 1) / n)``. The other heads have slopes between these.
     """
     if max_bias <= 0.0 or not heads:
         return np.ones(heads)

@@ -26,7 +26,7 @@ def _count_comparisons(n: int, **_: object) -> int:
     infinite=("x",),
 )
 def argsort(x: Array, *, descending: bool = False) -> Array:
-    """Return the indices that sort each row; equal entries keep their order. ggml: ``ARGSORT``, which is unstable."""
+    """Return the indices that sort each row. Equal entries keep their order. ggml: ``ARGSORT``, which is unstable."""
     return np.argsort(-x if descending else x, axis=-1, kind="stable")
 
 
@@ -44,7 +44,7 @@ def argsort(x: Array, *, descending: bool = False) -> Array:
     is_required=False,
 )
 def top_k(x: Array, *, k: int) -> Array:
-    """Return the indices of the `k` largest entries of each row, largest first. ggml: ``TOP_K``.
+    """Return the indices of the `k` largest entries of each row. The largest comes first. ggml: ``TOP_K``.
 
     Equal entries keep their order. In ggml the order is undefined, and its CPU backend swaps the first two indices. A
     backend may return any order; tests compare sets.

@@ -97,7 +97,7 @@ def describe_calibration_date(group: Devices) -> str:
 
 
 def _read_dates() -> dict[str, str]:
-    """Read the day on which each device group was measured, by key; empty if the file is unusable."""
+    """Read the day on which each device group was measured, by key. There are none if the file is unusable."""
     with suppress(ValueError, AttributeError):
         dates = json.loads(read_cached(make_saved_speeds_path()) or b"{}").get("dates", {})
         return {name: str(day) for name, day in dates.items()}

@@ -150,7 +150,7 @@ class Hardware:
         return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
     def count_devices_per_machine(self, devices: Iterable[int]) -> list[int]:
-        """Return how many of the given devices each machine has; machines without any of them are left out."""
+        """Return how many of the given devices each machine has. Machines without any of them are left out."""
         return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
 
     def count_machines(self, devices: Iterable[int]) -> int:
@@ -302,7 +302,7 @@ def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> 
 
 
 class WorkCounter:
-    """Counts the FLOPs and the bytes of nodes, with a cache for equal nodes of repeated layers."""
+    """Counts the FLOPs and the bytes of nodes. It has a cache for equal nodes of repeated layers."""
 
     def __init__(self) -> None:
         self._work_by_key: dict[object, WorkEstimate] = {}

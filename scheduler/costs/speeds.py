@@ -61,9 +61,10 @@ class Speeds:
     state_bandwidth: float = 0.0
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the hardware model for a graph, which depends on the dtypes of its weights.
+        """Return the hardware model for a graph.
 
-        A dtype without a measurement has the speeds of the slowest measured dtype.
+        It depends on the dtypes of the weights of the graph. A dtype without a measurement has the speeds of the
+        slowest measured dtype.
         """
         nbytes: dict[str, float] = defaultdict(float)
         numbers: dict[str, float] = defaultdict(float)

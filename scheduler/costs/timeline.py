@@ -177,7 +177,9 @@ class InstructionCosts:
 def compute_instruction_costs(
     device_plans: Sequence[DevicePlan], speeds: Sequence[Hardware], unsharded_bytes: Mapping[str, int]
 ) -> list[InstructionCosts]:
-    """Predict the cost of each instruction on each device; devices with equal programs share one result.
+    """Predict the cost of each instruction on each device.
+
+    Devices with equal programs share one result.
 
     Args:
         device_plans: The device plans.
@@ -314,7 +316,9 @@ def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, Timeli
 def _build_collective_entry(
     devices: Sequence[int], spans_by_device: Sequence[_SpansBetweenCollectives], number: int
 ) -> TimelineEntry:
-    """Build the timeline entry of one collective; a send and its receive become one entry.
+    """Build the timeline entry of one collective.
+
+    A send and its receive become one entry.
 
     Args:
         devices: The devices that take part.

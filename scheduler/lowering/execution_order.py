@@ -131,10 +131,10 @@ def order_nodes_for_inplace_state_updates(
 def _list_inplace_update_chains(
     state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """Yield chains of values that can be written one over the other into the memory of a state, longest first.
+    """Yield chains of values that can be written one over the other into the memory of a state.
 
-    A chain begins with the state and ends with its new value. Each value of a chain is an in-place update of the value
-    before it. The last chain has only the state and the new value.
+    The longest chain comes first. A chain begins with the state and ends with its new value. Each value of a chain is
+    an in-place update of the value before it. The last chain has only the state and the new value.
 
     Args:
         state: The state.

@@ -259,7 +259,9 @@ def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
 
 
 def _select_probes_that_sum_to_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Select probes that read from 15/16 of `nbytes` to `nbytes` bytes of weights together; else return no probe.
+    """Select probes that together read from 15/16 of `nbytes` to `nbytes` bytes of weights.
+
+    Return no probe if they would read less.
 
     Args:
         nbytes: The largest number of bytes to read.

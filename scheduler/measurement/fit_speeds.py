@@ -60,7 +60,7 @@ class SpeedFit:
         self.work_by_probe = {name: _sum_plan_work(plan) for name, plan in plans.items()}
 
     def compute_speeds(self) -> Speeds:
-        """Return the speeds of the devices; for several devices also the speeds of collectives and messages."""
+        """Return the speeds of the devices. Several devices also have speeds of collectives and messages."""
         own = Speeds(
             {kind: 1 / seconds for kind, seconds in self.seconds_per_memory_byte.items()},
             {kind: 1 / seconds for kind, seconds in self.seconds_per_weight_flop.items()},
@@ -140,7 +140,7 @@ class SpeedFit:
 
     @property
     def seconds_per_weight_flop(self) -> dict[str, float]:
-        """The seconds of one FLOP in matrix products with many rows, by dtype of the weights."""
+        """The seconds of one FLOP in matrix products, by dtype of the weights. The products have many rows."""
         return {kind: flop for kind, (flop, _) in self.prefill_seconds_per_flop_and_byte.items()}
 
     @cached_property
@@ -219,7 +219,9 @@ class SpeedFit:
         return computes, reads
 
     def subtract_launch_seconds(self, name: str, seconds: float | None = None) -> float:
-        """Return the seconds of a probe without its kernel launches, but at least a tenth of its measured seconds.
+        """Return the seconds of a probe without its kernel launches.
+
+        The result is at least a tenth of the measured seconds.
 
         Args:
             name: Name of the probe.
