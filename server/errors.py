@@ -70,7 +70,7 @@ class ApiError(HocketError):
         return {} if self.retry_seconds is None else {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}
 
     def as_openai_body(self) -> dict[str, object]:
-        """Return the error body in the format of OpenAI, with the status as code, as llama-server does."""
+        """Return the error body in the format of OpenAI. The code is the status, as in llama-server."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
         return {"error": {**fields, **self.extra}}
 

@@ -167,7 +167,7 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
 
 
 def describe_draft_usage(timings: Sequence[RequestTiming]) -> dict[str, dict[str, int]]:
-    """Return the part of OpenAI's ``usage`` about draft tokens of some requests, or nothing without drafts."""
+    """Return the part of OpenAI's ``usage`` about draft tokens of some requests. Without drafts, the part is empty."""
     drafted, accepted = sum(one.drafted_tokens for one in timings), sum(one.accepted_tokens for one in timings)
     details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {"completion_tokens_details": details} if drafted else {}

@@ -162,9 +162,9 @@ class RequestBuilder:
         )
 
     def _encode_prompt_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """Tokenize a prompt that is a list of tokens and texts; BOS is added only if the first part is a text.
+        """Tokenize a prompt that is a list of tokens and texts.
 
-        llama-server has the same rule.
+        BOS is added only if the first part is a text. llama-server has the same rule.
         """
         ids: list[int] = []
         tokenizer = self._service.tokenizer
@@ -231,7 +231,9 @@ class RequestBuilder:
         )
 
     async def compile_call_schema(self, schema: Mapping[str, object], is_strict: bool) -> Grammar:
-        """Compile the JSON schema of a tool call to a grammar, in a worker thread.
+        """Compile the JSON schema of a tool call to a grammar.
+
+        The compilation runs in a worker thread.
 
         Raises:
             ApiError: As `GrammarCache.compile_call_schema`, or the compilation takes too long.
@@ -312,7 +314,9 @@ class RequestBuilder:
     def build_engine_request(
         self, prompt: Sequence[int], params: GenerationParams, *, top_logprobs: int | None, body: SamplingBody, id: str
     ) -> GenerationRequest:
-        """Build an engine request from a tokenized prompt, its parameters, and the use of slots that a body asks for.
+        """Build an engine request from a tokenized prompt and its parameters.
+
+        The request also has the use of slots that `body` asks for.
 
         Raises:
             ModelError: The prompt has no tokens.

@@ -51,7 +51,9 @@ class HeaderName(bytes):
 
 
 class ErrorResponseLayer:
-    """Middleware that converts every exception to an error response, and counts responses.
+    """Middleware that converts every exception to an error response.
+
+    It also counts responses.
 
     Args:
         app: The next layer.

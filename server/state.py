@@ -26,7 +26,7 @@ MAX_EMBEDDINGS = 64
 
 
 class ServingState:
-    """The served model with its active responses; used in the thread of the event loop."""
+    """The served model with its active responses. It is used in the thread of the event loop."""
 
     def __init__(self, service: ModelService, options: ServerOptions) -> None:
         self.service, self.options = service, options

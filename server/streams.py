@@ -51,7 +51,10 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinish:
-    """The end of a choice: its reason (``stop`` or ``length``), the stop string that ended it, tokens and times."""
+    """The end of a choice: its reason, tokens and times.
+
+    The reason is ``stop`` or ``length``. `stop_string` is the stop string that ended the choice.
+    """
 
     choice: int
     reason: str
@@ -154,7 +157,9 @@ class StopStringTextBuffer:
 
 
 class EventBridge:
-    """Passes events from the engine's thread to queues of the event loop; all events of a step wake the loop once.
+    """Passes events from the engine's thread to queues of the event loop.
+
+    All events of a step wake the loop once.
 
     Args:
         loop: The event loop that reads the queues.

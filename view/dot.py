@@ -120,7 +120,7 @@ class _DotWriter:
             yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {format_bytes(declared.count_bytes(node))}"
 
     def _format_edges(self) -> Iterator[str]:
-        """Format the edges: one for each operand of a drawn node, and dotted ones between successive repetitions."""
+        """Format the edges, one for each operand of a drawn node. Dotted edges connect successive repetitions."""
         done: set[tuple[Node, Node]] = set()
         for node in self.graph.nodes:
             if self._of(node) is node:

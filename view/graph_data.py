@@ -23,7 +23,7 @@ MAX_TEXT_CHARACTERS = 400
 
 
 class GraphData:
-    """The data of a graph for an HTML page, and the index that the page uses for each node and value."""
+    """The data of a graph for an HTML page. It also has the index that the page uses for each node and value."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -64,7 +64,7 @@ class Page:
 
 
 def view_graph(graph: Graph, *, title: str = "graph") -> Page:
-    """Build the page that shows a graph, which may be invalid."""
+    """Build the page that shows a graph. The graph may be invalid."""
     return _page(title, [{"graph": GraphData(graph).build_page_data()}])
 
 

@@ -25,7 +25,7 @@ from .intern_table import InternTable
 
 
 class PlanData:
-    """The data of a plan for a page, without its graph."""
+    """The data of a plan for a page. The data of the plan's graph is not included."""
 
     def __init__(self, plan: Plan, graph: GraphData, times: MeasuredPlan | None = None) -> None:
         self.plan, self.graph, self.times = plan, graph, times

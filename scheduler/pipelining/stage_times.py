@@ -66,7 +66,7 @@ def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def estimate_stage_times(plan: Plan) -> list[StageTime]:
-    """Estimate the seconds of each pipeline stage in one run, while all stages work on different runs."""
+    """Estimate the seconds of each pipeline stage in one run. Meanwhile all stages work on different runs."""
     message_seconds, work = [0.0] * len(plan.device_plans), [0.0] * len(plan.device_plans)
     for stage in plan.pipelined_timeline:
         sent = stage.op == "send"

@@ -127,10 +127,10 @@ def _list_multi_device_candidates(
 def _make_branch_candidate_with_lower_bound(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
-    """Yield the candidate that runs independent branches on different devices, if it can save enough time.
+    """Yield the candidate that runs independent branches on different devices.
 
-    Its estimate is a lower bound of its time, for which each cluster stays on one device. A cluster is a set of nodes
-    that gain nothing from separate devices.
+    The candidate is left out if it cannot save enough time. Its estimate is a lower bound of its time, for which each
+    cluster stays on one device. A cluster is a set of nodes that gain nothing from separate devices.
     """
     count = len(plan_builder.group)
     if (bound := branches.compute_cluster_time_lower_bound(count)) is not None:
@@ -274,7 +274,7 @@ def _estimate_stage_latency_seconds(hardware: Hardware, stage_count: int, device
 
 
 def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
-    """Find the memory of the smallest device in bytes; infinity if no device states its memory."""
+    """Find the memory of the smallest device in bytes. It is infinity if no device states its memory."""
     return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
 
 

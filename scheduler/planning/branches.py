@@ -311,9 +311,10 @@ class _ListScheduler:
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster_where_it_starts_first(self, cluster: Cluster) -> None:
-        """Place a cluster on the device that can start it first, among devices with enough memory if there are any.
+        """Place a cluster on the device that can start it first.
 
-        If an earlier cluster uses the same state, the cluster goes to the device of this state.
+        Only devices with enough memory are considered, if there are any. If an earlier cluster uses the same state, the
+        cluster goes to the device of this state.
         """
         leaves = {leaf for node in cluster.nodes for leaf in find_weights_and_states_read_by(node)}
         states = {state for node in cluster.nodes for state in self.branches.states_used_by_node.get(node, ())}

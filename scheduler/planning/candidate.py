@@ -91,9 +91,10 @@ class Candidate:
         )
 
     def with_estimate_capped_by_overlap(self, seconds: float) -> Candidate:
-        """Return the candidate with an estimate of at most `seconds`, but not below its own lower bound.
+        """Return the candidate with an estimate of at most `seconds`.
 
-        It is used after the plan of a similar candidate got faster by overlap of collectives with compute.
+        The estimate does not fall below the candidate's own lower bound. The method is used after the plan of a similar
+        candidate got faster by overlap of collectives with compute.
 
         Args:
             seconds: The seconds of the plan of the similar candidate.

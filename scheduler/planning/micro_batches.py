@@ -76,9 +76,10 @@ def choose_micro_batches(
     plan_of: Callable[[int], Plan],
     counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts,
 ) -> MicroBatchChoice:
-    """Choose how many micro-batches a decode step has: the fastest count, or one if several do not save enough.
+    """Choose how many micro-batches a decode step has.
 
-    Several micro-batches must be predicted to be `MIN_PIPELINE_SPEEDUP` times as fast as one.
+    The choice is the fastest count, or one if several do not save enough. Several micro-batches must be predicted to be
+    `MIN_PIPELINE_SPEEDUP` times as fast as one.
 
     Args:
         sequence_count: The number of sequences.

@@ -207,10 +207,10 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._assemble_plan(self._require_supported_nodes(sharded), frozenset(), reasons, {})
 
     def build_layer_split(self) -> Plan:
-        """Build the layer split: each device gets consecutive layers, in proportion to the tensor split or its memory.
+        """Build the layer split: each device gets consecutive layers.
 
-        If a workload is given, all memories are equal and there is no tensor split, the stages are balanced: they take
-        equal time for this workload.
+        The layers of a device are in proportion to the tensor split or its memory. If a workload is given, all memories
+        are equal and there is no tensor split, the stages are balanced: they take equal time for this workload.
         """
         memory = [device.memory for _, device in self.group]
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
@@ -287,9 +287,9 @@ class PlanBuilder(ShardedPlanBuilder):
         omits_idle_devices: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Build the plan in which each node runs on the device of its pin; pins of the user take precedence.
+        """Build the plan in which each node runs on the device of its pin.
 
-        A pin assigns a node to one device.
+        Pins of the user take precedence. A pin assigns a node to one device.
 
         Args:
             base_pins: A pin for each node.
@@ -329,7 +329,10 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
-        """Build the plan with tensor parallelism over all devices, wherever sharding makes kernels shorter."""
+        """Build the plan with tensor parallelism over all devices.
+
+        Nodes are sharded wherever sharding makes kernels shorter.
+        """
         return self.build_sharded(self.factor_search.choose_fastest_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
@@ -434,7 +437,10 @@ class PlanBuilder(ShardedPlanBuilder):
         return few
 
     def build_with_layout_of_other_plan(self, plan: Plan, graph: Graph) -> Plan:
-        """Build the unverified plan of `graph`, with the weight and state layouts of `plan`, of another graph."""
+        """Build the plan of `graph` with the weight and state layouts of `plan`, which belongs to another graph.
+
+        The new plan is unverified.
+        """
         if graph is self.graph:
             return plan
         return PlanBuilder(

@@ -44,10 +44,10 @@ class PrefillChunks:
 
 
 class ChunkTimeModel:
-    """A model of the time of a prefill chunk on each pipeline stage, interpolated from four plans.
+    """A model of the time of a prefill chunk on each pipeline stage.
 
-    The four plans combine few or many tokens with few or many cells of the KV cache. Between them, the time is bilinear
-    in tokens and cells.
+    The time is interpolated from four plans. These plans combine few or many tokens with few or many cells of the KV
+    cache. Between them, the time is bilinear in tokens and cells.
 
     Args:
         plan_of: Returns the plan of a run with a token count and a cell count.

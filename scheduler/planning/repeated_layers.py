@@ -377,7 +377,7 @@ def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGr
 
 
 def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
-    """List the values that a repeated layer reads from the layer before it; views are replaced by their base values."""
+    """List the values that a repeated layer reads from the layer before it. Views are replaced by their base values."""
     for node in graph.nodes:
         for source in node.inputs:
             base = find_view_base(source)

@@ -186,7 +186,9 @@ class OptimisticWorkloadEstimator:
         )
 
     def _estimate_run_seconds(self, sequence_count: int, token_count: int, device_count: int = 1) -> float:
-        """Estimate the seconds of one run on several devices: they share the compute, but each launches all kernels.
+        """Estimate the seconds of one run on several devices.
+
+        The devices share the compute, but each launches all kernels.
 
         Args:
             sequence_count: The sequences of the run.

@@ -157,7 +157,7 @@ def format_overlap_saving_lines(plan: Plan) -> list[str]:
 
 
 def format_pipeline_speedup_lines(plan: Plan) -> list[str]:
-    """Return a line with the predicted speedup of pipelined runs; no line if it is below 1%."""
+    """Return a line with the predicted speedup of pipelined runs. There is no line if the speedup is below 1%."""
     times, through = (
         estimate_pipeline_speedup(plan),
         format_stage_count(count_pipeline_stages(plan), len(plan.device_plans)),

@@ -126,7 +126,7 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
 
 
 def _read_event_microseconds(event: Mapping[str, Any]) -> float:
-    """Return the duration of a trace event in microseconds; raise `ValueError` if it is not finite."""
+    """Return the duration of a trace event in microseconds. Raises `ValueError` if it is negative or not finite."""
     lasted = float(event["dur"])
     if not 0 <= lasted < math.inf:
         raise ValueError("a time must be finite")

@@ -85,7 +85,10 @@ def format_factor_tables(factors: Factors) -> str:
 
 
 def _assign_factor_symbols(factors: Factors) -> dict[Factor, str]:
-    """Give each factor of more than one index a symbol of one or more letters, in the order of the values."""
+    """Give each factor a symbol of one or more letters, in the order of the values.
+
+    Factors of only one index get no symbol.
+    """
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
     symbols: dict[Factor, str] = {}
     for node in factors.graph.nodes:
@@ -175,7 +178,10 @@ class ArenaLifetime:
 
 
 def format_memory_map(program: Program) -> str:
-    """Return a map of the arena, with the offset and the lifetime of each value, and a table of the other buffers."""
+    """Return a map of the arena, with the offset and the lifetime of each value.
+
+    A table of the other buffers follows.
+    """
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // LIFETIME_COLUMNS)
     rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]

@@ -32,7 +32,9 @@ MICROSECONDS_PER_SECOND = 1e6
 
 
 def write_chrome_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace to a file in the Chrome trace format; a name that ends in ``.gz`` gives a gzipped file.
+    """Write a trace to a file in the Chrome trace format.
+
+    A name that ends in ``.gz`` gives a gzipped file.
 
     Raises:
         OSError: The file cannot be written.
@@ -104,7 +106,7 @@ def _make_name_event(what: str, pid: int, name: str) -> dict[str, Any]:
 
 
 class _PlanTraceEvents:
-    """Formats the runs of one plan as trace events; text that is equal in all runs is formatted only once."""
+    """Formats the runs of one plan as trace events. Text that is equal in all runs is formatted only once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number

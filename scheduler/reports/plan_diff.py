@@ -54,7 +54,7 @@ def _diff_leaf_layouts(before: Plan, after: Plan) -> list[str]:
 
 
 def _count_collectives_by_op_and_name(plan: Plan) -> dict[tuple[str, str], int]:
-    """Return how often each collective runs, by op and node name; a message counts once, at its sender."""
+    """Return how often each collective runs, by op and node name. A message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for number, device_plan in enumerate(plan.device_plans):
         for i in device_plan.program.instructions:

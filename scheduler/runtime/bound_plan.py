@@ -116,7 +116,7 @@ class BoundPlan:
             )
 
     def write_inputs(self, arrays: Mapping[str, Array], input_slots: Iterable[InputSlots]) -> None:
-        """Write the inputs of a run, converted to their stored dtypes, to where the programs read them."""
+        """Write the inputs of a run to where the programs read them. Inputs are converted to their stored dtypes."""
         for slots in input_slots:
             slots.write_arrays(
                 [self._as_stored_dtype(name, arrays[name], dtype) for name, dtype in slots.stored_inputs]

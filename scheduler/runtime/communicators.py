@@ -72,7 +72,10 @@ class CollectiveGroups:
 
 
 class CollectiveGroupMember(ThreadGroupMember):
-    """The communicator of one device: collectives within its collective group, messages to any device of the plan."""
+    """The communicator of one device within its collective group.
+
+    Its collectives stay within the group, but its messages go to any device of the plan.
+    """
 
     def __init__(self, group: ThreadGroup, rank: int, message_comm: Comm) -> None:
         super().__init__(group, rank)

@@ -15,7 +15,7 @@ class UndoableRun(Protocol):
     """A run that has been launched, and that is undone unless its owner accepts it."""
 
     def undo(self) -> None:
-        """Wait for the end of the run, and restore the states to their values before it."""
+        """Restore the states to their values before the run. Waits for the end of the run first."""
 
 
 class _BackendLock:

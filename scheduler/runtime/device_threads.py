@@ -17,7 +17,7 @@ class Rendezvous(Protocol):
         """Wake all waiting device threads with an error, because a device failed."""
 
     def clear_messages_and_failures(self) -> None:
-        """Forget the pending messages and failures, after a run and when no thread waits."""
+        """Forget the pending messages and failures. Called after a run, when no thread waits."""
 
 
 class DeviceThreads:

@@ -39,7 +39,7 @@ class DeferredInterrupts:
 
     @property
     def previous_handler(self) -> Callable[[int, FrameType | None], Any] | None:
-        """The handler outside the block; `None` in a nested block and outside the main thread."""
+        """The handler outside the block. It is `None` in a nested block and outside the main thread."""
         return self._previous_handler
 
     @property

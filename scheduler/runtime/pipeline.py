@@ -153,7 +153,7 @@ class PipelinedRuns:
                 device.queued_runs.put(run)
 
     def wait_for_all(self) -> None:
-        """Wait until the devices have finished all pending runs, or until one device has failed."""
+        """Wait until the devices have finished all pending runs. Also returns when one device has failed."""
         with self._progress:
             self._progress.wait_for(
                 lambda: self._is_done_on_all_devices(self._pending_runs) or self._workers_done.done()

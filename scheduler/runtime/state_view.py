@@ -29,7 +29,7 @@ class LocalShard:
     dtype: DType
 
     def decode(self) -> Array:
-        """Return the stored content as plain numbers; without a conversion, the result is a view of the memory."""
+        """Return the stored content as plain numbers. Without a conversion, the result is a view of the memory."""
         return decode_array(self.memory_view, self.dtype)
 
     def copy_to_host(self) -> Array:
@@ -98,7 +98,7 @@ class StateView:
             raise PlanError(f"{what} has no entries [{format_value(index)}]; give an index within its shape") from None
 
     def _as_assignable_numbers(self, index: Any, value: Any) -> Array:
-        """Check that values fit the entries at an index, and return them as numbers; a scalar stays a scalar."""
+        """Check that values fit the entries at an index, and return them as numbers. A scalar stays a scalar."""
         there = np.shape(self._index_array(np.broadcast_to(np.int8(0), self.shape), index))
         numbers = as_real_number_array(f"state %{self.name}", value)
         try:

@@ -440,7 +440,7 @@ def _as_file_format_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Arra
 
 
 def _find_device_rank(device: Device, world: World) -> int:
-    """Return the rank (number) of the process to which a device belongs; raise `PlanError` if there is none."""
+    """Return the rank (number) of the process to which a device belongs. Raises `PlanError` if there is none."""
     if device.rank is None and world.size > 1:
         raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
     if (device.rank or 0) >= world.size:

@@ -54,7 +54,7 @@ class Trace:
 
     @property
     def runs(self) -> Sequence[TracedRun]:
-        """The traced runs in order; the first read after a run asks the backends for its timed kernels."""
+        """The traced runs in order. The first read after a run asks the backends for its timed kernels."""
         for plan, label, start, end, steps in self.noted[len(self._runs) :]:
             self._runs.append(TracedRun(plan, label, start, end, [list(own) for own in steps]))
         return self._runs
@@ -69,9 +69,9 @@ class Trace:
         write_chrome_trace(self, path)
 
     def view(self, *, title: str = "trace") -> Page:
-        """Return an HTML page with the measured times of the plan that has the most traced runs.
+        """Return an HTML page with the measured times of a plan.
 
-        Raises `PlanError` if the trace has no run.
+        The page shows the plan that has the most traced runs. Raises `PlanError` if the trace has no run.
         """
         from ...view import view_plan
 

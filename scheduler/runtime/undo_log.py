@@ -99,5 +99,5 @@ def _read(restore: Instruction) -> list[Tensor]:
 
 
 def _is_whole_state_restore(restore: Instruction) -> bool:
-    """Return whether an instruction restores a whole state; it then reads only the arena."""
+    """Return whether an instruction restores a whole state. It then reads only the arena."""
     return all(t.buffer == ARENA_BUFFER for t in _read(restore))

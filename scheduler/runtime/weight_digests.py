@@ -86,7 +86,9 @@ class LoadedWeightDigests:
         return [number for number in holders if self._ranks[number] in self._checked_ranks]
 
     def add_digest(self, name: str, layout: Layout, number: int, digest: Callable[[], bytes]) -> None:
-        """Record the digest of the part of a weight that one device loads; equal parts are read only once.
+        """Record the digest of the part of a weight that one device loads.
+
+        Equal parts are read only once.
 
         Args:
             name: Name of the weight.

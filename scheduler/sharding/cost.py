@@ -89,7 +89,10 @@ class AssignmentCost:
         return each
 
     def _compute_node_seconds_or_leaf_bytes(self, node: Node, assignment: ShardingAssignment) -> float:
-        """Compute the seconds of a node; for a weight or state, the bytes on the device with the largest shard."""
+        """Compute the seconds of a node, or the bytes of a weight or state.
+
+        The bytes are those on the device with the largest shard.
+        """
         if not node.is_leaf:
             return self.node_multiplicity.get(node, 1) * self.estimate_node_seconds(node, assignment)
         layout = assignment.produced_layouts[node.results[0]]
@@ -120,7 +123,7 @@ class AssignmentCost:
         return self.hardware.compute_seconds(*work)
 
     def estimate_conversion_seconds(self, conversion: LayoutConversion) -> float:
-        """Estimate the seconds of the collective of a layout conversion; 0 if no bytes are sent."""
+        """Estimate the seconds of the collective of a layout conversion. The result is 0 if no bytes are sent."""
         if conversion.needs_no_communication or self.device_count == 1:
             return 0.0
         collective = choose_conversion_collective(conversion)

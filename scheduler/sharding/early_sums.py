@@ -48,9 +48,10 @@ def _choose_partial_sums_to_reduce_early(
     target_layout: FactorLayout,
     estimate_seconds: Callable[[LayoutConversion], float],
 ) -> Iterator[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Choose partial sums to reduce early, from the last values of the graph to the first.
+    """Choose partial sums to reduce early.
 
-    Yields each early sum with the later sums that it replaces.
+    The choice goes from the last values of the graph to the first. Yields each early sum with the later sums that it
+    replaces.
 
     Args:
         assignment: The layouts and conversions of the graph.

@@ -60,7 +60,9 @@ from .axes import (
 
 @dataclass(frozen=True, slots=True)
 class FactorRoles:
-    """The roles of the factors of a node: coupled, contracted or indexed.
+    """The roles that the factors of a node have.
+
+    A factor can be coupled, contracted or indexed:
 
     - A plan may not shard `coupled_factors` at this node: the op forbids it, or one factor is two indices of the node.
     - `contracted_factors` are summed over.
@@ -124,7 +126,10 @@ class Factors:
         return self._factor_roles[node]
 
     def format_signature_name_of_factor(self, factor: Factor) -> str:
-        """Describe a factor by its name in an op signature, such as ``kv heads``; empty for a name of one letter."""
+        """Describe a factor by its name in an op signature, such as ``kv heads``.
+
+        A name of one letter gives an empty string.
+        """
         return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building

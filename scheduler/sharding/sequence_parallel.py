@@ -82,7 +82,9 @@ class SequenceParallelChooser:
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
     def _propagate_and_reduce_sums_early(self, row_factor: Factor | None = None) -> ShardingAssignment:
-        """Derive the layouts; one early sum over devices replaces several later ones where it costs no more.
+        """Derive the layouts so that one early sum over devices replaces several later ones.
+
+        An early sum is chosen only where it costs no more.
 
         Args:
             row_factor: The factor that shards the rows; None for replicated rows.

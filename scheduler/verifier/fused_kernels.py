@@ -214,7 +214,7 @@ class _RunContents:
 
 
 def _read_content(contents: BufferContents, tensor: Tensor) -> Content:
-    """Return the contents of the bytes of a tensor; bytes that no instruction has written are left out."""
+    """Return the contents of the bytes of a tensor. Bytes that no instruction has written are left out."""
     buffer, start, end = compute_byte_extent(tensor)
     if start == end:
         return ()

@@ -234,9 +234,10 @@ class _PlanChecker:
             yield why + trace.search_limit_note
 
     def _find_pinned_node_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield faults of pinned nodes: each must be computed on its device and on no other device.
+        """Yield faults of pinned nodes: each must be computed on its device.
 
-        Nodes that compute equal values may run on the pinned device of any of them.
+        No other device may compute the node. Nodes that compute equal values may run on the pinned device of any of
+        them.
         """
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}

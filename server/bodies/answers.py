@@ -207,9 +207,9 @@ class AnswerParser:
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
     def _parse_complete_call(self, text: str) -> list[AnswerDelta]:
-        """Parse a tool call that has arrived completely, in JSON or XML form; any other text gives content.
+        """Parse a tool call that has arrived completely, in JSON or XML form.
 
-        An incomplete call gives nothing if the whole answer must be a call.
+        Any other text gives content. An incomplete call gives nothing if the whole answer must be a call.
         """
         try:
             call = json.loads(text, strict=False)
@@ -228,9 +228,9 @@ class AnswerParser:
         return [AnswerDelta("call", name, index), AnswerDelta("arguments", whole, index)]
 
     def _parse_qwen3_coder_call(self, text: str) -> tuple[str | None, dict[str, object]]:
-        """Return the name and the arguments of a tool call of Qwen3-Coder, or None if the text has another form.
+        """Return the name and the arguments of a tool call of Qwen3-Coder.
 
-        Values are parsed as JSON unless the parameter is a string.
+        The name is None if the text has another form. Values are parsed as JSON unless the parameter is a string.
         """
         if (call := XML_CALL.fullmatch(text)) is None:
             return None, {}

@@ -51,7 +51,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct):
-    """The object ``reasoning`` of a body; hocket writes no summaries of thoughts."""
+    """The object ``reasoning`` of a body. The server writes no summaries of thoughts."""
 
     effort: ShortText | None = None
 
@@ -67,7 +67,7 @@ class FunctionTool(msgspec.Struct):
 
 
 class ResponsesBody(SamplingBody, kw_only=True):
-    """The body of ``POST /v1/responses``, and of the token counts of its input."""
+    """The body of ``POST /v1/responses``. The token counts of its input have the same body."""
 
     input: str | Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
     instructions: str | None = None

@@ -152,7 +152,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class TemplateBody(msgspec.Struct, kw_only=True):
-    """The body of ``POST /apply-template``, and of the token counts of a chat."""
+    """The body of ``POST /apply-template``. The token counts of a chat have the same body."""
 
     messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
     model: ShortText = ""
@@ -191,7 +191,7 @@ class NativeCompletionBody(SamplingBody, kw_only=True):
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The body of ``POST /v1/embeddings``; llama-server names the input ``content``."""
+    """The body of ``POST /v1/embeddings``. The name of the input in llama-server is ``content``."""
 
     input: Prompt | None = None
     content: Prompt | None = None
@@ -202,7 +202,10 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """The body of ``POST /rerank``: documents of Jina's API, or texts of TEI (text embeddings inference)."""
+    """The body of ``POST /rerank``, with the documents to score.
+
+    They are documents of Jina's API, or texts of TEI (text embeddings inference).
+    """
 
     query: str
     documents: Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None

@@ -45,7 +45,7 @@ DELTA_TYPES = {
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
-    """The body of ``POST /v1/messages``; `max_tokens` may be missing in a token count."""
+    """The body of ``POST /v1/messages``. In a token count, `max_tokens` may be missing."""
 
     messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
     model: ShortText = ""
@@ -65,7 +65,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
 
 async def create_message(request: Request) -> Response:
-    """Handle ``POST /v1/messages``: answer a chat, as one JSON object or as a stream."""
+    """Handle ``POST /v1/messages``: answer a chat. The answer is one JSON object or a stream."""
     state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, MessagesBody)
@@ -340,7 +340,7 @@ def parse_tool_input_or_empty(arguments: str) -> object:
 
 
 def describe_anthropic_usage(finish: ChoiceFinish) -> dict[str, int]:
-    """Return the token counts of Anthropic's ``usage``; `input_tokens` excludes cached tokens."""
+    """Return the token counts of Anthropic's ``usage``. The count `input_tokens` excludes cached tokens."""
     timing = finish.timing
     return {
         "input_tokens": timing.prompt_tokens - timing.cached_tokens,

@@ -88,7 +88,7 @@ class NativeAnswerFormatter:
     def build_result(
         self, i: int, text: str, tokens: Sequence[TokenEvent], finish: ChoiceFinish, *, is_streamed: bool = False
     ) -> dict[str, object]:
-        """Build the JSON object of a complete text, or the last object of a stream."""
+        """Build the JSON object of a complete text. In a stream, it is the last object."""
         request, tokenizer = self._requests[i], self._state.service.tokenizer
         limit = request.params.limit
         result: dict[str, object] = {
@@ -189,7 +189,7 @@ def describe_generation_settings(request: GenerationRequest, body: NativeComplet
 
 
 def select_result_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, object]:
-    """Return a copy of a result that has only the named fields; the name ``a/b`` is field b of object a."""
+    """Return a copy of a result that has only the named fields. The name ``a/b`` is field b of object a."""
     selected = {}
     for name in names:
         value: object = result
@@ -204,7 +204,7 @@ def select_result_fields(result: dict[str, object], names: Sequence[str]) -> dic
 
 
 async def tokenize(request: Request) -> Response:
-    """Handle ``POST /tokenize``: return the tokens of a text, with their texts if ``with_pieces`` is set."""
+    """Handle ``POST /tokenize``: return the tokens of a text. They come with their texts if ``with_pieces`` is set."""
     state = get_serving_state(request)
     body, headers = await read_body(request, TokenizeBody)
     tokenizer, content = state.service.tokenizer, body.content

@@ -199,7 +199,7 @@ def choose_finish_reason(finish: ChoiceFinish, parser: AnswerParser) -> str:
 
 
 def build_message(deltas: Sequence[AnswerDelta], *, is_call: bool = False) -> dict[str, object]:
-    """Build the assistant's message from all deltas of an answer; the content of a tool call is ``null``."""
+    """Build the assistant's message from all deltas of an answer. The content of a call without text is ``null``."""
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     thoughts = "".join(delta.text for delta in deltas if delta.kind == "reasoning")
     calls: dict[int, dict[str, str]] = {}

@@ -30,7 +30,7 @@ NORMALISED = 2
 
 
 async def create_completion(request: Request) -> Response:
-    """Handle ``POST /v1/completions``: continue one text or several, as one JSON object or as a stream."""
+    """Handle ``POST /v1/completions``: continue one text or several. The answer is one JSON object or a stream."""
     state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, TextCompletionBody)
@@ -207,7 +207,7 @@ async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.ND
 
 
 async def list_models(request: Request) -> Response:
-    """Handle ``GET /v1/models``: return a list of the one served model, with the page fields of Anthropic."""
+    """Handle ``GET /v1/models``: return a list of the one served model. The list has the page fields of Anthropic."""
     model = _describe_model(get_serving_state(request))
     page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
     return JsonResponse({"object": "list", "data": [model], **page})

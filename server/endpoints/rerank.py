@@ -40,6 +40,6 @@ async def rerank(request: Request) -> Response:
 
 
 def build_rerank_routes() -> list[Route]:
-    """Return the routes of the rerank endpoint, with all its names in llama-server."""
+    """Return the routes of the rerank endpoint. There is a route for each of its names in llama-server."""
     paths = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
     return [Route(path, rerank, methods=["POST"]) for path in paths]

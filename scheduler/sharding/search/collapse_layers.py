@@ -47,10 +47,10 @@ class _LayerSection:
 
 
 def collapse_repeated_layers_to_two(graph: Graph) -> CollapsedGraph | None:
-    """Collapse each sequence of equal layers to two layers; return None without repeated layers.
+    """Collapse each sequence of equal layers to two layers.
 
-    The first one stands for all layers but the last. The last layer is kept, because the layer after it decides where a
-    sum over devices takes place.
+    The first of the two stands for all layers but the last. The last layer is kept, because the layer after it decides
+    where a sum over devices takes place. Returns None without repeated layers.
     """
     nodes = [
         n for n in order_updates_directly_after_operands(graph) if not n.is_leaf
@@ -71,7 +71,9 @@ def collapse_repeated_layers_to_two(graph: Graph) -> CollapsedGraph | None:
 def _split_at_single_crossing_values(
     nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph into sections at each point that a single value crosses, apart from long-lived values.
+    """Split the graph into sections at each point that a single value crosses.
+
+    Long-lived values may also cross this point.
 
     Args:
         nodes: The nodes that compute, in order.

@@ -159,7 +159,10 @@ class _GraphSearch:
     def _add_groups_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors one after another, the best first, until none saves enough; explain each in `notes`."""
+        """Add groups of factors one after another, the best first, until none saves enough.
+
+        Explains each group in `notes`.
+        """
         current = unsharded
         while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
@@ -267,7 +270,10 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_kernel_saving_per_collective_second(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Compute how many kernel seconds are saved for each added second of collectives; -1 if the saving is too small."""
+    """Compute how many kernel seconds are saved for each added second of collectives.
+
+    The result is -1 if the saving is too small.
+    """
     # Too small: with `eager`, against the added collectives; otherwise, if the total time does not decrease.
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)

@@ -114,7 +114,7 @@ def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
 
 
 def _find_collective_that_joins_all_devices(calls_by_device: CallsWithParticipants) -> Iterator[str]:
-    """Yield a fault for the first collective in which all devices participate; messages do not count."""
+    """Yield a fault for the first collective in which all devices participate. Messages do not count."""
     every = (
         a
         for calls in calls_by_device

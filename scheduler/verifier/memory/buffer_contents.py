@@ -191,7 +191,7 @@ def _compute_view_geometry(
 
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
-    """Return the dtype in which a backend stores a value; the value must own its memory (no view)."""
+    """Return the dtype in which a backend stores a value. The value must own its memory (no view)."""
     return backend.storage_spec(value.spec, find_graph_role(value)).dtype
 
 
@@ -247,7 +247,7 @@ def has_common_bytes(extent: tuple[int, int, int], other_extent: tuple[int, int,
 
 
 def is_dense(tensor: Tensor | ViewedValue) -> bool:
-    """Return whether the elements are consecutive in row-major order; strides of axes of size 1 are ignored."""
+    """Return whether the elements are consecutive in row-major order. Strides of axes of size 1 are ignored."""
     dense = contiguous_strides(tensor.shape)
     if tensor.strides == dense or 0 in tensor.shape:
         return True

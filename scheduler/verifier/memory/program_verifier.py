@@ -96,7 +96,10 @@ class _ProgramMemoryChecker:
         self.executed_work: set[object] = set()
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the program: inputs first, then the instructions in order, then the final contents."""
+        """Yield all faults of the program.
+
+        Faults of the inputs come first, then faults of the instructions in order, then faults of the final contents.
+        """
         yield from self._record_leaf_contents()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.undo_check.restore_by_step:
@@ -275,7 +278,7 @@ class _ProgramMemoryChecker:
 
 
 def _has_equal_shape_and_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
-    """Return whether two tensors have equal shapes and strides; strides of axes of size 1 are ignored."""
+    """Return whether two tensors have equal shapes and strides. Strides of axes of size 1 are ignored."""
     triples = zip(tensor.shape, tensor.strides, other_tensor.strides, strict=False)
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 

@@ -61,9 +61,10 @@ class CarriedValueTrace(ValueTrace):
                 self.producer_by_number.setdefault(numbering.number_by_value[value], (at, value.index))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the device graphs; if there are none, yield faults of carried values.
+        """Yield all faults of the device graphs.
 
-        A carried value is wrong if it is an incomplete sum, or if it differs between repetitions.
+        If there are none, yields faults of carried values. A carried value is wrong if it is an incomplete sum, or if
+        it differs between repetitions.
         """
         sound = True
         for why in super().find_faults():

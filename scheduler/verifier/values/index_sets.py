@@ -61,7 +61,7 @@ def count_entries(index: IndexRanges) -> int:
 
 @lru_cache(maxsize=1024)
 def list_entry_numbers(index: IndexRanges) -> Entries:
-    """Return the entry numbers of an index as an array, which is cached and must not be written."""
+    """Return the entry numbers of an index as an array. The array is cached and must not be written."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
@@ -375,6 +375,6 @@ def merge_scattered_entries(
 
 
 def format_index(index: IndexRanges) -> str:
-    """Format an index for a message, as in ``[0:2, 6:8]``; an ellipsis replaces all ranges after the fourth."""
+    """Format an index for a message, as in ``[0:2, 6:8]``. An ellipsis replaces all ranges after the fourth."""
     ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
     return f"[{ranges_text}{', …' if len(index) > 4 else ''}]"

@@ -284,7 +284,7 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionEntries, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Return a result axis' entries, combined from its factors; factors that no operand has must be whole."""
+    """Return the entries of a result axis, combined from its factors. Factors that no operand has must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
