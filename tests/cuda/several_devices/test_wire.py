@@ -125,5 +125,5 @@ def test_a_model_keeps_its_tokens_with_rounded_sums_and_exact_ones_are_refused(m
     plain, sent = logits("f32"), logits("bf16")
     off = nmse(sent, plain)
     assert 0 < off < 1e-3
-    with pytest.raises(ModelError, match="exact are not sent as bf16"):
+    with pytest.raises(ModelError, match="exact=True excludes wire='bf16'"):
         Session(open_model(None), on=DeviceGroup(devices=devices, exact=True, wire="bf16"))
