@@ -197,8 +197,8 @@ def test_matrices_that_are_not_read_as_such_are_refused(tmp_path: Path) -> None:
         ({0: 64}, None, r"'direction.0'; need direction.1 to direction.2"),
         ({3: 64}, None, r"'direction.3'; need direction.1 to direction.2"),
         ({1: 64}, (2, 2), "no direction for layers 2 to 2"),
-        ({1: 64}, (2, 1), "are 2 to 1; need two of 1 to 2 in order"),
-        (None, (1, 2), "name one with --control-vector"),
+        ({1: 64}, (2, 1), r"control_layers=\(2, 1\): need two of 1 to 2 in order"),
+        (None, (1, 2), "is for control vectors; give control_vectors=FILE"),
     ],
 )
 def test_wrong_control_vectors_cost_one_line(
