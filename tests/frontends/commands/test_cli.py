@@ -113,7 +113,7 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     metadata = MappingProxyType({**model.gguf.metadata, "tokenizer.chat_template": template})
     templated = load_model(replace(model.gguf, metadata=metadata))
-    monkeypatch.setattr("hocket.frontends.open_model.open_model", lambda path: templated)
+    monkeypatch.setattr("hocket.frontends.open_model.open_model", lambda path, **_: templated)
     assert main(["run", "--temp", "0", "--chat", "-p", "How do you do?", "-n", "6"]) == 0
     one = capsys.readouterr().out
     typed = iter(["How do you do?", "", "And you?", "/exit", "never"])
@@ -387,7 +387,7 @@ def test_threads_are_set_where_the_blas_can(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_an_interrupt_ends_with_its_own_code(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hocket.frontends.open_model.open_model", interrupt)
@@ -398,7 +398,7 @@ def test_an_interrupt_ends_with_its_own_code(capsys: Capture, monkeypatch: pytes
 def test_memory_that_is_out_costs_one_line_and_debug_shows_where(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out(*args: object) -> None:
+    def out(*args: object, **kwargs: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("hocket.frontends.open_model.open_model", out)
