@@ -404,8 +404,8 @@ def test_memory_that_is_out_costs_one_line_and_debug_shows_where(
     monkeypatch.setattr("hocket.frontends.open_model.open_model", out)
     assert main(["run"]) == 2
     assert capsys.readouterr().err == "hocket: memory is out; use a smaller context, batch or model\n"
-    with pytest.raises(MemoryError):
-        main(["run", "--debug"])
+    assert main(["run", "--debug"]) == 2
+    assert "raise MemoryError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [["--simulate", "cpu:2", "--split-mode", "tensor"], ["--graph"], []])
