@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command_as_rank(
             launch,
             partial(_run_command, words),
-            _describe_error_by_flag_names,
+            _describe_error_with_flag_names,
             version=__version__,
             debug="--debug" in words,
         )
@@ -84,7 +84,7 @@ def _run_with_reported_errors(words: Sequence[str]) -> int:
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        write_line_to_stderr(f"hocket: {escape_as_one_line(_describe_error_by_flag_names(error))}")
+        write_line_to_stderr(f"hocket: {escape_as_one_line(_describe_error_with_flag_names(error))}")
         return 2
 
 
@@ -146,7 +146,7 @@ def _find_command_name(words: Sequence[str]) -> str | None:
     return next((word for word in words if not word.startswith("-")), None)
 
 
-def _describe_error_by_flag_names(error: Exception) -> str:
+def _describe_error_with_flag_names(error: Exception) -> str:
     """Describe an error in one line that names flags instead of arguments. A lack of memory gets a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"

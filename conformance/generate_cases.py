@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import combinations
 from typing import TypeAlias
@@ -207,7 +208,24 @@ def find_declaration_fault(name: str) -> str:
     if name in REGISTRY.faults:
         return REGISTRY.faults[name]
     try:
-        generate_full_cases(REGISTRY[name])
-    except Exception as why:  # functions of a declaration may raise anything
-        return f"{name}: {describe_exception(why)}"
+        with raise_declaration_faults(name):
+            generate_full_cases(REGISTRY[name])
+    except DeclarationFaultError as why:
+        return str(why)
     return ""
+
+
+class DeclarationFaultError(Exception):
+    """The declaration of an op is wrong; the message is one line that names the op."""
+
+
+@contextmanager
+def raise_declaration_faults(name: str) -> Iterator[None]:
+    """Raise `DeclarationFaultError` for any error while the declaration of an op is used.
+
+    The op may be of another package. Its functions and samples may raise anything, which must not stop other ops.
+    """
+    try:
+        yield
+    except Exception as why:  # by functions of another package
+        raise DeclarationFaultError(f"{name}: {describe_exception(why)}") from None

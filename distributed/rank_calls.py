@@ -14,7 +14,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -25,6 +25,8 @@ from .world import RanksError, World
 
 MESSAGE_HEADER = struct.Struct("<q")
 """The bytes of the JSON text of a call; the text follows, and then the packet of each array behind its length."""
+MARK = "runs_on_all_ranks"
+"""The attribute of a method that runs on all ranks."""
 END = ""
 """The name of the call that ends `RankCalls.follow_rank_0`."""
 
@@ -54,14 +56,14 @@ def on_all_ranks(
     def call_on_all_ranks(target: _Target, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         return target.rank_calls.call(lambda: method(target, *args, **kwargs), method.__qualname__, args, kwargs)
 
-    call_on_all_ranks.runs_on_all_ranks = True  # type: ignore[attr-defined]  # read by `list_calls`
+    vars(call_on_all_ranks)[MARK] = True
     return call_on_all_ranks
 
 
 def list_calls(targets: Sequence[HasRankCalls]) -> dict[str, Callable[..., object]]:
     """Return the methods of some objects that run on all ranks, by qualified name."""
     members = ((target, getattr(type(target), name)) for target in targets for name in dir(type(target)))
-    return {m.__qualname__: m.__get__(target) for target, m in members if getattr(m, "runs_on_all_ranks", False)}
+    return {m.__qualname__: m.__get__(target) for target, m in members if hasattr(m, MARK)}
 
 
 class RankCalls:
@@ -116,7 +118,7 @@ class RankCalls:
             return run()
         except RanksError:
             raise
-        except Exception as error:
+        except Exception as error:  # the call may be of a backend, which may raise anything; it is raised again
             if isinstance(error, BackendError) or not isinstance(error, HocketError):
                 self._world.announce_failure(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             self._has_failed = True
@@ -144,7 +146,7 @@ class RankCalls:
                 return
             last = name
             try:
-                self._run_or_fail(lambda: calls[name](*args, **kwargs))  # noqa: B023  # it runs at once
+                self._run_or_fail(partial(calls[name], *args, **kwargs))
             except RanksError:
                 raise
             except HocketError as error:

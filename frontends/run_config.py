@@ -56,7 +56,7 @@ def _make_dtype_name_kind(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
 
 def _are_device_names(value: object) -> bool:
     names = value.split(",") if isinstance(value, str) else value
-    return list_of(TEXT, "").accepts(names) and all(names) and len(names) > 0  # type: ignore[arg-type]  # a sequence
+    return isinstance(names, Sequence) and len(names) > 0 and all(isinstance(name, str) and name for name in names)
 
 
 DEVICE_NAMES_KIND = ArgumentKind("names of devices, as cpu:0,cpu:1", _are_device_names)

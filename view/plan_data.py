@@ -132,13 +132,13 @@ class PlanData:
             "block": self._assign_instruction_blocks(origin),
             "cost": [self.costs(prices.get_cost(at)) for at in range(len(program.instructions))],
             "spec": [self.specs((i.dst[0].shape, i.dst[0].dtype)) for i in program.instructions],
-            "calls": self._number_equal_kernel_calls_equally(device_plan),
+            "calls": self._number_distinct_kernel_calls(device_plan),
             "last": last,
             "live": live,
             "kept": program.undo_bytes,
         }
 
-    def _number_equal_kernel_calls_equally(self, device_plan: DevicePlan) -> list[int]:
+    def _number_distinct_kernel_calls(self, device_plan: DevicePlan) -> list[int]:
         """Return for each instruction the number of the kernel call that computes it; equal calls have equal numbers.
 
         A call is a pair: its kernels, and how many instructions they compute. Number 0 is the empty call, for a backend

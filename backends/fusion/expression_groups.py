@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...graph.attrs import Attrs
+from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.expression import Expression, Step
 from ..base import contiguous_strides
 from .dataflow import Dataflow, has_same_elements
@@ -184,7 +185,7 @@ class _GroupComposer:
                 continue
             if function == "attribute":
                 name = f"{position}.{value}"
-                self.attributes[name] = float(call.attributes[str(value)])  # type: ignore[arg-type]  # a number
+                self.attributes[name] = float(float_attribute(call.attributes, str(value)))
                 step = Step(function, (), name)
             else:
                 step = Step(function, tuple(added[s] for s in sources), value)

@@ -90,7 +90,7 @@ def _parse_sample(op: Op, text: str) -> Point:
         make_case(op, point)
         attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
         op.infer_results([_spec(point, o.name) for o in op.signature_for(attrs).operands], attrs)
-    except Exception as why:  # functions of a declaration may raise anything
+    except Exception as why:  # samples and functions of another package may raise anything
         reason = str(why) if isinstance(why, SignatureMismatch) else describe_exception(why)
         raise GraphError(f"sample {format_value(text)}: {reason}") from None
     return point

@@ -12,12 +12,12 @@ from ...backends import find_device, find_registered_backends
 from ...backends.base import Backend, Device
 from ...backends.capabilities import STAND_IN, ListsKernels
 from ...graph.errors import HocketError
-from ...graph.validation import describe_exception
 from ...ops import REGISTRY, Op
 from ..cases.case import Case
 from ..cases.grow_shapes import grow_cases_from_samples
 from ..checks.case_graph import build_case_graph, build_verified_device_plan
 from ..checks.run_case import find_unsupported_reason
+from ..generate_cases import DeclarationFaultError, raise_declaration_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +74,25 @@ def _build_row(op: Op[Any], loaded: Mapping[str, tuple[Backend, Device]]) -> Sup
     """Return the support of an op by the devices; a row with a fault if its declaration is wrong."""
     by_dtype: dict[str, list[Case]] = {}
     try:
-        for case in grow_cases_from_samples(op):
-            by_dtype.setdefault(case.dtype_names, []).append(case)
-        support = {
-            name: {dtypes: _find_unsupported_reason(cases[0], backend, device) for dtypes, cases in by_dtype.items()}
-            for name, (backend, device) in loaded.items()
-        }
-        stand_ins = {
-            name: tuple(
-                dtypes
-                for dtypes, cases in by_dtype.items()
-                if not support[name][dtypes] and _computes_all_cases_with_numpy(cases, backend, device)
-            )
-            for name, (backend, device) in loaded.items()
-        }
-    except Exception as why:  # functions of a declaration may raise anything
-        return SupportRow(op.name, op.is_required, (), {}, fault=f"{op.name}: {describe_exception(why)}")
+        with raise_declaration_faults(op.name):
+            for case in grow_cases_from_samples(op):
+                by_dtype.setdefault(case.dtype_names, []).append(case)
+            support = {
+                name: {
+                    dtypes: _find_unsupported_reason(cases[0], backend, device) for dtypes, cases in by_dtype.items()
+                }
+                for name, (backend, device) in loaded.items()
+            }
+    except DeclarationFaultError as why:
+        return SupportRow(op.name, op.is_required, (), {}, fault=str(why))
+    stand_ins = {
+        name: tuple(
+            dtypes
+            for dtypes, cases in by_dtype.items()
+            if not support[name][dtypes] and _computes_all_cases_with_numpy(cases, backend, device)
+        )
+        for name, (backend, device) in loaded.items()
+    }
     return SupportRow(op.name, op.is_required, tuple(by_dtype), support, stand_ins)
 
 

@@ -33,6 +33,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
+from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.interpreter import ScalarLanguageDeclaration
 from .memory.buffer_contents import BufferContents, compute_byte_extent
 
@@ -40,7 +41,7 @@ Axes = tuple[tuple[int, int], ...]
 Content = tuple[tuple[int, int, object], ...]
 """The contents of a byte range: first byte, end byte and content of each part."""
 REDUCTION_PREFIX = "row_"
-ATTRIBUTE, CONSTANT, OPERAND, ROW_COUNT = "attribute", "constant", "operand", "row_count"
+ATTRIBUTE, CONSTANT, OPERAND = "attribute", "constant", "operand"
 
 
 def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> None:
@@ -361,8 +362,8 @@ class _KernelTerms:
                 terms.append(self._trace_operand(number, int(value), shape, is_per_row))
                 depends = True
             elif function == ATTRIBUTE:
-                numbers = float(instruction.attrs[str(value)])  # type: ignore[arg-type]  # a number by declaration
-                terms.append(self._intern(ATTRIBUTE, numbers.hex()))
+                number_of_call = float(float_attribute(instruction.attrs, str(value)))
+                terms.append(self._intern(ATTRIBUTE, number_of_call.hex()))
             elif function == CONSTANT:
                 terms.append(self._intern(CONSTANT, value))
             else:

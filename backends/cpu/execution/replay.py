@@ -238,10 +238,10 @@ class Replay:
         the caches hold only weights, and a line of Python takes five times as long.
         """
         self._run(self._timed_calls)
-        return self._make_timed_kernels([*map(bytes, self._timing_buffer_of_each_segment)])
+        return self._make_timed_kernels([*map(bytes, self._timing_buffers_by_segment)])
 
     @cached_property
-    def _timing_buffer_of_each_segment(self) -> list[memoryview]:
+    def _timing_buffers_by_segment(self) -> list[memoryview]:
         """One buffer per segment or Python call, for the times of a timed run: starts of the steps, then the end."""
         return [(one.times if isinstance(one, CompiledSegment) else np.zeros(2, np.int64)).data for _, one in self.work]
 
@@ -254,7 +254,7 @@ class Replay:
                 if isinstance(one, CompiledSegment)
                 else partial(_record_call_times, clock, one),
             )
-            for (number, one), clock in zip(self.work, self._timing_buffer_of_each_segment, strict=True)
+            for (number, one), clock in zip(self.work, self._timing_buffers_by_segment, strict=True)
         ]
 
     def _make_timed_kernels(self, clocks: Sequence[bytes]) -> Iterator[TimedKernel]:
