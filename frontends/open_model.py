@@ -13,6 +13,7 @@ from ..distributed import SINGLE_PROCESS, World
 from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
 from .adapters import read_adapters
 from .errors import ModelError
+from .generation.speculative import require_same_vocabulary
 from .gguf import Gguf, open_gguf
 from .inference.session import DEFAULT_CONTEXT, LoadProgress, Session
 from .inference.value_watch import StepWatch
@@ -67,6 +68,18 @@ def open_adapted_model(config: RunConfig, *, header_only: bool = False) -> Model
         control_layers=config.control_layers,
     )
     return replace(model, adapters=adapters)
+
+
+def require_usable_model_files(config: RunConfig) -> None:
+    """Require that the model, its adapters and its draft model fit together, before anything is loaded.
+
+    Raises:
+        ModelError: A file is not a model or adapter as its option needs, or options contradict each other.
+    """
+    if config.lora or config.control_vectors or config.control_layers:
+        open_adapted_model(config, header_only=True)
+    if config.draft is not None:
+        require_same_vocabulary(open_model(config.path, header_only=True), open_model(config.draft, header_only=True))
 
 
 def open_session(

@@ -324,10 +324,8 @@ class RecordedProgram:
                 raise self._make_missed_collective_error(why) from why
             if not isinstance(why, LaunchError):
                 raise
-            node, finished = (
-                self.program.instructions[why.number].node,
-                self._dataflow.find_instructions_finished_before(why.number),
-            )
+            node = self.program.instructions[why.number].node
+            finished = self._dataflow.find_instructions_finished_before(why.number)
             raise StepError(node, str(self.on), finished, str(why)) from why
         wait = start_read()
 

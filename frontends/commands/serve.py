@@ -22,10 +22,10 @@ from ..config_options import list_options
 from ..errors import ModelError
 from ..flag_values import parse_json_object, parse_natural, parse_number, parse_positive, parse_seed
 from ..generation.sampling import Sampling
-from ..generation.speculative import DEFAULT_DRAFT_TOKENS, require_same_vocabulary
+from ..generation.speculative import DEFAULT_DRAFT_TOKENS
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open_model import open_adapted_model, open_model, read_text_without_final_newline
+from ..open_model import open_model, read_text_without_final_newline, require_usable_model_files
 from ..run_config import RunConfig, options_of
 from ..serving.drafts import MAX_DRAFT_TOKENS
 from ..terminal.arguments import replace_arguments_by_flag_names
@@ -174,7 +174,9 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("--log-requests is for one process; leave it out, or start the server without mpiexec")
     options = read_server_options_and_files(args)
     check_server_options_before_load(options)
-    require_usable_model_files(args)
+    require_usable_model_files(config_from_flags(args))
+    if args.log_requests is not None:
+        require_writable(args.log_requests)
     if args.dry_run:
         return print_dry_run_prediction(args)
     with ExitStack() as stack:
@@ -201,8 +203,7 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     from ... import __version__
-    from ..serving.encoder import has_no_generation
-    from ..serving.served_model import ServedModel
+    from ..serving.served_model import ServedModel, has_no_generation
     from ..serving.thread import make_served_pool
 
     model, name = open_served_model(args)
@@ -227,7 +228,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import run_server
-    from ..serving.encoder import EncoderService, has_no_generation
+    from ..serving.served_model import EncoderService, has_no_generation
     from ..serving.thread import EngineOptions, EngineThread
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
@@ -291,8 +292,7 @@ def lower_gc_threshold() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    config = RunConfig(args.model, **model_arguments_from_flags(args))
-    model = Model.open_on_ranks(config, args.world)
+    model = Model.open_on_ranks(RunConfig(args.model, **model_arguments_from_flags(args)), args.world)
     return model, args.alias[0] if args.alias else Path(args.model).stem
 
 
@@ -398,22 +398,6 @@ def check_server_options_before_load(options: ServerOptions) -> None:
             raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
 
 
-def require_usable_model_files(args: argparse.Namespace) -> None:
-    """Require that the model, its adapters, the draft model and the log can be used, before anything is loaded.
-
-    Raises:
-        ModelError: A file is not a model or adapter as the flag needs, or options contradict each other.
-        OSError: The log cannot be written.
-    """
-    config = config_from_flags(args)
-    if config.lora or config.control_vectors or config.control_layers:
-        open_adapted_model(config, header_only=True)
-    if config.draft is not None:
-        require_same_vocabulary(open_model(config.path, header_only=True), open_model(config.draft, header_only=True))
-    if args.log_requests is not None:
-        require_writable(args.log_requests)
-
-
 def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
     """Return a listening socket for each address, before the model is loaded, which may take long.
 
@@ -456,9 +440,8 @@ def print_dry_run_prediction(args: argparse.Namespace) -> int:
     requested, plan = make_requested_and_session_plans(graph, group, None, workload)
     prompt = min(args.batch, context)
     fit = describe_memory_fit_and_speed(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
-    write_to_stdout_unless_closed(
-        f"{args.parallel} slots of {context} tokens; {fit}\n\n{replace_arguments_by_flag_names(plan.explain())}\n"
-    )
+    explained = replace_arguments_by_flag_names(plan.explain())
+    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{explained}\n")
     if problem := describe_memory_problem(requested, context=context):
         write_line_to_stderr(
             f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 MIN_CONTEXT_BUCKET = 256
 """Tokens of the smallest context bucket; each larger bucket is twice as long."""
 DEFAULT_CONTEXT = 4096
-COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
+COUNT, NATURAL, INTEGER = integer_between(1, 2**31), integer_between(0), integer_between(-(2**31), 2**31)
 
 
 class Session:
@@ -67,9 +67,9 @@ class Session:
     its devices and weights, but has its own states. With `first_sequence` it instead runs the sequences of `like` from
     this number on, in the memory of `like`; only its lengths are its own.
 
-    Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
-    devices. `watch` observes values of every step. `recent` has the last tokens per sequence, for n-gram
-    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit.
+    Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its devices.
+    `watch` observes values of every step. `recent` has the last tokens per sequence, for n-gram models.
+    `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit.
     """
 
     @validate_arguments(
@@ -103,9 +103,6 @@ class Session:
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
-        for name, value in (("sequences", sequences), ("context", self.context), ("batch", batch)):
-            if value < 1:
-                raise ModelError(f"{name} is {value}; it must be at least 1")
         model.require_context_within_training(self.context)
         self.on: DeviceGroup = on if like is None else like.on
         self._graph = make_step_graph_builder(model, self.on)
@@ -114,7 +111,7 @@ class Session:
             own = f"one with the digest {compute_model_digest(model)[:16]}"
             self.world.require_agreement("model", own, "give all ranks the same file")
         self._rules = tuple(
-            (pattern, resolve_device_name_for_exact_results(device, self.on)) for pattern, device in self.on.place
+            (rule, resolve_device_name_for_exact_results(name, self.on)) for rule, name in self.on.place
         )
         self._gives = "both" if model.mtp_block_count else "logits"
         self._token_step = self.make_step(1, 1, sequences)
@@ -198,10 +195,7 @@ class Session:
     def compile_plans_for_tokens(
         self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False
     ) -> None:
-        """Build plans and kernels for `tokens` more tokens.
-
-        The tokens are of sequence 0, and begin `behind` tokens after its end.
-        """
+        """Build plans and kernels for `tokens` more tokens of sequence 0, from `behind` tokens after its end."""
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
@@ -330,7 +324,7 @@ class Session:
         """The names of the states that belong to the sequences."""
         return tuple(filter(self.model.is_sequence_state, self.store.states))
 
-    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, kind=TEXT | NONE, block=NATURAL)
+    @validate_arguments(ModelError, tokens=INTEGER, length=INTEGER, outputs=INTEGER, kind=TEXT | NONE, block=NATURAL)
     def make_step(self, tokens: int, length: int, outputs: int = 1, kind: str | None = None, block: int = 0) -> Step:
         """Return the step of `tokens` new tokens in the context bucket of `length`; `kind` is its `output_kind`."""
         return self._step_of(tokens, length, outputs, kind or self._gives, turn=block)
@@ -360,10 +354,7 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
-        """Return the plan of a step.
-
-        The plan has the model layout, and watched values as outputs. The first call builds it.
-        """
+        """Return the plan of a step, in the model layout, with watched values as outputs; the first call builds it."""
         if step == self._full_step and self.watch is None:
             return self._layout_plan
         if step not in self._plans:

@@ -124,10 +124,8 @@ def mtp_error(keys: ArchitectureMetadata, why: str) -> ModelError:
 
 def count_layers_without_mtp(keys: ArchitectureMetadata) -> int:
     """Return the number of layers without the MTP blocks, which ``block_count`` includes at the end."""
-    blocks, extra = (
-        keys.read_block_count_limited_by_tensor_count(),
-        keys.read_count("nextn_predict_layers", 0, minimum=0),
-    )
+    blocks = keys.read_block_count_limited_by_tensor_count()
+    extra = keys.read_count("nextn_predict_layers", 0, minimum=0)
     if extra >= blocks:
         raise keys.make_key_error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
     return blocks - extra

@@ -21,7 +21,8 @@ from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.saved_state import SavedSessionState
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
 from .prefix_cache import count_common_prefix_tokens
-from .slots import SlotPool, SlotStates, choose_smallest_aligned_slot_window
+from .slots import SlotPool, SlotStates
+from .step_runner import choose_smallest_aligned_slot_window
 
 MAX_DRAFT_TOKENS = 7
 """Largest number of draft tokens of a slot. Kernels round 16 and more tokens of a sequence as in a prompt."""

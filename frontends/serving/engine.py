@@ -40,9 +40,9 @@ from .running_requests import (
     run_decode_step,
     start_request,
 )
-from .slots import MIN_PROMPT_TOKENS, choose_smallest_aligned_slot_window
+from .slots import MIN_PROMPT_TOKENS
 from .step_history import SMOOTHING, StepHistory, update_running_mean
-from .step_runner import StepOutput, StepRunner
+from .step_runner import StepOutput, StepRunner, choose_smallest_aligned_slot_window
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""

@@ -16,8 +16,7 @@ from ..inference.device_tokens import TokenCandidates
 from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import count_common_prefix_tokens
 from .requests import GenerationRequest, RequestTiming, TokenEvent
-from .slots import choose_smallest_aligned_slot_window
-from .step_runner import CandidateNeeds, StepOutput, StepRunner
+from .step_runner import CandidateNeeds, StepOutput, StepRunner, choose_smallest_aligned_slot_window
 
 MIN_AWAITED_TOKENS = 64
 """A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""

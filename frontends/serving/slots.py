@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...distributed.rank_calls import RankCalls, on_all_ranks
-from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.device_tokens import (
     TokenCandidates,
@@ -28,7 +27,12 @@ from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.rewind import rewind_states
 from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
-from .step_runner import CandidateNeeds, find_largest_candidate_needs
+from .step_runner import (
+    CandidateNeeds,
+    choose_smallest_aligned_slot_window,
+    find_largest_candidate_needs,
+    require_slot_memory,
+)
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
@@ -38,18 +42,6 @@ then depend on how it is cut into chunks.
 """
 SlotStates = Mapping[str, npt.NDArray[np.generic]]
 """The recurrent states of one slot (all states except caches), by name, as host arrays."""
-
-
-def choose_smallest_aligned_slot_window(slots: Sequence[int]) -> tuple[int, int]:
-    """Choose the smallest aligned window that has all of `slots`; return its first slot and its number of slots.
-
-    A window has a power of two of slots and begins at a multiple of it. Example: 5, 6 gives 4, 4.
-    """
-    low, high = min(slots), max(slots)
-    count = 1
-    while low // count != high // count:
-        count *= 2
-    return low // count * count, count
 
 
 class SlotPool:
@@ -87,7 +79,7 @@ class SlotPool:
         if shares_states:
             self._all_slots = like
         else:
-            _require_slot_memory(like, slots)
+            require_slot_memory(like, slots)
             self._all_slots = Session(model, like=like, sequences=slots, context=context, batch=self.batch)
         self._opening_seconds = 0.0
         self._windows: dict[tuple[int, int], Session] = {}
@@ -389,10 +381,7 @@ class SlotPool:
 
     @on_all_ranks
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
-        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot.
-
-        Ring caches are copied completely.
-        """
+        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot; ring caches as a whole."""
         store, count = self._all_slots.store, self._all_slots.sequences
         for name in self._caches:
             rows = store.state(name).shape[0] // count
@@ -438,7 +427,7 @@ class SlotPool:
             ModelError: The states of all slots are larger than the memory of the devices.
         """
         old, model = self._all_slots, self._all_slots.model
-        _require_slot_memory(old, slots)
+        require_slot_memory(old, slots)
         new = Session(model, like=old, sequences=slots, context=self.context, batch=self.batch)
         with old.store.device_lock:
             for name in self._state_names:
@@ -459,22 +448,3 @@ class SlotPool:
         """Compute the bytes of the recurrent states of one slot, without its caches."""
         store = self.open_window_session(0, 1).store
         return sum(store.state(name).spec.nbytes for name in self._state_names if name not in self._caches)
-
-
-def _require_slot_memory(like: Session, slots: int) -> None:
-    """Require that the states of all slots fit into the memory of the devices, before the states are allocated.
-
-    Raises:
-        ModelError: The states are larger; the message has the largest number of slots.
-    """
-    slot_bytes = sum(like.store.state(name).spec.nbytes for name in like.state_names) // like.sequences
-    needed = next_power_of_two(slots) * slot_bytes
-    memories = [device.memory for _, device in like.group]
-    if not all(memories) or needed <= (available := sum(memory for memory in memories if memory)):
-        return
-    count = max(1, available // max(1, slot_bytes))
-    fitting = 1 << (count.bit_length() - 1)
-    raise ModelError(
-        f"{slots} slots of {like.context} tokens need {format_bytes(needed)}, but the devices have "
-        f"{format_bytes(available)}; use slots={fitting}, or a smaller context"
-    )

@@ -1,12 +1,18 @@
-"""The protocol of the memory and the runs of an engine, so that tests of the engine need no weights."""
+"""The slots of an engine: their windows, their memory, and the protocol of their runs.
+
+Tests of the engine implement the protocol without weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from ...scheduler import format_bytes
+from ..errors import ModelError
 from ..inference.device_tokens import TokenCandidates
-from ..inference.prefill_chunks import F32
+from ..inference.prefill_chunks import F32, next_power_of_two
+from ..inference.session import Session
 
 StepOutput = F32 | TokenCandidates
 """The logits f32[vocabulary] of a slot after a decode step, or the candidates that the device selected."""
@@ -37,6 +43,37 @@ def find_largest_candidate_needs(needs: Sequence[CandidateNeeds], vocabulary: in
     if any(one.token_count is not None and one.token_count < vocabulary for one in needs):
         return None
     return max(one.largest for one in needs), max(len(one.named) for one in needs)
+
+
+def choose_smallest_aligned_slot_window(slots: Sequence[int]) -> tuple[int, int]:
+    """Choose the smallest aligned window that has all of `slots`; return its first slot and its number of slots.
+
+    A window has a power of two of slots and begins at a multiple of it. Example: 5, 6 gives 4, 4.
+    """
+    low, high = min(slots), max(slots)
+    count = 1
+    while low // count != high // count:
+        count *= 2
+    return low // count * count, count
+
+
+def require_slot_memory(like: Session, slots: int) -> None:
+    """Require that the states of all slots fit into the memory of the devices, before the states are allocated.
+
+    Raises:
+        ModelError: The states are larger; the message has the largest number of slots.
+    """
+    slot_bytes = sum(like.store.state(name).spec.nbytes for name in like.state_names) // like.sequences
+    needed = next_power_of_two(slots) * slot_bytes
+    memories = [device.memory for _, device in like.group]
+    if not all(memories) or needed <= (available := sum(memory for memory in memories if memory)):
+        return
+    count = max(1, available // max(1, slot_bytes))
+    fitting = 1 << (count.bit_length() - 1)
+    raise ModelError(
+        f"{slots} slots of {like.context} tokens need {format_bytes(needed)}, but the devices have "
+        f"{format_bytes(available)}; use slots={fitting}, or a smaller context"
+    )
 
 
 class StepRunner(Protocol):

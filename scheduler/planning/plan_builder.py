@@ -329,10 +329,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
-        """Build the plan with tensor parallelism over all devices.
-
-        Nodes are sharded wherever sharding makes kernels shorter.
-        """
+        """Build the plan with tensor parallelism: nodes are sharded wherever that makes kernels shorter."""
         return self.build_sharded(self.factor_search.choose_fastest_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
@@ -437,10 +434,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few
 
     def build_with_layout_of_other_plan(self, plan: Plan, graph: Graph) -> Plan:
-        """Build the plan of `graph` with the weight and state layouts of `plan`, which belongs to another graph.
-
-        The new plan is unverified.
-        """
+        """Build the unverified plan of `graph` with the weight and state layouts of `plan`, of another graph."""
         if graph is self.graph:
             return plan
         return PlanBuilder(

@@ -331,8 +331,7 @@ class _DeviceBuffers:
         """Bind a weight to memory that several stores share; return a function that computes the digest of its bytes.
 
         `data` reads the part of this device, which `part_key` names in `copies`. If this part is a view of the array
-        `source` of the caller, the device reads `source` itself, provided that the backend can. A part with several
-        ranges is always a copy.
+        `source` of the caller, the device reads `source` itself if the backend can. Several ranges are always a copy.
         """
         assert declared_buffer.declared_spec is not None
         declared = declared_buffer.declared_spec

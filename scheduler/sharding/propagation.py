@@ -192,9 +192,7 @@ class LayoutPropagation:
             replicated_weights=replicated_weights,
         )
         self.converted_layouts: set[tuple[Value, FactorLayout]] = set()
-        self.stored_values: set[Value] = (
-            set()
-        )  # weights, states and views of them: a shard saves bytes to keep and to read
+        self.stored_values: set[Value] = set()  # weights, states and their views: shards save bytes to keep and read
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
     def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
@@ -242,10 +240,7 @@ class LayoutPropagation:
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors_of_value(self, value: Value) -> list[Factor]:
-        """List the factors of a value that the plan shards, largest first.
-
-        The first one shards the value if it is a weight or state.
-        """
+        """List the sharded factors of a value, largest first; the first one shards a weight or state."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
         ordered = (
@@ -254,10 +249,7 @@ class LayoutPropagation:
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
     def _assign_computation_layouts(self, node: Node) -> None:
-        """Assign the layouts of the operands and results of a node that computes.
-
-        The module docstring has the rules; the first rule that applies counts.
-        """
+        """Assign operand and result layouts by the first rule of the module docstring that applies to a node."""
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
         results: tuple[FactorLayout, ...]
@@ -285,10 +277,7 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor_with_largest_operands(self, node: Node) -> Factor | None:
-        """Choose the factor that shards a node: the legal one with the largest operands in bytes, or None.
-
-        Rules 2 to 4 of the module docstring say which factors are legal.
-        """
+        """Choose the factor that shards a node: the legal one (rules 2 to 4) with most operand bytes, or None."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
@@ -307,10 +296,7 @@ class LayoutPropagation:
         )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether a partial sum that `node` reads can be reduce-scattered by its row index `row_factor`.
-
-        This is rule 6 of the module docstring.
-        """
+        """Return whether a partial sum that `node` reads can be reduce-scattered by its row index (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -349,8 +335,7 @@ class LayoutPropagation:
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
         """Choose the operand layouts and the result layout of a lookup in a table with sharded rows.
 
-        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums. This
-        is rule 4 of the module docstring.
+        Each device looks up the rows of its shard (rule 4). Operands that are added to them are read as partial sums.
         """
         table, ids, joint = find_table_lookup_operands(node)
         self.assignment.index_operands[node] = ids
@@ -385,7 +370,7 @@ class LayoutPropagation:
         """Choose the operand layouts and the result layout of a node that no factor shards.
 
         Partial sums stay if the op is linear in them, all their readers pass them on, and the results are not larger.
-        Otherwise every device computes the whole node. These are rules 5 and 7 of the module docstring.
+        Otherwise every device computes the whole node. Rules 5 and 7.
         """
         layouts, named = self.assignment.produced_layouts, list_present_operands_by_name(node)
         partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted_to_layout(s, REPLICATE)}
@@ -406,10 +391,7 @@ class LayoutPropagation:
         return whole, REPLICATE
 
     def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
-        """Find the routed layout that all partial operands of a node share and that its result keeps; else None.
-
-        In a routed layout, one device has the complete entry, and all others have zero.
-        """
+        """Find the routed layout that all partial operands of a node share and that its result keeps, or None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others

@@ -16,16 +16,7 @@ import pytest
 from hocket.backends import find_device
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance import (
-    Outcome,
-    Suite,
-    generate_cases_of_matching_ops,
-    parse_case,
-    run_case,
-    run_cases_of_suite,
-    suite,
-    support_matrix,
-)
+from hocket.conformance import Outcome, Suite, parse_case, run_case, run_cases_of_suite, suite, support_matrix
 from hocket.conformance.cases.case import INPUTS, LAYOUTS, make_case
 from hocket.conformance.cases.grow_shapes import grow_cases_from_samples
 from hocket.conformance.cases.inputs import as_reference_array, generate_random_operands
@@ -38,7 +29,11 @@ from hocket.conformance.checks.metamorphic import list_metamorphic_checks
 from hocket.conformance.checks.run_case import Result, find_unsupported_reason, has_aliased_result
 from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
 from hocket.conformance.command import main
-from hocket.conformance.generate_cases import generate_full_cases, select_quick_cases
+from hocket.conformance.generate_cases import (
+    generate_cases_of_matching_ops,
+    generate_full_cases,
+    select_quick_cases,
+)
 from hocket.conformance.reports.expected_failures import ExpectedFailures
 from hocket.conformance.reports.failure_traits import group_failures_by_op
 from hocket.conformance.reports.html_page import format_html_report

@@ -18,7 +18,7 @@ import hocket
 
 from .files import ROOT, list_files, list_sources
 
-LINES = 480
+LINES = 450
 
 
 def text_files() -> list[tuple[str, str]]:

@@ -159,10 +159,7 @@ class _GraphSearch:
     def _add_groups_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors one after another, the best first, until none saves enough.
-
-        Explains each group in `notes`.
-        """
+        """Add groups of factors, the best first, until none saves enough; `notes` explains each group."""
         current = unsharded
         while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
@@ -200,10 +197,7 @@ class _GraphSearch:
     def _add_groups_that_reduce_stored_bytes(
         self, costs: AssignmentCost, current: _ScoredFactors, max_seconds: float, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors that reduce the stored bytes per device, as long as a run takes at most `max_seconds`.
-
-        Each step is explained in `notes`.
-        """
+        """Add groups of factors that reduce the stored bytes per device, while a run takes at most `max_seconds`."""
         left: Iterable[str] = self.factor_groups
         while True:
             tried = self._score_added_groups(costs, left, current)
@@ -270,10 +264,7 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_kernel_saving_per_collective_second(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Compute how many kernel seconds are saved for each added second of collectives.
-
-    The result is -1 if the saving is too small.
-    """
+    """Compute the kernel seconds that an added second of collectives saves; -1 if the saving is too small."""
     # Too small: with `eager`, against the added collectives; otherwise, if the total time does not decrease.
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)

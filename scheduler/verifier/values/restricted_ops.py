@@ -140,10 +140,7 @@ class _DimensionEntries:
         )
 
     def add_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
-        """Record the entries that an operand has of its leading axes; raise if an earlier operand has others.
-
-        They are stored in `common_entries`.
-        """
+        """Store the entries of an operand's leading axes in `common_entries`; raise if an earlier one has others."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
                 common_entries[i] = _unify_entries(common_entries[i], part, f"leading axis {i}")
@@ -152,10 +149,7 @@ class _DimensionEntries:
 
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return the entries of an axis that two operands share; raise if they differ.
-
-    Only digits that both operands ignore stay ignored.
-    """
+    """Return the entries of an axis that two operands share, with the digits that both ignore; raise if they differ."""
     index = find_index_matching_both_values(*entries, *other_entries)
     if index is None:
         raise NodeMismatchError(
@@ -303,20 +297,14 @@ def _require_matching_broadcasts(
     operand_entries: Sequence[ValueEntries | None],
     leading_entries: list[AxisEntries],
 ) -> None:
-    """Require that each operand that is repeated over an axis is repeated over the same entries as in the user's graph.
-
-    Otherwise `NodeMismatchError` is raised.
-    """
+    """Require that each operand that is repeated over an axis has the same entries of it as in the user's graph."""
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, graph_node.src, strict=False):
         if spec is not None and operand.leading is LeadingAxesBroadcast.EQUAL:
             shape = spec.shape[: len(spec.shape) - len(operand.dims)]
     for operand, spec, part in zip(operands, graph_node.src, operand_entries, strict=False):
-        if (
-            spec is None
-            or part is None
-            or operand.leading not in (LeadingAxesBroadcast.TILED, LeadingAxesBroadcast.GROUPED)
-        ):
+        is_tiled = operand.leading is LeadingAxesBroadcast.TILED
+        if spec is None or part is None or not (is_tiled or operand.leading is LeadingAxesBroadcast.GROUPED):
             continue
         ahead = len(spec.shape) - len(operand.dims)
         shift = len(shape) - ahead
@@ -326,9 +314,7 @@ def _require_matching_broadcasts(
                 leading_entries[shift + i] = _unify_entries(
                     leading_entries[shift + i], part[i], f"leading axis {shift + i}"
                 )
-            elif not is_valid_broadcast(
-                *part[i], n, leading_entries[shift + i][0], size, operand.leading is LeadingAxesBroadcast.TILED
-            ):
+            elif not is_valid_broadcast(*part[i], n, leading_entries[shift + i][0], size, is_tiled):
                 raise NodeMismatchError(
                     f"{operand.name} has {format_index(part[i][0])} of {n}, but is repeated over "
                     "entries that need others"

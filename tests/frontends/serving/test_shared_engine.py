@@ -272,7 +272,7 @@ def test_a_text_that_needs_more_memory_than_there_is_ends_alone(texts_alone, mon
     with open_model() as model:
         first = model.generate(PROMPTS[0], **SHORT_GREEDY)
         start = next(first)
-        monkeypatch.setattr(slots, "_require_slot_memory", refuse)
+        monkeypatch.setattr(slots, "require_slot_memory", refuse)
         with pytest.raises(hocket.ModelError, match=r"2 texts at once need more memory; .*1 GiB"):
             next(model.generate(PROMPTS[1], **SHORT_GREEDY))
         assert start + "".join(first) == texts_alone[0]

@@ -18,7 +18,8 @@ from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
-from hocket.frontends.serving.slots import SlotPool, choose_smallest_aligned_slot_window
+from hocket.frontends.serving.slots import SlotPool
+from hocket.frontends.serving.step_runner import choose_smallest_aligned_slot_window
 from hocket.frontends.terminal.arguments import replace_arguments_by_flag_names
 
 from ...given.models.goldens import path_of

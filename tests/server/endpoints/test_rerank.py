@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import hocket
-from hocket.frontends.serving.encoder import EncoderService, has_no_generation
+from hocket.frontends.serving.served_model import EncoderService, has_no_generation
 from hocket.server.app import create_app
 from hocket.server.options import ServerOptions
 

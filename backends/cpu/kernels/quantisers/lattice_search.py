@@ -351,9 +351,7 @@ def compute_super_block_error_per_scale_lane(scratch, blocks, groups, commons, t
 
 @subroutine
 def choose_common_super_block_scale(scratch, blocks, groups, top):
-    """Return the common scale with the smallest error for a super-block.
-
-    The result is 0 if all scales are 0.
+    """Return the common scale with the smallest error for a super-block; 0 if all scales are 0.
 
     Args:
         scratch: address of the scratch memory with scales, lists, and the offsets of the lists of each block.

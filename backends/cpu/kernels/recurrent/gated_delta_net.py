@@ -107,11 +107,10 @@ def transpose_row_block(source, step, to, pace, rows, columns):
 
 @cache
 def make_delta_rule_of_one_token(per_channel: bool) -> Subroutine:
-    """Make the subroutine that applies the gated delta rule for one token.
+    """Make the subroutine that applies the gated delta rule for one token to some rows of a state.
 
-    The rule is applied to rows `first` to `last` of a state. The subroutine is
-    ``(a, n, h, source, t, first, last, memory)``: arguments, sequence, value head, key head, token, rows, and scratch
-    of the thread. With `per_channel` each channel has its own decay.
+    The subroutine is ``(a, n, h, source, t, first, last, memory)``: arguments, sequence, value head, key head, token,
+    rows `first` to `last`, and scratch of the thread. With `per_channel` each channel has its own decay.
     """
 
     def process_one_token(a, n, h, source, t, first, last, memory):
@@ -380,10 +379,9 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
 
 
 def _bind_delta_net(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    if not has_delta_net_kernel(call):
-        return False
-    _add_delta_net_and_state_save_step(steps, call, None)
-    return True
+    if fits := has_delta_net_kernel(call):
+        _add_delta_net_and_save_step(steps, call, None)
+    return fits
 
 
 def has_delta_net_kernel(call: BoundInstruction) -> bool:
@@ -397,9 +395,7 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
     return not q.shape[-1] % LANES and dense and len(q.shape) in (3, 4) and q.shape[-2] > 0
 
 
-def _add_delta_net_and_state_save_step(
-    steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None
-) -> None:
+def _add_delta_net_and_save_step(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
     """Add the step of a gated delta rule; it also copies the old state to `saved_state` unless that is None."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -447,7 +443,7 @@ def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
     )
     require_supported(has_delta_net_kernel(change), "the rule has no kernel")
     require_no_alias(saved_state, [change.operand(i) for i in range(6)])
-    return FusedBinding(chain, partial(_add_delta_net_and_state_save_step, call=change, saved_state=saved_state))
+    return FusedBinding(chain, partial(_add_delta_net_and_save_step, call=change, saved_state=saved_state))
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"cont": (_fuse_save_and_delta_net,)}

@@ -315,9 +315,7 @@ def launch_delta_rule_by_chunks(
     chunk: ChunkedDeltaRuleVariant,
     values: int | None = None,
 ) -> None:
-    """Launch the delta rule for all tokens in chunks.
-
-    The final state becomes the oldest snapshot.
+    """Launch the delta rule for all tokens in chunks; the final state becomes the oldest snapshot.
 
     Args:
         launches: Receives the launches.
