@@ -15,14 +15,14 @@ from importlib import import_module
 
 from . import __version__
 from .distributed import SINGLE_PROCESS, World
-from .distributed.launcher import detect_launch
+from .distributed.launcher import detect_launcher_and_rank
 from .frontends.commands import COMMAND_HELP
 from .frontends.terminal.arguments import (
     CommandParser,
-    describe_os_error,
+    describe_os_error_with_remedy,
     escape_as_one_line,
     replace_arguments_by_flag_names,
-    require_outputs_are_no_inputs,
+    require_outputs_are_distinct_files,
 )
 from .frontends.terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .frontends.terminal.rank_command import run_command_as_rank
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The command line is wrong.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if launch := detect_launch():
+    if launch := detect_launcher_and_rank():
         return run_command_as_rank(
             launch,
             partial(_run_command, words),
@@ -113,7 +113,7 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     if world.rank and not args.in_ranks:
         return 0
     args.world = world
-    require_outputs_are_no_inputs(args, asked or "")
+    require_outputs_are_distinct_files(args, asked or "")
     return int(args.run(args))
 
 
@@ -150,4 +150,8 @@ def _describe_error_with_flag_names(error: Exception) -> str:
     """Describe an error in one line that names flags instead of arguments. A lack of memory gets a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
-    return describe_os_error(error) if isinstance(error, OSError) else replace_arguments_by_flag_names(str(error))
+    return (
+        describe_os_error_with_remedy(error)
+        if isinstance(error, OSError)
+        else replace_arguments_by_flag_names(str(error))
+    )

@@ -2,5 +2,5 @@
 
 from .base import Backend as Backend
 from .base import Device as Device
+from .base import find_backends_by_device_kind as find_backends_by_device_kind
 from .base import find_device as find_device
-from .base import find_registered_backends as find_registered_backends

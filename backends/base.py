@@ -384,7 +384,7 @@ def view_host_tensor(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
 
 
 @thread_safe_cache
-def find_registered_backends() -> Mapping[str, str]:
+def find_backends_by_device_kind() -> Mapping[str, str]:
     """Return all registered backends by device kind, of this package and of other packages; read once per process.
 
     Reading the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages register one kind.
@@ -402,7 +402,7 @@ def find_registered_backends() -> Mapping[str, str]:
 @validate_arguments(BackendError, kind=TEXT)
 def load_backend(kind: str) -> Backend:
     """Load the backend of a device kind. Raises `BackendError` with the known kinds or the import error."""
-    known = BUILTIN_BACKENDS if kind in BUILTIN_BACKENDS else find_registered_backends()
+    known = BUILTIN_BACKENDS if kind in BUILTIN_BACKENDS else find_backends_by_device_kind()
     if kind not in known:
         hint = did_you_mean(kind, known, min_ratio=0.7) or f"; known kinds: {', '.join(sorted(known))}"
         raise BackendError(f"there is no backend for device kind {format_value(kind)}{hint}")
@@ -446,5 +446,5 @@ if not TYPE_CHECKING:
         find="find_device",
         group_of="find_devices",
         load="load_backend",
-        registered="find_registered_backends",
+        registered="find_backends_by_device_kind",
     )

@@ -14,16 +14,16 @@ MAX_SOURCE_CHARACTERS = 4096
 
 
 @lru_cache(maxsize=4096)
-def locate_source(function: Callable[..., Any]) -> SourceLocation:
+def read_source_location_and_text(function: Callable[..., Any]) -> SourceLocation:
     """Return the file, the line and the source text of a Python function."""
     plain: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)
     place = f"{plain.__module__.replace('.', '/')}.py:{plain.__code__.co_firstlineno}"
     try:
-        return SourceLocation(place, dedent_short_source(inspect.getsource(plain)))
+        return SourceLocation(place, dedent_source_unless_too_long(inspect.getsource(plain)))
     except OSError:  # typed into an interpreter
         return SourceLocation(place)
 
 
-def dedent_short_source(text: str) -> str:
+def dedent_source_unless_too_long(text: str) -> str:
     """Return a source text without its common indentation, or "" if it is too long to store with a kernel."""
     return inspect.cleandoc(text) if len(text) <= MAX_SOURCE_CHARACTERS else ""

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from ..backends import find_device
 from ..backends.progress_bar import open_progress_bar
 from ..frontends.flag_values import parse_natural, parse_positive
-from ..frontends.terminal.arguments import CommandParser, describe_os_error
+from ..frontends.terminal.arguments import CommandParser, describe_os_error_with_remedy
 from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY
@@ -29,7 +29,7 @@ from .checks.run_case import Outcome, Result
 from .generate_cases import find_declaration_fault
 from .reports.html_page import format_html_report
 from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
-from .reports.text_report import format_junit_report, format_markdown_report, format_text_report
+from .reports.text_report import format_failure_traits_report, format_junit_report, format_markdown_report
 from .suite import Suite, run_cases_of_suite
 
 STDOUT = Path("-")
@@ -134,14 +134,14 @@ def run_parsed_command(args: argparse.Namespace) -> int:
         if args.compare:
             return _print_report_changes(*args.compare)
         if args.fused:
-            return _print_fused_kernels(args)
+            return _compare_fused_kernels_with_ops(args)
         suite = _make_suite(args)
         if args.list:
             for case in suite.generate_cases():
                 print(case)
             return 0
         if args.counters:
-            return _print_access_counters(suite)
+            return _print_counters_and_check_budgets(suite)
         if args.order:
             return _print_races(suite)
         return _print_cold_speeds_and_limit_fractions(suite) if args.perf else _run_checks(suite, args)
@@ -149,7 +149,7 @@ def run_parsed_command(args: argparse.Namespace) -> int:
         print(f"hocket check: {why}", file=sys.stderr)
         return 2
     except OSError as why:
-        print(f"hocket check: {describe_os_error(why)}", file=sys.stderr)
+        print(f"hocket check: {describe_os_error_with_remedy(why)}", file=sys.stderr)
         return 2
 
 
@@ -204,7 +204,7 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
     if on_stdout:
         sys.stdout.write(REPORT_FORMATS[on_stdout[0]](results, suite.backend))
     else:
-        print(format_text_report(results, suite.backend, seconds))
+        print(format_failure_traits_report(results, suite.backend, seconds))
     return 1 if bad else 0
 
 
@@ -214,7 +214,7 @@ def _print_cold_speeds_and_limit_fractions(suite: Suite) -> int:
 
     backend, device = find_device(suite.backend)
     limits = op_speed.MeasuredLimits(backend, device)
-    gflops = limits.measure_matmul_flops_per_second("f32") / 1e9
+    gflops = limits.measure_matmul_flops_once_per_dtype("f32") / 1e9
     print(f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {gflops:.1f} GFLOP/s (f32)")
     names = suite.list_matching_ops()
     faults = [fault for n in names if (fault := find_declaration_fault(n))]
@@ -236,7 +236,7 @@ def _print_cold_speeds_and_limit_fractions(suite: Suite) -> int:
     return _print_faults(faults)
 
 
-def _print_fused_kernels(args: argparse.Namespace) -> int:
+def _compare_fused_kernels_with_ops(args: argparse.Namespace) -> int:
     """Compare the fused kernels of random graphs or of a model with their ops; return 1 if one differs, else 0."""
     from .checks.fused_kernels import check_fused_kernels, make_random_graphs
 
@@ -247,15 +247,15 @@ def _print_fused_kernels(args: argparse.Namespace) -> int:
     return _print_faults(faults)
 
 
-def _print_access_counters(suite: Suite) -> int:
+def _print_counters_and_check_budgets(suite: Suite) -> int:
     """Print the memory access counters of CUDA kernels; return 1 if a kernel exceeds its access budget, else 0."""
-    from ..backends.cupy.emulation.access_budget import format_access_table, list_budget_violations
+    from ..backends.cupy.emulation.access_budget import format_access_allowance_page, list_budget_violations
     from .reports.emulator_checks import emulate_cases_and_count_accesses
 
     counts = emulate_cases_and_count_accesses(_choose_selected_or_main_path_cases(suite, "counters are"))
     if not counts:
         raise BackendError("these cases launch no kernel, so there is nothing to count")
-    print(format_access_table(counts))
+    print(format_access_allowance_page(counts))
     return _print_faults([why for counted in counts for why in list_budget_violations(counted)])
 
 

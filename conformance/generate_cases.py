@@ -83,10 +83,12 @@ def select_quick_cases(op: Op) -> tuple[Case, ...]:
     seen: set[object] = set()
     chosen: dict[Case, None] = {}
     ordered = sorted(generate_full_cases(op), key=_compute_selection_order)
-    for features in (_list_single_traits, _list_layout_dtype_traits, _list_trait_pairs):
+    for features in (_list_single_traits, _list_layout_operand_dtype_traits, _list_trait_pairs):
         for case in ordered:
             if case not in chosen and (new := features(case)) - seen and len(chosen) < MAX_QUICK_CASES:
-                seen |= new | _list_single_traits(case) | _list_layout_dtype_traits(case) | _list_trait_pairs(case)
+                seen |= (
+                    new | _list_single_traits(case) | _list_layout_operand_dtype_traits(case) | _list_trait_pairs(case)
+                )
                 chosen[case] = None
     return tuple(chosen)
 
@@ -98,14 +100,14 @@ def _compute_selection_order(case: Case) -> tuple[int, int, int]:
     """
     size = sum(s.size for _, s in case.operands)
     return (
-        (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.is_empty),
+        (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.has_empty_operand),
         -len(case.operands),
         crc32(case.text_without_seed.encode()),
     )
 
 
 @lru_cache(maxsize=1024)
-def _list_point_dtype_and_attribute_traits(
+def _list_point_operand_and_attribute_traits(
     op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a point as traits."""
@@ -115,10 +117,10 @@ def _list_point_dtype_and_attribute_traits(
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
-def _list_case_dtype_and_attribute_traits(case: Case) -> tuple[tuple[object, ...], ...]:
+def _list_case_operand_and_attribute_traits(case: Case) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
-    return _list_point_dtype_and_attribute_traits(case.op_declaration, case.operands, attrs)
+    return _list_point_operand_and_attribute_traits(case.op_declaration, case.operands, attrs)
 
 
 def _list_single_traits(case: Case) -> set[object]:
@@ -129,13 +131,13 @@ def _list_single_traits(case: Case) -> set[object]:
     if case.check != "reference":
         return {("check", case.check)}
     return {
-        *_list_case_dtype_and_attribute_traits(case),
+        *_list_case_operand_and_attribute_traits(case),
         *_list_shape_traits(case.operands),
         (case.layout, case.inputs),
     }
 
 
-def _list_layout_dtype_traits(case: Case) -> set[object]:
+def _list_layout_operand_dtype_traits(case: Case) -> set[object]:
     """Return the combinations of layout, operand and dtype of a case; none for a metamorphic check."""
     if case.check != "reference":
         return set()
@@ -144,7 +146,7 @@ def _list_layout_dtype_traits(case: Case) -> set[object]:
 
 def _list_trait_pairs(case: Case) -> set[object]:
     """Return all pairs of traits of a case; the quick run covers pairs after all single traits."""
-    traits = _list_case_dtype_and_attribute_traits(case)
+    traits = _list_case_operand_and_attribute_traits(case)
     attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
@@ -189,14 +191,14 @@ def generate_cases_of_matching_ops(
         seed: seed of all random numbers.
         only: names of ops, in place of the pattern.
     """
-    for name in (*REGISTRY, *REGISTRY.faults):
+    for name in (*REGISTRY, *REGISTRY.package_entry_faults):
         is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
         if is_selected:
-            for case in _generate_or_report_fault(name, full):
+            for case in _generate_cases_or_failing_case(name, full):
                 yield case.with_settings(seed=seed) if seed else case
 
 
-def _generate_or_report_fault(name: str, full: bool) -> Sequence[Case]:
+def _generate_cases_or_failing_case(name: str, full: bool) -> Sequence[Case]:
     """Return the cases of an op; for an op with a fault in its declaration, one case that fails with the reason."""
     if find_declaration_fault(name):
         return (Case(name, (), check=DECLARATION_CHECK),)
@@ -205,8 +207,8 @@ def _generate_or_report_fault(name: str, full: bool) -> Sequence[Case]:
 
 def find_declaration_fault(name: str) -> str:
     """Return why an op has no cases, as one line; the empty text if it has cases."""
-    if name in REGISTRY.faults:
-        return REGISTRY.faults[name]
+    if name in REGISTRY.package_entry_faults:
+        return REGISTRY.package_entry_faults[name]
     try:
         with raise_declaration_faults(name):
             generate_full_cases(REGISTRY[name])

@@ -10,7 +10,13 @@ from ..backends.base import Backend, Device
 from ..graph.parse import parse_case
 from ..ops import Op
 from .cases.case import INPUTS, LAYOUTS, Case, make_case
-from .cases.grow_shapes import Point, find_coupled_dimensions, is_legal_point, resize_point, resolve_point_sizes
+from .cases.grow_shapes import (
+    Point,
+    find_dimensions_avoiding_size_two,
+    is_legal_point,
+    resize_point,
+    resolve_point_sizes,
+)
 from .cases.inputs import select_relevant_input_kinds
 from .checks.run_case import Outcome, Result, run_case
 from .generate_cases import select_relevant_layouts
@@ -78,7 +84,7 @@ def _draw_random_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
     parts = data.draw(strategies.sampled_from(bases))
     known = resolve_point_sizes(op, parts)
     assert known is not None
-    coupled = find_coupled_dimensions(known[2])
+    coupled = find_dimensions_avoiding_size_two(known[2])
     named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].by_name}
     leading = tuple(data.draw(strategies.lists(strategies.integers(0, 9), max_size=3)))
     grown = resize_point(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))

@@ -76,7 +76,11 @@ class Suite:
             BackendError: the pattern is wrong, or matches no op.
         """
         try:
-            matching = [name for name in (*REGISTRY, *REGISTRY.faults) if not self.op or re.fullmatch(self.op, name)]
+            matching = [
+                name
+                for name in (*REGISTRY, *REGISTRY.package_entry_faults)
+                if not self.op or re.fullmatch(self.op, name)
+            ]
         except re.error as why:
             raise BackendError(f"--op {self.op!r} is no regular expression: {why}") from None
         if not matching:

@@ -37,7 +37,7 @@ class LaunchInfo:
     size: int
 
 
-def detect_launch() -> LaunchInfo | None:
+def detect_launcher_and_rank() -> LaunchInfo | None:
     """Return the launcher, the rank of this process and the number of ranks; None for a single process."""
     found = detect_rank()
     return LaunchInfo(*found) if found else None
@@ -49,7 +49,7 @@ def fork_supervisor_and_return_in_child(launch: LaunchInfo) -> int:
     The parent waits for the child and ends with its exit code.
 
     Returns:
-        The file descriptor of the pipe to the supervisor, for `report_progress_to_supervisor`.
+        The file descriptor of the pipe to the supervisor, for `report_next_launch_phase`.
     """
     reading, writing = os.pipe()
     parent, child = os.getpid(), os.fork()
@@ -64,7 +64,7 @@ def fork_supervisor_and_return_in_child(launch: LaunchInfo) -> int:
     return writing
 
 
-def report_progress_to_supervisor(pipe: int) -> None:
+def report_next_launch_phase(pipe: int) -> None:
     """Tell the supervisor about the progress of the run.
 
     The first call means that all ranks have started, the second call that all ranks have ended.
@@ -79,7 +79,7 @@ def _supervise_child_and_exit(child: int, progress_pipe: int, launch: LaunchInfo
 
     Args:
         child: The process id.
-        progress_pipe: The pipe of `report_progress_to_supervisor`.
+        progress_pipe: The pipe of `report_next_launch_phase`.
         launch: The launcher, rank and number of ranks, for messages.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both

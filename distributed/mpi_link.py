@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.errors import BackendError, format_install_hint
+from ..graph.errors import BackendError, format_install_command
 from .packet_link import Packet
 from .presence import AbsentRankDetector
-from .world import RankFailure, RanksError
+from .world import FirstRankFailure, RanksError
 
-INSTALL_HINT = format_install_hint("mpi")
+INSTALL_HINT = format_install_command("mpi")
 PAUSE = 1e-3
 """Seconds between two polls for the arrival of all ranks."""
 
@@ -56,7 +56,7 @@ class MpiLink:
             absent, all_came = AbsentRankDetector(places), communicator.Ibarrier()
             while not all_came.Test():
                 if (found := absent.find_absent_rank()) is not None:
-                    raise RanksError(str(RankFailure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
+                    raise RanksError(str(FirstRankFailure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
                 time.sleep(PAUSE)
         return communicator.Dup()  # waits for all ranks without a timeout
 

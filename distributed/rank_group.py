@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Device, SharedCollectiveBuffers
-from ..backends.host.progress_board import FAILURE_WORD, align_run_numbers_and_clear_failure, make_signal_pad
+from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, raise_run_numbers_and_clear_failure
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup
@@ -88,7 +88,7 @@ class DevicePlacement:
         others = [rank for rank in to if rank != self.world.rank]
         packet = pack_array(np.asarray(part), device) if others else None
         return [
-            self.world.send_packet(rank, self._find_broadcast_channel(device), packet)
+            self.world.start_sending_packet(rank, self._find_broadcast_channel(device), packet)
             for rank in others
             if packet is not None
         ]
@@ -106,7 +106,7 @@ class DevicePlacement:
         """
         if self._shared_buffers is None:
             head, devices = 16 + 8 * len(self.ranks), len(self.ranks)
-            words = self.world.allocate_shared_words(head + devices * SHARED_SUM_ELEMENTS)
+            words = self.world.allocate_zeroed_shared_words(head + devices * SHARED_SUM_ELEMENTS)
             if words is None:
                 return None
             self._shared_buffers = SharedCollectiveBuffers(
@@ -191,10 +191,10 @@ class RankGroup:
         If a rank has failed in the meantime, its failure is reported again.
         """
         for board in self.signal_pads.values():
-            align_run_numbers_and_clear_failure(board)
+            raise_run_numbers_and_clear_failure(board)
         for group in self.thread_groups.values():
             group.clear_messages_and_failures()
-        self.between.world.repeat_failure_callbacks()
+        self.between.world.call_failure_callbacks_again()
 
 
 class RankGroupMember:
@@ -227,7 +227,7 @@ class RankGroupMember:
 
     def _send(self, array: Array, to: int, sequence: int) -> object:
         channel = self._between.find_pair_channel(self.number, to)
-        return self._world.send_packet(self._between.ranks[to], channel, pack_array(array, sequence))
+        return self._world.start_sending_packet(self._between.ranks[to], channel, pack_array(array, sequence))
 
     def _receive(self, source: int, sequence: int) -> Array:
         rank = self._between.ranks[source]
@@ -259,9 +259,9 @@ class RankGroupMember:
         """
         peers = [mates[self._place] for mates in self._groups]
         if len(part) < MIN_DISTRIBUTED_SUM or len(peers) < 3:
-            return _sum_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part, sequence))
+            return _sum_in_order_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part, sequence))
         blocks = _even_slices(len(part), len(peers))
-        mine = _sum_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part[blocks[to]], sequence))
+        mine = _sum_in_order_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part[blocks[to]], sequence))
         return np.concatenate(self._exchange_arrays(peers, lambda to: mine, sequence))
 
     def _sum_over_group(self, source: Array, sequence: int) -> Array:
@@ -321,7 +321,7 @@ def _even_slices(size: int, count: int) -> list[slice]:
     return [slice(*ends) for ends in pairwise(bounds)]
 
 
-def _sum_in_narrowest_dtype(arrays: Sequence[Array]) -> Array:
+def _sum_in_order_in_narrowest_dtype(arrays: Sequence[Array]) -> Array:
     """Sum arrays in order, in the narrowest of their dtypes, so that all ranks get the same sum."""
     wire = min((a.dtype for a in arrays), key=lambda d: (d.itemsize, d.str))
     total = arrays[0].astype(wire)

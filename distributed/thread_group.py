@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Array, Device, SharedCollectiveBuffers
-from ..backends.host.progress_board import FAILURE_WORD, align_run_numbers_and_clear_failure, make_signal_pad
+from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, raise_run_numbers_and_clear_failure
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
@@ -69,7 +69,7 @@ class ThreadGroup:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            align_run_numbers_and_clear_failure(self.board)
+            raise_run_numbers_and_clear_failure(self.board)
 
     def wait_on_message_queues(self, condition: Callable[[], object], subject: str, reason: str) -> None:
         """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
@@ -123,12 +123,12 @@ class ThreadGroupMember:
             values.append(posted[1])
         return values
 
-    def _exchange_arrays(self, source: Array, sequence: int) -> list[Array]:
+    def _exchange_arrays_in_narrowest_dtype(self, source: Array, sequence: int) -> list[Array]:
         """Give `source` to all members; return the sources of all members in rank order, in their narrowest dtype."""
         return _cast_to_narrowest_dtype(self.exchange_values(source, sequence))
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
-        first, *others = self._exchange_arrays(source, sequence)
+        first, *others = self._exchange_arrays_in_narrowest_dtype(source, sequence)
         total = _reuse_or_allocate_accumulator(scratch, first)
         np.copyto(total, first)
         for other in others:
@@ -137,14 +137,14 @@ class ThreadGroupMember:
         np.copyto(into, total)
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        arrays = self._exchange_arrays(source, sequence)
+        arrays = self._exchange_arrays_in_narrowest_dtype(source, sequence)
         for array, pairs in zip(arrays, parts, strict=True):
             for target, origin in pairs:
                 np.copyto(into[target], array[origin])
         self.group.wait(self.rank, sequence)
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        first, *others = self._exchange_arrays(source, sequence)
+        first, *others = self._exchange_arrays_in_narrowest_dtype(source, sequence)
         total = _reuse_or_allocate_accumulator(into, first)
         for target, origin in parts:
             np.copyto(total[target], first[origin])

@@ -66,7 +66,7 @@ class RanksError(BackendError):
 
 
 @dataclass(frozen=True, slots=True)
-class RankFailure:
+class FirstRankFailure:
     """The first failure of a run: the rank that failed, its host, and the reason."""
 
     rank: int
@@ -96,7 +96,7 @@ class World:
         self._ends_process = ends_process
         self.rank, self.size = (link.rank, link.size) if link else (0, 1)
         self.hosts = (link.host if link else platform.node(),) * self.size
-        self.failure: RankFailure | None = None
+        self.failure: FirstRankFailure | None = None
         self._lock = threading.Lock()
         self._wakes: list[WeakMethod[Callable[[str], None]]] = []
         self._others = [r for r in range(self.size) if r != self.rank]
@@ -124,7 +124,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------- talking
 
-    def send_packet(self, to: int, channel: int, packet: Packet) -> object:
+    def start_sending_packet(self, to: int, channel: int, packet: Packet) -> object:
         """Send a packet to a rank on a channel, and return an object for `wait_until_sent`."""
         self.raise_if_failed()
         return self._link.send(to, channel, packet)
@@ -133,7 +133,7 @@ class World:
         """Wait until all given packets are sent, so that the link no longer reads their memory.
 
         Args:
-            posted: The results of `send_packet`.
+            posted: The results of `start_sending_packet`.
             timeout: Maximum seconds of the wait.
 
         Raises:
@@ -190,7 +190,7 @@ class World:
         if self.size == 1:
             return [own]
         packet = np.frombuffer(own, np.uint8)
-        posted = [self.send_packet(to, TALK, packet) for to in self._others]
+        posted = [self.start_sending_packet(to, TALK, packet) for to in self._others]
         texts = [own if r == self.rank else self._receive_from(r, timeout if r else None) for r in range(self.size)]
         self.wait_until_sent(posted)
         return texts
@@ -203,12 +203,14 @@ class World:
 
     def record_timeout(self, rank: int, timeout: float) -> RanksError:
         """Record that a living rank did not come within `timeout` seconds, and return the error to raise."""
-        self._record_rank_as_failed(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
+        self._exclude_failed_rank_from_mpi_end(
+            rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded"
+        )
         return RanksError(str(self.failure))
 
-    def _record_rank_as_failed(self, rank: int, why: str) -> None:
+    def _exclude_failed_rank_from_mpi_end(self, rank: int, why: str) -> None:
         """Record a rank as failed, so that this process does not wait for that rank when MPI ends."""
-        failure = RankFailure(rank, self.hosts[rank], why)
+        failure = FirstRankFailure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
             record_lost_rank(str(failure))
 
@@ -219,7 +221,9 @@ class World:
         if self.rank:
             return self._receive_from(0)
         text = make_text()
-        self.wait_until_sent([self.send_packet(to, TALK, np.frombuffer(text, np.uint8)) for to in self._others])
+        self.wait_until_sent(
+            [self.start_sending_packet(to, TALK, np.frombuffer(text, np.uint8)) for to in self._others]
+        )
         return text
 
     def require_agreement(self, name: str, own: str, remedy: str, timeout: float | None = None) -> None:
@@ -240,7 +244,7 @@ class World:
                 first = f"{self.describe_rank(0)} has {texts[0]:.80}"
                 raise RanksError(f"{self.describe_rank(rank)} has another {name}: {text:.80}, {first}; {remedy}")
 
-    def allocate_shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
+    def allocate_zeroed_shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
         """Allocate zeroed memory of `words` 8-byte integers that all ranks share, or return None on several machines.
 
         All ranks call the method.
@@ -262,7 +266,7 @@ class World:
         """
         self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(callback)]
 
-    def repeat_failure_callbacks(self) -> None:
+    def call_failure_callbacks_again(self) -> None:
         """Call all registered failure callbacks again if a rank has failed.
 
         This is for a group that was cleared and has lost the reason of the failure.
@@ -279,7 +283,7 @@ class World:
         """
         if self._others and not self._has_sent_failure:
             self._has_sent_failure = True
-            self._record_failure(RankFailure(self.rank, self.hosts[self.rank], why))
+            self._record_failure(FirstRankFailure(self.rank, self.hosts[self.rank], why))
             self._send_control(FAILED + why.encode())
 
     def announce_end(self, why: str) -> None:
@@ -298,13 +302,13 @@ class World:
             self._leaving.set()
             self._thread.join(SILENCE_TIMEOUT_SECONDS)
 
-    def _record_failure(self, failure: RankFailure) -> bool:
+    def _record_failure(self, failure: FirstRankFailure) -> bool:
         """Record a failure unless another one was recorded before; return whether it was recorded."""
         with self._lock:
             if self.failure is not None:
                 return False
             self.failure = failure
-        self.repeat_failure_callbacks()
+        self.call_failure_callbacks_again()
         return True
 
     def wait_for_all_ranks_and_close(self, timeout: float | None = None) -> None:
@@ -415,16 +419,18 @@ class World:
                 self._done_at |= {rank: now} if kind == DONE else {}
             elif kind == FAILED:
                 self._failure_reasons[rank] = text
-                self._record_failure(RankFailure(rank, self.hosts[rank], text))
+                self._record_failure(FirstRankFailure(rank, self.hosts[rank], text))
             elif kind == LAST:
                 self._last_words[rank] = (text, now)
         if rank in self._last_words:  # earlier packets of this rank are still under way
             last_words, since = self._last_words[rank]
             if now - since > SHUTDOWN_GRACE_SECONDS and not self._is_over:
-                self._record_failure(RankFailure(rank, self.hosts[rank], last_words))
+                self._record_failure(FirstRankFailure(rank, self.hosts[rank], last_words))
         elif rank not in self._ended and now - self._last[rank] > SILENCE_TIMEOUT_SECONDS:
             silence = f"nothing was heard of it for {SILENCE_TIMEOUT_SECONDS:.0f} s"
-            self._record_rank_as_failed(rank, f"{silence}: it was killed or stopped, or its machine is cut off")
+            self._exclude_failed_rank_from_mpi_end(
+                rank, f"{silence}: it was killed or stopped, or its machine is cut off"
+            )
 
 
 SINGLE_PROCESS = World(None)

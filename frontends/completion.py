@@ -13,7 +13,7 @@ from ..graph.validation import TEXT, ArgumentKind, instance_of, integer_between,
 from .errors import ModelError
 from .generation.generate import stream_text
 from .generation.stop_strings import StopStringFilter
-from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
+from .gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
 from .serving.requests import TokenEvent
 
 FinishReason = Literal["stop", "length"]
@@ -65,7 +65,7 @@ def decode_tokens(samples: Iterable[TokenEvent], tokenizer: Tokenizer | None, st
 
     Without a tokenizer the texts are empty.
     """
-    decoder, until = tokenizer and Utf8Stream(tokenizer), StopStringFilter(stops)
+    decoder, until = tokenizer and TokenToTextStream(tokenizer), StopStringFilter(stops)
     for one in samples:
         text = decoder.feed(one.token) if decoder else ""
         until.feed(text)

@@ -76,7 +76,7 @@ def check_options(config: object, subject: str) -> None:
         require(ModelError, subject, name, getattr(config, name), row.kind)
 
 
-def describe_options(config: type) -> str:
+def format_options_as_args_section(config: type) -> str:
     """Describe the options of a configuration class as lines of an ``Args:`` section."""
     return "".join(
         fill(f"{name}: {row.help}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12) + "\n"

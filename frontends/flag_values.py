@@ -74,7 +74,7 @@ def parse_positives(text: str) -> list[int]:
     return [parse_positive(part) for part in text.split(",")]
 
 
-def parse_pattern(text: str) -> str:
+def parse_regular_expression(text: str) -> str:
     """Parse a regular expression."""
     try:
         re.compile(text)
@@ -106,7 +106,7 @@ def parse_natural(text: str) -> int:
     return _parse_integer(text, 0)
 
 
-def parse_top_k(text: str) -> int:
+def parse_top_k_or_all(text: str) -> int:
     """Parse a number of tokens; -1 of llama.cpp means all, which is 0 here."""
     return max(parse_natural_or_minus_one(text), 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..graph import Graph, GraphError, from_json
 from ..graph.dtypes import DType
-from ..graph.errors import format_install_hint
+from ..graph.errors import format_install_command
 from ..ops.text import parse
 from .errors import ModelError
 from .gguf.reader import MAGIC
@@ -108,4 +108,4 @@ def _read_torch_graph(path: str) -> Graph:
 
         return from_torch(read_program(path)).graph
     except ImportError:
-        raise ModelError(f"{path}: a PyTorch program needs PyTorch; {format_install_hint('torch')}") from None
+        raise ModelError(f"{path}: a PyTorch program needs PyTorch; {format_install_command('torch')}") from None

@@ -142,7 +142,7 @@ def choose_context(model: Model, tokens: int, asked: int | None, *, default: int
     return context
 
 
-def read_text_without_final_newline(path: str) -> str:
+def read_text_without_bom_and_newline(path: str) -> str:
     """Read a text file without its byte-order mark and last line break, as llama.cpp reads prompts.
 
     Args:

@@ -22,11 +22,11 @@ from ..backends.cpu.kernels.packed.weight_packing import make_dequantise_rows_by
 from ..backends.cpu.kernels.rows.reductions import find_top_k_indices
 from ..backends.cpu.steps.step_loop import run_step_table
 from ..backends.cpu.steps.thread_sync import (
-    run_after_waking_threads,
+    run_thread_zero_after_waking,
     run_unless_threads_sleep,
     run_worker_thread_until_sleep,
 )
-from ..backends.cpu.target_cpu import PRECOMPILED_TARGETS, find_compile_target
+from ..backends.cpu.target_cpu import PRECOMPILED_TARGETS, find_host_or_requested_target
 from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import input, weight
@@ -55,7 +55,7 @@ def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
     yield from (
         run_step_table,
         run_unless_threads_sleep,
-        run_after_waking_threads,
+        run_thread_zero_after_waking,
         run_worker_thread_until_sleep,
         find_top_k_indices,
     )
@@ -102,7 +102,9 @@ def main(words: Sequence[str]) -> int:
     kernels = [*dict.fromkeys(list_kernels_to_precompile(of_all_types="--all" in words))]
     status = compile_in_parallel_and_return_worst_status(kernels)
     print(
-        f"{find_compile_target().name}: {len(kernels)} kernels are ready" if not status else "kernels were not compiled"
+        f"{find_host_or_requested_target().name}: {len(kernels)} kernels are ready"
+        if not status
+        else "kernels were not compiled"
     )
     return status
 

@@ -87,7 +87,7 @@ def read_rank_head(gguf: Gguf, architecture: str) -> RankHead:
     is_ranker = gguf.metadata.get(f"{architecture}.pooling_type") == RANK_POOLING
     if not is_ranker or not ("cls.weight" in tensors or "cls.output.weight" in tensors):
         raise ModelError("this model has no head that ranks documents; use a reranker, such as bge-reranker-v2-m3")
-    dense, output = (_read_matrix_and_bias(gguf, name) for name in ("cls", "cls.output"))
+    dense, output = (_read_matrix_and_bias_or_zero(gguf, name) for name in ("cls", "cls.output"))
     width = gguf.metadata.get(f"{architecture}.embedding_length")
     for name, layer in (("cls", dense), ("cls.output", output)):
         if layer is not None and layer[0].shape[1] != width:
@@ -122,7 +122,7 @@ def _read_head_norm(gguf: Gguf, architecture: str, dense: tuple[F32, F32] | None
     return weight, epsilon
 
 
-def _read_matrix_and_bias(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
+def _read_matrix_and_bias_or_zero(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
     """Read the matrix and the bias of a layer; a missing bias is zero."""
     if f"{name}.weight" not in gguf.tensors:
         return None

@@ -63,10 +63,10 @@ DEVICE_NAMES_KIND = ArgumentKind("names of devices, as cpu:0,cpu:1", _are_device
 TRANSFER_DTYPE_KIND, CACHE_DTYPE_KIND = map(_make_dtype_name_kind, (TRANSFER_DTYPES, CACHE_DTYPES))
 
 
-def _freeze(value: object) -> object:
+def _convert_sequences_to_tuples(value: object) -> object:
     """Return a value in which all sequences are tuples."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(map(_freeze, value))
+        return tuple(map(_convert_sequences_to_tuples, value))
     return value
 
 
@@ -189,7 +189,7 @@ class DeviceGroup:
     def __post_init__(self) -> None:
         check_options(self, self.SUBJECT)
         for name in list_options(type(self)):
-            object.__setattr__(self, name, _freeze(getattr(self, name)))
+            object.__setattr__(self, name, _convert_sequences_to_tuples(getattr(self, name)))
         if isinstance(self.devices, str):
             object.__setattr__(self, "devices", tuple(self.devices.split(",")))
         if self.exact and self.wire != "f32":

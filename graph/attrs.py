@@ -50,7 +50,7 @@ MAX_PLAIN_FLOAT_CHARACTERS = 12
 """The largest number of characters of a float. A longer float is written as a float32 if that is exact and shorter."""
 
 
-def _format_float(value: float) -> str:
+def _format_float_shortest(value: float) -> str:
     """Return the shortest text that reads back as the same float.
 
     The suffix ``f`` marks a float32, such as ``1e-05f``: most numbers of models are rounded to float32.
@@ -72,7 +72,7 @@ def format_attribute(value: Attr) -> str:
         case int():
             return repr(value)
         case float():
-            return _format_float(value)
+            return _format_float_shortest(value)
         case str():
             return json.dumps(value)
         case bytes():

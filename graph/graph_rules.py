@@ -26,7 +26,7 @@ def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
             yield f"%{quote_node_name(name)} names {leaf_count} different leaves; rename all but one"
 
 
-def leaves_have_no_operands(graph: Graph) -> Iterator[str]:
+def leaves_have_one_result_no_operands(graph: Graph) -> Iterator[str]:
     """Check that each leaf reads nothing: it has no operands and exactly one result."""
     for node in graph.nodes:
         if node.op in LEAF_OPS and (node.src or len(node.specs) != 1):
@@ -49,7 +49,7 @@ def references_exist(graph: Graph) -> Iterator[str]:
             yield f"%{value.node.label}#{value.index}: {quote_word(value.node.op)} has {len(value.node.specs)} results"
 
 
-def only_states_are_updated(graph: Graph) -> Iterator[str]:
+def updates_match_states(graph: Graph) -> Iterator[str]:
     """Check that only states are updated, and that each new value has the shape and dtype of its state."""
     for old, new in graph.updates.items():
         if old.node.op != "state":
@@ -89,7 +89,7 @@ def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
     return value is None or type(value) in (bool, float, str, bytes, DType)
 
 
-def operands_come_before_users(graph: Graph) -> Iterator[str]:
+def operands_precede_users_and_results_exist(graph: Graph) -> Iterator[str]:
     """Check that operands come before their users, and that outputs and updates are results of nodes of the graph."""
     before: set[Node] = set()
     for node in graph.nodes:
@@ -110,17 +110,17 @@ def graph_has_output_or_update(graph: Graph) -> Iterator[str]:
 
 
 GRAPH_RULES: tuple[GraphRule, ...] = (
-    operands_come_before_users,
+    operands_precede_users_and_results_exist,
     references_exist,
     graph_has_output_or_update,
     leaves_have_distinct_names,
-    leaves_have_no_operands,
+    leaves_have_one_result_no_operands,
     specs_have_legal_shapes,
-    only_states_are_updated,
+    updates_match_states,
     constants_hold_their_bytes,
     attributes_are_plain,
 )
-REFERENCES = (operands_come_before_users, references_exist)
+REFERENCES = (operands_precede_users_and_results_exist, references_exist)
 
 
 def list_rule_violations(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:

@@ -187,7 +187,7 @@ class Value:
         return _import_operator_functions().build_elementwise_operator("/", other, self)
 
     def __pow__(self, exponent: float) -> Value:
-        return _import_operator_functions().build_power(self, exponent)
+        return _import_operator_functions().build_square_or_square_root(self, exponent)
 
     def __matmul__(self, other: Value) -> Value:
         return _import_operator_functions().build_matmul(self, other)

@@ -1,6 +1,6 @@
 """Repeated layers of deep graphs, and the shortened graph that has few repetitions and stands for the deep graph.
 
-Repetitions are found by equal structure, never by name (`find_repeated_runs`). Nodes have the numbers of
+Repetitions are found by equal structure, never by name (`find_largest_repeated_runs`). Nodes have the numbers of
 `order_updates_directly_after_operands`, so that a repetition includes the nodes for its own state updates.
 `shorten_graph` keeps the first few repetitions; the names of its nodes are their numbers::
 
@@ -86,7 +86,7 @@ class RepeatedRuns:
         return position if 0 <= position < self.length and position in self.carried_positions else None
 
 
-def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
+def find_largest_repeated_runs(graph: Graph) -> RepeatedRuns | None:
     """Find the adjacent repetitions of equal structure with the most nodes; None if there are fewer than three."""
     kinds: dict[object, int] = {}
     nodes = order_updates_directly_after_operands(graph)
@@ -300,7 +300,7 @@ class ShortenedGraph:
         return {}
 
     @cached_property
-    def deep_nodes(self) -> tuple[Node, ...]:
+    def deep_nodes_by_number(self) -> tuple[Node, ...]:
         """The nodes of the deep graph by their numbers."""
         return order_updates_directly_after_operands(self.deep_graph)
 
@@ -310,10 +310,10 @@ class ShortenedGraph:
         return order_updates_directly_after_operands(self.short_graph)
 
     @cached_property
-    def deep_names(self) -> tuple[str, ...]:
+    def deep_node_names_by_number(self) -> tuple[str, ...]:
         """The printed names of the nodes of the deep graph by their numbers."""
         printed_names = assign_names(self.deep_graph)
-        return tuple([printed_names[node] for node in self.deep_nodes])
+        return tuple([printed_names[node] for node in self.deep_nodes_by_number])
 
     def deep_name_in_repetition(self, name: str, repetition: int, short_repetition: int) -> str:
         """Translate the name of a node of the short graph to the name of the corresponding node of the deep graph.
@@ -324,7 +324,10 @@ class ShortenedGraph:
             short_repetition: The repetition of the short graph that contains the node.
         """
         number, ending = split_numbered_name(name)
-        return self.deep_names[number + (repetition - short_repetition) * self.deep_repetitions.length] + ending
+        return (
+            self.deep_node_names_by_number[number + (repetition - short_repetition) * self.deep_repetitions.length]
+            + ending
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +362,7 @@ class DeviceNodeRepetitions:
                 first_read[source.node] = min(first_read.get(source.node, kind), kind)
         return kinds
 
-    def is_outside_repetitions(self, node: Node) -> bool:
+    def is_preamble_without_carried_value(self, node: Node) -> bool:
         """Return whether a node is in the preamble and carries no value into the first repetition."""
         number, _ = split_numbered_name(self.name_of_node(node))
         return (

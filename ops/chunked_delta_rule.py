@@ -78,7 +78,7 @@ def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tup
     out = slice_(reduce(partial(concat, axis=1), outputs), axis=1, start=0, stop=tokens)
     out = permute(reshape(out, shape=(math.prod(leading), heads, tokens, width)), axes=(0, 2, 1, 3))
     out = scale(reshape(out, shape=(*leading, tokens, heads, width)), scale=1.0 / math.sqrt(size))
-    return out, _stack_last_snapshots(states, state, snapshots)
+    return out, _stack_last_snapshots_newest_first(states, state, snapshots)
 
 
 def _repeat_key_heads(x: Value, heads: int, *, tiled: bool) -> Value:
@@ -142,7 +142,7 @@ def _slice_chunk(x: Value, n: int, count: int) -> Value:
     return reshape(slice_(grouped, axis=1, start=n, stop=n + 1), shape=(m // count, *rest))
 
 
-def _stack_last_snapshots(states: list[Value], state: Value, snapshots: int) -> Value:
+def _stack_last_snapshots_newest_first(states: list[Value], state: Value, snapshots: int) -> Value:
     """Return the last state, or with `snapshots` > 1 a stack of the last states, newest first.
 
     Snapshots before the first token are zeros.

@@ -38,13 +38,13 @@ def all_reduce(x: Array, *, sequence: int) -> Array:
 def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
-    axis, runs = axis_attribute(attrs, x), narrow_to_index_ranges(attrs["runs"])
+    axis, runs = axis_attribute(attrs, x), cast_to_index_ranges(attrs["runs"])
     if x.shape[axis] not in (shares := [sum(n for _, n in device) for device in runs]):
         raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the devices have {shares}")
-    return Spec((*x.shape[:axis], _compute_sharded_axis_length(runs), *x.shape[axis + 1 :]), x.dtype)
+    return Spec((*x.shape[:axis], _find_largest_index_range_end(runs), *x.shape[axis + 1 :]), x.dtype)
 
 
-def _compute_sharded_axis_length(runs: DeviceIndexRanges) -> int:
+def _find_largest_index_range_end(runs: DeviceIndexRanges) -> int:
     """Return the length of a sharded axis: the largest end of an index range of any device."""
     return max((offset + n for device in runs for offset, n in device), default=0)
 
@@ -55,7 +55,7 @@ def narrow_to_integer(value: Attr) -> int:
     return value
 
 
-def narrow_to_index_ranges(value: Attr) -> DeviceIndexRanges:
+def cast_to_index_ranges(value: Attr) -> DeviceIndexRanges:
     """Narrow the type of an attribute to index ranges of devices; `normalise_attribute` has checked it."""
     return value  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
@@ -79,7 +79,7 @@ def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
     axis, length = axis_attribute(attrs, x), sum(n for _, n in own_index_ranges(attrs))
-    sharded_length = _compute_sharded_axis_length(narrow_to_index_ranges(attrs["runs"]))
+    sharded_length = _find_largest_index_range_end(cast_to_index_ranges(attrs["runs"]))
     if x.shape[axis] != sharded_length:
         raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the runs {sharded_length}")
     return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
@@ -91,7 +91,7 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
     Raises:
         SignatureMismatch: `runs` has no such device.
     """
-    runs, rank = narrow_to_index_ranges(attrs["runs"]), narrow_to_integer(attrs["rank"])
+    runs, rank = cast_to_index_ranges(attrs["runs"]), narrow_to_integer(attrs["rank"])
     if not 0 <= rank < len(runs):
         raise SignatureMismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
     return runs[rank]

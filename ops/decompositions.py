@@ -69,7 +69,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Decompose attention into one `attention` call per token, over a KV cache that two row updates fill."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
-    keys, values = _write_cache_later_half_first(k, "k"), _write_cache_later_half_first(v, "v")
+    keys, values = _write_zero_cache_later_half_first(k, "k"), _write_zero_cache_later_half_first(v, "v")
     settings: dict[str, Any] = dict(attrs)
     rows = []
     for t in range(q.shape[-3]):
@@ -82,7 +82,7 @@ def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) 
     return (out,)
 
 
-def _write_cache_later_half_first(x: Value, name: str) -> Value:
+def _write_zero_cache_later_half_first(x: Value, name: str) -> Value:
     """Write all rows of `x` [..., s, h, d] into a cache of zeros with two row updates, the later half first.
 
     Args:

@@ -81,7 +81,7 @@ def describe_missing_attribute(x: Value, name: str) -> str:
     return f"a Value has no attribute {name!r:.60}{hint}"
 
 
-def build_power(x: Value, exponent: Any) -> Value:
+def build_square_or_square_root(x: Value, exponent: Any) -> Value:
     """Build ``x ** exponent``; the exponent must be 2 or 0.5."""
     if not NUMBER_CHECK.accepts(exponent) or float(exponent) not in POWERS:
         raise GraphError(f"{x!r} ** {format_value(exponent)}: the exponent must be 2 or 0.5")

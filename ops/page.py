@@ -81,7 +81,7 @@ def _format_formulas(op: Op[Any]) -> Iterator[str]:
     """
     for form in op.signatures if op.expression else ():
         attrs = {**op.defaults, **({op.signature_key: form} if isinstance(op.signature_key, str) else {})}
-        if op.expression and op.expression.is_selected_by(attrs):
+        if op.expression and op.expression.has_expression_selecting_attributes(attrs):
             yield f"formula{f' ({form})' if form else ''}: `{op.expression.format(attrs)}`"
 
 

@@ -40,7 +40,7 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
     keep = set(graph.roots())
     for node in graph.nodes:
         if node.is_leaf:
-            values[node.results[0]] = _find_leaf_array_or_zeros(node, bindings)
+            values[node.results[0]] = _find_constant_binding_or_zeros(node, bindings)
             continue
         results = op_of(node).run_reference([None if s is None else values[s] for s in node.src], node.attrs)
         values.update(zip(node.results, results, strict=True))
@@ -52,7 +52,7 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
     return outputs, {old.node.name: values[new] for old, new in graph.updates.items()}
 
 
-def _find_leaf_array_or_zeros(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
+def _find_constant_binding_or_zeros(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
     """Return the array of a leaf: its constant, its binding, or zeros for a missing state."""
     if node.op == "constant":
         return as_reference_array(view_constant_array(node))

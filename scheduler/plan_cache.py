@@ -22,7 +22,7 @@ from .costs.hardware import Hardware
 from .ir.execution_plan import HostOffload, Plan
 from .lowering.device_plan import Devices, find_first_devices_with_same_program
 from .planning.decompose import decompose_unsupported_ops
-from .serialisation.plan_data import build_graph_key, plan_from_data, plan_to_data
+from .serialisation.plan_data import build_digest_names_outputs_key, plan_to_data, unverified_plan_from_data
 
 if TYPE_CHECKING:
     from .planning.workload import Workload
@@ -91,12 +91,12 @@ def plan_with_cache(
             (
                 *options,
                 None if like is None else _build_earlier_plan_key(like),
-                None if use is None else _build_workload_key(use),
+                None if use is None else _build_key_of_text_and_graphs(use),
             ),
         )
     if file is not None and (data := read_cached(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
-            plan = plan_from_data(json.loads(data), lambda entry: asked[entry["device"]], graph)
+            plan = unverified_plan_from_data(json.loads(data), lambda entry: asked[entry["device"]], graph)
             return _name_programs_for_binding_cache(plan, file)
     from .planning.planner import plan_for_group
 
@@ -156,7 +156,7 @@ def _build_earlier_plan_key(earlier_plan: Plan) -> object:
     )
 
 
-def _build_workload_key(workload: Workload) -> object:
+def _build_key_of_text_and_graphs(workload: Workload) -> object:
     """Return the part of a cache key that identifies a workload: its text and its graphs.
 
     The text alone is not enough, because workloads of equal text may have different graphs.
@@ -176,7 +176,9 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
     devices = [
         (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
     ]
-    return make_cache_path("plans", build_graph_key(graph), devices, options, _list_planner_source_file_versions())
+    return make_cache_path(
+        "plans", build_digest_names_outputs_key(graph), devices, options, _list_planner_source_file_versions()
+    )
 
 
 def _list_planner_source_file_versions() -> list[tuple[str, int, int]]:

@@ -14,10 +14,10 @@ from .endpoints.anthropic import build_message_routes
 from .endpoints.native import build_native_routes
 from .endpoints.openai_chat import build_chat_routes
 from .endpoints.openai_responses import build_response_routes
-from .endpoints.openai_text import build_text_routes
+from .endpoints.openai_text import build_completion_embedding_and_model_routes
 from .endpoints.request_traces import build_trace_routes
 from .endpoints.rerank import build_rerank_routes
-from .endpoints.slot_actions import build_slot_routes
+from .endpoints.slot_actions import build_slot_action_route
 from .errors import ApiError
 from .options import ServerOptions
 from .security import ApiKeyOrHostLayer, BodyLimitLayer, CorsOriginLayer, ErrorResponseLayer
@@ -29,11 +29,11 @@ def build_routes() -> list[Route]:
     builders = (
         build_chat_routes,
         build_response_routes,
-        build_text_routes,
+        build_completion_embedding_and_model_routes,
         build_rerank_routes,
         build_native_routes,
         build_message_routes,
-        build_slot_routes,
+        build_slot_action_route,
         build_trace_routes,
     )
     return [route for build in builders for route in build()]
@@ -58,14 +58,14 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=layers,
-        exception_handlers={HTTPException: _raise_as_api_error},
+        exception_handlers={HTTPException: _raise_unknown_route_as_api_error},
     )
     app.router.redirect_slashes = False
     app.state.serving = state
     return app
 
 
-async def _raise_as_api_error(request: Request, error: Exception) -> Response:
+async def _raise_unknown_route_as_api_error(request: Request, error: Exception) -> Response:
     """Raise the error of an unknown path or method as an `ApiError`, which has the format of the API."""
     assert isinstance(error, HTTPException)
     messages = {

@@ -218,9 +218,11 @@ class RequestBuilder:
             raise make_bad_request_error("got a grammar and a json_schema; give one of them", "grammar")
         if body.grammar:
             return await self._compile_with_time_limit(partial(self._grammars.compile_grammar, body.grammar), "grammar")
-        return None if schema is None else await self.compile_schema(schema, is_strict)
+        return None if schema is None else await self.compile_schema_in_worker(schema, is_strict)
 
-    async def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
+    async def compile_schema_in_worker(
+        self, schema: Mapping[str, object] | bool | str, is_strict: bool = False
+    ) -> Grammar:
         """Compile a JSON schema to a grammar, in a worker thread.
 
         Raises:

@@ -76,7 +76,7 @@ class UpdateFormatter(Protocol):
     def format_end(self) -> bytes:
         """Format the last events of the stream, after all choices have ended."""
 
-    def format_error(self, error: ApiError) -> bytes:
+    def format_stream_ending_error(self, error: ApiError) -> bytes:
         """Format an error as the event that ends the stream."""
 
 
@@ -102,12 +102,12 @@ class EventStream(Response):
         with self._state.released_after(self._stream):
             worker = asyncio.ensure_future(self._send_all(send))
             self._stream.on_stall = worker.cancel
-            await _run_until_disconnect(receive, worker)
+            await _run_or_return_empty_on_disconnect(receive, worker)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async for updates in self._stream.read_updates():
+            async for updates in self._stream.read_updates_with_pings():
                 chunk = self._formatter.format_updates(updates) if updates else self._formatter.ping
                 for update in updates:
                     if isinstance(update, ChoiceFinish):
@@ -116,7 +116,7 @@ class EventStream(Response):
                     await self._send(send, chunk)
             last = self._formatter.format_end()
         except Exception as error:  # the stream has begun, so the client gets every error as its last event
-            last = self._formatter.format_error(as_api_error(error))
+            last = self._formatter.format_stream_ending_error(as_api_error(error))
         await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -168,13 +168,13 @@ async def run_until_disconnect(request: Request, work: Coroutine[object, object,
     Raises:
         ApiError: The client has disconnected, so that it receives no response.
     """
-    results = await _run_until_disconnect(request.receive, work)
+    results = await _run_or_return_empty_on_disconnect(request.receive, work)
     if not results:
         raise ApiError(499, "the client has left")
     return results[0]
 
 
-async def _run_until_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
+async def _run_or_return_empty_on_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
     """Run `work`, and return its result in a list; the list is empty after a disconnect or a cancellation."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

@@ -86,7 +86,7 @@ class ServingState:
     def close_and_forget_stream(self, stream: AnswerStream) -> None:
         """Close a stream, which cancels its running requests, and remove it from the active ones."""
         self.active_streams.discard(stream)
-        stream.cancel_running_requests()
+        stream.cancel_requests_and_drop_references()
 
     @contextmanager
     def released_after(self, stream: AnswerStream) -> Iterator[AnswerStream]:

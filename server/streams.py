@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from ..frontends.generation.stop_strings import StopStringFilter
-from ..frontends.gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
+from ..frontends.gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
 from ..frontends.serving.requests import (
     EndEvent,
     Event,
@@ -73,7 +73,7 @@ QueueItem = Event | ApiError | None
 """An item in the queue of a stream; `None` is a timer tick."""
 
 
-class TokenDecoder(Utf8Stream):
+class TokenDecoder(TokenToTextStream):
     """A streaming token decoder that keeps the text of some control tokens and reports incomplete UTF-8 characters."""
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()) -> None:
@@ -84,7 +84,7 @@ class TokenDecoder(Utf8Stream):
         """Return the text of all characters that the bytes of a further token complete.
 
         Raises:
-            ModelError: As `Utf8Stream.feed`.
+            ModelError: As `TokenToTextStream.feed`.
         """
         if token in self._visible:
             return self._decoder.decode(self._tokenizer.token_bytes(token))
@@ -242,10 +242,10 @@ class AnswerStream:
                 self._service.submit(request, self._forward_event_to_event_loop)
                 self._open.add(request.id)
         except BaseException:
-            self.cancel_running_requests()
+            self.cancel_requests_and_drop_references()
             raise
 
-    def cancel_running_requests(self) -> None:
+    def cancel_requests_and_drop_references(self) -> None:
         """Cancel the requests that still run in the engine, and drop the references that would form cycles."""
         for request in self._open:
             self._service.cancel(request)
@@ -277,7 +277,7 @@ class AnswerStream:
             self._queue.put_nowait(None)
         self._ticker = self._loop.call_later(self._tick_seconds, self._tick)
 
-    async def read_updates(self) -> AsyncIterator[list[Update]]:
+    async def read_updates_with_pings(self) -> AsyncIterator[list[Update]]:
         """Yield lists of updates as they arrive, and an empty list after each `ping_seconds` of silence.
 
         Raises:
@@ -354,12 +354,12 @@ async def read_complete_texts(stream: AnswerStream, count: int) -> list[Complete
     """Wait for the end of all choices, and return the text, the tokens and the end of each.
 
     Raises:
-        ApiError: As `AnswerStream.read_updates`.
+        ApiError: As `AnswerStream.read_updates_with_pings`.
     """
     texts: list[list[str]] = [[] for _ in range(count)]
     tokens: list[list[TokenEvent]] = [[] for _ in range(count)]
     ends: dict[int, ChoiceFinish] = {}
-    async for updates in stream.read_updates():
+    async for updates in stream.read_updates_with_pings():
         for update in updates:
             if isinstance(update, TextUpdate):
                 texts[update.choice].append(update.text)

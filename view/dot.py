@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ..graph.errors import GraphError
 from ..graph.graph import Graph, assign_names
-from ..graph.layer_folding import Item, NodeBlock, RepeatedGroup, fold_layers, iterate_blocks
+from ..graph.layer_folding import Item, NodeBlock, RepeatedGroup, fold_layers, iterate_blocks_of_all_repetitions
 from ..graph.node import Node
 from ..graph.validation import BOOL, instance_of, validate_arguments
 from ..ops import REGISTRY
@@ -63,10 +63,10 @@ class _DotWriter:
             if isinstance(item, RepeatedGroup):
                 for one in item.repetitions:
                     self._map_to_first_repetition(one)
-                first = [n for b in iterate_blocks(item.repetitions[0]) for n in b.nodes]
+                first = [n for b in iterate_blocks_of_all_repetitions(item.repetitions[0]) for n in b.nodes]
                 for later in item.repetitions[1:]:
                     for first_node, node in zip(
-                        first, (n for b in iterate_blocks(later) for n in b.nodes), strict=True
+                        first, (n for b in iterate_blocks_of_all_repetitions(later) for n in b.nodes), strict=True
                     ):
                         self.drawn[node] = self._of(first_node)
                         for mine, other in zip(first_node.inputs, node.inputs, strict=True):
@@ -80,7 +80,7 @@ class _DotWriter:
         yield '  node [shape=box, fontname="Helvetica", fontsize=11];'
         yield '  edge [fontname="Helvetica", fontsize=9];'
         yield from self._format_clusters(self.items, "  ")
-        inside = {n for b in iterate_blocks(self.items) for n in b.nodes}
+        inside = {n for b in iterate_blocks_of_all_repetitions(self.items) for n in b.nodes}
         drawn_nodes = [n for n in self.graph.nodes if self._of(n) is n]
         yield from (self._format_node(n, "  ") for n in drawn_nodes if n not in inside)
         yield from self._format_edges()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..graph.attrs import format_attribute
 from ..graph.graph import Graph, assign_names
-from ..graph.layer_folding import Item, NodeBlock, fold_layers, iterate_blocks
+from ..graph.layer_folding import Item, NodeBlock, fold_layers, iterate_blocks_of_all_repetitions
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import REGISTRY
@@ -31,7 +31,9 @@ class GraphData:
         self.number: Mapping[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
         self.items = fold_layers(graph)
         self.labels = BlockLabels(self.items)
-        self.block = {node: at for at, b in enumerate(iterate_blocks(self.items)) for node in b.nodes}
+        self.block = {
+            node: at for at, b in enumerate(iterate_blocks_of_all_repetitions(self.items)) for node in b.nodes
+        }
 
     def number_of_value(self, value: Value | None) -> int:
         return -1 if value is None else RESULT_FACTOR * self.number[value.node] + value.index

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from ..graph.layer_folding import Item, NodeBlock, iterate_blocks
+from ..graph.layer_folding import Item, NodeBlock, iterate_blocks_of_all_repetitions
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(?![A-Za-z0-9])")
 
@@ -23,18 +23,18 @@ def extract_name_prefix(name: str) -> str:
     return match[0] if match else name.rpartition(".")[0] or name
 
 
-def make_block_label(block: NodeBlock, number: int) -> str:
+def make_block_label_from_leaf_names(block: NodeBlock, number: int) -> str:
     """Make the label of a block from the names of the weights and states that it reads, or of its nodes."""
     leaves = {s.node.name: None for n in block.nodes for s in n.inputs if s.node.op in ("weight", "state")}
     heads = Counter(map(extract_name_prefix, leaves))
     if heads:
         prefix, count = heads.most_common(1)[0]
-        return prefix if 2 * count >= len(leaves) else join_labels(list(heads))
+        return prefix if 2 * count >= len(leaves) else shorten_labels_to_range(list(heads))
     named = [n.name for n in block.nodes if n.name]
-    return join_labels([named[0], named[-1]]) if named else f"part {number + 1}"
+    return shorten_labels_to_range([named[0], named[-1]]) if named else f"part {number + 1}"
 
 
-def join_labels(labels: Sequence[str]) -> str:
+def shorten_labels_to_range(labels: Sequence[str]) -> str:
     """Join labels to one: ``blk.0 … 3`` if they differ only in a number, else the first and the last label."""
     labels = list(dict.fromkeys(labels))
     matches = [_NUMBERED.match(label) for label in labels]
@@ -49,9 +49,11 @@ class BlockLabels:
     """The labels of all blocks of a graph, and of sequences of blocks."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        all_blocks = list(iterate_blocks(items))
+        all_blocks = list(iterate_blocks_of_all_repetitions(items))
         self.number = {id(block): number for number, block in enumerate(all_blocks)}
-        self.blocks = [make_block_label(block, number) for number, block in enumerate(all_blocks)]
+        self.blocks = [make_block_label_from_leaf_names(block, number) for number, block in enumerate(all_blocks)]
 
     def label_of(self, items: Sequence[Item]) -> str:
-        return join_labels([self.blocks[self.number[id(block)]] for block in iterate_blocks(items)])
+        return shorten_labels_to_range(
+            [self.blocks[self.number[id(block)]] for block in iterate_blocks_of_all_repetitions(items)]
+        )

@@ -49,7 +49,7 @@ class PlanData:
         rows = [self._build_timeline_row(*row) for row in self._iterate_timeline_rows([p["block"] for p in programs])]
         layouts = format_value_layouts(plan)
         advice = suggest_weights_for_single_device(plan, layouts)
-        measured = None if self.times is None else self._build_measured_time_columns(self.times)
+        measured = None if self.times is None else self._build_measured_kernel_and_time_columns(self.times)
         return {
             "summary": format_summary(plan),
             "cost": {
@@ -86,7 +86,7 @@ class PlanData:
             "speeds": asdict(self.plan.speeds[d]),
         }
 
-    def _build_measured_time_columns(self, times: MeasuredPlan) -> dict[str, Any]:
+    def _build_measured_kernel_and_time_columns(self, times: MeasuredPlan) -> dict[str, Any]:
         """Build the columns of measured times from a trace: the kernel and the seconds of each instruction, by device.
 
         The column `together` has the number of instructions that the same kernel computes, if they are fused.
@@ -119,7 +119,7 @@ class PlanData:
         prices = self.plan.instruction_costs[device]
         ops, own, origin = InternTable[str](), {}, []
         for at, i in enumerate(program.instructions):
-            node, is_own = self._find_user_node(number, at)
+            node, is_own = self._find_user_node_of_instruction(number, at)
             origin.append(-1 if node is None else self.graph.number[node])
             if is_own:
                 own[at] = i.node
@@ -153,7 +153,7 @@ class PlanData:
                 together[at] = len(called.instruction_numbers)
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
-    def _find_user_node(self, number: int, at: int) -> tuple[Node | None, bool]:
+    def _find_user_node_of_instruction(self, number: int, at: int) -> tuple[Node | None, bool]:
         """Find the user node that an instruction computes or converts, and whether it only converts."""
         device_plan = self.plan.device_plans[self.first[number]]
         i = device_plan.program.instructions[at]
@@ -245,7 +245,7 @@ class PlanData:
         )
         because = [
             self.texts(
-                self.reasons.explain_entry(
+                self.reasons.explain_devices_or_collective(
                     TimelineEntry(op, (d,) if op == COMPUTE else tuple(devices), *cells[p], 0.0, 0.0, 0.0, None, d)
                 )
             )

@@ -25,10 +25,10 @@ def build_request_page(title: str, choices: Sequence[Mapping[str, Any]]) -> str:
         choices: A JSON object of ``/requests/ID/trace`` for each choice, with `steps`.
     """
     name = html.escape(title)
-    duration = max((_find_choice_end_seconds(choice) for choice in choices), default=0.0) or 1.0
+    duration = max((_find_choice_seconds_until_end(choice) for choice in choices), default=0.0) or 1.0
     drawings = "".join(_draw_choice_as_svg(i, choice, WIDTH / duration) for i, choice in enumerate(choices))
     legend = ", ".join(f'<b style="color:{colour}">{kind}</b>' for kind, colour in COLOURS.items())
-    tables = "".join(map(_format_choice_as_html, choices))
+    tables = "".join(map(_format_choice_counts_and_steps, choices))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -38,7 +38,7 @@ def build_request_page(title: str, choices: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _find_choice_end_seconds(choice: Mapping[str, Any]) -> float:
+def _find_choice_seconds_until_end(choice: Mapping[str, Any]) -> float:
     """Find the last moment of a choice, in seconds after its submission."""
     ends = [step["start_after"] + step["seconds"] for step in choice["steps"]]
     return float(max([choice["ended_after"] or 0.0, *ends]))
@@ -47,7 +47,7 @@ def _find_choice_end_seconds(choice: Mapping[str, Any]) -> float:
 def _draw_choice_as_svg(number: int, choice: Mapping[str, Any], scale: float) -> str:
     """Draw the steps of a choice as SVG; `scale` is in units per second."""
     top = number * CHOICE_HEIGHT
-    first = choice["started_after"] if choice["started_after"] is not None else _find_choice_end_seconds(choice)
+    first = choice["started_after"] if choice["started_after"] is not None else _find_choice_seconds_until_end(choice)
     bars = [_draw_bar("wait", 0.0, first * scale, top, f"waited {first:.6f} s")]
     for step in choice["steps"]:
         text = (
@@ -66,7 +66,7 @@ def _draw_bar(kind: str, left: float, width: float, top: int, text: str) -> str:
     )
 
 
-def _format_choice_as_html(choice: Mapping[str, Any]) -> str:
+def _format_choice_counts_and_steps(choice: Mapping[str, Any]) -> str:
     """Format the counts of a choice and the table of its steps as HTML."""
     counts = "; ".join(f"{key}: {value}" for key, value in choice.items() if key != "steps")
     head = "".join(f"<th>{name}</th>" for name in STEP_COLUMNS)

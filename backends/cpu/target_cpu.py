@@ -67,7 +67,7 @@ PRECOMPILED_TARGETS = (
 
 
 @cache
-def find_compile_target() -> Target:
+def find_host_or_requested_target() -> Target:
     """Return the target for which kernels are compiled: the host, or the target of ``HOCKET_TARGET``.
 
     Raises `BackendError` for a name that is not in `PRECOMPILED_TARGETS`.
@@ -124,16 +124,16 @@ def _find_host_cpu_cache_file() -> Path | None:
     return make_cache_path("processors", cpu_lines, platform.machine(), llvmlite.__version__, HostCpu._fields)
 
 
-def list_runnable_targets() -> tuple[Target, ...]:
+def list_runnable_precompiled_targets() -> tuple[Target, ...]:
     """Return the targets of the precompiled kernels that this processor can run, the compile target first."""
-    mine = find_compile_target()
+    mine = find_host_or_requested_target()
     others = (t for t in PRECOMPILED_TARGETS if sys.platform == "linux" and t != mine and t.can_run_on(mine))
     return (mine, *others)
 
 
 def is_target_of_host_architecture() -> bool:
     """Return whether the compile target has the architecture of this machine."""
-    return find_compile_target().triple.partition("-")[0] == _find_host_cpu().triple.partition("-")[0]
+    return find_host_or_requested_target().triple.partition("-")[0] == _find_host_cpu().triple.partition("-")[0]
 
 
 AMX, EMULATED = "amx", "emulated"
@@ -148,7 +148,7 @@ def find_native_or_emulated_amx() -> str | None:
         if asked != EMULATED:
             raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")
         return EMULATED
-    there = all(find_target_features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
+    there = all(find_features_of_compile_target().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
     return AMX if there and is_target_of_host_architecture() and _request_amx_permission() else None
 
 
@@ -162,6 +162,6 @@ def _request_amx_permission() -> bool:
     return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES) == 0
 
 
-def find_target_features() -> Mapping[str, bool]:
+def find_features_of_compile_target() -> Mapping[str, bool]:
     """Return a dict from the LLVM name of each CPU feature to whether kernels for the compile target may use it."""
-    return find_compile_target().features
+    return find_host_or_requested_target().features

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...graph.errors import BackendError, format_install_hint
+from ...graph.errors import BackendError, format_install_command
 from ..base import Device
 from ..capabilities import KernelEfficiencies
 from .backend import DriverBackend
-from .cuda_driver import CudaDriver, SimulatedGpuBackend, SimulatedGpuDriver
+from .cuda_driver import CudaDriver, PlanOnlyGpuBackend, SimulatedGpuDriver
 from .device import hiprtc
 from .device.cubin_cache import load_or_compile_cubin
 from .device.device_limits import HIP_LIMITS, KernelLimits
@@ -24,7 +24,7 @@ class HipDriver(CudaDriver):
     """The driver of this machine's AMD devices."""
 
     kind = "hip"
-    install = f"{format_install_hint('rocm')}, beside ROCm 7; {UNTESTED_NOTE}"
+    install = f"{format_install_command('rocm')}, beside ROCm 7; {UNTESTED_NOTE}"
     library_name = "RCCL"
     is_hip, can_overlap_collectives = True, False
 
@@ -69,7 +69,7 @@ class HipBackend(DriverBackend):
 
     def make_simulated_backend(self, model: str) -> DriverBackend:
         """Make a simulated backend for plans on devices of architecture `model`, such as ``gfx942``."""
-        return SimulatedGpuBackend(SimulatedGpuDriver(HipDriver, HIP_LIMITS))
+        return PlanOnlyGpuBackend(SimulatedGpuDriver(HipDriver, HIP_LIMITS))
 
     def read_kernel_efficiencies(self) -> KernelEfficiencies:
         """Return the efficiencies of the same kernels on NVIDIA GPUs, an estimate for AMD devices."""

@@ -119,7 +119,7 @@ def compile_resource_rows(source: KernelSource, arch: str) -> dict[str, tuple[Re
     return rows
 
 
-def update_resource_table() -> None:
+def recompile_changed_and_update_resource_table() -> None:
     """Update ``resources.json``: recompile the sources that changed. Fail if a kernel spills registers."""
     before = read_resource_table()
     known = [source for source in SOURCES if compute_source_digest(source) in before.digests]
@@ -142,4 +142,4 @@ def update_resource_table() -> None:
 
 
 if __name__ == "__main__":
-    update_resource_table()
+    recompile_changed_and_update_resource_table()

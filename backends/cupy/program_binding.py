@@ -13,9 +13,9 @@ from ..capabilities import KernelCall, SourceLocation
 from ..fusion.dataflow import Dataflow
 from ..fusion.liveness import build_reader_table
 from ..fusion.operands import BoundInstruction, Operand
-from ..kernel_sources import dedent_short_source
+from ..kernel_sources import dedent_source_unless_too_long
 from .binding.fused_binding import bind_largest_fusion
-from .binding.launch_builder import DryRunBuilder, LaunchBuilder
+from .binding.launch_builder import KernelListingBuilder, LaunchBuilder
 from .device.device_limits import KernelLimits
 from .device.driver import KERNEL_FOLDER, KernelInstance, KernelLaunch, SingleStep, find_kernel_path, read_kernel_text
 from .kernel_table import FUSED, find_op_binder
@@ -56,7 +56,7 @@ def bind_program(
         if i.op in COLLECTIVES:
             yield CollectiveStep(number, i, flow.reader_table.bound_instruction(number))
         elif number not in flow.fixed_instructions:
-            yield from _bind_instruction(flow, launches, operand, number)
+            yield from _bind_unfused_instruction(flow, launches, operand, number)
 
 
 def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
@@ -68,7 +68,7 @@ def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int]
     return chains
 
 
-def _bind_instruction(
+def _bind_unfused_instruction(
     flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand], number: int
 ) -> list[SingleStep]:
     """Choose the kernels of one instruction that belongs to no fusion, and return its launches."""
@@ -112,7 +112,7 @@ def list_kernel_calls(program: Program, limits: KernelLimits) -> Iterator[Kernel
     together = flow.groups_by_instruction()
     for part in parts:
         if isinstance(part, KernelLaunch):
-            yield KernelCall(part.kernel.name, _find_kernel_definition(part.kernel), together[part.number])
+            yield KernelCall(part.kernel.name, _find_kernel_definition_and_text(part.kernel), together[part.number])
 
 
 def list_launch_groups(program: Program, limits: KernelLimits) -> list[tuple[int, ...]]:
@@ -139,12 +139,12 @@ def _make_placeholder_operand_factory(program: Program) -> Callable[[Tensor], Op
     return operand
 
 
-def _make_dry_run_builder(limits: KernelLimits, processors: int = 1) -> DryRunBuilder:
-    return DryRunBuilder(upload_array=lambda array: 1 << 20, limits=limits, multiprocessor_count=processors)
+def _make_dry_run_builder(limits: KernelLimits, processors: int = 1) -> KernelListingBuilder:
+    return KernelListingBuilder(upload_array=lambda array: 1 << 20, limits=limits, multiprocessor_count=processors)
 
 
 @cache
-def _find_kernel_definition(kernel: KernelInstance) -> SourceLocation:
+def _find_kernel_definition_and_text(kernel: KernelInstance) -> SourceLocation:
     """Return the file, line and text of a kernel's C++ definition, in its own file or in a shared header."""
     head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
     for file in (kernel.source.file, *kernel.source.before):
@@ -152,11 +152,14 @@ def _find_kernel_definition(kernel: KernelInstance) -> SourceLocation:
         if at := head.search(text):
             end = text.find("\n}", at.start()) + len("\n}")
             line = text.count("\n", 0, at.start()) + 1
-            return SourceLocation(f"{_format_kernel_path(file)}:{line}", dedent_short_source(text[at.start() : end]))
-    return SourceLocation(_format_kernel_path(kernel.source.file))
+            return SourceLocation(
+                f"{_format_kernel_path_relative_to_repository(file)}:{line}",
+                dedent_source_unless_too_long(text[at.start() : end]),
+            )
+    return SourceLocation(_format_kernel_path_relative_to_repository(kernel.source.file))
 
 
-def _format_kernel_path(file: str) -> str:
+def _format_kernel_path_relative_to_repository(file: str) -> str:
     """Format the path of a kernel file relative to the repository; a file outside the kernel folder keeps its path."""
     path = find_kernel_path(file)
     return (

@@ -41,7 +41,7 @@ class UnboundOperand:
     is_whole_buffer: bool = True
 
 
-def _make_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def _make_reversed_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides that no contiguous array of this shape has: axes in reversed order, gaps between elements."""
     strides, step = [], 2
     for n in shape:
@@ -82,7 +82,7 @@ def compute_scratch_bytes_at_placeholders(
     def operand(number: int, known: UnboundOperand) -> Operand:
         spec, packed = known.spec, known.spec.dtype.is_quantised
         strides = (
-            _make_gapped_strides(spec.shape)
+            _make_reversed_gapped_strides(spec.shape)
             if number == strided_operand and not packed
             else contiguous_strides(spec.shape)
         )

@@ -44,7 +44,7 @@ class TracedInstruction:
     @property
     def shape(self) -> Shape:
         """The shape over which the expression is evaluated: the shape of the rows, or of the result."""
-        if not self.expression.depends_on_whole_row:
+        if not self.expression.depends_on_row_reduction_or_length:
             return self.out.shape
         return next(o.shape for o in self.operands if o is not None)
 
@@ -176,7 +176,9 @@ class _GroupComposer:
             out.is_float and out.is_dense and out.declared_spec is None and out.tensor.spec.size,
             "a result is not dense float32 in the arena",
         )
-        require_supported(not expression.number_steps.issuperset(expression.results), "a result needs no operand")
+        require_supported(
+            not expression.steps_without_operands.issuperset(expression.results), "a result needs no operand"
+        )
         steps = [self._add_operand(number, call, int(s.value)) for s in expression.steps if s.function == "operand"]
         position, added, inner = len(self.step_by_number), list[int](), iter(steps)
         for function, sources, value in expression.steps:
@@ -198,10 +200,12 @@ class _GroupComposer:
         """Return whether an instruction computes numbers per row from such numbers; raises `NoKernelError`."""
         size, own = math.prod(self.shape), math.prod(call.shape)
         if own == size:
-            fits = not call.expression.depends_on_whole_row or call.shape[-1:] == self.shape[-1:]
+            fits = not call.expression.depends_on_row_reduction_or_length or call.shape[-1:] == self.shape[-1:]
             require_supported(fits, "rows have other lengths")
             return False
-        is_per_row = bool(self.shape) and own * self.shape[-1] == size and not call.expression.depends_on_whole_row
+        is_per_row = (
+            bool(self.shape) and own * self.shape[-1] == size and not call.expression.depends_on_row_reduction_or_length
+        )
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
 
@@ -244,7 +248,8 @@ class _GroupComposer:
     def _view_result(self, number: int, expression: Expression) -> Operand:
         """Return a written result as a view of the shape of the group."""
         is_per_row = (
-            expression.depends_on_whole_row and self.step_by_number[number] in expression.steps_with_one_number_per_row
+            expression.depends_on_row_reduction_or_length
+            and self.step_by_number[number] in expression.steps_with_one_number_per_row
         )
         require_supported(is_per_row == (number in self.numbers_per_row), "a number of the row is repeated")
         shape = (*self.shape[:-1], 1) if is_per_row else self.shape

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ...graph.attrs import Attrs
-from ...ops.collectives import narrow_to_index_ranges, narrow_to_integer, own_index_ranges
+from ...ops.collectives import cast_to_index_ranges, narrow_to_integer, own_index_ranges
 from .bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 Index = tuple[slice, ...]
@@ -66,9 +66,9 @@ def compute_all_gather_slice_pairs(attrs: Attrs) -> list[Pairs]:
     return [
         [
             (_make_axis_slices({axis: (offset, n)}), _make_axis_slices({axis: (start, n)}))
-            for start, offset, n in _locate_index_ranges(runs)
+            for start, offset, n in _locate_ranges_in_shard_and_axis(runs)
         ]
-        for runs in narrow_to_index_ranges(attrs["runs"])
+        for runs in cast_to_index_ranges(attrs["runs"])
     ]
 
 
@@ -80,7 +80,7 @@ def compute_reduce_scatter_slice_pairs(attrs: Attrs) -> Pairs:
     axis = narrow_to_integer(attrs["axis"])
     return [
         (_make_axis_slices({axis: (start, n)}), _make_axis_slices({axis: (offset, n)}))
-        for start, offset, n in _locate_index_ranges(own_index_ranges(attrs))
+        for start, offset, n in _locate_ranges_in_shard_and_axis(own_index_ranges(attrs))
     ]
 
 
@@ -89,7 +89,7 @@ def compute_all_to_all_slice_pairs(attrs: Attrs) -> list[Pairs]:
 
     A slice is a pair (index into the new shard of this device, index into the old shard of that device).
     """
-    return [list(_list_all_to_all_slice_pairs(attrs, theirs)) for theirs in narrow_to_index_ranges(attrs["old_runs"])]
+    return [list(_list_all_to_all_slice_pairs(attrs, theirs)) for theirs in cast_to_index_ranges(attrs["old_runs"])]
 
 
 def _list_all_to_all_slice_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
@@ -102,8 +102,8 @@ def _list_all_to_all_slice_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ..
         theirs: The index ranges of the old shard of that device, as (start, length).
     """
     old, new = narrow_to_integer(attrs["old_axis"]), narrow_to_integer(attrs["axis"])
-    for start, offset, n in _locate_index_ranges(own_index_ranges(attrs)):
-        for their_start, their_offset, their_n in _locate_index_ranges(theirs):
+    for start, offset, n in _locate_ranges_in_shard_and_axis(own_index_ranges(attrs)):
+        for their_start, their_offset, their_n in _locate_ranges_in_shard_and_axis(theirs):
             if old != new:
                 yield (
                     _make_axis_slices({old: (their_offset, their_n), new: (start, n)}),
@@ -116,7 +116,7 @@ def _list_all_to_all_slice_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ..
                     yield _make_axis_slices({new: (mine, high - low)}), _make_axis_slices({new: (other, high - low)})
 
 
-def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+def _locate_ranges_in_shard_and_axis(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
     """Yield for each index range of a shard its two positions: (start in the shard, start in the whole axis, length).
 
     Args:

@@ -35,7 +35,7 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantCostModel:
+class ConstantSpeeds:
     """Constant speeds in FLOP/s and bytes/s, and constant seconds for each instruction."""
 
     flops: float = 100e9
@@ -86,7 +86,7 @@ class NullBackend:
         goes_on: bool = False,
         computes_beside: bool = False,
     ) -> None:
-        self.speeds: CostModel = speeds or ConstantCostModel()
+        self.speeds: CostModel = speeds or ConstantSpeeds()
         self.memory, self.goes_on, self.computes_beside = memory, goes_on, computes_beside
         self.allocated: dict[str, int] = defaultdict(int)
         self.tracks: dict[str, list[ClockedInstruction]] = {}
@@ -138,7 +138,7 @@ class NullBackend:
         def replay() -> None:
             clock = _DeviceClock(comm, self.tracks.get(str(on), []) if self.goes_on else [])
             steps = [
-                partial(clock.advance_by_instruction, i, s, at in waiting, at in overlapped)
+                partial(clock.advance_and_record_instruction, i, s, at in waiting, at in overlapped)
                 for at, (i, s) in enumerate(priced)
             ]
             run_calls(program, on, enumerate(steps))
@@ -158,7 +158,7 @@ class _DeviceClock:
         self.collective_end = self.now
         self.track: list[ClockedInstruction] = [*before]
 
-    def advance_by_instruction(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
+    def advance_and_record_instruction(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
         """Advance the clock by an instruction of `seconds`, and record the instruction in the track.
 
         Args:
@@ -170,7 +170,7 @@ class _DeviceClock:
         came = self.now
         if waits:
             self.now = max(self.now, self.collective_end)
-        start = self._synchronise(i.op, i.attrs) if i.op in COLLECTIVES else self.now
+        start = self._exchange_clocks_and_take_latest(i.op, i.attrs) if i.op in COLLECTIVES else self.now
         self.track.append(ClockedInstruction(i.node, i.op, start, start + seconds, start - came))
         if goes_on:
             self.collective_end = start + seconds
@@ -180,7 +180,7 @@ class _DeviceClock:
             to, number = narrow_to_integer(i.attrs["to"]), narrow_to_integer(i.attrs["sequence"])
             self.comm.send(np.array([self.now]), to, number)
 
-    def _synchronise(self, op: str, attrs: Mapping[str, Any]) -> float:
+    def _exchange_clocks_and_take_latest(self, op: str, attrs: Mapping[str, Any]) -> float:
         """Exchange clocks with the devices of a collective or a message, and return the latest time."""
         number = narrow_to_integer(attrs["sequence"])
         if op == "send":

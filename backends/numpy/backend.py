@@ -41,9 +41,9 @@ class NumpyBackend(HostBackend):
         return Support(known, "" if known else f"there is no op {node.op!r}")
 
     def scratch(self, node: Node) -> int:
-        from .kernel_table import find_binding
+        from .kernel_table import find_or_make_binding
 
-        return 4 * find_binding(node.op).scratch(node)
+        return 4 * find_or_make_binding(node.op).scratch(node)
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         def view(tensor: Tensor) -> Array:
@@ -72,7 +72,7 @@ class NumpyBackend(HostBackend):
             view: Returns the array of a tensor.
             comm: Communicator of the device.
         """
-        from .kernel_table import find_binding  # not needed by programs of compiled kernels only
+        from .kernel_table import find_or_make_binding  # not needed by programs of compiled kernels only
 
         src = [None if t is None else view(t) for t in i.src]
         dst = [view(t) for t in i.dst]
@@ -82,4 +82,4 @@ class NumpyBackend(HostBackend):
             scratch = buffers[i.scratch.buffer][start:end].view(np.float32)
         if not any(d.size for d in dst) and i.op not in COLLECTIVES:
             return []  # nothing to write
-        return find_binding(i.op).bind(HostInstruction(src, dst, i.attrs, scratch, comm))
+        return find_or_make_binding(i.op).bind(HostInstruction(src, dst, i.attrs, scratch, comm))

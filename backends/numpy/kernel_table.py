@@ -9,7 +9,7 @@ from ...ops import REGISTRY
 from ..capabilities import SourceLocation
 from ..host import collectives
 from ..host.bindings import Binding, make_float32_reference_binding
-from ..kernel_sources import locate_source
+from ..kernel_sources import read_source_location_and_text
 from ..kernel_tables import find_op_package_binding, merge_disjoint_tables
 from . import attention, copies, gated_delta_net, gather_scatter, matmul, reductions, rope
 from .expressions import make_expression_binding
@@ -27,7 +27,7 @@ BUILTIN_KERNELS: Mapping[str, Binding] = merge_disjoint_tables(
 
 
 @cache
-def find_binding(op: str) -> Binding:
+def find_or_make_binding(op: str) -> Binding:
     """Return the NumPy kernel of an op: from this package or the package of the op, else made from its declaration."""
     if own := BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy"):
         return own
@@ -40,4 +40,4 @@ def find_binding(op: str) -> Binding:
 def locate_op_source(op: str) -> SourceLocation:
     """Return the source location of the Python function that computes or declares an op in the NumPy backend."""
     own = BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy")
-    return locate_source(own.bind if own else REGISTRY[op].reference)
+    return read_source_location_and_text(own.bind if own else REGISTRY[op].reference)

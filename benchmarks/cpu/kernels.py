@@ -71,7 +71,7 @@ class MeasuredMachine:
         multiply = measure_float32_peak(self.threads)
         dot, tiles = measure_int8_peak(self.threads) or multiply, measure_bf16_tile_peak(self.threads) or 0.0
         self._limit_samples.append(
-            MachineLimits(self.threads, self._reading.measure_bytes_per_second(), multiply, dot, tiles)
+            MachineLimits(self.threads, self._reading.measure_best_bytes_per_second(), multiply, dot, tiles)
         )
         return self._limit_samples[-1]
 

@@ -67,7 +67,7 @@ def describe_time_use(plan: Plan) -> str:
     """Return the shares of compute, launches and collectives in the time of a step."""
     total = plan.cost.total
     launches = plan.hardware.launch * max(
-        sum(device_plan.count_launches_by_instruction()) for device_plan in plan.device_plans
+        sum(device_plan.predict_launches_by_instruction()) for device_plan in plan.device_plans
     )
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
     shares_text = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())

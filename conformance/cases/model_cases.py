@@ -10,7 +10,7 @@ from ...ops import REGISTRY
 from .case import Case, make_case
 
 
-def collect_graph_cases(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
+def collect_graph_cases_within_size(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
     """Return the distinct cases of the nodes of `graph`, without views and without nodes that have a larger operand.
 
     Args:
@@ -39,7 +39,7 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
         ModelError: the file is no model.
     """
     graphs = read_model_graphs(path, tokens, cells)
-    return list(dict.fromkeys(case for graph in graphs for case in collect_graph_cases(graph)))
+    return list(dict.fromkeys(case for graph in graphs for case in collect_graph_cases_within_size(graph)))
 
 
 def read_model_graphs(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> Iterator[Graph]:

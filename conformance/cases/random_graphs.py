@@ -23,7 +23,7 @@ ARITHMETIC_FUNCTIONS = frozenset(
 """Functions that IEEE 754 defines to the last bit, and sums."""
 
 
-def make_random_graph(seed: int) -> tuple[Graph, Mapping[str, Array]]:
+def make_random_graph_and_weights(seed: int) -> tuple[Graph, Mapping[str, Array]]:
     """Make a random graph of 4 to 16 ops with declared expressions.
 
     Returns:
@@ -34,8 +34,8 @@ def make_random_graph(seed: int) -> tuple[Graph, Mapping[str, Array]]:
     shape, flat = (tokens, heads, columns), (tokens, heads * columns)
     values = [input("x", shape), input("y", shape), input("flat", flat)]
     weights = [weight("row", (columns,)), weight("token", (heads * columns,)), weight("number", (1,))]
-    ops = list(_list_declared_ops())
-    ops += 2 * [op for op in ops if _has_only_arithmetic(op)]
+    ops = list(_list_declared_ops_with_one_result())
+    ops += 2 * [op for op in ops if _is_bit_exact_on_all_backends(op)]
     while len(values) < 3 + rng.integers(4, MAX_NODES):
         x = values[rng.integers(len(values))]
         result = _apply_op(ops[rng.integers(len(ops))], x, values, weights, rng)
@@ -50,18 +50,18 @@ def make_random_graph(seed: int) -> tuple[Graph, Mapping[str, Array]]:
     return graph, arrays
 
 
-def _list_declared_ops() -> Iterator[Op]:
+def _list_declared_ops_with_one_result() -> Iterator[Op]:
     """Yield the ops with one result and one to three operands that are declared in the scalar language."""
     for op in REGISTRY.values():
         if op.expression is not None and op.expression.arrange is None and len(op.expression.operand_names) <= 3:
             yield op
 
 
-def _has_only_arithmetic(op: Op) -> bool:
+def _is_bit_exact_on_all_backends(op: Op) -> bool:
     """Return whether kernels of all backends compute the op to the last bit, so that it is chosen more often."""
     declared = op.expression
     assert declared is not None
-    if not declared.is_selected_by(op.defaults):
+    if not declared.has_expression_selecting_attributes(op.defaults):
         return False
     steps = declared.trace([True] * len(declared.operand_names), op.defaults).steps
     return all(step.function in ARITHMETIC_FUNCTIONS for step in steps)

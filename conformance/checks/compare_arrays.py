@@ -82,7 +82,7 @@ def compare_with_reference(
         return ArrayDifference(why)
     is_finite = np.isfinite(want) & np.isfinite(got)
     error = np.where(is_finite, np.abs(np.subtract(got, want, where=is_finite, out=np.zeros(want.shape))), 0.0)
-    element, row = (np.where(is_finite, b, 0.0) for b in (budget.max_element_error, budget.max_row_rms_error))
+    element, row = (np.where(is_finite, b, 0.0) for b in (budget.max_element_error, budget.row_rms_error_per_element))
     difference = _check_error_budgets(error, np.where(is_finite, want, 0.0), element, row, got, spec.dtype)
     why = "" if difference.why or not signed_zeros else _check_zero_signs(got, want)
     return _with_failure_reason(difference, why) if why else difference

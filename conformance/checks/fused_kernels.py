@@ -19,7 +19,7 @@ from ...graph.errors import BackendError
 from ...graph.graph import Graph
 from ...scheduler import SingleDeviceComm, plan_for_group
 from ..cases.operand_layouts import Array
-from ..cases.random_graphs import make_random_graph
+from ..cases.random_graphs import make_random_graph_and_weights
 from .guarded_memory import copy_to_host
 
 RANDOM_GRAPHS = 100
@@ -58,7 +58,7 @@ def check_fused_kernels(
 
 def make_random_graphs(seed: int) -> Iterator[Graph]:
     """Yield the random graphs of one check."""
-    return (make_random_graph(seed + number)[0] for number in range(RANDOM_GRAPHS))
+    return (make_random_graph_and_weights(seed + number)[0] for number in range(RANDOM_GRAPHS))
 
 
 def _make_group_key(group: FusedExpression) -> Hashable:

@@ -99,7 +99,7 @@ class GuardedProgram:
         self.program, self.regions = add_guard_zones(device_plan.program)
         self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
         self.buffers = [self._allocate_guarded_buffer(b, weights) for b in self.program.buffers]
-        self._bytes = [self._view_buffer_bytes(n) for n in range(len(self.buffers))]
+        self._bytes = [self._view_buffer_with_guard_zones(n) for n in range(len(self.buffers))]
         self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
         for start, end in self.regions:
             self._free[start:end] = False
@@ -116,7 +116,7 @@ class GuardedProgram:
             self.backend.load(weights[spec.name], spec.declared_spec, buffer)
         return buffer
 
-    def _view_buffer_bytes(self, number: int) -> Any:
+    def _view_buffer_with_guard_zones(self, number: int) -> Any:
         """Return a view of a whole buffer as int8 bytes, with its guard zones."""
         spec = self.program.buffers[number]
         nbytes = spec.nbytes + (0 if spec.kind == "arena" else GUARD_BYTES)
@@ -124,7 +124,7 @@ class GuardedProgram:
 
     # ------------------------------------------------------------------------------------------------- one run
 
-    def poison_arena(self, byte: int) -> None:
+    def poison_arena_and_guard_zones(self, byte: int) -> None:
         """Fill the arena and its guard zones with `byte`."""
         self._bytes[self.arena][...] = np.frombuffer(bytes([byte]), np.int8)[0]
         self._byte = byte
@@ -141,7 +141,7 @@ class GuardedProgram:
                 if tensor.buffer == self.arena:
                     self._bytes[self.arena][start:end] = pattern
 
-    def write_inputs(self, inputs: Mapping[str, Array]) -> None:
+    def encode_and_write_inputs(self, inputs: Mapping[str, Array]) -> None:
         """Write the input leaves to device memory, encoded in their dtypes.
 
         Args:
@@ -152,7 +152,7 @@ class GuardedProgram:
             data = inputs[name]
             view[...] = encode_array(data, tensor.dtype)
 
-    def read_input_leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
+    def read_program_input_bytes(self, arena_copy: Array) -> dict[str, bytes]:
         """Read the bytes of each input leaf from a copy of the arena."""
         leaves = {}
         for name, tensor in self.program.inputs.items():
@@ -160,7 +160,7 @@ class GuardedProgram:
             leaves[name] = arena_copy[start:end].tobytes()
         return leaves
 
-    def copy_arena(self) -> Array:
+    def copy_guarded_arena_to_host(self) -> Array:
         """Copy the arena with its guard zones to host memory."""
         return copy_to_host(self._bytes[self.arena])
 

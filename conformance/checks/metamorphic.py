@@ -125,7 +125,7 @@ def _make_partial_case(
     operands, places = [], {}
     for name, spec in case.operands:
         declared = next(o for o in signature.operands if o.name == name)
-        place = _find_split_axis_entries(declared, spec.shape, reads, sizes)
+        place = _find_split_axis_and_indices(declared, spec.shape, reads, sizes)
         if place is not None:
             axis, entries = place
             spec = Spec((*spec.shape[:axis], len(entries), *spec.shape[axis + 1 :]), spec.dtype)
@@ -136,12 +136,13 @@ def _make_partial_case(
         return None
     shapes = [s.shape for s in infer_result_specs(case)]
     filled = tuple(
-        _find_split_axis_entries(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True)
+        _find_split_axis_and_indices(r, shape, writes, sizes)
+        for r, shape in zip(signature.results, shapes, strict=True)
     )
     return PartialCase(smaller, places, filled, carried or {})
 
 
-def _find_split_axis_entries(
+def _find_split_axis_and_indices(
     operand: Operand, shape: tuple[int, ...], split_entries: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> AxisEntries | None:
     """Find the axis of an operand or result that a split divides, and the indices along it that belong to one part.

@@ -108,12 +108,12 @@ class RunnableCase:
         """Compute the expected results by the reference, with the error budget for this backend."""
         slack = next((s for check, s in CHECK_TOLERANCE_FACTORS.items() if self.case.check.startswith(check)), 2.0)
         return ExpectedResult(
-            self.case, self.operands, slack * _choose_operation_rounding_error(build_case_graph(self.case), backend)
+            self.case,
+            self.operands,
+            slack * _choose_float32_or_backend_rounding_error(build_case_graph(self.case), backend),
         )
 
-    def run_on_device_and_mask_compared_elements(
-        self, backend: Backend, device: Device
-    ) -> tuple[list[Array], list[Array]]:
+    def run_and_make_comparison_masks(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
         """Run the case on a device as its check needs it; return the results, and a mask for each of them.
 
         A mask has the elements to compare with the expected result.
@@ -126,7 +126,7 @@ class RunnableCase:
         elif case.check == "reference" or case.check.startswith(zero_propagation.CHECK_NAME):
             results = run_three_times_guarded(case, self.units, backend, device)
         else:
-            shard_results = _run_and_join_partial_cases(case, self.units, backend, device)
+            shard_results = _run_and_join_parts_with_masks(case, self.units, backend, device)
             return [w for w, _ in shard_results], [m for _, m in shard_results]
         return results, [np.ones(r.shape, bool) for r in results]
 
@@ -143,7 +143,7 @@ def make_runnable_case_with_random_operands(case: Case) -> RunnableCase:
     return RunnableCase(case, units, {n: as_reference_array(a, case.specs[n]) for n, a in units.items()})
 
 
-def _run_and_join_partial_cases(
+def _run_and_join_parts_with_masks(
     case: Case, units: Mapping[str, Array], backend: Backend, device: Device
 ) -> list[tuple[Array, Array]]:
     """Run the parts of a case one after the other, for a metamorphic check, and join their results.
@@ -167,7 +167,7 @@ def _run_and_join_partial_cases(
 def _run_and_compare_with_expected(case: Case, backend: Backend, device: Device) -> ArrayDifference:
     """Run a case on a device, and compare its results with the expected results."""
     runnable_case = make_runnable_case_with_random_operands(case)
-    got, masks = runnable_case.run_on_device_and_mask_compared_elements(backend, device)
+    got, masks = runnable_case.run_and_make_comparison_masks(backend, device)
     if (
         case.check.startswith(zero_propagation.CHECK_NAME)
         and (got[0][zero_propagation.zero_entries_and_find_zero_results(case, runnable_case.units)[1]] != 0).any()
@@ -195,7 +195,7 @@ def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, mas
             budget,
             spec,
             case.op_declaration,
-            signed_zeros=case.needs_signed_zeros,
+            signed_zeros=case.needs_signed_zeros_and_subnormals,
             any_infinity=case.can_exchange_nan_and_infinity,
         )
         if difference.why:
@@ -219,7 +219,7 @@ def replace_permitted_nonfinites_by_reference(case: Case, got: Array, expected: 
     return got
 
 
-def _choose_operation_rounding_error(built: CaseGraph, backend: Backend) -> float:
+def _choose_float32_or_backend_rounding_error(built: CaseGraph, backend: Backend) -> float:
     """Return the relative error of one operation: the float32 rounding, or a larger error that the backend declares."""
     coarse = backend.tolerance(built.node) if isinstance(backend, DeclaresTolerance) else None
     return max(F32_EPS, coarse or 0.0)
@@ -260,7 +260,7 @@ def run_three_times_guarded(case: Case, units: Mapping[str, Array], backend: Bac
         decoys = built.build_leaf_arrays(
             {n: _reverse_elements(a) if n in inputs else a for n, a in units.items()}, np.nan
         )
-        return _run_bound_program_three_times(case, built, guarded, inputs, decoys)
+        return _run_thrice_and_return_second_results(case, built, guarded, inputs, decoys)
 
 
 def _reverse_elements(units: Array) -> Array:
@@ -268,19 +268,19 @@ def _reverse_elements(units: Array) -> Array:
     return np.ascontiguousarray(units.reshape(-1)[::-1]).reshape(units.shape)
 
 
-def _run_bound_program_three_times(
+def _run_thrice_and_return_second_results(
     case: Case, built: CaseGraph, guarded: GuardedProgram, inputs: Mapping[str, Array], decoys: Mapping[str, Array]
 ) -> list[Array]:
     """Run a bound program three times as `run_three_times_guarded` does, and return the results of the second run."""
-    guarded.poison_arena(NAN)
-    guarded.write_inputs(decoys)
+    guarded.poison_arena_and_guard_zones(NAN)
+    guarded.encode_and_write_inputs(decoys)
     _replay_and_check_guards(guarded, "the first run")
     guarded.poison_results(NAN)
-    guarded.write_inputs(inputs)
+    guarded.encode_and_write_inputs(inputs)
     _replay_and_check_guards_and_operands(built, guarded, "the run")
     first = guarded.copy_outputs()
-    guarded.poison_arena(WILD_BYTE)
-    guarded.write_inputs(inputs)
+    guarded.poison_arena_and_guard_zones(WILD_BYTE)
+    guarded.encode_and_write_inputs(inputs)
     _replay_and_check_guards_and_operands(built, guarded, "the replay")
     again = guarded.copy_outputs()
     names = [n for n in first if n.startswith(RESULT_PREFIX)]
@@ -292,9 +292,9 @@ def _run_bound_program_three_times(
 
 def _replay_and_check_guards_and_operands(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
     """Replay the program, and raise `_WrongResult` if it changed a guard zone or an operand that is alive."""
-    before = guarded.read_input_leaf_bytes(guarded.copy_arena())
+    before = guarded.read_program_input_bytes(guarded.copy_guarded_arena_to_host())
     _replay_and_check_guards(guarded, when)
-    after = guarded.read_input_leaf_bytes(guarded.copy_arena())
+    after = guarded.read_program_input_bytes(guarded.copy_guarded_arena_to_host())
     for name, old_bytes in before.items():
         if f"{LIVE_LEAF_PREFIX}{name}" in guarded.program.outputs and after[name] != old_bytes:
             raise _WrongResult(f"{when} changed its operand {name}")
@@ -303,7 +303,7 @@ def _replay_and_check_guards_and_operands(built: CaseGraph, guarded: GuardedProg
 def _replay_and_check_guards(guarded: GuardedProgram, when: str) -> None:
     """Replay the program once, and raise `_WrongResult` if it wrote to a guard zone."""
     guarded.replay()
-    if stray := guarded.find_stray_write(guarded.copy_arena()):
+    if stray := guarded.find_stray_write(guarded.copy_guarded_arena_to_host()):
         raise _WrongResult(f"in {when}, {stray}")
 
 

@@ -53,7 +53,7 @@ class ErrorBudget:
         return self.rounding + ELEMENT_FACTOR * self.arithmetic
 
     @property
-    def max_row_rms_error(self) -> Array:
+    def row_rms_error_per_element(self) -> Array:
         """One error for each element; their root mean square (RMS) over a row is the maximum RMS error of the row."""
         return self.rounding + ROW_FACTOR * self.arithmetic
 
@@ -121,7 +121,7 @@ class ExpectedResult:
             rounding = 0.51 * find_machine_epsilon(spec.dtype) * size + SUBNORMAL_STEP.get(
                 spec.dtype, F32_SUBNORMAL_STEP
             )
-            budgets.append(ErrorBudget(rounding, unit + self._compute_underflow_error()))
+            budgets.append(ErrorBudget(rounding, unit + self._compute_amplified_underflow_error()))
         return budgets
 
     def mask_nan_from_infinities(self, result: int) -> Array:
@@ -148,21 +148,21 @@ class ExpectedResult:
             found |= np.isinf(want) & (self._run_reference_without_nan_warnings(moved, self.attrs)[result] == -want)
         return found
 
-    def _compute_underflow_error(self) -> float:
+    def _compute_amplified_underflow_error(self) -> float:
         """Compute the error of a result if an intermediate number underflows before it is multiplied by operands.
 
         If subnormal numbers must be kept, the error is the rounding of a subnormal number.
         """
-        lost = self.growth * (F32_SUBNORMAL_STEP if self._needs_subnormals() else MIN_NORMAL)
+        lost = self.growth * (F32_SUBNORMAL_STEP if self._has_subnormal_operands_to_keep() else MIN_NORMAL)
         for array in self.operands.values():
             if array.dtype.kind == "f" and array.size:
                 size = np.abs(array[np.isfinite(array)])
                 lost *= max(1.0, float(size.max(initial=0.0)))
         return min(lost, 1e-20)
 
-    def _needs_subnormals(self) -> bool:
+    def _has_subnormal_operands_to_keep(self) -> bool:
         """Return whether operands have subnormal numbers that the op must not flush to zero."""
-        return self.case.needs_signed_zeros and self.case.inputs in ("denormal", "special")
+        return self.case.needs_signed_zeros_and_subnormals and self.case.inputs in ("denormal", "special")
 
     def _compute_perturbation_errors(self) -> list[Array]:
         """Compute how much each result changes if operands and attributes are perturbed by a rounding.
@@ -185,7 +185,7 @@ class ExpectedResult:
                 for _ in range(2)
             ]
             self._add_largest_change(total, moved if self.count > 1 else moved[:1], self.attrs)
-        if self.case.inputs == "denormal" and not self._needs_subnormals():
+        if self.case.inputs == "denormal" and not self._has_subnormal_operands_to_keep():
             flushed = {n: np.where(np.abs(a) < MIN_NORMAL, 0.0, a) for n, a in floats.items()}
             self._add_largest_change(total, [{**self.operands, **flushed}], self.attrs)
         nudged = {k: v * (1.0 + eps) if isinstance(v, float) and math.isfinite(v) else v for k, v in self.attrs.items()}

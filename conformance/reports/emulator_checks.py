@@ -8,7 +8,7 @@ from ...backends.cupy.backend import DriverBackend
 from ...backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits
 from ...backends.cupy.emulation.access_counters import AccessCountingDriver, LaunchCounters
 from ...backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from ...backends.cupy.emulation.race_detector import list_races
+from ...backends.cupy.emulation.race_detector import list_races_between_launches
 from ...graph.errors import BackendError
 from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
@@ -45,7 +45,7 @@ def emulate_cases_and_list_races(case_texts: Iterable[str]) -> list[str]:
     for text in case_texts:
         driver = AccessLogDriver()
         _run_case_in_emulator(text, AccessLogBackend(driver))
-        lines += [f"{text}: {pair}" for pair in list_races(driver.take_log(), driver.memory)]
+        lines += [f"{text}: {pair}" for pair in list_races_between_launches(driver.take_log(), driver.memory)]
     return lines
 
 

@@ -33,7 +33,7 @@ BROADCAST_TRAITS: Mapping[LeadingAxesBroadcast, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class FailureTrait:
+class TraitFailureCounts:
     """A trait as text, with the number of failing cases and of passing cases of an op that have it."""
 
     text: str
@@ -51,7 +51,7 @@ class OpFailures:
     op: str
     results: tuple[Result, ...]
     passed_count: int
-    traits: tuple[FailureTrait, ...]
+    traits: tuple[TraitFailureCounts, ...]
 
     def describe_failures(self) -> Iterator[str]:
         """Yield sentences about the failures: their number, then each distinguishing trait with its counts."""
@@ -62,7 +62,7 @@ class OpFailures:
             yield f"{failing} that fail and {passing} that pass: {trait.text}"
 
 
-def group_failures_by_op(results: Iterable[Result]) -> list[OpFailures]:
+def group_failures_by_op_with_traits(results: Iterable[Result]) -> list[OpFailures]:
     """Group failing results by op, in the order of the results, each op with its distinguishing traits."""
     by_op: dict[str, list[Result]] = defaultdict(list)
     for result in results:
@@ -73,7 +73,7 @@ def group_failures_by_op(results: Iterable[Result]) -> list[OpFailures]:
         good = [r.case for r in of_op if r.outcome is Outcome.PASS]
         if bad:
             groups.append(
-                OpFailures(op, tuple(bad), len(good), tuple(find_distinguishing_traits([r.case for r in bad], good)))
+                OpFailures(op, tuple(bad), len(good), tuple(rank_distinguishing_traits([r.case for r in bad], good)))
             )
     return groups
 
@@ -84,7 +84,7 @@ def compute_simplicity_key(case: Case) -> tuple[int, ...]:
     return (sum(s.size for _, s in case.operands), *plain, len(case.text_in_sample_format))
 
 
-def find_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:
+def rank_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[TraitFailureCounts]:
     """Find the traits that separate failing from passing cases best, largest contrast first.
 
     The contrast of a trait is its fraction of the failing cases minus its fraction of the passing cases. If several
@@ -102,11 +102,11 @@ def find_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> lis
             having[text].append(number)
     passing = Counter(text for case in good for text in describe_case_traits(case))
     contrast = {text: len(numbers) / len(bad) - passing[text] / len(good) for text, numbers in having.items()}
-    chosen: dict[tuple[int, ...], FailureTrait] = {}
+    chosen: dict[tuple[int, ...], TraitFailureCounts] = {}
     threshold = max(MIN_TRAIT_CONTRAST, max(contrast.values()) / 2)
     for text in sorted(contrast, key=lambda text: -contrast[text]):
         if contrast[text] >= threshold:
-            chosen.setdefault(tuple(having[text]), FailureTrait(text, len(having[text]), passing[text]))
+            chosen.setdefault(tuple(having[text]), TraitFailureCounts(text, len(having[text]), passing[text]))
     return list(chosen.values())[:MAX_TRAITS]
 
 

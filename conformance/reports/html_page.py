@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ..checks.run_case import Outcome, Result
-from .failure_traits import OpFailures, group_failures_by_op
+from .failure_traits import OpFailures, group_failures_by_op_with_traits
 from .text_report import (
     CELLS,
     COLUMNS,
@@ -19,9 +19,9 @@ from .text_report import (
     SIGNS,
     describe_unsupported_and_partly_supported_ops,
     find_worst_outcome,
-    format_outcome_cell,
     format_reproduction_command,
     format_run_total,
+    format_worst_outcome_cell,
     rank_matrix_rows,
 )
 
@@ -38,7 +38,7 @@ MAX_OPEN_CASES = 10
 
 def format_html_report(results: Sequence[Result], backend: str) -> str:
     """Return the report of a run as an HTML page."""
-    title, groups = f"hocket conformance: {html.escape(backend)}", group_failures_by_op(results)
+    title, groups = f"hocket conformance: {html.escape(backend)}", group_failures_by_op_with_traits(results)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
         f"<h1>{title}</h1><p>{html.escape(format_run_total(results, backend))}.</p>",
@@ -46,7 +46,7 @@ def format_html_report(results: Sequence[Result], backend: str) -> str:
         *(f"<p>{html.escape(line)}</p>" for line in describe_unsupported_and_partly_supported_ops(results)),
         f"<h2>Failures</h2>{'' if groups else '<p>None.</p>'}",
         *chain.from_iterable(_format_op_failures(group, backend) for group in groups),
-        f"<h2>Every op</h2><table>{''.join(_format_matrix_rows(results))}</table></html>",
+        f"<h2>Every op</h2><table>{''.join(_format_op_dtype_layout_rows(results))}</table></html>",
     ]
     return "\n".join(parts) + "\n"
 
@@ -65,7 +65,7 @@ def _format_op_failures(group: OpFailures, backend: str) -> Iterator[str]:
     yield "</ul>"
     items, led = [], set()
     for result in group.results:
-        place = _make_cell_anchor(group.op, result.case.dtype_names, result.case.report_layout)
+        place = _make_cell_anchor(group.op, result.case.dtype_names, result.case.layout_counted_in_reports)
         mark = "" if place in led else f' id="{html.escape(place)}"'
         led.add(place)
         line = html.escape(format_reproduction_command(result, backend))
@@ -75,7 +75,7 @@ def _format_op_failures(group: OpFailures, backend: str) -> Iterator[str]:
         yield f"<details><summary>{len(rest)} more</summary><dl>{''.join(rest)}</dl></details>"
 
 
-def _format_matrix_rows(results: Sequence[Result]) -> Iterator[str]:
+def _format_op_dtype_layout_rows(results: Sequence[Result]) -> Iterator[str]:
     """Yield the rows of the matrix of outcomes by op, dtypes and layout."""
     yield f"<thead><tr>{''.join(f'<th>{c}</th>' for c in ('op', 'dtype', *COLUMNS))}</tr></thead>"
     for (op, dtype), row in rank_matrix_rows(results):
@@ -87,7 +87,7 @@ def _format_matrix_cell(cell: Counter[Outcome] | None, place: str) -> str:
     """Return a cell of the matrix as HTML, with a link to the first failure."""
     if not cell:
         return "<td></td>"
-    worst, text = find_worst_outcome(cell), html.escape(format_outcome_cell(cell))
+    worst, text = find_worst_outcome(cell), html.escape(format_worst_outcome_cell(cell))
     if worst is Outcome.FAIL:
         text = f'<a href="#{html.escape(place)}">{text}</a>'
     return f"<td class={_choose_css_class(worst)}>{text}</td>"

@@ -25,7 +25,7 @@ def make_result_record(result: Result, backend: str) -> dict[str, object]:
         "case": str(result.case),
         "op": result.case.op,
         "dtypes": result.case.dtype_names,
-        "layout": result.case.report_layout,
+        "layout": result.case.layout_counted_in_reports,
         "inputs": result.case.inputs,
         "check": result.case.check,
         "backend": backend,
@@ -125,8 +125,7 @@ def save_failure_arrays(result: Result, folder: Path, backend: Backend, device: 
         }
         with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
             arrays |= {
-                f"got_{n}": g
-                for n, g in enumerate(runnable_case.run_on_device_and_mask_compared_elements(backend, device)[0])
+                f"got_{n}": g for n, g in enumerate(runnable_case.run_and_make_comparison_masks(backend, device)[0])
             }
     with replacing(path) as file:
         np.savez(file, allow_pickle=False, **arrays)

@@ -57,7 +57,7 @@ class MeasuredLimits:
         self.bandwidth = max(self._measure(case).bytes_per_second for case in (copy, read))
         self._flops: dict[str, float] = {}
 
-    def measure_matmul_flops_per_second(self, dtype: str) -> float:
+    def measure_matmul_flops_once_per_dtype(self, dtype: str) -> float:
         """Measure the operations per second of a large matrix product with weights of `dtype`, once per dtype."""
         if dtype not in self._flops:
             w, x = make_spec((1024, 1024), dtype), Spec((1024, 1024))
@@ -69,7 +69,9 @@ class MeasuredLimits:
 
         For a product, the weights have the dtype of the weights of the case; for other ops float32.
         """
-        return self.measure_matmul_flops_per_second(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
+        return self.measure_matmul_flops_once_per_dtype(
+            case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,8 @@ def measure_op_speed_with_cold_buffers(case: Case, backend: Backend, device: Dev
 def _bind_plan_to_case(device_plan: DevicePlan, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
     """Bind a plan to new memory with the data of a case, and return a function that runs the plan once."""
     guarded = GuardedProgram(device_plan, weights)
-    guarded.poison_arena(0)
-    guarded.write_inputs({n: leaves[n] for n in guarded.program.inputs})
+    guarded.poison_arena_and_guard_zones(0)
+    guarded.encode_and_write_inputs({n: leaves[n] for n in guarded.program.inputs})
     return lambda: guarded.replay()  # the closure keeps the memory alive
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...backends import find_device, find_registered_backends
+from ...backends import find_backends_by_device_kind, find_device
 from ...backends.base import Backend, Device
 from ...backends.capabilities import STAND_IN, ListsKernels
 from ...graph.errors import HocketError
@@ -60,14 +60,16 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
         HocketError: a named device does not exist.
     """
     loaded: dict[str, tuple[Backend, Device]] = {}
-    for name in devices if devices is not None else find_registered_backends():
+    for name in devices if devices is not None else find_backends_by_device_kind():
         try:
             loaded[name] = find_device(name)
         except HocketError:
             if devices is not None:
                 raise
     rows = [_build_row(op, loaded) for op in REGISTRY.values()]
-    return rows + [SupportRow(name, False, (), {}, fault=fault) for name, fault in REGISTRY.faults.items()]
+    return rows + [
+        SupportRow(name, False, (), {}, fault=fault) for name, fault in REGISTRY.package_entry_faults.items()
+    ]
 
 
 def _build_row(op: Op[Any], loaded: Mapping[str, tuple[Backend, Device]]) -> SupportRow:
@@ -144,7 +146,7 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
         [
             r.op,
             _find_must_or_should_tier(r),
-            _describe_op(r),
+            _get_op_summary_or_fault(r),
             *map(r.format_cell, devices),
         ]
         for r in rows
@@ -159,7 +161,7 @@ def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
     return f"<!doctype html><meta charset=utf-8><title>hocket ops</title><table>\n{table}</table>\n"
 
 
-def _describe_op(row: SupportRow) -> str:
+def _get_op_summary_or_fault(row: SupportRow) -> str:
     """Return the first line of the documentation of an op, or its fault."""
     return row.fault or REGISTRY[row.op].documentation.partition("\n")[0]
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from ..cases.case import LAYOUTS
 from ..checks.run_case import Outcome, Result
-from .failure_traits import group_failures_by_op
+from .failure_traits import group_failures_by_op_with_traits
 
 COLUMNS = (*LAYOUTS, "zero-size")
 """Columns of the matrix of outcomes."""
@@ -68,7 +68,7 @@ def describe_unsupported_and_partly_supported_ops(results: Iterable[Result]) -> 
         yield f"unsupported in part: {', '.join(partly)}"
 
 
-def format_text_report(results: Sequence[Result], backend: str, seconds: float, max_failures: int = 3) -> str:
+def format_failure_traits_report(results: Sequence[Result], backend: str, seconds: float, max_failures: int = 3) -> str:
     """Return the text report: the traits and smallest failures of each op, unsupported ops, and the total.
 
     Args:
@@ -78,7 +78,7 @@ def format_text_report(results: Sequence[Result], backend: str, seconds: float, 
         max_failures: maximum failing cases in the report for each op.
     """
     lines: list[str] = []
-    for group in group_failures_by_op(results):
+    for group in group_failures_by_op_with_traits(results):
         first, *others = group.describe_failures()
         lines += [f"FAIL {group.op}: {first}", *(f"     {sentence}" for sentence in others)]
         for result in group.results[:max_failures]:
@@ -94,11 +94,11 @@ def format_text_report(results: Sequence[Result], backend: str, seconds: float, 
     return "\n".join([*lines, format_run_total(results, backend, seconds)])
 
 
-def count_outcomes_by_cell(results: Iterable[Result]) -> Cells:
+def count_outcomes_by_dtypes_and_layout(results: Iterable[Result]) -> Cells:
     """Count the outcomes of each cell of the matrix: by (op, dtypes) and layout."""
     cells: Cells = defaultdict(lambda: defaultdict(Counter))
     for result in results:
-        cells[result.case.op, result.case.dtype_names][result.case.report_layout][result.outcome] += 1
+        cells[result.case.op, result.case.dtype_names][result.case.layout_counted_in_reports][result.outcome] += 1
     return cells
 
 
@@ -106,11 +106,12 @@ def rank_matrix_rows(results: Iterable[Result]) -> list[tuple[tuple[str, str], d
     """Return the rows of the matrix of outcomes, worst outcomes first, then in the order of the registry."""
     worst = list(SIGNS)
     return sorted(
-        count_outcomes_by_cell(results).items(), key=lambda row: min(worst.index(o) for c in row[1].values() for o in c)
+        count_outcomes_by_dtypes_and_layout(results).items(),
+        key=lambda row: min(worst.index(o) for c in row[1].values() for o in c),
     )
 
 
-def format_outcome_cell(cell: Counter[Outcome] | None) -> str:
+def format_worst_outcome_cell(cell: Counter[Outcome] | None) -> str:
     """Return a cell of the matrix as text: the sign of the worst outcome, its count, and the number of cases."""
     if not cell:
         return ""
@@ -132,16 +133,16 @@ def format_markdown_report(results: Sequence[Result], backend: str) -> str:
     lines += ["| sign | outcome | meaning |", "|---|---|---|"]
     lines += [f"| {sign} | {outcome} | {OUTCOME_MEANINGS[outcome]} |" for outcome, sign in SIGNS.items()]
     lines += ["", CELLS, "", *describe_unsupported_and_partly_supported_ops(results), ""]
-    for group in group_failures_by_op(results):
+    for group in group_failures_by_op_with_traits(results):
         lines += [f"## {group.op}", "", *(f"- {sentence}" for sentence in group.describe_failures()), "", "```"]
         for result in group.results:
             lines += [f"# {result.why}", format_reproduction_command(result, backend)]
         lines += ["```", ""]
     lines += ["## Every op", "", f"| op | dtype | {' | '.join(COLUMNS)} |", "|" + "---|" * (2 + len(COLUMNS))]
-    failed = {group.op for group in group_failures_by_op(results)}
+    failed = {group.op for group in group_failures_by_op_with_traits(results)}
     for (op, dtype), row in rank_matrix_rows(results):
         name = f"[{op}](#{op})" if op in failed else op
-        lines.append(f"| {name} | {dtype} | {' | '.join(format_outcome_cell(row.get(c)) for c in COLUMNS)} |")
+        lines.append(f"| {name} | {dtype} | {' | '.join(format_worst_outcome_cell(row.get(c)) for c in COLUMNS)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import FINITE, NONE, ArgumentKind, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from .control import ControlDirection, read_control_directions
+from .control import BlockControlVector, read_control_directions
 from .lora import LoraChange, apply_lora_changes, read_lora_changes
 
 FILE_KIND = ArgumentKind("the path of a file", lambda v: isinstance(v, str | Path) and v != "")
@@ -27,7 +27,7 @@ class Adapters:
     """The adapters of one model: LoRA changes of matrices, and control directions after blocks."""
 
     changes: tuple[LoraChange, ...] = ()
-    directions: tuple[ControlDirection, ...] = ()
+    directions: tuple[BlockControlVector, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -21,7 +21,7 @@ CONTROL_REMEDY = "use a control vector that was made for this model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ControlDirection:
+class BlockControlVector:
     """A control direction: a vector f32[width] that is added, times `scale`, to the residual after a block."""
 
     block: int
@@ -36,7 +36,7 @@ class ControlDirection:
 
 def read_control_directions(
     number: int, path: Path, scale: float, width: int, blocks: int, layers: tuple[int, int]
-) -> Iterator[ControlDirection]:
+) -> Iterator[BlockControlVector]:
     """Yield the control directions of a file for the selected blocks. Block 0 has no direction.
 
     Args:
@@ -62,7 +62,7 @@ def read_control_directions(
             raise ModelError(f"{path}: tensor {name} is {got}; need f32[{width}]; {CONTROL_REMEDY}")
         if layers[0] <= int(matched[1]) <= layers[1]:
             count += 1
-            yield ControlDirection(
+            yield BlockControlVector(
                 int(matched[1]), scale, weight(f"{name}.{number}", tensor.shape, tensor.dtype), tensor
             )
     if not count:

@@ -108,7 +108,7 @@ def apply_lora_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
     _require_changeable(graph, changes_by_matrix)
 
     def rule(node: Node) -> Value | None:
-        own_changes = changes_by_matrix.get(_get_first_weight_name(node), ())
+        own_changes = changes_by_matrix.get(_get_weight_name_of_first_operand(node), ())
         if node.op not in OP_CHANGES or not own_changes:
             return None
         (y,) = node.results
@@ -119,7 +119,7 @@ def apply_lora_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
     return rewrite_graph(graph, rule)
 
 
-def _get_first_weight_name(node: Node) -> str:
+def _get_weight_name_of_first_operand(node: Node) -> str:
     """Return the name of the weight that is the first operand of a node, or an empty string."""
     first = node.src[0] if node.src else None
     return first.node.name if first is not None and first.node.op == "weight" else ""

@@ -33,7 +33,7 @@ from ..terminal.output import write_to_stdout_unless_closed
 from .bench_batched import BATCHED_TABLE, BatchedBenchmark
 from .shared_flags import (
     SESSION_OPTIONS,
-    add_model_flags,
+    add_model_file_argument,
     add_option_flags,
     add_trace_flag,
     config_from_flags,
@@ -46,7 +46,7 @@ BENCH_OPTIONS = SESSION_OPTIONS - {"context", "threads", "exact", "fast"}
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub)
+    add_model_file_argument(sub)
     mark_as_multi_rank_command(sub)
     add = partial(sub.add_argument, type=parse_naturals, metavar="LIST")
     add("-p", "--n-prompt", dest="prompts", default=[512], help="token counts of prompts (512)")
@@ -208,7 +208,7 @@ def measure_kernel_profile_lines(work: BenchmarkSettings, groups: Sequence[Devic
         session = work.open_session_for_longest_test(on)
         for test in work.tests:
             for (_, device), shares in zip(
-                session.group, measure_median_kernel_times(session, test, work.repeats), strict=True
+                session.group, measure_kernel_times_of_median_run(session, test, work.repeats), strict=True
             ):
                 yield f"{test.name}, {count_threads_per_device(session)} threads, {device}"
                 yield from format_kernel_profile(shares)
@@ -279,7 +279,7 @@ def measure_seconds_and_bandwidth_alternately(
     measure_test_seconds(session, test, tokens)
     for _ in range(repeats):
         if reading:
-            read.append(reading.measure_bytes_per_second())
+            read.append(reading.measure_best_bytes_per_second())
         times.append(measure_test_seconds(session, test, tokens))
     return times, read
 
@@ -379,7 +379,7 @@ class KernelTime:
 OUTSIDE_KERNELS = "outside kernels"
 
 
-def measure_median_kernel_times(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelTime]]:
+def measure_kernel_times_of_median_run(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelTime]]:
     """Run a step several times, and return the kernel times of each device in the median run, the longest first.
 
     The step is the whole prompt, or one token. The last entry of each list is the time outside of kernels.

@@ -94,11 +94,13 @@ class BatchedBenchmark:
             on=on,
             sequences=max_sequences,
             context=context,
-            batch=self._compute_max_tokens_per_run(max_sequences),
+            batch=self._compute_max_tokens_per_sequence(max_sequences),
             world=self.world,
         )
         each = {
-            n: make_session_micro_batched_if_faster(one, n, context=context, batch=self._compute_max_tokens_per_run(n))
+            n: make_session_micro_batched_if_faster(
+                one, n, context=context, batch=self._compute_max_tokens_per_sequence(n)
+            )
             for n in dict.fromkeys(self.sequence_counts)
         }
         for session in each.values():
@@ -106,7 +108,7 @@ class BatchedBenchmark:
                 write_line_to_stderr(f"hocket: {session.choice}")
         return each
 
-    def _compute_max_tokens_per_run(self, sequences: int) -> int:
+    def _compute_max_tokens_per_sequence(self, sequences: int) -> int:
         """Compute the maximum tokens of each sequence in one run."""
         return max(1, self.batch // sequences)
 

@@ -21,7 +21,7 @@ from ..gguf.metadata import LazyMetadataArray
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
 from ..models import Model
-from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_bom_and_newline
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from .perplexity import (
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     model, other = open_adapted_model(config_from_flags(args)), open_model(args.other)
     require_same_vocabulary(model, other)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file)))
+    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_bom_and_newline(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_complete_chunks(len(tokens), context)
     sessions = [open_session_from_flags(args, m, context) for m in (model, other)]
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = compare_chunks(sessions[0], sessions[1], tokens, bos=bos)
-    comparison = ModelComparison.average_over_chunks(
+    comparison = ModelComparison.summarise_chunks(
         list(open_progress_bar(chunks, total=total, desc="compare", unit="chunk"))
     )
     if args.json:
@@ -107,7 +107,7 @@ class ModelComparison:
     agreement: float
 
     @classmethod
-    def average_over_chunks(cls, chunks: Sequence[PositionScores]) -> ModelComparison:
+    def summarise_chunks(cls, chunks: Sequence[PositionScores]) -> ModelComparison:
         """Summarise the scores of all chunks: means over their positions, and the largest KL divergence."""
         divergence = np.concatenate([c.divergence for c in chunks])
         error = divergence.std(ddof=1) / math.sqrt(len(divergence)) if len(divergence) > 1 else math.nan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...backends import find_registered_backends
+from ...backends import find_backends_by_device_kind
 from ...backends.base import Device, load_backend
 from ...backends.capabilities import SupportsTransports
 from ...backends.host.host_backend import HostBackend
@@ -81,7 +81,7 @@ class HostSpeed:
 
 def list_devices_of_all_backends() -> Iterator[FoundDeviceOrReason]:
     """List the devices of every registered backend; a backend that cannot be loaded gives its error instead."""
-    for kind in sorted(find_registered_backends()):
+    for kind in sorted(find_backends_by_device_kind()):
         try:
             backend = load_backend(kind)
             devices = backend.devices()
@@ -104,15 +104,16 @@ def measure_host_bandwidth_and_flops() -> HostSpeed:
     """
     matrix, vector = np.ones((MATRIX_ROWS, MATRIX_COLUMNS), np.float32), np.ones(MATRIX_COLUMNS, np.float32)
     out = np.empty(MATRIX_ROWS, np.float32)
-    bandwidth = matrix.nbytes / _measure_fastest_seconds(lambda: np.dot(matrix, vector, out=out))
+    bandwidth = matrix.nbytes / _measure_fastest_seconds_after_warm_up(lambda: np.dot(matrix, vector, out=out))
     square = np.ones((SQUARE_SIZE, SQUARE_SIZE), np.float32)
     result = np.empty_like(square)
     return HostSpeed(
-        bandwidth, 2 * SQUARE_SIZE**3 / _measure_fastest_seconds(lambda: np.dot(square, square, out=result))
+        bandwidth,
+        2 * SQUARE_SIZE**3 / _measure_fastest_seconds_after_warm_up(lambda: np.dot(square, square, out=result)),
     )
 
 
-def _measure_fastest_seconds(run: Callable[[], object]) -> float:
+def _measure_fastest_seconds_after_warm_up(run: Callable[[], object]) -> float:
     """Call a function several times after a warm-up call, and return the seconds of the fastest call."""
     run()
     seconds = []

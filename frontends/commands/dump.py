@@ -13,13 +13,13 @@ from ..flag_values import parse_natural
 from ..graph_file import read_graph
 from ..inference.device_group import DeviceGroup
 from ..terminal.output import write_to_stdout_unless_closed
-from .shared_flags import add_model_flags, add_option_flags
+from .shared_flags import add_model_file_argument, add_option_flags
 
 DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(
+    add_model_file_argument(
         sub,
         "GGUF file (only its header is read), a Hugging Face folder, a dumped graph (- is stdin), or a .pt2 or .onnx "
         "program",

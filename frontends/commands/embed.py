@@ -14,11 +14,11 @@ from ..language_model import Model
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from ..text_limits import require_nonempty_texts_fit
-from .shared_flags import SESSION_OPTIONS, add_model_flags, add_option_flags, run_options_from_flags
+from .shared_flags import SESSION_OPTIONS, add_model_file_argument, add_option_flags, run_options_from_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub)
+    add_model_file_argument(sub)
     sub.add_argument(
         "-p",
         "--prompt",

@@ -15,16 +15,16 @@ from ...graph.storage.files import require_writable
 from ..errors import ModelError
 from ..flag_values import parse_natural, parse_positive
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
-from ..inference.product_inputs import InputEnergyWatch
+from ..inference.product_inputs import InputEnergyReporter
 from ..inference.session import Session
-from ..open_model import choose_context, open_adapted_model, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, read_text_without_bom_and_newline
 from ..quantisation.importance import ImportanceSums, read_importance_sums
 from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .perplexity import DEFAULT_CONTEXT_TOKENS, count_complete_chunks
 from .shared_flags import (
-    add_model_flags,
+    add_model_file_argument,
     add_session_flags,
     broadcast_text_from_rank_0,
     config_from_flags,
@@ -37,7 +37,7 @@ BLOCK_MARK = "blk."
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, nargs="?")
+    add_model_file_argument(sub, nargs="?")
     add = sub.add_argument
     add("file", metavar="TEXT", nargs="?", help="text in UTF-8; - is stdin. Without a text, --in-file files are merged")
     add("-f", "--file", action=PositionalAliasAction, dest="file", metavar="TEXT", help="as TEXT")
@@ -86,7 +86,7 @@ def accumulate_and_write_importances(args: argparse.Namespace, sums: ImportanceS
     sources = [*model.gguf.part_paths, *([] if args.file == "-" else [args.file])]
     require_writable(args.output, sources)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    text = broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file))
+    text = broadcast_text_from_rank_0(args, lambda: read_text_without_bom_and_newline(args.file))
     tokens = tokenizer.encode(text, parse_special=args.parse_special)
     context = sums.chunk_tokens = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_complete_chunks(len(tokens), context)
@@ -96,7 +96,7 @@ def accumulate_and_write_importances(args: argparse.Namespace, sums: ImportanceS
     tokens = tokens[args.chunk * context :][: total * context]
     # An encoder may have other names in its file than in its graph.
     names = {n: t.name for n, t in model.gguf.tensors.items() if args.process_output or BLOCK_MARK in n}
-    watch = InputEnergyWatch(names.__contains__, lambda name, *arrays: sums.add_column_sums(names[name], *arrays))
+    watch = InputEnergyReporter(names.__contains__, lambda name, *arrays: sums.add_column_sums(names[name], *arrays))
     session = open_session_from_flags(args, model, context, watch=watch)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     steps = run_chunks_yielding_count(session, tokens, bos=bos, needs_logits=args.process_output)

@@ -20,7 +20,7 @@ from ..models import Model
 from ..open_model import choose_context, open_adapted_model
 from ..terminal.compile_progress import show_compile_progress
 from .shared_flags import (
-    add_model_flags,
+    add_model_file_argument,
     add_session_flags,
     broadcast_text_from_rank_0,
     config_from_flags,
@@ -33,7 +33,7 @@ HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.fo
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub)
+    add_model_file_argument(sub)
     text = sub.add_mutually_exclusive_group(required=True)
     text.add_argument("--tokens", type=parse_token_ids, metavar="IDS", help="token ids, as 1,2,3")
     text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")

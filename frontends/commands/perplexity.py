@@ -18,12 +18,12 @@ from ...backends.progress_bar import open_progress_bar
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
-from ..open_model import choose_context, open_adapted_model, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, read_text_without_bom_and_newline
 from ..terminal.arguments import PositionalAliasAction
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_to_stdout_unless_closed
 from .shared_flags import (
-    add_model_flags,
+    add_model_file_argument,
     add_session_flags,
     broadcast_text_from_rank_0,
     config_from_flags,
@@ -41,7 +41,7 @@ MIN_CHUNK_TOKENS = 3
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub)
+    add_model_file_argument(sub)
     sub.add_argument("file", metavar="FILE", help="text in UTF-8; - is stdin")
     sub.add_argument("-f", "--file", action=PositionalAliasAction, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
@@ -52,7 +52,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.file)))
+    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text_without_bom_and_newline(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_complete_chunks(len(tokens), context)
     session = open_session_from_flags(args, model, context)

@@ -17,7 +17,7 @@ from ..gguf import open_gguf
 from ..gguf.mapped_file import format_name_for_message
 from ..quantisation.conversion import ConversionPlan, TensorConversion, plan_conversion, write_model
 from ..quantisation.file_types import FILE_TYPES, find_writable_dtype, parse_file_type
-from ..quantisation.importance import read_importance_matrix
+from ..quantisation.importance import read_gguf_importance_matrix
 from ..quantisation.type_choice import TypeRequest
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
@@ -29,7 +29,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     add("model", metavar="IN", help="GGUF file of f32, f16 or bf16 weights; of several files the first one")
     add("output", metavar="OUT", help="GGUF file to write")
-    add("type", metavar="TYPE", help=describe_file_types_by_bits())
+    add("type", metavar="TYPE", help=describe_file_types_grouped_by_bits())
     add("--pure", action="store_true", help="give all matrices the same dtype, without the mixture of the type")
     add(
         "--tensor-type",
@@ -53,7 +53,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add("-t", "--threads", type=parse_positive, metavar="N", help="threads (all processors)")
 
 
-def describe_file_types_by_bits() -> str:
+def describe_file_types_grouped_by_bits() -> str:
     """Return the types as text, grouped by the bits in their names."""
     groups: dict[str, list[str]] = {}
     for name in FILE_TYPES:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         embedding_dtype=args.token_embedding_type,
         keeps_output=args.leave_output_tensor,
     )
-    importance = read_importance_matrix(args.imatrix) if args.imatrix else None
+    importance = read_gguf_importance_matrix(args.imatrix) if args.imatrix else None
     if not args.dry_run:
         require_writable(args.output)
     plan = plan_conversion(

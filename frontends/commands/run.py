@@ -40,7 +40,7 @@ from ..inference.device_group import resolve_device_name_for_exact_results
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
-from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_final_newline
+from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_bom_and_newline
 from ..run_config import options_of
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
@@ -48,7 +48,7 @@ from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_close
 from ..terminal.word_wrap import write_wrapped_to_stdout
 from .shared_flags import (
     SESSION_OPTIONS,
-    add_model_flags,
+    add_model_file_argument,
     add_option_flags,
     add_session_flags,
     broadcast_text_from_rank_0,
@@ -66,7 +66,7 @@ FLAGS_WITHOUT_COMPARE = ("chat", "trace", "watch", "save_state", "load_state", "
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file or Hugging Face folder (the small built-in model)", nargs="?")
+    add_model_file_argument(sub, "GGUF file or Hugging Face folder (the small built-in model)", nargs="?")
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue; - is stdin")
@@ -84,7 +84,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     help_text = "use the chat template; on a terminal /help lists commands"
     sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=help_text)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="system prompt")
-    add_chat_template_flags(sub)
+    add_chat_template_and_variable_flags(sub)
     sub.add_argument("--save-state", metavar="FILE", help="write the state of the session to a file, to continue later")
     sub.add_argument("--load-state", metavar="FILE", help="continue from a saved state, on any number of devices")
     sub.add_argument(
@@ -97,7 +97,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_session_flags(sub, SESSION_OPTIONS | options_of("generate"))
 
 
-def add_chat_template_flags(sub: argparse.ArgumentParser) -> None:
+def add_chat_template_and_variable_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template and its variables."""
     names = ("--chat-template", "--chat-template-file")
     sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) instead of the model's own")
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         int(tokenizer.add_bos) if args.context_shift else None,
         tokenizer.n_tokens,
     )
-    return (answer_message_or_chat if args.chat else print_completion)(args, model, tokenizer, params)
+    return (answer_message_or_chat_at_terminal if args.chat else print_completion)(args, model, tokenizer, params)
 
 
 def sampling_from_flags(args: argparse.Namespace) -> Sampling:
@@ -162,7 +162,7 @@ def sampling_from_flags(args: argparse.Namespace) -> Sampling:
 
 
 def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None:
-    text = read_text_without_final_newline(args.grammar_file) if args.grammar_file else args.grammar
+    text = read_text_without_bom_and_newline(args.grammar_file) if args.grammar_file else args.grammar
     if text:
         return Grammar(tokenizer, grammar=text)
     if not args.json_schema:
@@ -206,7 +206,7 @@ def print_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenize
         samples.close()
         save_state(session, known, args.save_state)
     write_line_to_stderr(
-        f"{timing}; {format_acceptance(ahead)}{format_bytes_in_use_by_device(session)}{format_seed_flag(args)}"
+        f"{timing}; {format_acceptance(ahead)}{format_bytes_by_device_and_kind(session)}{format_seed_flag(args)}"
     )
     return 0
 
@@ -248,7 +248,7 @@ def compare_step_with_device(session: Session, tokens: Sequence[int], device: st
     return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 
-def answer_message_or_chat(
+def answer_message_or_chat_at_terminal(
     args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams
 ) -> int:
     """Answer one message, or hold a conversation if stdin is a terminal; return the exit code."""
@@ -282,7 +282,7 @@ def answer_message_or_chat(
     if args.save_state:
         conversation.save(args.save_state)
     write_line_to_stderr(
-        f"{conversation.timing}; {format_acceptance(ahead)}{format_bytes_in_use_by_device(session)}"
+        f"{conversation.timing}; {format_acceptance(ahead)}{format_bytes_by_device_and_kind(session)}"
         f"{format_seed_flag(args)}"
     )
     return 0
@@ -295,14 +295,14 @@ def chat_template_from_flags(args: argparse.Namespace, model: Model) -> ChatTemp
         ModelError: A file is missing or damaged, or the template is wrong.
     """
     template = (
-        broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.template))
+        broadcast_text_from_rank_0(args, lambda: read_text_without_bom_and_newline(args.template))
         if args.template
         else None
     )
     tools = None
     if args.tools:
         try:
-            tools = json.loads(broadcast_text_from_rank_0(args, lambda: read_text_without_final_newline(args.tools)))
+            tools = json.loads(broadcast_text_from_rank_0(args, lambda: read_text_without_bom_and_newline(args.tools)))
         except ValueError as why:
             raise ModelError(f"{args.tools}: is no JSON ({why}); need a list of tools") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -314,7 +314,7 @@ def chat_template_from_flags(args: argparse.Namespace, model: Model) -> ChatTemp
 
 def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
     """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
-    if session.model.mtp_block_count:
+    if session.model.used_mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:
         return None
@@ -343,12 +343,12 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
     if args.prompt is not None:
         return str(args.prompt)
     if args.file is not None:
-        return read_text_without_final_newline(args.file)
+        return read_text_without_bom_and_newline(args.file)
     if default is None and is_stdin_terminal():
         raise ModelError("there is no prompt; give one with -p or -f, or pipe it in")
     if default is None:
-        return read_text_without_final_newline("-")
-    return (read_text_without_final_newline("-") if has_readable_piped_text() else "") or default
+        return read_text_without_bom_and_newline("-")
+    return (read_text_without_bom_and_newline("-") if has_readable_piped_text() else "") or default
 
 
 def has_readable_piped_text() -> bool:
@@ -372,7 +372,7 @@ def format_seed_flag(args: argparse.Namespace) -> str:
     return f"; --seed {args.seed}" if args.temperature else ""
 
 
-def format_bytes_in_use_by_device(session: Session) -> str:
+def format_bytes_by_device_and_kind(session: Session) -> str:
     """Format the bytes in use on each device by kind, for example ``cpu:0: weight 90 MiB, state 4 MiB``.
 
     One process also lists the named devices that it does not use. With several processes, each lists the bytes of

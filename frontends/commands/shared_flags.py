@@ -11,7 +11,7 @@ from typing import Any
 from ...graph.storage.files import require_writable
 from ..config_options import ConfigOption
 from ..errors import ModelError
-from ..flag_values import parse_pattern
+from ..flag_values import parse_regular_expression
 from ..inference.session import Session
 from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
@@ -25,7 +25,7 @@ PLAN_OPTIONS, SESSION_OPTIONS = options_of("plan"), options_of("plan", "run")
 """The options of commands that plan a model, and of commands that run it."""
 
 
-def add_model_flags(
+def add_model_file_argument(
     sub: argparse.ArgumentParser, help: str = "GGUF file or Hugging Face folder", metavar: str = "MODEL", **options: Any
 ) -> None:
     """Add the argument for the model file, which may stand alone or after ``-m`` as in llama.cpp.
@@ -48,7 +48,7 @@ def add_session_flags(sub: argparse.ArgumentParser, names: Container[str] = SESS
     add_trace_flag(sub)
     sub.add_argument(
         "--watch",
-        type=parse_pattern,
+        type=parse_regular_expression,
         metavar="REGEX",
         help="print statistics of values with matching names to stderr after each step",
     )

@@ -9,11 +9,11 @@ import sys
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..open_model import open_model_file
 from ..terminal.output import write_to_stdout_unless_closed
-from .shared_flags import add_model_flags
+from .shared_flags import add_model_file_argument
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file (only its header is read) or Hugging Face folder")
+    add_model_file_argument(sub, "GGUF file (only its header is read) or Hugging Face folder")
     sub.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize (stdin)")
     sub.add_argument("--add-special", action="store_true", help="add BOS and EOS tokens if the model asks for them")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")

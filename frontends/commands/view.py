@@ -19,14 +19,14 @@ from .plan import (
     read_plan,
     read_step_graph_and_context,
 )
-from .shared_flags import PLAN_OPTIONS, add_model_flags, add_option_flags, config_from_flags
+from .shared_flags import PLAN_OPTIONS, add_model_file_argument, add_option_flags, config_from_flags
 
 PLAN_MARKER_BYTES = 200
 """Bytes at the start of a JSON file that are searched for the marker of plans."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(
+    add_model_file_argument(
         sub,
         "GGUF file (only its header is read), Hugging Face folder, dumped graph (- is stdin), .pt2 or .onnx program, "
         "or plan in JSON",
@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     name = "graph" if args.model == STDIN else Path(args.model).name
     out = args.out or f"{Path(name).stem}.html"
     require_writable(out, [path for path in (args.model, args.trace, args.diff, args.simulate) if path])
-    page = build_plan_or_graph_page(args, name)
+    page = load_or_make_plan_page(args, name)
     page.save(out)
     write_line_to_stderr(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")
     return 0
 
 
-def build_plan_or_graph_page(args: argparse.Namespace, title: str) -> Page:
+def load_or_make_plan_page(args: argparse.Namespace, title: str) -> Page:
     """Build the page that shows the plan in a file, or a new plan for the model or the graph in the file.
 
     A new plan is for the devices of the flags. With `--graph` the page shows only the graph.

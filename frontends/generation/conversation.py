@@ -46,9 +46,9 @@ class Conversation:
         self.format = format or choose_chat_template_and_variables(session.model.gguf.metadata)
         self.system, self.decoder = system, decoder
         self.timing = GenerationTiming()
-        self.restart()
+        self.restart_with_system_prompt()
 
-    def restart(self) -> None:
+    def restart_with_system_prompt(self) -> None:
         """Restart the conversation: remove all messages except the system prompt."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.rendered_text = ""

@@ -4,8 +4,8 @@ GBNF has no lexer: a grammar describes characters. llguidance has one: it splits
 match first. `convert_gbnf_to_lark` keeps the meaning in three steps:
 
 1. Every largest part of a rule without recursion becomes one lexeme, since masks of long lexemes are fast.
-2. If the longest match of a lexeme can differ from the grammar, the lexeme is split into its parts. `_LexemeChooser`
-   repeats this until there is no such lexeme. A lexeme of one character is always right.
+2. If the longest match of a lexeme can differ from the grammar, the lexeme is split into its parts.
+   `_UnambiguousLexemeChooser` repeats this until there is no such lexeme. A lexeme of one character is always right.
 3. Each lexeme and each rule becomes a rule of Lark.
 
 Example: in ``root ::= [a-z]* "end"`` the longest match of ``[a-z]*`` would include ``end``. So the lexemes are single
@@ -92,7 +92,7 @@ def _has_tokens(expression: Expression) -> bool:
     return isinstance(expression, TokenIdRanges) or any(map(_has_tokens, _list_children(expression)))
 
 
-def _find_rules_allowed_in_lexemes(rules: Rules) -> frozenset[str]:
+def _find_rules_without_recursion_or_tokens(rules: Rules) -> frozenset[str]:
     """Find the names of the rules that can be part of a lexeme: rules without recursion and without tokens."""
     regular: set[str] = set()
     left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
@@ -146,7 +146,7 @@ class _GlushkovAutomaton:
     last: frozenset[int]
 
 
-class _LexemeChooser:
+class _UnambiguousLexemeChooser:
     """Chooses which parts of grammar rules become lexemes, so that the longest match never differs from the grammar.
 
     A lexeme is a unit of the lexer. `bodies` has the bodies of the rules, with `LexemeMark`. Two lexemes conflict if
@@ -155,7 +155,7 @@ class _LexemeChooser:
     """
 
     def __init__(self, rules: Rules) -> None:
-        self.rules, self.regular = rules, _find_rules_allowed_in_lexemes(rules)
+        self.rules, self.regular = rules, _find_rules_without_recursion_or_tokens(rules)
         self.split_expressions: set[Expression] = set()
         self.edges: dict[Expression, tuple[int, int, bool, bool]] = {}
         while True:
@@ -334,7 +334,7 @@ class _LexemeChooser:
             is_single = isinstance(lexeme, CharacterRanges)
             self.edges[lexeme] = (
                 first_bytes,
-                _compute_extension_bytes(whole, sets, follow),
+                _compute_extension_byte_mask(whole, sets, follow),
                 whole.is_nullable,
                 is_single,
             )
@@ -377,7 +377,7 @@ class _LexemeChooser:
         raise AssertionError(expression)  # lexemes have no tokens, and are not nested
 
 
-def _compute_extension_bytes(whole: _GlushkovAutomaton, sets: list[int], follow: list[set[int]]) -> int:
+def _compute_extension_byte_mask(whole: _GlushkovAutomaton, sets: list[int], follow: list[set[int]]) -> int:
     """Compute the bytes that may follow a complete match of a lexeme so that the match goes on, as a bit mask.
 
     If the automaton is too large, the result has all bytes.
@@ -417,7 +417,7 @@ def _compute_extension_bytes(whole: _GlushkovAutomaton, sets: list[int], follow:
 
 def _format_lark_grammar(rules: Rules) -> str:
     """Format GBNF rules as the text of a Lark grammar."""
-    bodies = _LexemeChooser(rules).bodies
+    bodies = _UnambiguousLexemeChooser(rules).bodies
     numbers = {name: i for i, name in enumerate(rules)}
     terminals: dict[Expression, str] = {}
     inside: dict[str, str] = {}

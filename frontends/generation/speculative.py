@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import LazyMetadataArray
-from ..inference.rewind import make_checkpoint, restore_checkpoint, rewind_last_step
+from ..inference.rewind import keep_first_tokens_of_last_step, make_checkpoint, restore_checkpoint
 from ..inference.session import Session
 from ..models import Batch, Model
 
@@ -122,7 +122,7 @@ class MtpDrafter:
 
         Each block predicts one draft token. The last block also predicts all later ones.
         """
-        return min(draft_index, self.session.model.mtp_block_count - 1)
+        return min(draft_index, self.session.model.used_mtp_block_count - 1)
 
 
 class SpeculativeDecoder:
@@ -175,7 +175,7 @@ class SpeculativeDecoder:
     def discard_rejected_drafts(self) -> None:
         """Discard the rejected draft tokens of the last run from the session."""
         if self._accepted_count < len(self._evaluated_tokens):
-            rewind_last_step(self.session, self._accepted_count)
+            keep_first_tokens_of_last_step(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
     def compile_plans(self, prompt_tokens: int) -> None:

@@ -132,7 +132,7 @@ def render_chat(
     from .chat_sandbox import compile_chat_template
 
     try:
-        return compile_chat_template(template).render(variables)
+        return compile_chat_template(template).render_with_new_fuel(variables)
     except ModelError:
         raise
     except Exception as error:  # a template is a foreign program and may raise any exception

@@ -90,7 +90,7 @@ class IgnoredGenerationTag(Extension):
 class FuelInstrumenter(NodeTransformer):
     """Rewrites the syntax tree of a template so that it consumes fuel (a budget of execution steps).
 
-    It inserts calls of methods of `ChatEnvironment`:
+    It inserts calls of methods of `LimitedChatSandbox`:
 
     - Loops and macros begin with ``consume_fuel()``.
     - Literals and comparison operands pass through ``charge_value()``, slices through ``charge_length()``.
@@ -151,7 +151,7 @@ class FuelGauge(threading.local):
     remaining = INITIAL_FUEL
 
 
-class ChatEnvironment(ImmutableSandboxedEnvironment):
+class LimitedChatSandbox(ImmutableSandboxedEnvironment):
     """The jinja2 environment of one template: a sandbox with fuel, size limits and the functions of transformers.
 
     Any number of threads may render the template. The fuel is the only state of a rendering outside of its context.
@@ -173,13 +173,16 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = raise_template_error
         self.globals["strftime_now"] = strftime_now
 
-    def compile_text_with_fuel(self, source: str) -> Template:
+    def compile_template_charging_constants(self, source: str) -> Template:
         """Compile the template `source`, with fuel for the constants that jinja2 computes; syntax errors propagate."""
         self._fuel.remaining = INITIAL_FUEL
         return self.from_string(FuelInstrumenter().visit(self.parse(source)))
 
     def render_template_with_fuel(self, template: Template, variables: Mapping[str, object]) -> str:
-        """Render a template of `compile_text_with_fuel` with new fuel; exceptions of the template propagate."""
+        """Render a template of `compile_template_charging_constants` with new fuel.
+
+        Exceptions of the template propagate.
+        """
         self._fuel.remaining = INITIAL_FUEL
         pieces, size = [], 0
         for piece in template.generate(variables):
@@ -329,10 +332,10 @@ class CompiledChatTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        self._environment = ChatEnvironment()
-        self._template = self._environment.compile_text_with_fuel(source)
+        self._environment = LimitedChatSandbox()
+        self._template = self._environment.compile_template_charging_constants(source)
 
-    def render(self, variables: Mapping[str, object]) -> str:
+    def render_with_new_fuel(self, variables: Mapping[str, object]) -> str:
         """Render the template with variables and new fuel; exceptions of the template propagate."""
         return self._environment.render_template_with_fuel(self._template, variables)
 

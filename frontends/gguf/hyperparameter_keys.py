@@ -72,7 +72,7 @@ class ArchitectureMetadata:
             raise self.make_key_error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
         return values
 
-    def read_positive(self, name: str, default: float | None = None) -> float:
+    def read_positive_float32(self, name: str, default: float | None = None) -> float:
         """Read a positive number that fits float32, or return `default` if the key is missing."""
         if default is not None and not self.has(name):
             return default
@@ -106,11 +106,11 @@ class ArchitectureMetadata:
     def read_required_epsilon(self, name: str) -> float:
         """Read the epsilon of a norm, a non-negative number; the key is required."""
         value = self.gguf.require(self._full_key(name), float)
-        return value if value == 0.0 else self.read_positive(name)
+        return value if value == 0.0 else self.read_positive_float32(name)
 
     def read_positive_zero_as_none(self, name: str) -> float | None:
         """Read a positive number, or return `None` if the key is missing or 0; converters write 0 for unset."""
-        return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.read_positive(name)
+        return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.read_positive_float32(name)
 
     def read_choice(self, name: str, default: str, known: Sequence[str]) -> str:
         """Read a text that must be one of `known`. A missing key gives `default`."""

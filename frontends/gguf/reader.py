@@ -126,7 +126,7 @@ class Gguf:
             )
         return stored
 
-    def select_tensors_under_prefix(self, prefix: str) -> Gguf:
+    def select_prefix_tensors_and_embedding(self, prefix: str) -> Gguf:
         """Return one part of a model as a model of its own: the tensors with names under `prefix`, and the embedding.
 
         Example: ``enc.`` selects the encoder of T5. The prefix is removed, so that the tensors have the names of a

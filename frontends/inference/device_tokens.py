@@ -75,7 +75,7 @@ def can_choose_tokens_on_device(session: object) -> bool:
         and isinstance(session.group[0][0], HasSeparateMemory)
         and session.world.size == 1
         and session.model.is_causal
-        and not session.model.mtp_block_count
+        and not session.model.used_mtp_block_count
         and not session.model.history_token_count
         and session.watch is None
         and session.min_tokens == 1
@@ -162,7 +162,7 @@ def _run_decode_step(
     with DeferredInterrupts():  # states and lengths belong together
         results = executor.run(inputs)
         session.reversible_step = None
-        session.advance_by(tokens)
+        session.advance_lengths_and_tokens_by_chunk(tokens)
     return results
 
 
@@ -248,14 +248,14 @@ class DeviceTokenSchedule:
         if launched is not None and not self._is_continued_by(tokens):
             launched = None
         lock = session.store.device_lock
-        with DeferredInterrupts(), lock.accept_launched(launched and launched.run) as is_launched:
+        with DeferredInterrupts(), lock.accept_launched_or_undo_other(launched and launched.run) as is_launched:
             self._shares_devices |= launched is not None and not is_launched
             if launched is None or not is_launched:
                 launched = self._launch_step(tokens)
             self._device_tokens, session.reversible_step = None, None  # unknown after a failure
             following = self._launch_following_step(launched, tokens)
             results = launched.run.finish(following and following.run)
-            session.advance_by(tokens)
+            session.advance_lengths_and_tokens_by_chunk(tokens)
             self._device_tokens = results["token"].tolist()
             self._lengths, self._active = (session.lengths, tuple(session.lengths)), tuple(map(len, tokens))
             if following is not None:
@@ -294,7 +294,7 @@ class DeviceTokenSchedule:
             return launched._replace(run=launched.executor.launch(inputs))
         except BaseException:
             launched.run.finish()
-            session.advance_by(tokens)
+            session.advance_lengths_and_tokens_by_chunk(tokens)
             raise
 
     def _is_continued_by(self, tokens: PrefillChunk) -> bool:

@@ -182,7 +182,7 @@ class DecodeSchedule(Protocol):
         """
 
 
-class _SequentialDecodeSchedule:
+class _SingleGroupDecodeSchedule:
     """A decode schedule without overlap: all sequences are one group, and `finish_oldest_step` runs the whole step."""
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
@@ -254,7 +254,7 @@ def open_decode_schedule(
         if on_device is not None and isinstance(session, Session):
             yield on_device(session, around)
         elif isinstance(session, Session) or session.is_traced or alone:
-            yield _SequentialDecodeSchedule(session)
+            yield _SingleGroupDecodeSchedule(session)
         else:
             yield _PipelinedDecodeSchedule(session, around)
 
@@ -274,7 +274,7 @@ def make_session_micro_batched_if_faster(
     def of(count: int) -> Session:
         return Session(like.model, like=like, sequences=count, context=context, batch=batch)
 
-    if len(like.group) == 1 or like.model.mtp_block_count or not like.model.is_causal or like.watch is not None:
+    if len(like.group) == 1 or like.model.used_mtp_block_count or not like.model.is_causal or like.watch is not None:
         return of(sequences)
     cells = context or like.context
     step = replace(

@@ -158,7 +158,7 @@ def split_tokens_into_chunks(tokens: PrefillChunk, sizes: Iterable[int]) -> list
     return [[new[start:end] for new in tokens] for start, end in pairwise(ends)]
 
 
-def choose_logits_or_hidden_per_chunk(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
+def choose_logits_or_only_hidden(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
     """Choose for each chunk of a prompt whether it returns ``logits`` or only ``hidden`` rows.
 
     The output matrix is large, so a chunk returns logits only if the caller needs them.

@@ -58,7 +58,7 @@ def find_distinct_weight_products(graph: Graph) -> Iterator[WeightProduct]:
             continue
         w, x, *others = node.inputs
         ids = others[0] if others else None
-        leaf = _find_viewed_weight(w)
+        leaf = _find_weight_viewed_with_same_columns(w)
         if leaf is None or (leaf, x, ids) in known:
             continue
         known.add((leaf, x, ids))
@@ -69,7 +69,7 @@ def find_distinct_weight_products(graph: Graph) -> Iterator[WeightProduct]:
             yield WeightProduct(leaf.node.name, matrices, x, ids)
 
 
-def _find_viewed_weight(value: Value) -> Value | None:
+def _find_weight_viewed_with_same_columns(value: Value) -> Value | None:
     """Return the weight that a value is a view of, with the same columns; None for another value."""
     columns = value.shape[-1]
     while value.node.op in VIEW_OPS and value.node.inputs[0].shape[-1:] == (columns,):
@@ -109,7 +109,7 @@ def _make_identity(size: int) -> Value:
     return constant(f"identity.{size}", np.eye(size, dtype=np.float32))
 
 
-class InputEnergyWatch(StepWatch):
+class InputEnergyReporter(StepWatch):
     """Passes the sums of squares of all selected products to a function after each step.
 
     Args:

@@ -40,7 +40,7 @@ def restore_checkpoint(session: Session, checkpoint: SessionCheckpoint) -> None:
         session.lengths, session.recent = list(checkpoint.lengths), list(checkpoint.recent)
 
 
-def rewind_last_step(session: Session, token_count: int) -> None:
+def keep_first_tokens_of_last_step(session: Session, token_count: int) -> None:
     """Undo a part of the last call of `Session.evaluate`: keep only its first `token_count` tokens of sequence 0.
 
     The call must have been `reversible`: it has then saved the recurrent states after each token. So nothing is
@@ -53,12 +53,12 @@ def rewind_last_step(session: Session, token_count: int) -> None:
         before = session.reversible_step
         if before is None or not 1 <= token_count <= len(before.chunk[0]):
             raise ModelError(
-                f"rewind_last_step: there are no {token_count} tokens of a reversible step; "
+                f"keep_first_tokens_of_last_step: there are no {token_count} tokens of a reversible step; "
                 "evaluate them with reversible=True"
             )
         rewind_states(session, before.step.tokens, {0: token_count})
         session.lengths, session.recent = list(before.lengths), list(before.recent)
-        session.advance_by([before.chunk[0][:token_count], *before.chunk[1:]])
+        session.advance_lengths_and_tokens_by_chunk([before.chunk[0][:token_count], *before.chunk[1:]])
         session.mtp_rows[:1] = [rows[:token_count] for rows in session.mtp_rows[:1]]
         session.reversible_step = None
 

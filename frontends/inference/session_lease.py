@@ -123,7 +123,7 @@ class IdleSessions:
                     others = [other for other in self._leases if other.sequence_count_and_context != key]
                     self._leases = [lease, *others][:MAX_IDLE_SESSIONS]
 
-    def withdraw_first(self) -> bool:
+    def withdraw_first_if_unused(self) -> bool:
         """Withdraw the first session for another use; return False if a call uses it, or it has a saved state."""
         with self._lock:
             lease = next((lease for lease in self._leases if lease.session is self._first), None)

@@ -57,7 +57,7 @@ class MtpGraphBuilder:
         outputs = {"logits": self.trunk.compute_logits(self.frame.select_output_rows(normed))}
         handed = [self.create_draft_input_of_next_block(x, normed)]
         for k in range(self.hyper.layers):
-            x, normed = self.run_mtp_block(k, self.create_draft_input_of_previous_token(k, handed[k]))
+            x, normed = self.run_mtp_block_returning_norm(k, self.take_draft_row_of_previous_token(k, handed[k]))
             handed.append(self.create_draft_input_of_next_block(x, normed))
             # With all logits as outputs, the planner shards the heads as their weights are sharded.
             if self.frame.step.output_kind == "all":
@@ -72,13 +72,13 @@ class MtpGraphBuilder:
         than drafts, the last block makes all further drafts.
         """
         first, last = self.frame.step.draft_block, self.hyper.layers - 1
-        answers = [self.run_mtp_block(k, self.draft_inputs[k]) for k in range(first, last + 1)]
+        answers = [self.run_mtp_block_returning_norm(k, self.draft_inputs[k]) for k in range(first, last + 1)]
         after = min(first + 1, last)
         handed = [self.create_draft_input_of_next_block(x, normed) for x, normed in answers[: last + 1 - after]]
         rows = [self.frame.select_output_rows(row) for row in (*self.draft_inputs[:after], *handed)]
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
-    def create_draft_input_of_previous_token(self, k: int, draft_rows: Value) -> Value:
+    def take_draft_row_of_previous_token(self, k: int, draft_rows: Value) -> Value:
         """Make the draft input of MTP block k for each token: the row of ``draft_rows`` of the token before it.
 
         The first token of a sequence gets the row that the caller has kept from the previous run. ``draft_rows`` and
@@ -89,7 +89,7 @@ class MtpGraphBuilder:
         both = ops.concat(first, frame.rows_to_sequences(draft_rows, self.draft_columns), axis=1)
         return frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens))
 
-    def run_mtp_block(self, k: int, before: Value) -> tuple[Value, Value]:
+    def run_mtp_block_returning_norm(self, k: int, before: Value) -> tuple[Value, Value]:
         """Run MTP block k, and return the residual after it and the norm of this residual, both f32[n, E].
 
         The block reads the tokens and the draft inputs ``before``.

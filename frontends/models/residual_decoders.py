@@ -44,7 +44,9 @@ class PerLayerEmbeddingDecoder(Decoder):
     def embed_tokens(self) -> Value:
         x = super().embed_tokens()
         self.per_layer_vectors = (
-            self.compute_per_layer_embeddings(x) if self.weights.has_tensor("per_layer_token_embd.weight") else None
+            self.compute_per_layer_embeddings(x)
+            if self.weights.has_used_tensor("per_layer_token_embd.weight")
+            else None
         )
         return x
 
@@ -137,9 +139,9 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         predictions = self.predict_streams(i, x)
         first = take_first_stream(predictions)
         h = self.apply_block_norm_if_present(i, self.family.attn_norm, first)
-        added = ops.add(self.run_mixers(i, layer, first, h), first, name=f"{block}.attn_residual")
+        added = ops.add(self.sum_mixer_results(i, layer, first, h), first, name=f"{block}.attn_residual")
         added = ops.scale(ops.add(added, self.add_low_rank_product(i, h)), scale=math.sqrt(0.5))
-        y = self.run_feed_forward(
+        y = self.compute_feed_forward_without_residual(
             i, layer, self.apply_block_norm_if_present(i, self.family.ffn_norm, added), added, first
         )
         y = ops.add(y, added, name=f"{block}.ffn_residual")
@@ -225,16 +227,16 @@ class PostNormDecoder(Decoder):
     """
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
-        h = self.run_mixers(i, layer, x, x)
+        h = self.sum_mixer_results(i, layer, x, x)
         h, x = (
             (self.frame.select_output_rows_unless_mtp(h), self.frame.select_output_rows_unless_mtp(x))
             if self.is_last_block(i)
             else (h, x)
         )
         added = self.apply_block_norm_if_present(i, "attn_output_norm", ops.add(x, h))
-        if self.weights.has_tensor(f"blk.{i}.attn_norm_2.weight"):
+        if self.weights.has_used_tensor(f"blk.{i}.attn_norm_2.weight"):
             added = self.apply_block_norm_if_present(i, "attn_norm_2", ops.add(added, x))
-        y = self.run_feed_forward(i, layer, added, added, x)
+        y = self.compute_feed_forward_without_residual(i, layer, added, added, x)
         return self.apply_block_norm_if_present(i, "layer_output_norm", ops.add(added, y, name=f"blk.{i}.ffn_residual"))
 
 
@@ -261,9 +263,9 @@ class HyperConnectionDecoder(Decoder):
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         before, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_attn", x)
         h = self.apply_block_norm_if_present(i, self.family.attn_norm, before)
-        x = ops.dsv4_hc_post(self.run_mixers(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
+        x = ops.dsv4_hc_post(self.sum_mixer_results(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
         added, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_ffn", x)
-        y = self.run_feed_forward(
+        y = self.compute_feed_forward_without_residual(
             i, layer, self.apply_block_norm_if_present(i, self.family.ffn_norm, added), added, before
         )
         return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
@@ -311,7 +313,7 @@ class HyperConnectionDecoder(Decoder):
 
         The result is a weighted sum if the file has weights for it, else the mean.
         """
-        if not self.weights.has_tensor("output_hc_fn.weight"):
+        if not self.weights.has_used_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(
                 ops.reshape(ops.sum_rows(ops.transpose(x)), shape=(x.shape[0], x.shape[2])), scale=1.0 / count
@@ -356,7 +358,7 @@ class GatedMeanStreamDecoder(HyperConnectionDecoder):
 
     def merge_streams(self, x: Value, head_prefix: str) -> Value:
         return self.compute_gated_stream_mean(
-            head_prefix if self.weights.has_tensor(f"{head_prefix}_norm.weight") else "output_hc", x
+            head_prefix if self.weights.has_used_tensor(f"{head_prefix}_norm.weight") else "output_hc", x
         )[0]
 
 
@@ -376,12 +378,12 @@ class AttentionResidualsDecoder(Decoder):
             starts = i % self.hyper.span == 0
             if starts:
                 bank.append(x)
-            y = self.run_mixers(i, layer, x, h)
+            y = self.sum_mixer_results(i, layer, x, h)
             x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
             h = self.apply_block_norm_if_present(
                 i, self.family.ffn_norm, self.mix_saved_residuals(f"blk.{i}.ffn_res_score", x, bank)
             )
-            x = ops.add(x, self.run_feed_forward(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
+            x = ops.add(x, self.compute_feed_forward_without_residual(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
             x = self.frame.steered(i, x)
         return self.frame.select_output_rows_unless_mtp(self.mix_saved_residuals("output_res_score", x, bank))
 

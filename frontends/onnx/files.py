@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.errors import format_install_hint
+from ...graph.errors import format_install_command
 from ..errors import ModelError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
     try:
         from onnx import ModelProto
     except ImportError:
-        raise ModelError(f"an ONNX model needs the package onnx; {format_install_hint('onnx')}") from None
+        raise ModelError(f"an ONNX model needs the package onnx; {format_install_command('onnx')}") from None
     from google.protobuf.message import DecodeError
 
     where = "the bytes" if isinstance(source, bytes) else repr(os.fspath(source))[:200]

@@ -23,10 +23,10 @@ from ...graph import DType, Graph, GraphError, Value, input, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
-from ..tensors.tensor import Tensor, cast, compute_value_shape, constant_tensor, merge_equal_nodes
+from ..tensors.tensor import Tensor, cast, constant_tensor, flatten_shape_beyond_max_rank, merge_equal_nodes
 from .files import MAX_NODES, read_model, read_tensor_array
 from .op_table import CONSTANT_FOLDED_OPS, CONSTANT_INPUT_OPS, OLDER_OPSET_ROWS, OP_TABLE
-from .program import Program, as_graph_array
+from .program import Program, convert_bool_and_bf16_for_graph
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
@@ -192,10 +192,10 @@ class _ModelImporter:
         for info in graph.input:
             if info.name not in initialised:
                 self._add_input(info)
-        self._import_graph(graph)
+        self._import_graph_or_taken_branch(graph)
         return self._finish_program()
 
-    def _import_graph(self, graph: GraphProto) -> None:
+    def _import_graph_or_taken_branch(self, graph: GraphProto) -> None:
         """Convert the nodes of the model graph, or of the taken branch of an ``If`` node."""
         for tensor in graph.initializer:
             data = self.constants[tensor.name] = read_tensor_array(tensor, self.folder)
@@ -231,7 +231,7 @@ class _ModelImporter:
         dtype, truth = resolve_dtype_name(name, info.name)
         shape = tuple(int(n) for n in dims)
         self.arguments.append(ProgramArgument(info.name, None, shape, name))
-        self.values[info.name] = Tensor(input(info.name, compute_value_shape(shape), dtype), shape, truth)
+        self.values[info.name] = Tensor(input(info.name, flatten_shape_beyond_max_rank(shape), dtype), shape, truth)
 
     def _require_convertible_ops(self, graph: GraphProto) -> None:
         """Raise `ModelError` if the op table has no converter for some ops of a graph; the message lists them all."""
@@ -239,7 +239,7 @@ class _ModelImporter:
             ".".join(filter(None, (_normalise_domain(node), node.op_type)))
             for node in graph.node
             if (_normalise_domain(node) or node.op_type not in (*OP_TABLE, "If"))
-            and not self._can_evaluate_node_at_import(node)
+            and not self._can_evaluate_shape_node_at_import(node)
         )
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
@@ -247,7 +247,7 @@ class _ModelImporter:
                 f"the model has ops that hocket has no row for: {listed}; add rows to frontends/onnx/op_table.py"
             )
 
-    def _can_evaluate_node_at_import(self, node: NodeProto) -> bool:
+    def _can_evaluate_shape_node_at_import(self, node: NodeProto) -> bool:
         """Return whether a node computes shapes from constants, so that the import can evaluate it."""
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
@@ -263,7 +263,7 @@ class _ModelImporter:
         if again := [n for n in node.output if n and (n in self.values or n in self.constants)]:
             raise ModelError(f"{where}: gives %{again[0]}, which is given already")
         if (
-            self._can_evaluate_node_at_import(node)
+            self._can_evaluate_shape_node_at_import(node)
             and sum(self.constants[n].size for n in node.input if n) <= MAX_FOLDED_ENTRIES
         ):
             self._replace_node_by_evaluated_results(node, opset, where)
@@ -302,7 +302,7 @@ class _ModelImporter:
         )
         if taken is None or len(taken.output) < len(node.output):
             raise ModelError(f"{where}: the branch that is taken is missing, or gives too few results")
-        self._import_graph(taken)
+        self._import_graph_or_taken_branch(taken)
         for name, branch_output in zip(node.output, taken.output, strict=False):
             if branch_output.name not in self.values and branch_output.name not in self.constants:
                 raise ModelError(f"{where}: its branch gives %{branch_output.name}, which no node gives")
@@ -361,10 +361,12 @@ class _ModelImporter:
             if name not in self.weight_names and known.nbytes <= MAX_CONSTANT_BYTES and dtype is not DType.BF16:
                 self.values[name] = constant_tensor(known)
             else:
-                self.weights[name] = as_graph_array(known.astype(np.float32) if wide else known).reshape(
-                    compute_value_shape(known.shape)
+                self.weights[name] = convert_bool_and_bf16_for_graph(
+                    known.astype(np.float32) if wide else known
+                ).reshape(flatten_shape_beyond_max_rank(known.shape))
+                self.values[name] = Tensor(
+                    weight(name, flatten_shape_beyond_max_rank(known.shape), dtype), known.shape, truth
                 )
-                self.values[name] = Tensor(weight(name, compute_value_shape(known.shape), dtype), known.shape, truth)
         return self.values[name]
 
     def _finish_program(self) -> Program:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from ..tensors.tensor import compute_value_shape
+from ..tensors.tensor import flatten_shape_beyond_max_rank
 
 if TYPE_CHECKING:
     from ...scheduler import Plan
@@ -58,11 +58,13 @@ class Program:
                     f"%{argument.name} is {array.dtype.name}{list(array.shape)}; the model takes {expected}"
                 )
             if argument.name in read:
-                arrays[argument.name] = as_graph_array(array).reshape(compute_value_shape(array.shape))
+                arrays[argument.name] = convert_bool_and_bf16_for_graph(array).reshape(
+                    flatten_shape_beyond_max_rank(array.shape)
+                )
         return arrays
 
 
-def as_graph_array(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def convert_bool_and_bf16_for_graph(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array in the dtype of its graph value: bool as 0 and 1 in f32, bfloat16 as its bits in uint16."""
     if array.dtype == np.bool_:
         return array.astype(np.float32)

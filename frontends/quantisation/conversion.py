@@ -211,12 +211,15 @@ def write_model(
         ModelError: A weight has a value that the dtype cannot hold, or a file of the model would be replaced.
         OSError: A file cannot be written. Then no file has changed.
     """
-    groups = _split_by_file(plan) if keeps_split else [list(plan.conversions)]
+    groups = _group_by_source_file(plan) if keeps_split else [list(plan.conversions)]
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
         require_writable(one, plan.model.part_paths)
-    pairs, alignment = _create_output_metadata_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
+    pairs, alignment = (
+        _create_first_file_metadata_pairs(plan),
+        plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT),
+    )
     compile_quantisers({c.dtype for c in plan.conversions})
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(threads)
@@ -234,7 +237,7 @@ def write_model(
     return paths
 
 
-def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
+def _group_by_source_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
     """Group the conversions by the file of the model that contains their tensor."""
     groups: dict[Path, list[TensorConversion]] = {path: [] for path in plan.model.part_paths}
     for c in plan.conversions:
@@ -242,7 +245,7 @@ def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
     return list(groups.values())
 
 
-def _create_output_metadata_pairs(plan: ConversionPlan) -> dict[str, bytes]:
+def _create_first_file_metadata_pairs(plan: ConversionPlan) -> dict[str, bytes]:
     """Return the metadata of the first file: the pairs of the model, with the facts of this conversion."""
     pairs = {
         k: v for k, v in read_encoded_metadata_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")

@@ -204,7 +204,7 @@ def read_importance_sums(path: str | Path) -> ImportanceSums:
     return result
 
 
-def read_importance_matrix(path: str | Path) -> ImportanceMatrix:
+def read_gguf_importance_matrix(path: str | Path) -> ImportanceMatrix:
     """Read an importance matrix in GGUF form.
 
     Raises:

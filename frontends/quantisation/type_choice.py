@@ -188,7 +188,7 @@ def is_quantisable(tensor: ShapedTensor, architecture: str) -> bool:
     )
 
 
-def find_layer_number(name: str) -> int:
+def find_layer_number_or_minus_1(name: str) -> int:
     """Return the layer number in the name of a tensor; -1 if there is none."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
@@ -205,7 +205,7 @@ def choose_dtypes(tensors: Iterable[ShapedTensor], request: TypeRequest, facts: 
     known = list(tensors)
     mixture = _MixtureRules(request, facts, known)
     # llama.cpp counts the tensors of a part in the order of layers, not in the order of the file.
-    ordered = sorted(known, key=lambda t: (find_layer_number(t.name), t.name))
+    ordered = sorted(known, key=lambda t: (find_layer_number_or_minus_1(t.name), t.name))
     chosen = {t.name: mixture.choose(t) for t in ordered}
     return {t.name: chosen[t.name] for t in known}
 
@@ -263,7 +263,7 @@ class _MixtureRules:
             return DType.Q8_0
         kind, default = self.request.file_type.name, self.request.file_type.dtype
         if part is ModelPart.OUTPUT or (self.is_tied and part is ModelPart.EMBEDDING):
-            return self._choose_output_dtype(tensor, default)
+            return self._choose_output_or_tied_embedding_dtype(tensor, default)
         if kind == "MXFP4_MOE":
             has_experts = len(tensor.shape) > 2 and tensor.shape[-3] > 1
             return DType.MXFP4 if has_experts else DType.Q8_0
@@ -290,7 +290,7 @@ class _MixtureRules:
             return (ATTENTION_OUTPUT_OF_8_EXPERTS if eight else ATTENTION_OUTPUT).get(kind, default)
         return default
 
-    def _choose_output_dtype(self, tensor: ShapedTensor, default: DType) -> DType:
+    def _choose_output_or_tied_embedding_dtype(self, tensor: ShapedTensor, default: DType) -> DType:
         """Return the dtype of the output matrix, or of a token embedding that is also the output matrix."""
         if self.request.output_dtype is not None:
             return self.request.output_dtype
@@ -328,7 +328,7 @@ class _MixtureRules:
         """
         layer, self.seen[part] = self.seen[part], self.seen[part] + 1
         if self.facts.expert_count > 1:  # files with one tensor for each expert have several of them in a layer
-            layer = find_layer_number(tensor.name)
+            layer = find_layer_number_or_minus_1(tensor.name)
             if not 0 <= layer < self.facts.layer_count:
                 raise ModelError(f"tensor {tensor.name}: its layer is {layer}; need 0 to {self.facts.layer_count - 1}")
         return layer

@@ -125,7 +125,7 @@ def restrict_attention_mask(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
     return where(constant_tensor(is_permitted), mask, False if mask.is_bool else -math.inf)
 
 
-def _limit_finite_mask_entries(mask: Tensor) -> Tensor:
+def _raise_finite_mask_entries_to_minimum(mask: Tensor) -> Tensor:
     """Raise the finite entries of an additive mask to at least -1e30, because kernels that scale lower ones overflow.
 
     Entries of -inf stay.
@@ -147,7 +147,7 @@ def _convert_mask_and_detect_per_head_masks(
         t: Number of queries.
         s: Number of keys.
     """
-    added = where(mask, 0.0, -math.inf) if mask.is_bool else _limit_finite_mask_entries(as_float(mask))
+    added = where(mask, 0.0, -math.inf) if mask.is_bool else _raise_finite_mask_entries_to_minimum(as_float(mask))
     whole = reshape(added, (1,) * (2 - added.rank) + added.shape) if added.rank < 2 else added
     own = whole.shape[-3] if whole.rank > 2 else 1
     ahead = whole.shape[:-3]

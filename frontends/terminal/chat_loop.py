@@ -29,7 +29,7 @@ def run_chat_loop(conversation: Conversation) -> None:
     The user ends it by /exit, the end of input, or Ctrl-C twice in a row. Ctrl-C during an answer ends the answer and
     counts as the first one. The written part stays in the conversation.
     """
-    ask = _make_message_reader() if sys.stdin is not None and sys.stdin.isatty() else input
+    ask = _make_message_reader_with_history() if sys.stdin is not None and sys.stdin.isatty() else input
     interrupted = False
     while True:
         try:
@@ -52,12 +52,12 @@ def run_chat_loop(conversation: Conversation) -> None:
             elif not CHAT_COMMANDS[name](conversation, argument.strip()):
                 return
         elif text:
-            interrupted = _write_reply_until_interrupt(conversation, text)
+            interrupted = _is_interrupted_while_writing_reply(conversation, text)
             if interrupted:
                 write_line_to_stderr(EXIT_HINT)
 
 
-def _make_message_reader() -> Callable[[str], str]:
+def _make_message_reader_with_history() -> Callable[[str], str]:
     """Make the function that reads one message from the terminal, with line editing and the messages of earlier chats.
 
     Pasted lines are one message. Alt+Enter begins a new line.
@@ -82,7 +82,7 @@ def _make_message_reader() -> Callable[[str], str]:
     return session.prompt
 
 
-def _write_reply_until_interrupt(conversation: Conversation, text: str) -> bool:
+def _is_interrupted_while_writing_reply(conversation: Conversation, text: str) -> bool:
     """Generate and write the reply to a message, and return whether Ctrl-C ended it."""
     interrupted = False
     try:
@@ -114,14 +114,14 @@ def _show_help(conversation: Conversation, argument: str) -> bool:
 
 def _reset_conversation(conversation: Conversation, argument: str) -> bool:
     """forget the conversation and start again"""
-    conversation.restart()
+    conversation.restart_with_system_prompt()
     return True
 
 
-def _set_system_prompt(conversation: Conversation, argument: str) -> bool:
+def _restart_with_system_prompt(conversation: Conversation, argument: str) -> bool:
     """TEXT: start again with this system prompt, or without one"""
     conversation.system = argument or None
-    conversation.restart()
+    conversation.restart_with_system_prompt()
     return True
 
 
@@ -187,7 +187,7 @@ CHAT_COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
     {
         "/help": _show_help,
         "/reset": _reset_conversation,
-        "/system": _set_system_prompt,
+        "/system": _restart_with_system_prompt,
         "/save": _save_conversation,
         "/load": _load_conversation,
         "/shift": _enable_context_shift,

@@ -29,7 +29,7 @@ class LlamaCppFlag:
     remedy: str = ""
 
 
-def _parse_flag_table(programs: str, table: str) -> Iterator[LlamaCppFlag]:
+def _parse_flags_and_remedies(programs: str, table: str) -> Iterator[LlamaCppFlag]:
     """Yield a flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
     for line in table.strip().splitlines():
         names, _, remedy = line.partition(": ")
@@ -294,11 +294,11 @@ FLAGS: tuple[LlamaCppFlag, ...] = (
         for row in list_options(config).values()
         if row.llama_cpp
     ),
-    *_parse_flag_table("cbp", COMMON_FLAGS),
-    *_parse_flag_table("cp", MODEL_FLAGS),
-    *_parse_flag_table("c", CLI_FLAGS),
-    *_parse_flag_table("b", BENCH_FLAGS),
-    *_parse_flag_table("p", PERPLEXITY_FLAGS),
+    *_parse_flags_and_remedies("cbp", COMMON_FLAGS),
+    *_parse_flags_and_remedies("cp", MODEL_FLAGS),
+    *_parse_flags_and_remedies("c", CLI_FLAGS),
+    *_parse_flags_and_remedies("b", BENCH_FLAGS),
+    *_parse_flags_and_remedies("p", PERPLEXITY_FLAGS),
 )
 
 PROGRAM_REMEDIES = {

@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from ...distributed import RanksError, World
-from ...distributed.launcher import LaunchInfo, fork_supervisor_and_return_in_child, report_progress_to_supervisor
+from ...distributed.launcher import LaunchInfo, fork_supervisor_and_return_in_child, report_next_launch_phase
 from ...distributed.mpi_link import MpiLink
 from ...distributed.world import SILENCE_TIMEOUT_SECONDS
 from ...graph.errors import HocketError
@@ -45,7 +45,7 @@ def run_command_as_rank(
         link = MpiLink()
     except HocketError as error:
         sys.exit(f"hocket: rank {launch.rank}: {escape_as_one_line(str(error))}")
-    report_progress_to_supervisor(pipe)
+    report_next_launch_phase(pipe)
     world = World(link, ends_process=True)
     signal.signal(signal.SIGTERM, lambda number, frame: _on_terminate(world, number, frame))
     if world.rank:
@@ -75,7 +75,7 @@ def run_command_as_rank(
     except BaseException as error:
         sys.__excepthook__(type(error), error, error.__traceback__)
         world.end_process_after_rank_failure(1, escape_as_one_line(f"{type(error).__name__}: {error}"))
-    report_progress_to_supervisor(pipe)
+    report_next_launch_phase(pipe)
     return code
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def as_array(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
+def view_tensor_as_array(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
     """Return a NumPy array over the memory of a PyTorch tensor.
 
     bfloat16 is returned as its bits in uint16, and bool is converted to float32.

@@ -26,10 +26,10 @@ from .importer import (
     UnsupportedOpsError,
     decompose_unsupported_ops,
     has_op_converter,
-    has_pytorch_sort_order,
+    has_pytorch_order_of_equal_entries,
     import_program,
 )
-from .parameter_binding import ExecutorsByParameters, is_bindable_parameter
+from .parameter_binding import ExecutorsByParameters, is_module_tensor_bound_once
 from .program_split import split_at_unsupported_ops
 from .result_aliases import ResultAliases, find_result_aliases, may_share_memory
 
@@ -83,14 +83,16 @@ class LazilyCompiledGraph:
         self.module, self.options = module, dict(options)
         self.may_share_results = not is_segment and may_share_memory(module)
         self.reads_storage_offsets = any(node.target in STORAGE_VIEW_TARGETS for node in module.graph.nodes)
-        self.scalar_arguments = _find_scalar_arguments(module)
+        self.scalar_arguments = _find_tensor_arguments_read_as_scalars(module)
         self.runners: dict[CallArguments, Callable[[CallArguments], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise ModelError("hocket computes no gradients; call the compiled model within torch.no_grad()")
         numbers = {i: args[i].item() for i in self.scalar_arguments if isinstance(args[i], torch.Tensor)}
-        shapes = ((a.shape, a.dtype, is_bindable_parameter(a)) if isinstance(a, torch.Tensor) else a for a in args)
+        shapes = (
+            (a.shape, a.dtype, is_module_tensor_bound_once(a)) if isinstance(a, torch.Tensor) else a for a in args
+        )
         key = (*shapes, *map(repr, numbers.values()))
         if self.may_share_results:
             key += tuple(a.stride() for a in args if isinstance(a, torch.Tensor))
@@ -143,7 +145,7 @@ def _list_placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _find_scalar_arguments(module: torch.fx.GraphModule) -> list[int]:
+def _find_tensor_arguments_read_as_scalars(module: torch.fx.GraphModule) -> list[int]:
     """Return the indices of the arguments that Dynamo passes as tensors, but the graph reads only as Python numbers."""
     nodes = enumerate(_list_placeholders(module.graph))
     return [i for i, node in nodes if node.users and all(map(_is_item_call, node.users))]
@@ -180,7 +182,7 @@ class WholeGraph:
         settings = dict(options)
         devices = settings.pop("devices")
         self.module = module
-        operands = [i for i, arg in enumerate(args) if is_bindable_parameter(arg)]
+        operands = [i for i, arg in enumerate(args) if is_module_tensor_bound_once(arg)]
         self.program = import_program(_export_and_decompose_graph(module, args), operands, _is_supported_exactly)
         self.bindings = ExecutorsByParameters(self.program, plan(self.program.graph, devices, **settings), module)
 
@@ -228,7 +230,7 @@ class SegmentedGraph:
 
 def _is_supported_exactly(node: torch.fx.Node) -> bool:
     """Whether hocket computes a node exactly as PyTorch does, including the order of equal entries in a sort."""
-    return has_op_converter(node) and has_pytorch_sort_order(node)
+    return has_op_converter(node) and has_pytorch_order_of_equal_entries(node)
 
 
 def _export_and_decompose_graph(module: torch.fx.GraphModule, args: CallArguments) -> Any:

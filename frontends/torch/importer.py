@@ -20,8 +20,8 @@ from ...graph import DType, Graph, GraphError, Value, input, state, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
-from ..tensors.tensor import Tensor, cast, compute_value_shape, constant_tensor, merge_equal_nodes
-from .array_views import as_array
+from ..tensors.tensor import Tensor, cast, constant_tensor, flatten_shape_beyond_max_rank, merge_equal_nodes
+from .array_views import view_tensor_as_array
 from .op_table import CAST_OPERAND_OPS, OP_TABLE
 from .program import Program
 
@@ -107,7 +107,7 @@ def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
     from torch.export import default_decompositions
 
     decompositions = default_decompositions()
-    for op in [op for op in decompositions if _get_aten_op_name(op) in OP_TABLE]:
+    for op in [op for op in decompositions if _get_aten_name_without_overload(op) in OP_TABLE]:
         decompositions.pop(op)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own names
@@ -117,17 +117,17 @@ def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
 def has_op_converter(node: Node) -> bool:
     """Return whether hocket can convert a node. Either the op table has its op, or the node computes nothing."""
     return node.op == "call_function" and (
-        _get_aten_op_name(node.target) in OP_TABLE or _is_assertion_or_tuple_item(node)
+        _get_aten_name_without_overload(node.target) in OP_TABLE or _is_assertion_or_tuple_item(node)
     )
 
 
-def has_pytorch_sort_order(node: Node) -> bool:
+def has_pytorch_order_of_equal_entries(node: Node) -> bool:
     """Return whether hocket sorts equal entries in the same order as PyTorch, or no result depends on their order.
 
     Without ``stable=True``, PyTorch may change the order of equal entries if it sorts 17 or more. The result is True
     for a node that does not sort.
     """
-    name = _get_aten_op_name(node.target)
+    name = _get_aten_name_without_overload(node.target)
     if name not in ("sort", "argsort") or node.kwargs.get("stable"):
         return True
     places = node.meta["val"] if name == "argsort" else node.meta["val"][1]
@@ -137,7 +137,7 @@ def has_pytorch_sort_order(node: Node) -> bool:
     return name == "sort" and not any(user.args[1] == 1 and user.users for user in node.users)
 
 
-def _get_aten_op_name(target: object) -> str:
+def _get_aten_name_without_overload(target: object) -> str:
     """Return the name of an ATen op without its overload, or an empty string for any other target."""
     packet = getattr(target, "_overloadpacket", None)
     return str(getattr(packet, "__name__", "")) if packet is not None else ""
@@ -191,25 +191,25 @@ class _ProgramImporter:
         """
         kind = spec.kind.name
         if kind == "USER_INPUT":
-            self._add_argument(
+            self._add_input_weight_or_constant(
                 node, spec, is_weight=len(self.arguments) in self.bound_arguments and node.name not in changed
             )
         elif kind == "PARAMETER" or (kind == "BUFFER" and spec.target in changed):
             data = self.exported_program.state_dict[spec.target]
             if kind == "BUFFER":
-                dtype, truth = _as_hocket_dtype(data.dtype, node)
-                value = state(spec.target, compute_value_shape(data.shape), dtype)
-                self.states[spec.target], self.weights[spec.target] = value, as_array(data, spec.target)
+                dtype, truth = _to_dtype_and_boolean_flag(data.dtype, node)
+                value = state(spec.target, flatten_shape_beyond_max_rank(data.shape), dtype)
+                self.states[spec.target], self.weights[spec.target] = value, view_tensor_as_array(data, spec.target)
                 self.values[node] = Tensor(value, tuple(data.shape), truth)
             else:
-                self.values[node] = self._add_weight(spec.target, data)
+                self.values[node] = self._add_or_share_weight(spec.target, data)
         elif kind in ("BUFFER", "CONSTANT_TENSOR"):
             data = self.exported_program.state_dict.get(spec.target)
             self.constants[node] = self.exported_program.constants[spec.target] if data is None else data
         else:
             raise ModelError(f"the program takes {node.name}, a {kind.lower()}; hocket takes tensors and numbers")
 
-    def _add_argument(self, node: Node, spec: Any, *, is_weight: bool) -> None:
+    def _add_input_weight_or_constant(self, node: Node, spec: Any, *, is_weight: bool) -> None:
         """Add an argument of the program: as a graph input, as a weight, or as a constant if it is no tensor."""
         value = node.meta.get("val")
         if not _is_tensor(value):
@@ -217,22 +217,22 @@ class _ProgramImporter:
             self.constants[node] = value
             return
         assert value is not None
-        dtype, truth = _as_hocket_dtype(value.dtype, node)
+        dtype, truth = _to_dtype_and_boolean_flag(value.dtype, node)
         shape = _require_static_shape(node, value)
         self.arguments.append(ProgramArgument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
         leaf = weight if is_weight else input
-        self.values[node] = Tensor(leaf(node.name, compute_value_shape(shape), dtype), shape, truth)
+        self.values[node] = Tensor(leaf(node.name, flatten_shape_beyond_max_rank(shape), dtype), shape, truth)
 
-    def _add_weight(self, name: str, data: torch.Tensor) -> Tensor:
+    def _add_or_share_weight(self, name: str, data: torch.Tensor) -> Tensor:
         """Add a tensor as a weight, and return it; tensors with equal address, shape and strides share one weight."""
         key = (data.data_ptr(), *data.shape, -1, *data.stride())
         if data.numel() and key in self.weight_by_memory:
             return self.weight_by_memory[key]
-        dtype, truth = _as_hocket_dtype(data.dtype, name)
-        array = as_array(data, name)
+        dtype, truth = _to_dtype_and_boolean_flag(data.dtype, name)
+        array = view_tensor_as_array(data, name)
         shape = tuple(data.shape)
-        self.weights[name] = array.reshape(compute_value_shape(shape))
-        self.weight_by_memory[key] = Tensor(weight(name, compute_value_shape(shape), dtype), shape, truth)
+        self.weights[name] = array.reshape(flatten_shape_beyond_max_rank(shape))
+        self.weight_by_memory[key] = Tensor(weight(name, flatten_shape_beyond_max_rank(shape), dtype), shape, truth)
         return self.weight_by_memory[key]
 
     # ------------------------------------------------------------------------------------------------------- nodes
@@ -250,11 +250,11 @@ class _ProgramImporter:
             if node.op == "get_attr":
                 known.add(node)
             elif node.op == "call_function":
-                if _is_constant_foldable(node) and all(n in known for n in node.all_input_nodes):
+                if _has_no_randomness_or_subgraph(node) and all(n in known for n in node.all_input_nodes):
                     known.add(node)
                 elif not self.can_convert(node):
                     is_result = node.all_input_nodes and node.all_input_nodes[0].op == "call_function"
-                    if _get_aten_op_name(node.target) in MEMORY_READING_OPS and is_result:
+                    if _get_aten_name_without_overload(node.target) in MEMORY_READING_OPS and is_result:
                         raise ModelError(
                             f"%{node.name} = {_format_call_target(node.target)}: it reads the memory of a result, and "
                             "hocket lays results out in its own way"
@@ -266,10 +266,10 @@ class _ProgramImporter:
 
     def _convert_or_fold_call(self, node: Node) -> None:
         """Convert one call to graph nodes, or constant-fold it if all of its operands are constants."""
-        name = _get_aten_op_name(node.target)
+        name = _get_aten_name_without_overload(node.target)
         if name in ASSERTION_OPS:
             return
-        if _is_constant_foldable(node) and all(n in self.constants for n in node.all_input_nodes):
+        if _has_no_randomness_or_subgraph(node) and all(n in self.constants for n in node.all_input_nodes):
             compute: Any = node.target
             self.constants[node] = compute(
                 *_replace_nodes(node.args, self.constants), **_replace_nodes(node.kwargs, self.constants)
@@ -279,13 +279,13 @@ class _ProgramImporter:
             source, index = node.args
             self.values[node] = self.values[source][index]  # type: ignore[index]
             return
-        tensors = {n: self._get_or_add_tensor(n) for n in node.all_input_nodes}
+        tensors = {n: self._get_tensor_or_add_constant_weight(n) for n in node.all_input_nodes}
         kwargs = {k: v for k, v in node.kwargs.items() if k not in IGNORED_KEYWORDS}
         row: Callable[..., Any] = OP_TABLE[name]
         try:
             if name in CAST_OPERAND_OPS:
                 operand = node.all_input_nodes[0]
-                tensors[operand] = cast(tensors[operand], *_as_hocket_dtype(node.meta["val"].dtype, node))
+                tensors[operand] = cast(tensors[operand], *_to_dtype_and_boolean_flag(node.meta["val"].dtype, node))
             out = row(*_replace_nodes(node.args, tensors), **_replace_nodes(kwargs, tensors))
             self.values[node] = _cast_to_pytorch_dtypes(out, node.meta["val"], node)
         except (ModelError, GraphError) as why:
@@ -296,7 +296,7 @@ class _ProgramImporter:
                 f"%{node.name} = {_format_call_target(node.target)}: the row fails with {problem:.200}"
             ) from why
 
-    def _get_or_add_tensor(self, node: Node) -> Any:
+    def _get_tensor_or_add_constant_weight(self, node: Node) -> Any:
         """Return the tensor of an FX node; a large or bfloat16 constant is added as a weight at its first use."""
         if node in self.values:
             if self.values[node] is None:
@@ -306,14 +306,14 @@ class _ProgramImporter:
         if not _is_tensor(known):
             return known
         if known.numel() * known.element_size() <= MAX_CONSTANT_BYTES and str(known.dtype) != "torch.bfloat16":
-            _as_hocket_dtype(known.dtype, node, known=True)
+            _to_dtype_and_boolean_flag(known.dtype, node, known=True)
             self.values[node] = constant_tensor(known.detach().numpy())
         else:
             name = next(
                 (s.target for s in self.exported_program.graph_signature.input_specs if s.arg.name == node.name), None
             )
             data = known.float() if known.dtype in (_find_torch_dtype("float64"), _find_torch_dtype("bool")) else known
-            leaf = self._add_weight(name or f"folded.{node.name}", data.contiguous())
+            leaf = self._add_or_share_weight(name or f"folded.{node.name}", data.contiguous())
             self.values[node] = Tensor(leaf.value, leaf.shape, known.dtype == _find_torch_dtype("bool"))
         return self.values[node]
 
@@ -333,14 +333,14 @@ class _ProgramImporter:
             if kind == "BUFFER_MUTATION":
                 assert spec.target is not None
                 old = self.states[spec.target]
-                new = self._get_or_add_tensor(node)
+                new = self._get_tensor_or_add_constant_weight(node)
                 updates[old] = cast(new, old.dtype).value if not new.is_bool else new.value
             elif kind in ("USER_OUTPUT", "USER_INPUT_MUTATION"):
                 if not hasattr(node, "op") or (node in self.constants and not _is_tensor(self.constants[node])):
                     results.append(ProgramResult("", self.constants.get(node, node) if hasattr(node, "op") else node))
                     continue
                 name = node.name
-                out = self._get_or_add_tensor(node)
+                out = self._get_tensor_or_add_constant_weight(node)
                 outputs[name] = out.value
                 result = ProgramResult(name, None, out.shape, str(node.meta["val"].dtype).removeprefix("torch."))
                 if kind == "USER_OUTPUT":
@@ -384,7 +384,7 @@ def _find_torch_dtype(name: str) -> object:
     return getattr(torch, name)
 
 
-def _as_hocket_dtype(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
+def _to_dtype_and_boolean_flag(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
     """Return the hocket dtype of a PyTorch dtype, and whether it is boolean.
 
     `where` names the value in errors. For a constant (`known`), float64 becomes f32.
@@ -411,10 +411,12 @@ def _format_call_target(target: object) -> str:
 
 def _is_assertion_or_tuple_item(node: Node) -> bool:
     """Return whether a node computes nothing: it is an assertion, or it takes one result of a tuple."""
-    return _format_call_target(node.target) == "getitem" or _get_aten_op_name(node.target) in ASSERTION_OPS
+    return (
+        _format_call_target(node.target) == "getitem" or _get_aten_name_without_overload(node.target) in ASSERTION_OPS
+    )
 
 
-def _is_constant_foldable(node: Node) -> bool:
+def _has_no_randomness_or_subgraph(node: Node) -> bool:
     """Return whether PyTorch may evaluate a node at import: it draws no random numbers and calls no subgraph."""
     import torch
 
@@ -442,7 +444,7 @@ def _cast_to_pytorch_dtypes(out: Any, meta: Any, node: Node) -> Any:
         return tuple(_cast_to_pytorch_dtypes(o, m, node) for o, m in zip(out, meta, strict=False))
     if out is None or meta is None:
         return None
-    dtype, truth = _as_hocket_dtype(meta.dtype, node)
+    dtype, truth = _to_dtype_and_boolean_flag(meta.dtype, node)
     fitted: Tensor = cast(out, dtype, truth)
     shape = _require_static_shape(node, meta)
     if fitted.shape != shape:

@@ -21,7 +21,7 @@ class MemorySharers:
         self._address_by_parameter = WeakTensorKeyDictionary()
         self._references_by_address: dict[int, list[WeakIdRef]] = {}
 
-    def add_or_replace_parameter(self, parameter: torch.Tensor) -> None:
+    def add_or_update_parameter_storage(self, parameter: torch.Tensor) -> None:
         """Add a parameter, or add it again after it has got another storage."""
         address = parameter.untyped_storage().data_ptr()
         old = self._address_by_parameter.get(parameter)

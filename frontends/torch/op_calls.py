@@ -31,7 +31,7 @@ def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, 0)] * (x.rank - len(pairs)) + pairs
 
 
-def with_scalar_support(row: OpConverter) -> OpConverter:
+def with_scalar_tensor_support(row: OpConverter) -> OpConverter:
     """Return a converter that also accepts scalar tensors, for a converter `row` that needs at least one axis.
 
     Each scalar tensor gets one axis of size 1 before the call, and the results lose it afterwards.
@@ -90,7 +90,7 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
     return arith.add(x, arith.mul(arith.div(a, b), value))
 
 
-def make_constant_like_converter(value: float) -> OpConverter:
+def make_float32_constant_like_converter(value: float) -> OpConverter:
     """Make the converter of an op that returns float32 constants of its operand's shape, such as ``ones_like``."""
     return lambda x, *_: constant_tensor(np.full(x.shape, value, np.float32))
 
@@ -102,7 +102,7 @@ def full_like(x: Tensor, value: Operand) -> Tensor:
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 
-def make_constant_of_size_converter(value: float) -> OpConverter:
+def make_float32_constant_of_size_converter(value: float) -> OpConverter:
     """Make the converter of an op that returns a float32 constant of a given shape, such as ``new_zeros``."""
     return lambda x, size: constant_tensor(np.full(size, value, np.float32))
 
@@ -250,7 +250,7 @@ def make_max_min_converter(kind: str) -> OpConverter:
     return row
 
 
-def make_max_min_prod_converter(kind: str) -> OpConverter:
+def make_reduction_converter_without_indices(kind: str) -> OpConverter:
     """Make the converter of a reduction over axes that returns no indices; `kind` is ``max``, ``min`` or ``prod``."""
     return lambda x, axes=None, keepdim=False: reductions.reduce_max_min_or_prod(kind, x, axes, keepdim)
 
@@ -260,7 +260,7 @@ def make_cumulative_converter(kind: str) -> OpConverter:
     return lambda x, axis: reductions.accumulate_along_axis(kind, x, axis)
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Convert ``sort``: return the sorted entries along an axis, and their indices.
 
@@ -278,7 +278,7 @@ def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
     return sort(x, *args, **more)[1]
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     ids = shapes.slice_range(reductions.argsort(x, axis, largest), axis, 0, k)
     return indexing.gather(x, axis, ids), ids
@@ -379,7 +379,7 @@ def embedding(weight: Tensor, ids: Tensor, *_: object) -> Tensor:
     return indexing.embedding(weight, ids)
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
     return indexing.index_select(x, axis, ids)
 
@@ -394,17 +394,17 @@ _SCATTER_KINDS = MappingProxyType(
 """Values of `reduce` in `frontends.tensors.indexing.scatter`, by ATen reduction name."""
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str | None = None) -> Tensor:
     return indexing.scatter(x, axis, ids, src, _SCATTER_KINDS[reduce] if reduce else "set")
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def scatter_add(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
     return indexing.scatter(x, axis, ids, src, "add")
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, include_self: bool = True) -> Tensor:
     if not include_self or reduce not in _SCATTER_KINDS:
         raise ModelError(
@@ -413,7 +413,7 @@ def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, 
     return indexing.scatter(x, axis, ids, src, _SCATTER_KINDS[reduce])
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
     """Convert ``index_add``: add the slices of `src`, times `alpha`, to the slices of `x` at `ids`."""
     front = shapes.move_axis(x, axis, 0)
@@ -423,7 +423,7 @@ def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) 
     return shapes.move_axis(put, 0, axis)
 
 
-@with_scalar_support
+@with_scalar_tensor_support
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
     """Convert ``index_copy``: replace the slices of `x` at `ids` by the slices of `src`."""
     front = shapes.move_axis(x, axis, 0)

@@ -22,8 +22,8 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from ...scheduler import Executor, Plan, Store
 from ...scheduler.runtime.shared_buffers import WeightCopies
-from ..tensors.tensor import compute_value_shape
-from .array_views import as_array
+from ..tensors.tensor import flatten_shape_beyond_max_rank
+from .array_views import view_tensor_as_array
 from .memory_sharers import MemorySharers
 from .program import Program, Runner
 
@@ -35,7 +35,7 @@ _binding_lock = threading.RLock()
 """Lock around the binding of parameters and the refresh of their copies."""
 
 
-def is_bindable_parameter(x: object) -> bool:
+def is_module_tensor_bound_once(x: object) -> bool:
     """Whether an argument is bound once instead of copied at each call: a parameter, or another tensor of a module.
 
     Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
@@ -87,7 +87,7 @@ class _ExecutorOfParameters:
     versions: _ParameterVersions
     runner: Runner
 
-    def is_bound_to(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_bound_to_memory_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the executor reads exactly the memory of these parameters."""
         return self.places == list(map(_get_address_and_strides, parameters)) and all(
             known() is p for known, p in zip(self.parameters, parameters, strict=True)
@@ -121,7 +121,7 @@ class ExecutorsByParameters:
         parameters += [self.module.get_parameter(name) for name in self.own_parameter_names]
         key = tuple(map(id, parameters))
         binding = self.binding_by_ids.get(key)
-        if binding is None or not binding.is_bound_to(parameters):
+        if binding is None or not binding.is_bound_to_memory_of(parameters):
             with _binding_lock:
                 binding = self.binding_by_ids[key] = self._build_executor_for_parameters(key, parameters)
         elif not binding.versions.are_unchanged_since_update(parameters):
@@ -143,7 +143,7 @@ class ExecutorsByParameters:
         known, places = tuple(WeakIdRef(p, forget) for p in parameters), list(map(_get_address_and_strides, parameters))
         storages = [p.untyped_storage() for p in parameters]
         for parameter in parameters:
-            _sharers.add_or_replace_parameter(parameter)
+            _sharers.add_or_update_parameter_storage(parameter)
         versions = _ParameterVersions(parameters)
         self._bind_or_refresh_parameters(store, parameters)
         runner = Runner(self.program, self.plan, Executor(self.plan, store))
@@ -161,5 +161,5 @@ class ExecutorsByParameters:
             copies.source = parameter.untyped_storage()
             others = [other._version for other in _sharers.find_sharers(parameter)]
             copies.version = (_get_address_and_strides(parameter), parameter._version, *others)
-            array = as_array(parameter, name).reshape(compute_value_shape(parameter.shape))
+            array = view_tensor_as_array(parameter, name).reshape(flatten_shape_beyond_max_rank(parameter.shape))
             store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from ..tensors.tensor import compute_value_shape
-from .array_views import as_array, as_torch_tensor
+from ..tensors.tensor import flatten_shape_beyond_max_rank
+from .array_views import as_torch_tensor, view_tensor_as_array
 
 if TYPE_CHECKING:
     from ...scheduler import Executor, Plan
@@ -84,7 +84,7 @@ class Program:
         return f"args{path[3:]}" if path.startswith("[0]") else path[5:].replace("']", "", 1)
 
     @cached_property
-    def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:
+    def _arguments_copied_to_inputs(self) -> list[tuple[int, ProgramArgument]]:
         """The arguments that are copied into graph inputs at each call, as pairs of index and argument."""
         operands = {number for number, _ in self.bound_arguments}
         return [(number, argument) for number, argument in enumerate(self.arguments) if number not in operands]
@@ -103,7 +103,7 @@ class Program:
         if len(flat) != len(self.arguments):
             raise ModelError(f"got {len(flat)} arguments; the program takes {len(self.arguments)}")
         arrays = {}
-        for number, argument in self._copied_arguments:
+        for number, argument in self._arguments_copied_to_inputs:
             value = flat[number]
             if not argument.name:
                 if value != argument.constant_value:
@@ -118,7 +118,7 @@ class Program:
                 expected = f"{argument.dtype}{list(argument.shape)}"
                 raise ModelError(f"%{argument.name} is {dtype}{list(shape)}; the program takes {expected}")
             if argument.name in self._input_names:
-                arrays[argument.name] = as_array(value, argument.name)
+                arrays[argument.name] = view_tensor_as_array(value, argument.name)
         return arrays
 
 
@@ -149,7 +149,10 @@ class Runner:
 
         program = self.program
         outputs = self.executor.run(
-            {k: v.reshape(compute_value_shape(v.shape)) for k, v in program.as_graph_inputs(arguments).items()}
+            {
+                k: v.reshape(flatten_shape_beyond_max_rank(v.shape))
+                for k, v in program.as_graph_inputs(arguments).items()
+            }
         )
         tensors = {r.name: as_torch_tensor(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
         with torch.no_grad():

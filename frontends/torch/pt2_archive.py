@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...graph.errors import format_install_hint
+from ...graph.errors import format_install_command
 from ..errors import ModelError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def read_program(path: str) -> ExportedProgram:
     except ModelError:
         raise
     except ImportError as why:
-        raise ModelError(f"{path}: needs a newer PyTorch ({why}); {format_install_hint('torch')}") from None
+        raise ModelError(f"{path}: needs a newer PyTorch ({why}); {format_install_command('torch')}") from None
     except Exception as why:  # a damaged file gives errors of many kinds, of PyTorch, JSON and zip files
         first = str(why).strip().partition("\n")[0]
         raise ModelError(f"{path}: cannot be read: {type(why).__name__}: {first:.200}") from None
@@ -89,13 +89,13 @@ def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
     program_json = members.read_json(members.program_path)
-    _remove_harmful_program_entries(members.path, program_json)
+    _refuse_harmful_and_remove_guards(members.path, program_json)
     weights, constants = (_read_tensors(members, kind) for kind in LEAF_KINDS)
     written = _dict_to_dataclass(schema.ExportedProgram, program_json)
     return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
 
 
-def _remove_harmful_program_entries(path: str, program_json: dict[str, Any]) -> None:
+def _refuse_harmful_and_remove_guards(path: str, program_json: dict[str, Any]) -> None:
     """Make the JSON text of a program safe to load: refuse harmful entries, and remove guards and metadata in place.
 
     PyTorch would evaluate text in these entries, or look up names. hocket needs neither guards nor metadata.

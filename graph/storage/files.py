@@ -36,7 +36,7 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
     """
     part = None
     try:
-        target, known = _resolve_plain_file(path)
+        target, known = _resolve_file_or_unused_path(path)
         if target is None:
             with open(path, "wb") as file:
                 yield file
@@ -100,7 +100,7 @@ def require_writable(path: str | Path, inputs: Iterable[str | Path] = ()) -> Non
     try:
         if any(is_same_file(path, source) for source in inputs):
             raise FileExistsError(errno.EEXIST, "would replace a file that is read here; give another file")
-        target, known = _resolve_plain_file(path)
+        target, known = _resolve_file_or_unused_path(path)
         if target is not None:
             part = _open_temporary_file(target, PRIVATE, known)
             part.close()
@@ -119,7 +119,7 @@ def is_same_file(path: str | Path, other: str | Path) -> bool:
     return os.path.isfile(other) and os.path.realpath(path) == os.path.realpath(other)
 
 
-def _resolve_plain_file(path: str | Path) -> tuple[str | None, os.stat_result | None]:
+def _resolve_file_or_unused_path(path: str | Path) -> tuple[str | None, os.stat_result | None]:
     """Follow all links of `path`; return the plain file or unused name at their end, and the status of that file.
 
     The path is None for a pipe, a device, or a deleted file behind a link such as /dev/stdout. The status is None

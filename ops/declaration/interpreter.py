@@ -102,7 +102,7 @@ class ScalarLanguageDeclaration:
         dims = signature.operands[0].dims
         if dims and dims[-1].role in (DimensionRole.COUPLED, DimensionRole.CONTRACTED):
             return
-        if self.trace([True] * len(self.operand_names), attributes).depends_on_whole_row:
+        if self.trace([True] * len(self.operand_names), attributes).depends_on_row_reduction_or_length:
             raise SignatureMismatch(
                 "the expression reads whole rows, but devices may share them; declare the last axis as *c"
             )
@@ -117,7 +117,7 @@ class ScalarLanguageDeclaration:
             if integers := [dtype for dtype in part.dtypes if dtype.is_integer]:
                 raise SignatureMismatch(f"{part.text} may be {integers[0]}; a Scalar is a float")
 
-    def is_selected_by(self, attributes: Mapping[str, Attr]) -> bool:
+    def has_expression_selecting_attributes(self, attributes: Mapping[str, Attr]) -> bool:
         """Return whether `attributes` has each attribute that is not a float, because these select the expression."""
         return all(name in attributes or kind == "float" for name, kind in self.attribute_types.items())
 
@@ -125,7 +125,7 @@ class ScalarLanguageDeclaration:
         """Return the expression of all operands as text."""
         return format_formula(self.trace([True] * len(self.operand_names), attributes), self.operand_names)
 
-    def make_reference(self) -> Callable[..., Array]:
+    def make_float64_reference(self) -> Callable[..., Array]:
         """Make the float64 reference of an op: a function of its operands, and of its attributes by name."""
         defaults = self.build.__kwdefaults__ or {}
 

@@ -16,7 +16,7 @@ def _replace_zeros(b: Array) -> Array:
     return np.where(b == 0, np.ones_like(b), b)
 
 
-def _divide_truncated(a: Array, b: Array) -> Array:
+def _divide_truncated_or_zero(a: Array, b: Array) -> Array:
     """Return the quotient rounded towards zero, and 0 where `b` is 0."""
     by = _replace_zeros(b)
     crosses = (a % by != 0) & ((a < 0) != (by < 0))  # no absolute values: the least integer has none
@@ -29,9 +29,9 @@ INTEGER_OPERATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxy
         "sub": np.subtract,
         "mul": np.multiply,
         "floor_div": lambda a, b: np.where(b == 0, 0, a // _replace_zeros(b)),
-        "trunc_div": _divide_truncated,
+        "trunc_div": _divide_truncated_or_zero,
         "floor_mod": lambda a, b: np.where(b == 0, 0, a % _replace_zeros(b)),
-        "trunc_mod": lambda a, b: np.where(b == 0, 0, a - _divide_truncated(a, b) * b),
+        "trunc_mod": lambda a, b: np.where(b == 0, 0, a - _divide_truncated_or_zero(a, b) * b),
         "max": np.maximum,
         "min": np.minimum,
         "and": np.bitwise_and,

@@ -223,7 +223,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
     return a
 
 
-def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+def _link_axes_of_equal_length(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link the axes along which `b` is as long as `a`, so that they may be sharded; other axes must be complete."""
     a, b = specs
     assert a is not None
@@ -232,7 +232,7 @@ def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]
     return tuple(AxisLink(operand, (i,), (i,)) for operand in (0, 1) for i in full)
 
 
-def _count_region_write_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_region_read_and_write_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     """Return the bytes that a write of `b` into a region of `a` moves in memory: the bytes of `b`, read and written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
@@ -259,9 +259,9 @@ _REGION_ERRORS = (
     linear=("a+b",),
     inplace="a",
     infer=_infer_region,
-    links=_link_filled_axes,
+    links=_link_axes_of_equal_length,
     flops=lambda **_: 0,
-    traffic=_count_region_write_bytes,
+    traffic=_count_region_read_and_write_bytes,
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "f16", "i32")),
     errors=_REGION_ERRORS,
     compare="exact",
@@ -282,7 +282,7 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     linear=("a+b",),
     inplace="a",
     infer=_infer_region,
-    links=_link_filled_axes,
+    links=_link_axes_of_equal_length,
     traffic=lambda sources, results, attrs: 3 * (sources[1].nbytes if sources[1] else 0),
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "bf16")),
     errors=(*_REGION_ERRORS, ("a=i32[5], b=i32[3], offsets=(0,)", "a is i32")),

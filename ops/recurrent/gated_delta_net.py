@@ -17,7 +17,7 @@ from .state_pools import (
     check_snapshot_count,
     choose_recurrence_signature_key,
     make_recurrence_byte_counter,
-    run_recurrence,
+    run_recurrence_and_return_state,
     state_inplace_pairs,
     state_overwritten_entries,
 )
@@ -50,7 +50,7 @@ def ssm_conv(x: Array, w: Array) -> Array:
 _HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": "(key_heads value_heads)"}
 
 
-def _build_delta_signatures(heads: str) -> dict[str, str]:
+def _build_signatures_by_state_layout(heads: str) -> dict[str, str]:
     """Return the signatures of `gated_delta_net` by layout of the state; `heads` is the dimension of value heads."""
     operands = (
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
@@ -59,7 +59,7 @@ def _build_delta_signatures(heads: str) -> dict[str, str]:
     return build_recurrence_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
 
 
-def _choose_delta_signature_key(attrs: Mapping[str, Attr]) -> str:
+def _join_head_order_and_state_layout(attrs: Mapping[str, Attr]) -> str:
     """Return the key of the signature for the attributes: the order of value heads, then the state layout."""
     heads = str(attrs["heads"])
     if heads not in _HEADS:
@@ -80,8 +80,12 @@ def _check_delta_net(d: int, snapshots: int, saved: int | None = None, **_: obje
 
 
 @op(
-    {f"{name} {form}": text for name, hv in _HEADS.items() for form, text in _build_delta_signatures(hv).items()},
-    signature_key=_choose_delta_signature_key,
+    {
+        f"{name} {form}": text
+        for name, hv in _HEADS.items()
+        for form, text in _build_signatures_by_state_layout(hv).items()
+    },
+    signature_key=_join_head_order_and_state_layout,
     linear=("v+state",),
     inplace=state_inplace_pairs,
     overwrites=state_overwritten_entries,
@@ -185,5 +189,5 @@ def gated_delta_net(
         out[at] = np.einsum("...ed,...d->...e", s, q[at])
         return s
 
-    new = run_recurrence(step, v.shape[-3], state, slots_in, slots_out, snapshots)
+    new = run_recurrence_and_return_state(step, v.shape[-3], state, slots_in, slots_out, snapshots)
     return out / math.sqrt(q.shape[-1]), new

@@ -14,7 +14,7 @@ from .state_pools import (
     check_snapshot_count,
     choose_recurrence_signature_key,
     make_recurrence_byte_counter,
-    run_recurrence,
+    run_recurrence_and_return_state,
     state_inplace_pairs,
     state_overwritten_entries,
 )
@@ -92,7 +92,7 @@ def ssm_scan(
         out[at] = np.einsum("...ed,...d->...e", s, c[at])
         return s
 
-    return out, run_recurrence(step, x.shape[-3], state, slots_in, slots_out, snapshots)
+    return out, run_recurrence_and_return_state(step, x.shape[-3], state, slots_in, slots_out, snapshots)
 
 
 _KEYED: Mapping[str, tuple[object, ...]] = {
@@ -141,7 +141,7 @@ def rwkv_wkv6(k: Array, v: Array, r: Array, bonus: Array, decay: Array, state: A
         out[at] = np.einsum("...de,...d->...e", s + bonus[..., None] * write, r[at])
         return s * decay[at][..., :, None] + write
 
-    return out, run_recurrence(step, v.shape[-3], state)
+    return out, run_recurrence_and_return_state(step, v.shape[-3], state)
 
 
 _WKV7 = (
@@ -187,7 +187,7 @@ def rwkv_wkv7(r: Array, decay: Array, k: Array, v: Array, a: Array, b: Array, st
         out[at] = np.einsum("...ed,...d->...e", s, r[at])
         return s
 
-    return out, run_recurrence(step, v.shape[-3], state)
+    return out, run_recurrence_and_return_state(step, v.shape[-3], state)
 
 
 _GLA = (
@@ -226,4 +226,4 @@ def gated_linear_attn(k: Array, v: Array, q: Array, g: Array, state: Array, *, s
         out[at] = np.einsum("...de,...d->...e", s, q[at]) * scale
         return s
 
-    return out, run_recurrence(step, v.shape[-3], state)
+    return out, run_recurrence_and_return_state(step, v.shape[-3], state)

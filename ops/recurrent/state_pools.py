@@ -118,7 +118,7 @@ def make_recurrence_byte_counter(index: int) -> Callable[[Sequence[Spec | None],
     return traffic
 
 
-def run_recurrence(
+def run_recurrence_and_return_state(
     step: Callable[[int, Array], Array],
     tokens: int,
     state: Array,

@@ -43,7 +43,7 @@ def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hard
     return (
         scale_built_in_hardware_by_threads(group)
         if speeds is None
-        else replace(speeds.hardware_for(graph), source=describe_calibration_date(group))
+        else replace(speeds.hardware_for(graph), source=format_calibrated_with_day(group))
     )
 
 
@@ -91,7 +91,7 @@ def describe_speed_source(hardware: Hardware) -> str:
     )
 
 
-def describe_calibration_date(group: Devices) -> str:
+def format_calibrated_with_day(group: Devices) -> str:
     """Return ``calibrated`` with the day on which a group was measured; plans store it as `Hardware.source`."""
     return f"calibrated {_read_dates().get(format_saved_speeds_key(group), 'on an unknown day')}"
 

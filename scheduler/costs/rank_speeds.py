@@ -14,8 +14,8 @@ from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ..lowering.device_plan import Devices
 from .calibration_file import (
-    describe_calibration_date,
     find_saved_speeds,
+    format_calibrated_with_day,
     scale_built_in_hardware_by_threads,
     speeds_to_data,
 )
@@ -66,5 +66,5 @@ def agree_on_slowest_rank_speeds(group: Devices, world: World) -> AgreedRankSpee
     default = (
         scale_built_in_hardware_by_threads(group) if world.size == 1 else DEFAULT_HARDWARE
     )  # threads of other ranks are not known
-    source = describe_calibration_date(own) if world.size == 1 else "calibrated"
+    source = format_calibrated_with_day(own) if world.size == 1 else "calibrated"
     return AgreedRankSpeeds(slowest, len(set(hosts)) > 1, default, source)

@@ -4,7 +4,7 @@ A program of a model with a hundred layers has about a thousand instructions for
 hundred entries, which people can read.
 
 1. Predict the cost of each instruction (`compute_instruction_costs`).
-2. Split each program at its collectives (`_SpansBetweenCollectives`), and merge equal spans of several devices
+2. Split each program at its collectives (`_ProgramSplitAtCollectives`), and merge equal spans of several devices
    (`build_timeline`).
 3. Advance a clock for each device through the entries (`compute_device_end_seconds`).
 """
@@ -25,7 +25,7 @@ from ...ops.registry import find_view_base
 from ..lowering.device_plan import (
     DevicePlan,
     KernelLaunchesAndFallbacks,
-    find_collective_groups,
+    find_collective_group_of_each_device,
     find_first_devices_with_same_program,
 )
 from ..lowering.structural_equality import make_program_key_without_names
@@ -129,11 +129,13 @@ class InstructionCosts:
     def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
         if find_collective_sequence_number(i.op, i.attrs) is not None:
             collective_cost = self.hardware.estimate_fastest_collective_cost(
-                i.op, count_collective_bytes(i), self._list_participating_devices(i)
+                i.op, count_bytes_of_exchanged_value(i), self._list_participating_devices(i)
             )
             return InstructionCost(0.0, 0.0, collective_cost.bytes_sent, collective_cost.seconds)
         if i.index < 0:  # a copy of a state, for its update or for a rollback
-            copied = WorkEstimate(0.0, _count_copied_bytes(i), _count_copied_bytes(i), (OTHER_OPS,))
+            copied = WorkEstimate(
+                0.0, _count_copy_read_and_write_bytes(i), _count_copy_read_and_write_bytes(i), (OTHER_OPS,)
+            )
             return InstructionCost(
                 0.0, copied.nbytes, 0.0, self.hardware.compute_seconds(*copied, launches=self.launch_counts[at])
             )
@@ -187,7 +189,10 @@ def compute_instruction_costs(
         unsharded_bytes: Bytes of each weight and state before sharding, by name.
     """
     prices: list[InstructionCosts] = []
-    counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
+    counts, groups = (
+        WorkCounter(),
+        find_collective_group_of_each_device([device_plan.program for device_plan in device_plans]),
+    )
     uses: dict[
         Hashable, KernelLaunchesAndFallbacks
     ] = {}  # by structure: structurally equal programs call the same kernels
@@ -213,18 +218,18 @@ def build_timeline(device_plans: Sequence[DevicePlan], prices: Sequence[Instruct
         prices: The instruction costs of each device.
     """
     goes_on = can_group_overlap([(device_plan.backend, device_plan.device) for device_plan in device_plans])
-    own: list[_SpansBetweenCollectives] = []
+    own: list[_ProgramSplitAtCollectives] = []
     for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
         own.append(
-            _SpansBetweenCollectives(device_plans[number], prices[number], goes_on) if first == number else own[first]
+            _ProgramSplitAtCollectives(device_plans[number], prices[number], goes_on) if first == number else own[first]
         )
     timeline: list[TimelineEntry] = []
     for number in sorted({n for p in own for n in p.collective_entries}):
         there = [d for d, p in enumerate(own) if number in p.collective_entries]
-        timeline += _merge_equal_compute_entries({d: own[d].entries_before_collective[number] for d in there})
+        timeline += _merge_equal_entries_at_longest_time({d: own[d].entries_before_collective[number] for d in there})
         timeline.append(_build_collective_entry(there, own, number))
-        timeline += _merge_equal_compute_entries({d: own[d].overlapped_entries[number] for d in there})
-    return timeline + _merge_equal_compute_entries({d: p.final_entry for d, p in enumerate(own)})
+        timeline += _merge_equal_entries_at_longest_time({d: own[d].overlapped_entries[number] for d in there})
+    return timeline + _merge_equal_entries_at_longest_time({d: p.final_entry for d, p in enumerate(own)})
 
 
 def compute_last_end_seconds(timeline: Sequence[TimelineEntry], devices: int) -> float:
@@ -279,17 +284,19 @@ def estimate_run_time(timeline: Sequence[TimelineEntry], devices: int) -> Estima
     return Estimate(compute, sent, len(collectives), one_by_one - took + max(0.0, sent - one_by_one))
 
 
-def count_collective_bytes(i: Instruction) -> int:
+def count_bytes_of_exchanged_value(i: Instruction) -> int:
     """Return the bytes of the whole value that a collective transfers, which is its largest operand or result."""
     return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
-def _count_copied_bytes(i: Instruction) -> float:
+def _count_copy_read_and_write_bytes(i: Instruction) -> float:
     """Return the bytes that a copy instruction reads and writes, which are twice the bytes of its results."""
     return 2.0 * sum(t.spec.nbytes for t in i.dst)
 
 
-def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
+def _merge_equal_entries_at_longest_time(
+    entry_by_device: Mapping[int, tuple[str, TimelineEntry]],
+) -> list[TimelineEntry]:
     """Merge the compute entries of devices with equal ops into one entry, which has the longest of their times.
 
     All entries are between the same two collectives.
@@ -314,7 +321,7 @@ def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, Timeli
 
 
 def _build_collective_entry(
-    devices: Sequence[int], spans_by_device: Sequence[_SpansBetweenCollectives], number: int
+    devices: Sequence[int], spans_by_device: Sequence[_ProgramSplitAtCollectives], number: int
 ) -> TimelineEntry:
     """Build the timeline entry of one collective.
 
@@ -329,7 +336,7 @@ def _build_collective_entry(
     return replace(spans_by_device[sender].collective_entries[number], devices=tuple(devices), sending_device=sender)
 
 
-class _SpansBetweenCollectives:
+class _ProgramSplitAtCollectives:
     """One program, split at its collectives into spans of compute instructions.
 
     All fields are by the sequence number of the collective:

@@ -20,7 +20,7 @@ from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
 from .lower import FusedGroups, lower_with_state_saves
 from .structural_equality import (
-    make_names_and_collectives_key,
+    make_leaf_output_and_collective_key,
     make_structural_key,
     restore_graph_names,
     with_numbered_names,
@@ -106,7 +106,7 @@ class DevicePlan:
             self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
         )
 
-    def count_launches_by_instruction(self) -> Sequence[float]:
+    def predict_launches_by_instruction(self) -> Sequence[float]:
         """Return the number of kernel launches of each instruction, as predicted by the backend.
 
         Instructions that one kernel computes together share its launch in equal parts: 0.5 each for two instructions.
@@ -131,7 +131,7 @@ class DevicePlan:
 
         Programs with equal structure have equal results.
         """
-        return KernelLaunchesAndFallbacks(self.count_launches_by_instruction(), self.find_numpy_fallback_positions())
+        return KernelLaunchesAndFallbacks(self.predict_launches_by_instruction(), self.find_numpy_fallback_positions())
 
     def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
@@ -156,7 +156,7 @@ class UnrollableProgram:
         return unroll_program(self.graph, self.program, self.shortened_graph)
 
 
-def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> DevicePlan:
+def make_lazily_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> DevicePlan:
     """Make a device plan that builds its graph and program at the first access, by unrolling `short`."""
     device_plan: DevicePlan = object.__new__(DevicePlan)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
@@ -177,7 +177,7 @@ def unroll_device_plans(device_plans: Sequence[DevicePlan], shortened: Shortened
             UnrollableProgram(device_plan.graph, device_plan.program, shortened),
         )
     return tuple(
-        make_unrolled_device_plan(
+        make_lazily_unrolled_device_plan(
             device_plan.device, device_plan.backend, shorts[id(device_plan.graph), id(device_plan.program)]
         )
         for device_plan in device_plans
@@ -193,7 +193,7 @@ def find_first_devices_with_same_program(device_plans: Sequence[DevicePlan]) -> 
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
 
 
-def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
+def find_collective_group_of_each_device(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     """Find the collective group of each device: the numbers of the devices that call its collectives with it.
 
     Devices that call a collective with the same sequence number are one group. Sends and receives do not count. Only
@@ -238,7 +238,7 @@ def build_device_plans(
         )
         patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
-    identities = {graph: make_names_and_collectives_key(graph) for graph in patterns}
+    identities = {graph: make_leaf_output_and_collective_key(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
     gathered: dict[Hashable, FusedGroups] = defaultdict(dict)

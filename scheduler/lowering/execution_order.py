@@ -92,7 +92,7 @@ def order_nodes_for_inplace_state_updates(
         if not node.is_leaf and not op_of(node).is_view:
             for base in dict.fromkeys(views[s].base for s in node.inputs):
                 readers[base].append(node)
-    waits = _ExtraDependences(graph)
+    waits = _OrderConstraints(graph)
     lasting = {views[v].base for v in (*graph.outputs.values(), *graph.updates.values())}
     over: dict[Value, Value] = {}
     donated: dict[Value, Value] = {}
@@ -106,7 +106,7 @@ def order_nodes_for_inplace_state_updates(
                 result in donated
                 or stored_spec_of(result).dtype is not stored_spec_of(line[0]).dtype
                 or not can_overwrite(result, victim, views)
-                or waits.is_needed_by_any(result.node, set(before))
+                or waits.is_required_before_any(result.node, set(before))
             ):
                 return False
             waits.add_predecessors(result.node, before)
@@ -115,7 +115,7 @@ def order_nodes_for_inplace_state_updates(
     for state, new in graph.updates.items():
         if new == state:
             continue  # the state stays
-        lines = _list_inplace_update_chains(state, new, views, lasting) if views[new].covers_base else ()
+        lines = _list_inplace_update_chains(state, new, views, lasting) if views[new].is_reshape_of_base else ()
         line = next(filter(lie_there, lines), None)
         if line is None:
             copied[state] = new
@@ -144,7 +144,7 @@ def _list_inplace_update_chains(
     """
     last = views[new_state].base
     line = [last]
-    while (into := find_inplace_operand(line[-1])) is not None and views[into].covers_base:
+    while (into := find_inplace_operand(line[-1])) is not None and views[into].is_reshape_of_base:
         base = views[into].base
         line.append(base)
         if base == state and len(line) > 2:
@@ -154,7 +154,7 @@ def _list_inplace_update_chains(
     yield state, last
 
 
-def insert_copies_that_protect_outputs(graph: Graph) -> Graph:
+def insert_copies_before_state_updates(graph: Graph) -> Graph:
     """Insert copies into a graph, so that state updates cannot change outputs or other new states.
 
     Three kinds of values are copied:
@@ -190,7 +190,7 @@ def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value,
     for name, source in zip(declared.operand_names, node.src, strict=False):
         if source is None or views[source].base != overwritten_value:
             continue
-        dense = views[source].covers_base and source.spec.size == result.spec.size
+        dense = views[source].is_reshape_of_base and source.spec.size == result.spec.size
         is_read_inplace = any(
             v == source for n, v in zip(declared.operand_names, node.src, strict=False) if n in allowed
         )
@@ -206,7 +206,7 @@ def _is_elementwise(node: Node) -> bool:
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
-class _ExtraDependences:
+class _OrderConstraints:
     """The order constraints between nodes that operands do not show: for each node, the nodes that must run before it.
 
     At first, each collective depends on the collective with the next lower sequence number.
@@ -230,7 +230,7 @@ class _ExtraDependences:
         if any(self.node_positions[n] > self.node_positions[node] for n in predecessors):
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
 
-    def is_needed_by_any(self, start: Node, targets: set[Node]) -> bool:
+    def is_required_before_any(self, start: Node, targets: set[Node]) -> bool:
         """Return whether any node of `targets` must run after `start`, because of operands or extra dependences."""
         stack, seen, floor = (
             list(targets),

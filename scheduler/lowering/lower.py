@@ -35,7 +35,7 @@ from .arena import Arena, Lifetime, assign_arena_offsets, assign_arena_offsets_f
 from .execution_order import (
     ExecutionOrderWithInplaceStates,
     can_overwrite,
-    insert_copies_that_protect_outputs,
+    insert_copies_before_state_updates,
     order_nodes_for_inplace_state_updates,
 )
 from .state_saves import StateSave, build_state_saves
@@ -83,7 +83,7 @@ def lower_with_state_saves(
         The graph with the copies that kernels need, its program, and the nodes that save and restore states. These
         nodes are not in the graph.
     """
-    graph, views = insert_dense_copies(insert_copies_that_protect_outputs(graph), backend.reads_strided)
+    graph, views = insert_dense_copies(insert_copies_before_state_updates(graph), backend.reads_strided)
     order = order_nodes_for_inplace_state_updates(
         graph,
         views,
@@ -127,7 +127,7 @@ def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]
     return [[graph.nodes[number] for number in group] for group in node_number_groups]
 
 
-def _split_groups_by_repetition(
+def _split_and_order_groups_by_repetition(
     groups: Sequence[Sequence[Node]], repetition_of_node: Mapping[Node, int]
 ) -> Sequence[Sequence[Node]]:
     """Split groups of nodes so that each has nodes of one repeated layer only, and order the groups by layer.
@@ -205,13 +205,13 @@ class _ProgramBuilder:
         groups = groups or [(n,) for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
         run_of = {} if repetitions is None else repetitions.short_repetition_by_node(graph)
         if groups and run_of:
-            groups = _split_groups_by_repetition(groups, run_of)
+            groups = _split_and_order_groups_by_repetition(groups, run_of)
         self.group_of, self.is_roomy = {node: group for group in groups for node in group}, is_roomy
         self.ordered_nodes = [*self.group_of]
         self.repetition_of_step = (
             list(accumulate((run_of[node] for node in self.ordered_nodes), max)) if repetitions else []
         )
-        self.memory_slots = self._find_memory_reuse()
+        self.memory_slots = self._find_memory_reuse_and_last_reads()
         step = self.memory_slots.step_by_node
         self.group_spans = {step[n]: (step[group[0]], step[group[-1]]) for n, group in self.group_of.items()}
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers_locations_and_scratch()
@@ -267,7 +267,7 @@ class _ProgramBuilder:
 
     # ------------------------------------------------------------------------------------------------- sharing
 
-    def _find_memory_reuse(self) -> _MemoryReuse:
+    def _find_memory_reuse_and_last_reads(self) -> _MemoryReuse:
         """Find the results that reuse the memory of another value, and the step at which each memory is read last.
 
         A result is written over an updated state, or over an in-place operand that no later node reads. Values that the
@@ -283,7 +283,7 @@ class _ProgramBuilder:
             behind = bisect_left(self.repetition_of_step, self.repetition_of_step[-1])
             for value, last in last_read.items():
                 if (
-                    self.device_repetitions.is_outside_repetitions(value.node)
+                    self.device_repetitions.is_preamble_without_carried_value(value.node)
                     and self.repetition_of_step[last] > PREAMBLE
                     and last < behind
                 ):
@@ -303,7 +303,9 @@ class _ProgramBuilder:
             for index, _ in op_of(node).inplace_pairs(node.attrs):
                 result = node.results[index]
                 victim = (
-                    None if result in slot_of else self._find_reusable_operand_memory(result, slot_of, last_read, step)
+                    None
+                    if result in slot_of
+                    else self._find_owner_of_reusable_operand_memory(result, slot_of, last_read, step)
                 )
                 if victim is not None:
                     slot_of[result] = victim
@@ -334,7 +336,7 @@ class _ProgramBuilder:
                 until[collective] = last
         return until
 
-    def _find_reusable_operand_memory(
+    def _find_owner_of_reusable_operand_memory(
         self,
         result: Value,
         slot_of: Mapping[Value, Value],
@@ -400,7 +402,7 @@ class _ProgramBuilder:
         temporary = [
             self._make_lifetime_of_fused_groups(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()
         ]
-        arena = self._build_unrollable_arena([*owners.values(), *temporary])
+        arena = self._build_arena_unrollable_if_layers_repeat([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA_BUFFER, offset) for v, offset in zip(owners, arena.offsets, strict=False)}
         scratch = {
@@ -414,7 +416,7 @@ class _ProgramBuilder:
                 buffers.append(BufferSpec(node.op, node.name, stored.nbytes, spec, stored))
         return buffers, places, scratch
 
-    def _build_unrollable_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
+    def _build_arena_unrollable_if_layers_repeat(self, lifetimes: Sequence[Lifetime]) -> Arena:
         """Assign arena offsets to lifetimes; if layers repeat, in such a way that the program can be unrolled."""
         return (
             assign_arena_offsets_for_any_repetition_order(lifetimes, self.repetition_of_step)

@@ -35,7 +35,7 @@ class StridedView:
         return _has_dense_strides(self.shape, self.strides)
 
     @property
-    def covers_base(self) -> bool:
+    def is_reshape_of_base(self) -> bool:
         """Whether the view has all elements of `base` in memory order; only its shape may differ."""
         return self.offset == 0 and self.is_dense and math.prod(self.shape) == self.base.spec.size
 

@@ -59,7 +59,7 @@ def make_key_without_exact_sizes(graph: Graph) -> Hashable:
     return tuple([(node.op, reads(node), sizes(node)) for node in graph.nodes])
 
 
-def make_names_and_collectives_key(graph: Graph) -> Hashable:
+def make_leaf_output_and_collective_key(graph: Graph) -> Hashable:
     """Return a dictionary key of a graph's leaf names, output names and collective attributes.
 
     The structural key leaves them out. Two graphs for which both keys are equal have the same program.

@@ -35,7 +35,7 @@ def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) ->
         shortened: The short graph, the full ("deep") graph, and the repetitions of both.
     """
     unroller = _RepeatedLayerUnroller(graph, shortened)
-    long = unroller.build_unrolled_graph()
+    long = unroller.build_unrolled_graph_and_record_nodes()
     return long, unroller.build_unrolled_program(long, program)
 
 
@@ -92,7 +92,7 @@ class _RepeatedLayerUnroller:
 
     # ------------------------------------------------------------------------------------------------- the graph
 
-    def build_unrolled_graph(self) -> Graph:
+    def build_unrolled_graph_and_record_nodes(self) -> Graph:
         """Build the graph of the device with all repeated layers, and record the new nodes in `nodes_by_repetition`."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
@@ -160,7 +160,7 @@ class _RepeatedLayerUnroller:
         """Build the program of the unrolled graph from the program of the short graph.
 
         Args:
-            graph: The unrolled graph of the device, from `build_unrolled_graph`.
+            graph: The unrolled graph of the device, from `build_unrolled_graph_and_record_nodes`.
             program: The program of the short graph.
         """
         called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}

@@ -137,7 +137,7 @@ class NodeComparer:
         ]
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
-    def compare_values(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[ValueDifference]:
+    def compare_step_values_with_reference(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[ValueDifference]:
         """Run one step of the plan, and yield the difference between each computed value and its reference.
 
         The differences are in graph order; outputs come last. Outputs are from a run without observed values, and their
@@ -160,7 +160,7 @@ class NodeComparer:
                 agree = agree and not found.is_wrong
         self._restore_states(before)
         loosest = max(
-            (self._compute_allowed_error(self.values[name]) for names, *_ in self._portions for name in names),
+            (self._compute_allowed_relative_error(self.values[name]) for names, *_ in self._portions for name in names),
             default=MIN_TOLERANCE,
         )
         for name in plain.run(inputs):
@@ -278,15 +278,15 @@ class NodeComparer:
             copies: The value on each device that has it; the worst of them counts.
             expected: The reference.
         """
-        value, limit = self.values[name], self._compute_allowed_error(self.values[name])
+        value, limit = self.values[name], self._compute_allowed_relative_error(self.values[name])
         error, at, worst = max(
-            ((*_compute_worst_row_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0]
+            ((*_find_worst_row_error_and_entry(copy, expected), copy) for copy in copies), key=lambda scored: scored[0]
         )
         return ValueDifference(
             self.plan.graph, name, value.node, error, limit, at, float(worst[at]), float(expected[at])
         )
 
-    def _compute_allowed_error(self, value: Value) -> float:
+    def _compute_allowed_relative_error(self, value: Value) -> float:
         """Return the largest allowed relative error of a value; it is 0 for integers.
 
         For floats it is a multiple of the largest rounding error that a backend declares for the node.
@@ -321,7 +321,7 @@ def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
     return [names for names in portions if names]
 
 
-def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
+def _find_worst_row_error_and_entry(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
     """Return the largest relative error of a row, and the index of the entry with the largest absolute difference.
 
     A row is along the last axis. Its error is the norm of the difference divided by the norm of the expected row. Equal

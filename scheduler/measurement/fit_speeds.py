@@ -54,7 +54,7 @@ class SpeedFit:
             again,
         )
         self.launch_counts = {
-            name: sum(plan.device_plans[0].count_launches_by_instruction()) for name, plan in plans.items()
+            name: sum(plan.device_plans[0].predict_launches_by_instruction()) for name, plan in plans.items()
         }
         self.launch_seconds = seconds["launches"] / self.launch_counts["launches"]
         self.work_by_probe = {name: _sum_plan_work(plan) for name, plan in plans.items()}
@@ -62,13 +62,13 @@ class SpeedFit:
     def compute_speeds(self) -> Speeds:
         """Return the speeds of the devices. Several devices also have speeds of collectives and messages."""
         own = Speeds(
-            {kind: 1 / seconds for kind, seconds in self.seconds_per_memory_byte.items()},
+            {kind: 1 / seconds for kind, seconds in self.seconds_per_weight_byte.items()},
             {kind: 1 / seconds for kind, seconds in self.seconds_per_weight_flop.items()},
             self.launch_seconds,
             plain_flops=1 / self.seconds_per_unweighted_flop,
             recurrent_flops=1 / self.seconds_per_recurrent_flop,
             value_bandwidth=1 / self.seconds_per_activation_byte,
-            state_bandwidth=1 / self.seconds_per_state_byte,
+            state_bandwidth=1 / self.seconds_per_state_byte_read,
             unpacking={kind: 1 / byte for kind, (_, byte) in self.prefill_seconds_per_flop_and_byte.items()},
             cached={kind: 1 / seconds for kind, seconds in self.seconds_per_cached_byte.items()},
             held=self.cache_hit_share_by_bytes,
@@ -93,7 +93,7 @@ class SpeedFit:
     def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
         """The seconds per FLOP without weights, and the seconds per byte of activations, from two probes together."""
         names = ("attention", "values")
-        return _solve_two_seconds_equations(
+        return _solve_two_work_rate_equations(
             [
                 (self.work_by_probe[name].flops, self.work_by_probe[name].nbytes, self.subtract_launch_seconds(name))
                 for name in names
@@ -109,7 +109,7 @@ class SpeedFit:
         )
 
     @property
-    def seconds_per_state_byte(self) -> float:
+    def seconds_per_state_byte_read(self) -> float:
         """The seconds to read one byte of a state."""
         work = self.work_by_probe["states"]
         return self.compute_dominant_seconds_per_item(
@@ -125,7 +125,7 @@ class SpeedFit:
 
         def of(kind: str) -> tuple[float, float]:
             names = (f"rows {kind}", f"few {kind}")
-            return _solve_two_seconds_equations(
+            return _solve_two_work_rate_equations(
                 [
                     (
                         self.work_by_probe[name].flops,
@@ -144,15 +144,17 @@ class SpeedFit:
         return {kind: flop for kind, (flop, _) in self.prefill_seconds_per_flop_and_byte.items()}
 
     @cached_property
-    def seconds_per_memory_byte(self) -> dict[str, float]:
+    def seconds_per_weight_byte(self) -> dict[str, float]:
         """The seconds in which a matrix-vector product reads one weight byte from memory, by dtype of the weights."""
-        return {kind: self.compute_seconds_per_weight_byte(f"read {kind}", kind) for kind in self.dtypes}
+        return {kind: self.compute_probe_seconds_per_weight_byte(f"read {kind}", kind) for kind in self.dtypes}
 
     @cached_property
     def seconds_per_cached_byte(self) -> dict[str, float]:
         """The seconds in which a matrix-vector product reads one weight byte from a cache, by dtype of the weights."""
         return {
-            kind: min(self.seconds_per_memory_byte[kind], self.compute_seconds_per_weight_byte(f"cached {kind}", kind))
+            kind: min(
+                self.seconds_per_weight_byte[kind], self.compute_probe_seconds_per_weight_byte(f"cached {kind}", kind)
+            )
             for kind in self.dtypes
         }
 
@@ -176,7 +178,7 @@ class SpeedFit:
             )
             memory, cache = (
                 sum(nbytes * each[kind] for nbytes, kind in weights)
-                for each in (self.seconds_per_memory_byte, self.seconds_per_cached_byte)
+                for each in (self.seconds_per_weight_byte, self.seconds_per_cached_byte)
             )
             share = min(share, max(0.0, (memory - reading) / (memory - cache))) if memory > cache else 0.0
             shares[str(self.device_count * sum(nbytes for nbytes, _ in weights))] = share
@@ -243,7 +245,7 @@ class SpeedFit:
         """
         return max(self.subtract_launch_seconds(name) - other_seconds, self.subtract_launch_seconds(name) / 10) / count
 
-    def compute_seconds_per_weight_byte(self, name: str, kind: str) -> float:
+    def compute_probe_seconds_per_weight_byte(self, name: str, kind: str) -> float:
         """Return the seconds in which a matrix-vector probe reads one byte of weights.
 
         Args:
@@ -278,7 +280,7 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
     return WorkEstimate(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.stored_bytes for w in works))
 
 
-def _solve_two_seconds_equations(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def _solve_two_work_rate_equations(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Solve two equations ``a * x + b * y = seconds`` for `x` and `y`, the seconds per unit of two kinds of work.
 
     `x` must dominate the first equation, and `y` the second. Each keeps at least a tenth of the seconds of its

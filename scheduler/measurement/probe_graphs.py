@@ -18,14 +18,16 @@ SUMMED_WIDTH, SHARDED_HIDDEN_WIDTH = 256, 512
 """Elements of a value that devices sum; elements between two products, which the devices shard."""
 
 
-def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
+def build_matvec_chain_graph(kind: DType, nbytes: int) -> Graph:
     """Build the probe of matrix-vector products: a chain of products that read about `nbytes` bytes of weights.
 
     Args:
         kind: Dtype of the weights.
         nbytes: Bytes of all weights together. There is at least one weight.
     """
-    return build_matmul_graph(kind, max(1, nbytes // weight("w", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind).spec.nbytes), 1)
+    return build_matmul_chain_graph(
+        kind, max(1, nbytes // weight("w", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind).spec.nbytes), 1
+    )
 
 
 def build_launch_and_message_chain_graph(length: int) -> Graph:
@@ -49,7 +51,7 @@ def build_prefill_activation_graph() -> Graph:
     return Graph({"y": x})
 
 
-def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
+def build_matmul_chain_graph(kind: DType, number: int, rows: int) -> Graph:
     """Build the probe of matrix products: a chain of products, each with a weight of its own.
 
     Args:
@@ -77,7 +79,7 @@ def build_collective_matmul_graph(hidden: int) -> Graph:
     return Graph({"y": x})
 
 
-def build_prefill_attention_graph() -> Graph:
+def build_second_half_prefill_attention_graph() -> Graph:
     """Build the probe of attention in prefill: the tokens of the second half of a prompt attend to both halves.
 
     The graph has no weights. Keys and values are states, because a backend keeps states in the dtype that they have in

@@ -9,8 +9,8 @@ from ...graph.errors import PlanError
 from ..costs.timeline import compute_device_end_seconds
 from ..ir.execution_plan import Plan
 from ..ir.pipeline_actions import PipelineAction, PipelineOrder
-from ..lowering.device_plan import find_collective_groups
-from ..verifier.communication.pipeline_order import find_collective_that_prevents_pipelining, find_pipeline_order_faults
+from ..lowering.device_plan import find_collective_group_of_each_device
+from ..verifier.communication.pipeline_order import find_collective_of_all_devices, find_pipeline_order_faults
 
 MIN_PIPELINE_SPEEDUP = 1.1
 """The least predicted speedup for which prefill chunks or micro-batches are pipelined."""
@@ -25,7 +25,7 @@ class StageTime(NamedTuple):
     compute_seconds: float
 
 
-def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
+def build_pipelined_action_order(plans: Sequence[Plan]) -> PipelineOrder:
     """Return the order of the actions of each device when several runs are pipelined.
 
     A device begins a run as soon as it has saved its results of the previous run.
@@ -54,14 +54,16 @@ def count_pipeline_stages(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan; it is 1 if all devices share a collective."""
     return (
         1
-        if any(find_collective_that_prevents_pipelining([device_plan.program for device_plan in plan.device_plans]))
+        if any(find_collective_of_all_devices([device_plan.program for device_plan in plan.device_plans]))
         else len(_list_stage_devices(plan))
     )
 
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
     """Return the device numbers of each pipeline stage, which is a collective group or else a single device."""
-    groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.device_plans]))
+    groups = dict.fromkeys(
+        find_collective_group_of_each_device([device_plan.program for device_plan in plan.device_plans])
+    )
     return [(number,) for number in range(len(plan.device_plans))] if len(groups) == 1 else [*groups]
 
 

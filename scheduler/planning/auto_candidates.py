@@ -16,16 +16,16 @@ from ..ir.execution_plan import Plan
 from ..sharding.axes import Factor
 from ..sharding.cost import AssignmentCost
 from ..sharding.hybrid_split import split_devices_into_groups
-from ..sharding.pins import pin_discrete_choices_to_first_device
+from ..sharding.pins import pin_discrete_choices_if_backends_differ
 from .branches import MIN_BRANCH_SAVING, BranchScheduler
-from .candidate import Candidate, choose_best_plan, score_by_run_time
+from .candidate import Candidate, choose_plan_with_fewest_missing_bytes, score_by_run_time_without_phrase
 from .plan_builder import PlanBuilder
 from .workload import OptimisticWorkloadEstimator
 
 BRANCHES_KIND = "independent branches"
 
 
-def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
+def choose_fastest_plan_with_penalties(plan_builder: PlanBuilder) -> Plan:
     """Choose the plan of split mode `auto`: the fastest plan that fits into memory, with penalties on its time.
 
     More devices and copies of weights and states are penalised. If no plan fits, choose the plan with the fewest
@@ -36,15 +36,21 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
     hardware = _fit_launch_cost_to_plan(costs, among)
     estimator = None if use is None else OptimisticWorkloadEstimator(use, hardware)
-    scorer = score_by_run_time if estimator is None else partial(_score_layout_for_workload, plan_builder, estimator)
+    scorer = (
+        score_by_run_time_without_phrase
+        if estimator is None
+        else partial(_score_layout_for_workload, plan_builder, estimator)
+    )
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
     candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_built_plan(scorer)]
     if len(plan_builder.group) > 1:
         others = _list_multi_device_candidates(plan_builder, alone, once, hardware, costs)
         if estimator is not None:
-            others = [estimator.estimate_candidate(candidate, among.cost.total) for candidate in others]
+            others = [
+                estimator.estimate_candidate_for_whole_workload(candidate, among.cost.total) for candidate in others
+            ]
         candidates += others
-    best = choose_best_plan(candidates, once, scorer)
+    best = choose_plan_with_fewest_missing_bytes(candidates, once, scorer)
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
 
 
@@ -65,7 +71,7 @@ def _score_layout_for_workload(
     over = cache(
         lambda sequences, tokens: plan_builder.build_with_layout_of_other_plan(plan, use.build_graph(sequences, tokens))
     )
-    return use.score_plans(over, estimator.choose_fastest_micro_batch_count)
+    return use.score_plans(over, estimator.list_fastest_micro_batch_count)
 
 
 def _list_multi_device_candidates(
@@ -101,7 +107,7 @@ def _list_multi_device_candidates(
                 first, single_device_plan, single_device_bytes, hardware
             )
         )
-        if _can_form_several_device_groups(hardware.machine, count) and not plan_builder.user_pins:
+        if _has_several_machines_or_halves(hardware.machine, count) and not plan_builder.user_pins:
             candidates += (
                 _with_stage_overlap_lower_bound(candidate, branches)
                 for candidate in _make_hybrid_candidates(first, hardware)
@@ -134,7 +140,7 @@ def _make_branch_candidate_with_lower_bound(
     cluster stays on one device. A cluster is a set of nodes that gain nothing from separate devices.
     """
     count = len(plan_builder.group)
-    if (bound := branches.compute_cluster_time_lower_bound(count)) is not None:
+    if (bound := branches.compute_lower_bound_with_unsplit_clusters(count)) is not None:
         lacking, refine = (
             max(0.0, single_device_bytes / count - branches.device_memory_bytes),
             partial(_make_branch_candidates, plan_builder, branches),
@@ -208,7 +214,7 @@ def _make_sharded_and_layer_candidates(
                 lower_bound_seconds=lower_bound_seconds,
                 group_sharding=group_sharding,
             )
-    seconds = single_device_plan.cost.total + _estimate_stage_latency_seconds(hardware, count, 1)
+    seconds = single_device_plan.cost.total + _sum_stage_link_latencies(hardware, count, 1)
     yield Candidate(
         "layers",
         count,
@@ -220,7 +226,7 @@ def _make_sharded_and_layer_candidates(
     )
 
 
-def _can_form_several_device_groups(devices_per_machine: int, device_count: int) -> bool:
+def _has_several_machines_or_halves(devices_per_machine: int, device_count: int) -> bool:
     """Return whether the devices can form at least two groups: whole machines, or the two halves of one machine."""
     return (
         device_count % devices_per_machine == 0
@@ -235,13 +241,13 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     A group is one machine, or one half of the only machine. There is no candidate if a node must stay on device 0
     because the backends differ.
     """
-    if pin_discrete_choices_to_first_device(plan_builder.graph, plan_builder.group):
+    if pin_discrete_choices_if_backends_differ(plan_builder.graph, plan_builder.group):
         return
     groups = split_devices_into_groups(hardware.machine, len(plan_builder.group))
     choice = plan_builder.factor_search.choose_fastest_factors(len(groups[0]), hardware, eager=True)
     stored_bytes = choice.stored_bytes / len(groups)
     lacking = max(0.0, stored_bytes - _find_smallest_device_memory(plan_builder))
-    seconds = choice.seconds + _estimate_stage_latency_seconds(hardware, len(groups), len(groups[0]))
+    seconds = choice.seconds + _sum_stage_link_latencies(hardware, len(groups), len(groups[0]))
     count = len(plan_builder.group)
     across = f"{len(groups)} machines" if 0 < hardware.machine < count else f"{len(groups)} teams"
     kind = f"layers across {across}, cut within each"
@@ -265,7 +271,7 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     )
 
 
-def _estimate_stage_latency_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
+def _sum_stage_link_latencies(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
     """Estimate the transfer seconds between pipeline stages as one link latency for each pair of adjacent stages.
 
     Bytes are not counted, so the estimate is a lower bound.

@@ -19,7 +19,7 @@ from ...graph.node import Node, Value
 from ...ops.registry import find_view_base
 from ..costs.hardware import STORED_LEAF_OPS, Hardware
 from ..sharding.layer_split import Placement, order_nodes_by_preceding_message_count
-from .clusters import Cluster, find_clusters, link_clusters_by_operands, split_cluster
+from .clusters import Cluster, find_clusters, link_clusters_and_merge_short_ones, split_cluster
 
 MIN_BRANCH_SAVING = 0.03
 """The least share of the time that branches on several devices must save; predictions are not more exact."""
@@ -91,7 +91,7 @@ class BranchScheduler:
             ends[node] = start + self.node_seconds.get(node, 0.0)
         return max(ends.values(), default=0.0)
 
-    def compute_cluster_time_lower_bound(self, device_count: int) -> float | None:
+    def compute_lower_bound_with_unsplit_clusters(self, device_count: int) -> float | None:
         """Compute a lower bound of the seconds of a run on `device_count` devices if each cluster stays on one device.
 
         The result is None if the bound does not save the share `MIN_BRANCH_SAVING` of the time of one device.
@@ -145,7 +145,9 @@ class BranchScheduler:
         whole = [Cluster([*cluster.nodes], cluster.seconds, {}) for cluster in self._clusters]
         parts = [part for cluster in self._clusters for part in split_cluster(cluster, self.node_seconds, grain)]
         schedules = (
-            schedule for division in (whole, parts) for schedule in self._schedule_clusters(division, device_count)
+            schedule
+            for division in (whole, parts)
+            for schedule in self._yield_improving_cluster_schedules(division, device_count)
         )
         return [schedule for schedule in schedules if schedule.seconds <= self.total_seconds * (1 - MIN_BRANCH_SAVING)]
 
@@ -159,14 +161,16 @@ class BranchScheduler:
             self.hardware.collective_seconds(0.0),
         )
 
-    def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
+    def _yield_improving_cluster_schedules(
+        self, division: Sequence[Cluster], device_count: int
+    ) -> Iterator[BranchSchedule]:
         """Schedule clusters on devices by list scheduling, then move single clusters, and yield each better schedule.
 
         Args:
             division: The clusters to schedule.
             device_count: The number of devices.
         """
-        clusters, owner = link_clusters_by_operands(division, self.hardware.collective_seconds(0.0))
+        clusters, owner = link_clusters_and_merge_short_ones(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
             until_end[cluster] += cluster.seconds
@@ -175,17 +179,19 @@ class BranchScheduler:
                 until_end[read] = max(
                     until_end[read], until_end[cluster] + self.estimate_result_message_seconds(source)
                 )
-        scheduler = _ListScheduler(self, device_count)
+        scheduler = _ClusterListScheduler(self, device_count)
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
             scheduler.place_cluster_where_it_starts_first(cluster)
         order = [
             node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
         ]
-        yield from self._build_schedules_in_two_orders(scheduler.placement, order)
+        yield from self._build_schedules_by_time_and_messages(scheduler.placement, order)
         if (better := self._improve_placement(clusters, scheduler.placement, order, device_count)) is not None:
-            yield from self._build_schedules_in_two_orders(better, order)
+            yield from self._build_schedules_by_time_and_messages(better, order)
 
-    def _build_schedules_in_two_orders(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
+    def _build_schedules_by_time_and_messages(
+        self, placement: Placement, order: Sequence[Node]
+    ) -> Iterator[BranchSchedule]:
         """Build two schedules of a placement, which differ in the order of the nodes.
 
         1. Order the nodes by their predicted end times.
@@ -245,7 +251,7 @@ class BranchScheduler:
         for node in order:
             device = placement[node]
             start = free[device]
-            for value, at in self._non_weight_operands_by_node[node]:
+            for value, at in self._operands_with_device_deciding_nodes[node]:
                 if (sender := placement[at]) != device:
                     if (value, device) not in arrivals:
                         sent = self.estimate_message_seconds(value.spec.nbytes, sender, device)
@@ -266,7 +272,7 @@ class BranchScheduler:
         return states
 
     @cached_property
-    def _non_weight_operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
+    def _operands_with_device_deciding_nodes(self) -> dict[Node, list[tuple[Value, Node]]]:
         """For each node its operands except weights, each with the node that decides on which device the operand is.
 
         This is the node that computes a value or updates a state. For a state without an update, it is its first
@@ -294,7 +300,7 @@ class BranchScheduler:
         return self._message_seconds[key]
 
 
-class _ListScheduler:
+class _ClusterListScheduler:
     """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads.
 
     A cluster is a set of nodes that gain nothing from separate devices.

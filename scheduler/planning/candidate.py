@@ -74,7 +74,7 @@ class Candidate:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
-    def with_corrected_estimate(self, time_ratio: float) -> Candidate:
+    def with_strongest_correction(self, time_ratio: float) -> Candidate:
         """Return the candidate with its uncorrected estimate multiplied by `time_ratio`.
 
         The candidate is returned unchanged if an earlier correction was at least as strong, that is, its factor was not
@@ -167,13 +167,13 @@ class Candidate:
         return f"{kind}, on {devices}: {about}{format_seconds(self.seconds)}, {stored_text} held in all{short}"
 
 
-def score_by_run_time(plan: Plan) -> tuple[float, str]:
+def score_by_run_time_without_phrase(plan: Plan) -> tuple[float, str]:
     """Score a plan by the predicted seconds of one run; return the seconds, and an empty phrase."""
     return plan.cost.total, ""
 
 
-def choose_best_plan(
-    candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
+def choose_plan_with_fewest_missing_bytes(
+    candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time_without_phrase
 ) -> Plan:
     """Choose the plan with the fewest missing bytes; among equals, the plan with the least penalised seconds.
 
@@ -213,7 +213,7 @@ def choose_best_plan(
         if best.seconds > 0:
             off = built_candidate.seconds / best.seconds * (best.correction_factor or 1.0)
             left = [
-                candidate.with_corrected_estimate(off) if candidate.has_same_estimate_bias_as(best) else candidate
+                candidate.with_strongest_correction(off) if candidate.has_same_estimate_bias_as(best) else candidate
                 for candidate in left
             ]
         if built_candidate.plan is not None and built_candidate.plan.cost.overlapped_seconds:

@@ -115,7 +115,9 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
         yield Cluster(nodes, spent, {})
 
 
-def link_clusters_by_operands(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
+def link_clusters_and_merge_short_ones(
+    clusters: Sequence[Cluster], latency: float
+) -> tuple[list[Cluster], dict[Node, Cluster]]:
     """Set for each cluster which nodes of other clusters it reads; merge very short clusters.
 
     A cluster shorter than `latency` seconds is merged into the cluster that it reads, if that is only one.

@@ -132,17 +132,17 @@ def _suggest_larger_device_count(pool: MemoryPool, plan: Plan) -> str | None:
         return None
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
     spread = frozenset(
-        n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _has_partitioned_leaves(plan)
+        n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _has_leaves_not_on_all_devices(plan)
     )
     shared = (
         sum(MemoryPool((device_plan,), 0).count_bytes_of_named_leaves(spread) for device_plan in plan.device_plans)
-        if _has_partitioned_leaves(plan)
+        if _has_leaves_not_on_all_devices(plan)
         else pool.count_bytes_of_named_leaves(spread)
     )
     room = pool.memory_bytes - (pool.needed_bytes - pool.count_bytes_of_named_leaves(spread))
     if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.device_plans):
         return None
-    mode = "" if _has_partitioned_leaves(plan) else " with split_mode='tensor'"
+    mode = "" if _has_leaves_not_on_all_devices(plan) else " with split_mode='tensor'"
     return f"use {count} such devices{mode}"
 
 
@@ -154,7 +154,7 @@ def _suggest_other_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     """
     if len(plan.device_plans) == 1:
         return None
-    if not _has_partitioned_leaves(plan):
+    if not _has_leaves_not_on_all_devices(plan):
         return "use split_mode='tensor' or split_mode='layer'"
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
     mode, needed = (
@@ -165,7 +165,7 @@ def _suggest_other_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     return f"use split_mode='{mode}'" if needed <= memory else None
 
 
-def _has_partitioned_leaves(plan: Plan) -> bool:
+def _has_leaves_not_on_all_devices(plan: Plan) -> bool:
     """Return whether devices store different parts of the weights and states, so that not every leaf is copied."""
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 

@@ -62,7 +62,7 @@ class MicroBatchChoice:
         return "; ".join(clauses)
 
 
-def list_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
+def list_halved_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
     """List the micro-batch counts to consider, descending: the stage count, its half, and so on down to two.
 
     The largest count is not larger than the number of sequences.
@@ -74,7 +74,7 @@ def list_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
 def choose_micro_batches(
     sequence_count: int,
     plan_of: Callable[[int], Plan],
-    counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts,
+    counts_of: Callable[[int, int], Sequence[int]] = list_halved_micro_batch_counts,
 ) -> MicroBatchChoice:
     """Choose how many micro-batches a decode step has.
 

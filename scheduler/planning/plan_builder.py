@@ -40,11 +40,11 @@ from ..sharding.partitioner import PartitionedGraphs
 from ..sharding.pins import (
     Pin,
     find_unsupported_nodes,
-    pin_discrete_choices_to_first_device,
+    pin_discrete_choices_if_backends_differ,
     pin_earlier_layouts_of_changed_leaves,
     pin_readers_to_devices_of_leaves,
 )
-from ..sharding.search.greedy_search import FactorChoice, factors_from_positions, list_all_factor_positions
+from ..sharding.search.greedy_search import FactorChoice, factors_from_positions, list_leaf_positions_of_factors
 from .branches import BranchSchedule
 from .decompose import decompose_unsupported_ops
 from .memory_fit import choose_smallest_fitting_host_offload, compute_memory_proportions, compute_missing_bytes
@@ -204,7 +204,7 @@ class PlanBuilder(ShardedPlanBuilder):
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
         sharded = PartitionedGraphs((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
-        return self._assemble_plan(self._require_supported_nodes(sharded), frozenset(), reasons, {})
+        return self._assemble_plan(self._raise_if_nodes_unsupported(sharded), frozenset(), reasons, {})
 
     def build_layer_split(self) -> Plan:
         """Build the layer split: each device gets consecutive layers.
@@ -356,14 +356,14 @@ class PlanBuilder(ShardedPlanBuilder):
         Raises:
             PlanError: Nodes are pinned, backends are mixed, or no factor can be sharded within a stage.
         """
-        if self.user_pins or pin_discrete_choices_to_first_device(self.graph, self.group):
+        if self.user_pins or pin_discrete_choices_if_backends_differ(self.graph, self.group):
             raise PlanError(
                 "split mode layer,tensor places no single nodes and mixes no backends; "
                 "leave place='REGEX=DEVICE' out and name devices of one kind, or use layer or tensor"
             )
         shares = self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         where = split_layers(self.graph, [sum(shares[d] for d in group) for group in groups])
-        cuts = list_all_factor_positions(self.graph, self.factors, choice.factors)
+        cuts = list_leaf_positions_of_factors(self.graph, self.factors, choice.factors)
         group_names = [", ".join(self.device_names[d] for d in (group[0], group[-1])) for group in groups]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(group_names)]
         plan = self._build_hybrid_stages(where, groups, cuts, (*choice.alternatives, *notes))
@@ -413,7 +413,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
         first = partition_groups()
         plan = self._assemble_plan(
-            self._require_supported_nodes(first.partitioned_graphs), first.sharded_factors, reasons, {}
+            self._raise_if_nodes_unsupported(first.partitioned_graphs), first.sharded_factors, reasons, {}
         )
         return (
             choose_plan_with_or_without_overlap_chunks(plan, build_with_chunks)

@@ -35,7 +35,7 @@ from ..ir.execution_plan import HostOffload, Plan
 from ..lowering.device_plan import DEVICES_KIND, Devices
 from ..sharding.pins import PlacementRules
 from ..verifier.plan_verifier import verify_plan
-from .auto_candidates import choose_auto_plan
+from .auto_candidates import choose_fastest_plan_with_penalties
 from .decompose import decompose_unsupported_ops
 from .gc_pause import pause_garbage_collection
 from .plan_builder import FactorChooser, PlanBuilder, SplitModeBuilder
@@ -151,7 +151,7 @@ def plan_for_group(
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     if like is not None:
         group = _select_devices_of_earlier_plan(like, graph, group)
-    shares = _expand_tensor_split(tensor_split, len(group))
+    shares = _pad_tensor_split_with_zeros(tensor_split, len(group))
     planning = PlanBuilder(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
     new_plan = planning.build_unverified_with_host_fallback(SPLIT_MODES[split_mode], like, choose, host)
     try:
@@ -170,7 +170,7 @@ SPLIT_MODES: Mapping[str, SplitModeBuilder] = {
     "layer": PlanBuilder.build_layer_split,
     "tensor": PlanBuilder.build_tensor_parallel,
     "layer,tensor": PlanBuilder.build_hybrid,
-    "auto": choose_auto_plan,
+    "auto": choose_fastest_plan_with_penalties,
 }
 """The split modes by name, in the order of `SPLIT_MODE_NAMES`. Each function plans a graph for several devices."""
 
@@ -212,7 +212,7 @@ def _can_keep_layout(earlier: Value, value: Value) -> bool:
     return earlier.spec == value.spec
 
 
-def _expand_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
+def _pad_tensor_split_with_zeros(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
     """Expand the tensor split to one share for each device; missing shares at the end are zero.
 
     Without a tensor split all shares are equal. Raises `PlanError` for a split with too many or invalid shares.

@@ -149,7 +149,9 @@ def choose_prefill_chunks(
         for size in allowed_sizes
         for cells in (past_tokens + min(size, token_count), end)
     }
-    splits = {_split_into_chunks_within_time(seconds, past_tokens, end, allowed_sizes, time_model) for seconds in times}
+    splits = {
+        _split_within_time_of_slowest_stage(seconds, past_tokens, end, allowed_sizes, time_model) for seconds in times
+    }
     candidates = [
         PrefillChunks(
             chunk_sizes, compute_pipelined_prefill_seconds(chunk_sizes, past_tokens, allowed_sizes, time_model)
@@ -161,7 +163,7 @@ def choose_prefill_chunks(
     return min(good, key=lambda parts: (len(parts.chunk_sizes), parts.seconds))
 
 
-def _split_into_chunks_within_time(
+def _split_within_time_of_slowest_stage(
     max_seconds: float, past_tokens: int, end_token: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> tuple[int, ...]:
     """Split a prompt into the largest chunks that take at most `max_seconds` each on the slowest pipeline stage.

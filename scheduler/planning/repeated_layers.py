@@ -98,7 +98,9 @@ def plan_repeated_layers(
         if once is None or (own := _map_factors_to_short_graph(once, sharded_factors)) is None:
             continue
         first = _ShortenedGraphSharding(once, group, hardware, sharded_factors, proportions, own)
-        sharding = first.with_layer_count_of_short_graph(min(_choose_layer_count_of_short_graph(first), runs.count - 1))
+        sharding = first.with_layer_count_of_short_graph(
+            min(_choose_layer_count_that_evens_rounding(first), runs.count - 1)
+        )
         repeated_plan = None if sharding is None else _plan_by_shortened_graph(sharding)
         if repeated_plan is not None and all(
             repeated_plan.leaf_layouts[name] == layout for name, layout in required_layouts.items()
@@ -266,7 +268,7 @@ def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedLayer
         of.deep_repetitions.count - of.short_count
     ) * of.deep_repetitions.length * sharding.distinct_program_count < MIN_SAVED_NODES:
         return None
-    assignment = sharding.sequence_parallel_chooser.choose_sharded_or_replicated_rows()
+    assignment = sharding.sequence_parallel_chooser.choose_sharded_rows_at_min_gain()
     repeated_plan = (
         sharding.build_repeated_plan(sharding.build_partitioned_graphs(assignment))
         if _has_equal_layouts_of_carried_values(of, assignment)
@@ -286,7 +288,7 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
 
     The result is None if the repeated layers of the user's graph are sharded differently.
     """
-    number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
+    number = {node.name: at for at, node in enumerate(shortened.deep_nodes_by_number) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
     for name, axis, segment, factor in sharded_factors:
         run = shortened.deep_repetitions.repetition_of(number[name])
@@ -303,7 +305,7 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
     return frozenset([*by_run[PREAMBLE], *by_run[shortened.deep_repetitions.count], *again])
 
 
-def _choose_layer_count_of_short_graph(short_sharding: _ShortenedGraphSharding) -> int:
+def _choose_layer_count_that_evens_rounding(short_sharding: _ShortenedGraphSharding) -> int:
     """Choose how many repeated layers the short graph keeps, so that rounding evens out over the layers.
 
     The shard ranges of a single layer are rounded. Over several layers, each device gets its proportion.

@@ -15,7 +15,7 @@ from ...backends.capabilities import can_group_overlap
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node
-from ...graph.repeated_runs import RepeatedRuns, find_repeated_runs
+from ...graph.repeated_runs import RepeatedRuns, find_largest_repeated_runs
 from ..costs.hardware import Hardware
 from ..ir.execution_plan import Plan, ShardedFactors
 from ..ir.layout import Layout
@@ -36,8 +36,8 @@ from ..sharding.pins import (
     find_unsupported_nodes,
     find_user_pins,
     list_pinned_nodes,
-    pin_discrete_choices_to_first_device,
-    pin_leaves_of_pinned_nodes,
+    pin_discrete_choices_if_backends_differ,
+    pin_leaves_of_only_pinned_nodes,
     pin_neighbours_of_pinned_nodes,
     pin_unsupported_nodes,
 )
@@ -46,7 +46,7 @@ from ..sharding.search.greedy_search import (
     FactorChoice,
     FactorSearch,
     assign_shard_ranges,
-    list_all_factor_positions,
+    list_leaf_positions_of_factors,
     list_one_position_per_factor,
 )
 from ..sharding.sequence_parallel import MIN_GAIN, SequenceParallelChooser
@@ -99,7 +99,7 @@ class ShardedPlanBuilder:
     @cached_property
     def repeated_layers(self) -> RepeatedRuns | None:
         """The repeated layers of the graph; None without any."""
-        return find_repeated_runs(self.graph)
+        return find_largest_repeated_runs(self.graph)
 
     @property
     def factors(self) -> Factors:
@@ -117,7 +117,7 @@ class ShardedPlanBuilder:
             fixed_pins: Nodes and leaves with a layout from an earlier plan.
         """
         first = {
-            **pin_discrete_choices_to_first_device(self.graph, self.group),
+            **pin_discrete_choices_if_backends_differ(self.graph, self.group),
             **({} if fixed_pins is None else fixed_pins.nodes),
             **self.user_pins,
         }
@@ -128,7 +128,9 @@ class ShardedPlanBuilder:
 
         def make_sequence_options(nodes: Mapping[Node, Pin]) -> SequenceParallelChooser:
             pins = (
-                pin_leaves_of_pinned_nodes(self.graph, nodes) if fixed_pins is None else Pins(nodes, fixed_pins.leaves)
+                pin_leaves_of_only_pinned_nodes(self.graph, nodes)
+                if fixed_pins is None
+                else Pins(nodes, fixed_pins.leaves)
             )
             used_pins = pins if nodes or pins.leaves else NO_PINS
             return SequenceParallelChooser(
@@ -137,7 +139,7 @@ class ShardedPlanBuilder:
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
             return nodes, partition_graph(
-                self.graph, self.factors, make_sequence_options(nodes).choose_sharded_or_replicated_rows(), shares
+                self.graph, self.factors, make_sequence_options(nodes).choose_sharded_rows_at_min_gain(), shares
             )
 
         where, sharded = self._pin_nodes_until_supported(first, build)
@@ -186,9 +188,9 @@ class ShardedPlanBuilder:
             choice: The factors to shard, and the alternatives as reasons.
             fixed_layouts: The layouts of an earlier plan; a plan with other layouts is rejected.
         """
-        if self.user_pins or self.unrepeated_reasons or pin_discrete_choices_to_first_device(self.graph, self.group):
+        if self.user_pins or self.unrepeated_reasons or pin_discrete_choices_if_backends_differ(self.graph, self.group):
             return None
-        every = list_all_factor_positions(self.graph, self.factors, choice.factors)
+        every = list_leaf_positions_of_factors(self.graph, self.factors, choice.factors)
         repeated_plan = plan_repeated_layers(
             self.graph, self.repeated_layers, self.group, every, self.proportions, self.hardware, fixed_layouts
         )
@@ -233,7 +235,7 @@ class ShardedPlanBuilder:
                 return where, sharded
             pins.update(pin_unsupported_nodes(found, where, self.group))
 
-    def _require_supported_nodes(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
+    def _raise_if_nodes_unsupported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
         """Require that each device supports its nodes; raise `PlanError` with the first unsupported node.
 
         Returns `partitioned_graphs` unchanged.

@@ -16,7 +16,7 @@ from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
 from ..sharding.cost import AssignmentCost
 from .candidate import Candidate
-from .micro_batches import choose_micro_batches, list_micro_batch_counts
+from .micro_batches import choose_micro_batches, list_halved_micro_batch_counts
 from .prefill_chunks import ChunkTimeModel, choose_prefill_chunks
 
 MicroBatchCounts = Callable[[int, int], Sequence[int]]
@@ -60,7 +60,7 @@ class Workload:
         )
 
     def score_plans(
-        self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts
+        self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_halved_micro_batch_counts
     ) -> tuple[float, str]:
         """Score the plans of one layout by the predicted seconds of the workload.
 
@@ -102,7 +102,7 @@ class OptimisticWorkloadEstimator:
         self.workload, self.hardware = workload, hardware
         self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def estimate_candidate(self, candidate: Candidate, single_device_seconds: float) -> Candidate:
+    def estimate_candidate_for_whole_workload(self, candidate: Candidate, single_device_seconds: float) -> Candidate:
         """Return the candidate with estimates for the whole workload; before, they are for one step.
 
         In prefill, the devices of a stage are assumed to share all work except kernel launches.
@@ -123,13 +123,13 @@ class OptimisticWorkloadEstimator:
                 one,
                 *(
                     self._estimate_step_seconds(n, stages)
-                    for n in self.choose_fastest_micro_batch_count(use.sequence_count, stages)
+                    for n in self.list_fastest_micro_batch_count(use.sequence_count, stages)
                 ),
             ]
         )
         read = 0.0
         if use.prompt_tokens and (stages > 1 or candidate.group_sharding is not None):
-            read = self._estimate_prefill_seconds(stages, candidate.device_count // stages)
+            read = self._estimate_fastest_prefill_seconds(stages, candidate.device_count // stages)
         elif use.prompt_tokens:  # no node is sharded
             read = self._estimate_run_seconds(1, use.prompt_tokens) / speed
         if stages > 1:  # one device may work while the others wait
@@ -142,7 +142,7 @@ class OptimisticWorkloadEstimator:
         refined = (
             None
             if refine is None
-            else lambda: [self.estimate_candidate(one, single_device_seconds) for one in refine()]
+            else lambda: [self.estimate_candidate_for_whole_workload(one, single_device_seconds) for one in refine()]
         )
         return replace(
             candidate,
@@ -152,12 +152,12 @@ class OptimisticWorkloadEstimator:
             refine=refined,
         )
 
-    def choose_fastest_micro_batch_count(self, sequence_count: int, stage_count: int) -> list[int]:
+    def list_fastest_micro_batch_count(self, sequence_count: int, stage_count: int) -> list[int]:
         """Choose the micro-batch count with the shortest estimated step; return a list with this count.
 
         The list is empty if there are fewer than two sequences or stages.
         """
-        counts = list_micro_batch_counts(sequence_count, stage_count)
+        counts = list_halved_micro_batch_counts(sequence_count, stage_count)
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 
     def _estimate_step_seconds(self, micro_batch_count: int, stage_count: int) -> float:
@@ -168,7 +168,7 @@ class OptimisticWorkloadEstimator:
             / stage_count
         )
 
-    def _estimate_prefill_seconds(self, stage_count: int, device_count: int) -> float:
+    def _estimate_fastest_prefill_seconds(self, stage_count: int, device_count: int) -> float:
         """Estimate the seconds of the prefill of a prompt: the faster of one run and pipelined chunks.
 
         Args:

@@ -14,7 +14,7 @@ from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import find_collective_sequence_number
 from ...ops.registry import find_view_base
-from ..costs.timeline import COMPUTE, TimelineEntry, count_collective_bytes
+from ..costs.timeline import COMPUTE, TimelineEntry, count_bytes_of_exchanged_value
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds, format_table
 from ..ir.layout import Local, Shard
@@ -57,7 +57,7 @@ def format_summary(plan: Plan) -> str:
     where = format_devices([str(device_plan.device) for device_plan in plan.device_plans])
     simulated = " (simulated)" if plan.device_plans[0].backend.name == "simulated" else ""
     idle = f"{format_devices(plan.unused_devices)} left free; " if plan.unused_devices else ""
-    if len(plan.device_plans) > 1 and len(plan.timeline) == 1 and not _has_sharded_leaves_or_outputs(plan):
+    if len(plan.device_plans) > 1 and len(plan.timeline) == 1 and not _has_sharded_or_local_values(plan):
         idle += f"each of {len(plan.device_plans)} devices does all; "
     return (
         f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
@@ -66,7 +66,7 @@ def format_summary(plan: Plan) -> str:
     )
 
 
-def _has_sharded_leaves_or_outputs(plan: Plan) -> bool:
+def _has_sharded_or_local_values(plan: Plan) -> bool:
     """Return whether devices have different parts of the leaves or outputs: a layout is sharded or local."""
     return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
@@ -75,17 +75,17 @@ def format_decision_lines(plan: Plan) -> list[str]:
     """Return the lines that explain how the plan was found, with its placement, overlap, speedups and more."""
     return [
         *plan.reasons,
-        *format_predicted_time_line(plan),
+        *format_sharded_time_line(plan),
         *format_pinned_node_lines(plan),
         *format_transport_lines(plan),
-        *format_critical_path_shares(plan),
+        *format_device_and_collective_shares(plan),
         *format_overlap_saving_lines(plan),
         *format_pipeline_speedup_lines(plan),
         *format_numpy_fallback_lines(plan),
     ]
 
 
-def format_predicted_time_line(plan: Plan) -> list[str]:
+def format_sharded_time_line(plan: Plan) -> list[str]:
     """Return a line with the predicted time of the plan if factors are sharded; otherwise return no line.
 
     It is longer than the times of the factor search, because the search does not see the copies in the programs.
@@ -128,7 +128,7 @@ def format_transport_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def format_critical_path_shares(plan: Plan) -> list[str]:
+def format_device_and_collective_shares(plan: Plan) -> list[str]:
     """Return a line with the shares of devices and collectives in the critical path; for one device, return no line."""
     if len(plan.device_plans) == 1 or not plan.cost.total:
         return []
@@ -211,7 +211,7 @@ def format_timeline_table(plan: Plan) -> list[str]:
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.timeline):
         phrases = [
-            reasons.explain_entry(stage),
+            reasons.explain_devices_or_collective(stage),
             *(f"hint: {hint}" for hint in reasons.select_hints_for_entry(stage, advice)),
         ]
         table.append(_format_timeline_row(plan, number, stage, "; ".join(phrases)))
@@ -248,7 +248,16 @@ def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: 
     uncut = "-" if entry.unsharded_seconds is None else format_seconds(entry.unsharded_seconds)
     if entry.is_overlapped:
         reason = f"beside the meeting before it; {reason}"
-    return str(number), where, str(entry.instruction_count), reads, moved, format_seconds(entry.seconds), uncut, reason
+    return (
+        str(number),
+        where,
+        str(entry.instruction_count),
+        reads,
+        moved,
+        format_seconds(entry.seconds),
+        uncut,
+        reason,
+    )
 
 
 def _make_row_key_without_numbers(row: tuple[str, ...]) -> tuple[str, ...]:
@@ -261,17 +270,17 @@ class TimelineReasons:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.pin_reasons = _find_pin_and_reason_by_name(plan)
+        self.pin_reasons = _find_pin_of_nodes_and_leaves(plan)
         self.shapes_by_name = {
             name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()
         }
 
-    def explain_entry(self, entry: TimelineEntry) -> str:
+    def explain_devices_or_collective(self, entry: TimelineEntry) -> str:
         """Return why a timeline entry runs on its devices, or for a collective why it is needed."""
-        nodes = self._list_entry_nodes(entry)
+        nodes = self._list_nodes_computed_by_entry(entry)
         if entry.op == COMPUTE:
-            return self._explain_devices_of_compute_span(nodes, entry.devices)
-        return self._explain_collective(self.plan.device_plans[entry.sending_device], entry, nodes[0])
+            return self._explain_devices_by_read_leaves(nodes, entry.devices)
+        return self._explain_need_of_collective(self.plan.device_plans[entry.sending_device], entry, nodes[0])
 
     def select_hints_for_entry(
         self, entry: TimelineEntry, hints_by_weight: Mapping[str, SingleDevicePlacementHint]
@@ -285,13 +294,13 @@ class TimelineReasons:
             hints_by_weight: The placement hints of the plan, by weight name.
         """
         read = (
-            (find_view_base(s).node.name for n in self._list_entry_nodes(entry) for s in n.inputs)
+            (find_view_base(s).node.name for n in self._list_nodes_computed_by_entry(entry) for s in n.inputs)
             if entry.op == COMPUTE
             else ()
         )
         return list(dict.fromkeys(hints_by_weight[name] for name in read if name in hints_by_weight))
 
-    def _list_entry_nodes(self, entry: TimelineEntry) -> list[Node]:
+    def _list_nodes_computed_by_entry(self, entry: TimelineEntry) -> list[Node]:
         """List the nodes that a timeline entry computes, in the graph of its first device, or of the sender."""
         device_plan = self.plan.device_plans[entry.sending_device]
         instructions = device_plan.program.instructions[
@@ -299,7 +308,7 @@ class TimelineReasons:
         ]
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
-    def _explain_devices_of_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
+    def _explain_devices_by_read_leaves(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """Return why nodes run on their devices, from the weights and states that they read.
 
         The text names the largest leaf that is placed on one device, and the largest sharded leaf. If there is neither,
@@ -338,7 +347,7 @@ class TimelineReasons:
                 return f"{format_user_value_name(s)} lies in shards, with which each device goes on"
         return "what it reads is whole on each device"
 
-    def _explain_collective(self, device_plan: DevicePlan, entry: TimelineEntry, node: Node) -> str:
+    def _explain_need_of_collective(self, device_plan: DevicePlan, entry: TimelineEntry, node: Node) -> str:
         """Return why a collective or a message is needed, with the name of the value that it exchanges."""
         if entry.op == "send":
             to = self.plan.device_plans[next(d for d in entry.devices if d != entry.sending_device)].device
@@ -353,13 +362,15 @@ class TimelineReasons:
         if entry.op == "all_gather":
             return f"{format_user_value_name(source)} lies in shards and is read whole{because}"
         whose = ", of which each keeps its own rows" if entry.op == "reduce_scatter" else ""
-        machines = self._describe_multi_machine_sum(device_plan, entry)
+        machines = self._describe_sum_seconds_by_machine_scope(device_plan, entry)
         return f"{format_user_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
-    def _describe_multi_machine_sum(self, device_plan: DevicePlan, entry: TimelineEntry) -> str:
+    def _describe_sum_seconds_by_machine_scope(self, device_plan: DevicePlan, entry: TimelineEntry) -> str:
         """Return a text about the seconds of a sum within machines and across machines, if it has steps of both."""
         cost = self.plan.hardware.estimate_fastest_collective_cost(
-            entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
+            entry.op,
+            count_bytes_of_exchanged_value(device_plan.program.instructions[entry.first_instruction]),
+            entry.devices,
         )
         if not (cost.inside_machine_seconds and cost.across_machines_seconds):
             return ""
@@ -404,7 +415,7 @@ def format_user_value_name(value: Value) -> str:
     )
 
 
-def _find_pin_and_reason_by_name(plan: Plan) -> dict[str, tuple[int, str]]:
+def _find_pin_of_nodes_and_leaves(plan: Plan) -> dict[str, tuple[int, str]]:
     """Return the device and the reason of each pinned node and of each leaf that a pinned node reads, by name."""
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.pinned_nodes for name in placed.nodes}
     reasons = dict(pins_by_name)

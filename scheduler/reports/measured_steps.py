@@ -100,7 +100,7 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
     about = document["otherData"]
     if about["format"] != TRACE_FORMAT:
         raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {TRACE_FORMAT}")
-    known = [_compute_shape_match_share(plan, other["steps"]) for other in about["plans"]]
+    known = [_compute_equal_shape_instruction_share(plan, other["steps"]) for other in about["plans"]]
     if not any(known):
         raise PlanError(f"none of its {len(known)} plans has the steps of this one; trace the same devices and split")
     number = known.index(best := max(known))
@@ -133,7 +133,7 @@ def _read_event_microseconds(event: Mapping[str, Any]) -> float:
     return lasted
 
 
-def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
+def _compute_equal_shape_instruction_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
     """Return the fraction of instructions with equal shapes in a plan and in a trace; 0 if ops or nodes differ."""
     own = [
         [(i.op, i.node, format_first_result_spec(i)) for i in device_plan.program.instructions]

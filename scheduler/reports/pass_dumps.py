@@ -172,7 +172,7 @@ class ArenaLifetime:
         return self.offset + self.nbytes
 
     @property
-    def first_step_after_use(self) -> int:
+    def first_step_when_free(self) -> int:
         """The step from which the bytes are free: after the last read, or when another value overwrites them."""
         return min(self.last_step + 1, self.overwriting_step)
 
@@ -190,7 +190,7 @@ def format_memory_map(program: Program) -> str:
         bar = "." * first + "#" * (last - first + 1)
         rows.append((str(life.offset), str(life.nbytes), bar.ljust(-(-steps // scale), "."), life.name + life.note))
     arena = program.buffers[ARENA_BUFFER].nbytes
-    return "\n".join([f"arena of {arena} bytes", *format_table(rows, "rrll"), "", *_format_non_arena_buffers(program)])
+    return "\n".join([f"arena of {arena} bytes", *format_table(rows, "rrll"), "", *_format_buffer_use_table(program)])
 
 
 def _offset_of(life: ArenaLifetime) -> int:
@@ -244,7 +244,7 @@ def compute_memory_and_last_use_by_step(program: Program) -> tuple[list[int], li
     steps = len(program.instructions)
     last, change = [-1] * steps, [0] * (steps + 1)
     for life in find_arena_lifetimes(program):
-        end = min(life.first_step_after_use, steps)
+        end = min(life.first_step_when_free, steps)
         change[max(life.first_step, 0)] += life.nbytes
         change[end] -= life.nbytes
         if life.writing_step >= 0:
@@ -252,7 +252,7 @@ def compute_memory_and_last_use_by_step(program: Program) -> tuple[list[int], li
     return list(itertools.accumulate(change[:-1])), last
 
 
-def _format_non_arena_buffers(program: Program) -> list[str]:
+def _format_buffer_use_table(program: Program) -> list[str]:
     """Return a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
     reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))
     for step, i in enumerate(program.instructions):
@@ -276,21 +276,21 @@ def format_program(program: Program) -> str:
     places = [b.name and format_node_reference(b.name) for b in program.buffers]
     rows = [("step", "op", "writes", "reads", "with")]
     for step, i in enumerate(program.instructions):
-        writes = ", ".join(_format_tensor_location(t, places) for t in i.dst)
-        reads = ", ".join("_" if t is None else _format_tensor_location(t, places) for t in i.src)
+        writes = ", ".join(_format_tensor_spec_and_location(t, places) for t in i.dst)
+        reads = ", ".join("_" if t is None else _format_tensor_spec_and_location(t, places) for t in i.src)
         rows.append(
             (str(step), i.op, f"{format_node_reference(i.node)} = {writes}", reads, _format_non_default_attributes(i))
         )
     ends = [("input", program.inputs), ("output", program.outputs)]
     rows += [
-        ("", end, f"{name} = {_format_tensor_location(t, places)}", "", "")
+        ("", end, f"{name} = {_format_tensor_spec_and_location(t, places)}", "", "")
         for end, found in ends
         for name, t in found.items()
     ]
     return "\n".join([f"{len(program.instructions)} steps", *format_table(rows, "rllll")])
 
 
-def _format_tensor_location(tensor: Tensor, places: Sequence[str]) -> str:
+def _format_tensor_spec_and_location(tensor: Tensor, places: Sequence[str]) -> str:
     """Return the spec and the location of a tensor as text: ``f32[1,64]@256`` is at byte 256 of the arena.
 
     A tensor in a buffer of its own has the name of the buffer: ``f32[128,64]@%token_embd.weight``.

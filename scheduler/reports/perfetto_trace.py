@@ -55,7 +55,7 @@ def format_chrome_trace(trace: Trace) -> Iterator[str]:
     about = {
         "format": TRACE_FORMAT,
         "left_out": trace.dropped_runs,
-        "plans": [_make_plan_metadata(p, labels[id(p)]) for p in plans],
+        "plans": [_list_devices_and_instructions(p, labels[id(p)]) for p in plans],
     }
     yield f'{{"displayTimeUnit": "ns", "otherData": {_to_json(about)},\n"traceEvents": [\n'
     yield ",\n".join(_to_json(event) for event in _make_process_name_events(plans))
@@ -69,7 +69,7 @@ def format_chrome_trace(trace: Trace) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
+def _list_devices_and_instructions(plan: Plan, label: str) -> dict[str, Any]:
     """Return the devices and the instructions of a plan; a reader of the trace recognises the plan by them."""
     steps = [
         [[i.op, i.node, format_first_result_spec(i)] for i in device_plan.program.instructions]
@@ -154,7 +154,7 @@ class _PlanTraceEvents:
                     else:
                         came.append((device, start, end, collective[1]))
         for came in calls_by_collective.values():
-            yield from _format_collective_arrows(came, arrows)
+            yield from _format_arrows_from_last_device(came, arrows)
 
     def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
         """Return the part of a step's event that is equal in all runs, as the end of its JSON text.
@@ -201,7 +201,9 @@ def _find_collective_of_step(program: Program, step: TimedKernel) -> tuple[int, 
     return None
 
 
-def _format_collective_arrows(calls: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
+def _format_arrows_from_last_device(
+    calls: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]
+) -> Iterator[str]:
     """Yield the arrows of one collective, from the device that others waited for to each of the other devices.
 
     An arrow begins at the sender of a message, or at the device that arrived last.

@@ -71,7 +71,7 @@ def suggest_weights_for_single_device(
         return {}
     moves = _PlacementHintFinder(plan, format_value_layouts(plan) if layouts is None else layouts)
     whole = [v.node for v in plan.graph.weights if isinstance(plan.leaves[v.node.name], Replicate)]
-    options = {leaf.name: list(moves.find_leaf_hints(leaf)) for leaf in whole}
+    options = {leaf.name: list(moves.find_single_weight_hints(leaf)) for leaf in whole}
     return {name: min(own, key=lambda hint: hint.extra_seconds) for name, own in options.items() if own}
 
 
@@ -97,11 +97,11 @@ class _PlacementHintFinder:
         }
         self.node_times = [runs[first] for first in first_equal]
 
-    def find_leaf_hints(self, leaf: Node) -> Iterator[SingleDevicePlacementHint]:
+    def find_single_weight_hints(self, leaf: Node) -> Iterator[SingleDevicePlacementHint]:
         """Yield a placement hint for each device on which one weight alone would save enough memory for its cost."""
         if (
-            self._compute_largest_device_share_of_weights([leaf]) < MIN_SAVED_SHARE
-            or (pattern := self._make_exact_name_pattern(leaf.name)) is None
+            self._compute_largest_weight_fraction_of_device([leaf]) < MIN_SAVED_SHARE
+            or (pattern := self._make_exact_name_regex(leaf.name)) is None
         ):
             return
         first = self.devices[0]  # the nodes are the same for every device
@@ -112,20 +112,20 @@ class _PlacementHintFinder:
         left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
         for to, device in enumerate(self.devices):
             seconds = self._estimate_extra_seconds_of_move(moved, elsewhere, to)
-            if seconds is not None and self._compute_largest_device_share_of_weights(left) >= seconds / max(
+            if seconds is not None and self._compute_largest_weight_fraction_of_device(left) >= seconds / max(
                 self.plan.cost.total, 1e-12
             ):
                 others = (d for d in range(len(self.devices)) if d != to)
                 saved = {self.devices[d]: sum(self.weight_bytes[d].get(n.name, 0) for n in left) for d in others}
                 yield SingleDevicePlacementHint(f"{pattern}={device}", saved, seconds)
 
-    def _make_exact_name_pattern(self, name: str) -> str | None:
+    def _make_exact_name_regex(self, name: str) -> str | None:
         """Return a regular expression that matches only this node name; None if it is too long to type."""
         word = re.escape(name)
         pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
         return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
 
-    def _compute_largest_device_share_of_weights(self, leaves: Sequence[Node]) -> float:
+    def _compute_largest_weight_fraction_of_device(self, leaves: Sequence[Node]) -> float:
         """Return the fraction of a device's bytes that the given weights occupy, on the device where it is largest."""
         return max(
             sum(own.get(n.name, 0) for n in leaves) / stored_bytes

@@ -111,7 +111,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
         for device_plan in plan.device_plans
     ]
     once = {
-        v.node.name: _compute_whole_weight_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
+        v.node.name: _compute_whole_bytes_on_first_holder(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
         for v in plan.graph.weights
     }
     asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
@@ -127,7 +127,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
     return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
-def _compute_whole_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
+def _compute_whole_bytes_on_first_holder(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
     """Return the bytes that a whole weight would have on the first device that stores a part of it.
 
     Backends may store a weight in different dtypes.
@@ -185,7 +185,7 @@ class _ImbalanceReasons:
         """Return why one weight exceeds its share: how it is sharded, where it is placed, or why it is whole."""
         layout = self.plan.leaves[name]
         if isinstance(layout, Shard):
-            return f"cut along {self._describe_shards(name, layout)}{self._describe_wider_dtype(name, layout)}"
+            return f"cut along {self._describe_shards(name, layout)}{self._describe_shard_dtype(name, layout)}"
         if isinstance(layout, Local):
             return self._explain_whole_weight_placement(layout.devices)
         return f"whole on each device: {self._explain_replication(self.leaves[name])}"
@@ -212,7 +212,7 @@ class _ImbalanceReasons:
         counts = [str(n) for n in lengths]
         return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
 
-    def _describe_wider_dtype(self, name: str, layout: Shard) -> str:
+    def _describe_shard_dtype(self, name: str, layout: Shard) -> str:
         """Return a phrase such as ``, stored as f32`` if a shard is stored in another dtype than the whole weight."""
         leaf, backend = self.leaves[name], self.plan.device_plans[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)

@@ -40,7 +40,7 @@ class DeviceLock:
     """A context in which no other thread uses the devices of some backends; the same thread may enter it again.
 
     A run that was launched ahead (`leave_launched`) is undone when any thread takes the lock next. So nothing else sees
-    the states of such a run. Only its owner takes the lock by `accept_launched` and keeps the run.
+    the states of such a run. Only its owner takes the lock by `accept_launched_or_undo_other` and keeps the run.
     """
 
     def __init__(self, backends: Iterable[Backend]) -> None:
@@ -78,7 +78,7 @@ class DeviceLock:
             lock.lock.release()
 
     @contextmanager
-    def accept_launched(self, run: UndoableRun | None) -> Iterator[bool]:
+    def accept_launched_or_undo_other(self, run: UndoableRun | None) -> Iterator[bool]:
         """Take the lock, and say whether `run` is still launched; another launched run is undone.
 
         The caller finishes or undoes an accepted run within the context.

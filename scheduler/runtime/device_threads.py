@@ -60,7 +60,7 @@ class DeviceThreads:
         for number in own[:1]:  # this process may have no device of the plan
             run(number, works[number])
         for number, other in others.items():
-            self._wait_for_device(number, other)
+            self._wait_for_end_of_device_thread(number, other)
         if len(self.devices) > 1:
             self.rendezvous.clear_messages_and_failures()
         self._results = {}  # only the caller holds the results
@@ -112,7 +112,7 @@ class DeviceThreads:
         self.failures.append((number, why))
         self.rendezvous.abort(str(why) or type(why).__name__)
 
-    def _wait_for_device(self, number: int, other: Future[None]) -> None:
+    def _wait_for_end_of_device_thread(self, number: int, other: Future[None]) -> None:
         """Wait until a device's thread ends; raise `BackendError` if it does not end in time after a failure.
 
         Without a failure, the wait has no limit. After a failure, the limit is `timeout` seconds.

@@ -90,11 +90,11 @@ class Executor:
         )
         with self._device_lock:
             self._bound_plan = BoundPlan(plan, store)
-            self._input_slots = [*map(self._bound_plan.make_input_slots, self._bound_plan.local_devices)]
+            self._input_slots = [*map(self._bound_plan.locate_input_memory, self._bound_plan.local_devices)]
             communicator_group = self._bound_plan.make_communicator_group(timeout, wire)
             self._program_runners = self._bound_plan.compile_programs(communicator_group)
             self._output_runners = {
-                number: self._bound_plan.make_runner_that_returns_whole_outputs(number, replay)
+                number: self._bound_plan.make_runner_of_locally_whole_outputs(number, replay)
                 for number, replay in self._program_runners.items()
             }
             self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}
@@ -189,7 +189,7 @@ class Executor:
             outputs_by_device: Outputs that devices have returned already, by device number.
         """
         if number is None:
-            return self._bound_plan.assemble_output(name, self._bound_plan.decode_output_shards(name))
+            return self._bound_plan.assemble_output_across_processes(name, self._bound_plan.decode_output_shards(name))
         return (
             outputs_by_device[number][name]
             if outputs_by_device
@@ -210,7 +210,7 @@ class Executor:
         parts = self._bound_plan.decode_output_shards(name)
         if isinstance(self.plan.outputs[name], Replicate):
             return [np.array(part) for part in parts.values()]
-        return [self._bound_plan.assemble_output(name, parts)]
+        return [self._bound_plan.assemble_output_across_processes(name, parts)]
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy inputs to all devices, where later `replay` calls use them."""

@@ -42,7 +42,7 @@ class PackedWeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def map_existing_file(
+    def map_file_of_right_size(
         self, origin: WeightOrigin, packing: str, share: str, nbytes: int
     ) -> tuple[Array, bytes] | None:
         """Map a packed weight file into memory, if it exists with the right size; else return None.
@@ -79,7 +79,7 @@ class PackedWeightFiles:
         file = self._make_file_path(origin, packing, share)
         self._remove_old_versions(file.parent)
         write_mappable_file(file, packed.data, digest, "packed weights", self.folder)
-        return self.map_existing_file(origin, packing, share, packed.nbytes) or (packed, digest)
+        return self.map_file_of_right_size(origin, packing, share, packed.nbytes) or (packed, digest)
 
     def _make_file_path(self, origin: WeightOrigin, packing: str, share: str) -> Path:
         versions = self.folder / hash_key_to_file_name(origin.file)

@@ -17,7 +17,7 @@ from ...backends.base import Array
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ..ir.execution_plan import Plan
-from ..pipelining.stage_times import build_pipeline_order
+from ..pipelining.stage_times import build_pipelined_action_order
 from .bound_plan import BoundPlan, find_finished_instructions
 from .device_locks import DeviceLock
 from .device_threads import DeviceThreads
@@ -142,7 +142,7 @@ class PipelinedRuns:
         if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
             raise PlanError("a run over the same store is under way; begin the next when that has ended")
         if (whole := tuple(following)) not in self._leading_plan.verified_orders:
-            build_pipeline_order([pipeline.plan for pipeline in following])
+            build_pipelined_action_order([pipeline.plan for pipeline in following])
             self._leading_plan.verified_orders.add(whole)
         self._leading_plan._bound_plan.require_equal_inputs_on_ranks(arrays_of_runs)
         for (pipeline, _), arrays in zip(runs, arrays_of_runs, strict=True):
@@ -171,7 +171,7 @@ class PipelinedRuns:
             self._workers_done.result()
             raise self._device_threads.failures[0][1]
         outputs = {
-            name: run.pipeline._bound_plan.assemble_output(name, run.list_output_shards(name))
+            name: run.pipeline._bound_plan.assemble_output_across_processes(name, run.list_output_shards(name))
             for name in run.pipeline._bound_plan.output_shapes
         }
         run.is_final = not self._is_all_or_nothing
@@ -270,7 +270,7 @@ class _DevicePartOfPlan:
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound_plan, self.number, self.run_program = bound, number, replay
-        self.input_slots, self.undo_log = [bound.make_input_slots(number)], UndoLog(bound, number, staying)
+        self.input_slots, self.undo_log = [bound.locate_input_memory(number)], UndoLog(bound, number, staying)
         self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
         self.instruction_count = len(bound.plan.device_plans[number].program.instructions)
 

@@ -88,7 +88,9 @@ class UndoLog:
         for t, array in saved.items():
             self._views[skipped_states][t][...] = array
         restores = tuple(reversed(self._list_restores_except(skipped_states)))
-        self._bound.compile_and_run_program_once(self._number, replace(self._program, instructions=restores, undo=()))
+        self._bound.run_program_without_collectives_once(
+            self._number, replace(self._program, instructions=restores, undo=())
+        )
 
     def _list_restores_except(self, skipped_states: Container[str]) -> list[Instruction]:
         return [restore for name, restore in self._restores if name not in skipped_states]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from ...backends.base import Comm
 from ...graph.errors import PlanError
 from ..ir.execution_plan import Plan
-from ..lowering.device_plan import find_collective_groups
+from ..lowering.device_plan import find_collective_group_of_each_device
 from .communicators import SingleDeviceComm, make_local_communicator_group
 
 
@@ -92,7 +92,7 @@ def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> Simulated
             f"{plan.device_plans[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend"
         )
     communicator_group = make_local_communicator_group(
-        find_collective_groups([device_plan.program for device_plan in plan.device_plans])
+        find_collective_group_of_each_device([device_plan.program for device_plan in plan.device_plans])
     )
     comms: list[Comm] = (
         [communicator_group.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [SingleDeviceComm()]

@@ -71,11 +71,11 @@ class LoadedWeightDigests:
             self._checked_ranks = frozenset(rank for rank, other in enumerate(others, 1) if not first or other != first)
 
     @property
-    def has_to_compute_digests(self) -> bool:
+    def has_to_digest_for_rank_0(self) -> bool:
         """Whether this rank must compute digests of its weights, so that rank 0 can compare them with its own."""
         return self._world.rank in self._checked_ranks
 
-    def list_remote_devices_to_digest(self, layout: Layout) -> list[int]:
+    def list_remote_devices_rank_0_checks(self, layout: Layout) -> list[int]:
         """Return the devices of other ranks that have a part of a weight with this layout and are checked by rank 0.
 
         Rank 0 must compute the digests of their parts. The list is empty on all other ranks.

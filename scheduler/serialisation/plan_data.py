@@ -30,7 +30,7 @@ PLAN_FORMAT = "hocket-plan-3"
 """The name and the version of the format."""
 
 
-def build_graph_key(graph: Graph) -> tuple[object, ...]:
+def build_digest_names_outputs_key(graph: Graph) -> tuple[object, ...]:
     """Return the part of a cache key that identifies a graph: its digest, its node names and the order of its outputs.
 
     A cached plan is used for another graph only if all three are equal.
@@ -55,7 +55,7 @@ def executable_parts_to_data(
     own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
 
     def graph(some: Graph) -> object:
-        is_known = known is not None and build_graph_key(some) == build_graph_key(known)
+        is_known = known is not None and build_digest_names_outputs_key(some) == build_digest_names_outputs_key(known)
         return None if is_known else graph_to_data(some)
 
     return {
@@ -78,7 +78,7 @@ def executable_parts_to_data(
 def plan_to_data(
     plan: Plan, device_to_data: Callable[[DevicePlan], dict[str, Any]], known: Graph | None = None
 ) -> dict[str, Any]:
-    """Return a plan as plain data for JSON, which `plan_from_data` reads; see `executable_parts_to_data`."""
+    """Return a plan as plain data for JSON, which `unverified_plan_from_data` reads; see `executable_parts_to_data`."""
     return {
         **executable_parts_to_data(plan, device_to_data, known),
         "reasons": list(plan.reasons),
@@ -90,7 +90,7 @@ def plan_to_data(
     }
 
 
-def plan_from_data(
+def unverified_plan_from_data(
     document: Mapping[str, Any],
     find_device: Callable[[Mapping[str, Any]], tuple[Backend, Device]],
     known: Graph | None = None,
@@ -150,7 +150,7 @@ def plan_from_data(
 
 def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     figures: dict[str, Any] = {
-        key: _hardware_field_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
+        key: _numbers_by_op_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
     }
     source = require_text(entry.get("source", BUILT_IN_SOURCE))
     hardware = Hardware(**figures, machine=require_nonnegative_integer(entry.get("machine", 0)), source=source)
@@ -159,7 +159,7 @@ def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     return hardware
 
 
-def _hardware_field_from_data(value: Any) -> Any:
+def _numbers_by_op_from_data(value: Any) -> Any:
     """Read one field of `Hardware` from plain data: a number, or a number for each op."""
     return (
         {op: require_nonnegative_number(speed) for op, speed in value.items()}

@@ -24,7 +24,7 @@ from ..ir.execution_plan import Plan
 from ..ir.layout import Layout, Local, Shard, compute_local_shape
 from ..lowering.device_plan import DevicePlan
 from ..verifier.plan_verifier import verify_plan
-from .plan_data import PLAN_FORMAT, executable_parts_to_data, plan_from_data, plan_to_data
+from .plan_data import PLAN_FORMAT, executable_parts_to_data, plan_to_data, unverified_plan_from_data
 from .program_data import require_nonnegative_integer, require_nonnegative_number, require_text
 
 
@@ -72,7 +72,7 @@ def plan_from_json(text: str) -> Plan:
         if document["format"] != PLAN_FORMAT:
             raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_FORMAT}")
         machines = document.get("machines", {})
-        plan = plan_from_data(document, lambda entry: _device_from_data(entry, machines))
+        plan = unverified_plan_from_data(document, lambda entry: _device_from_data(entry, machines))
         _verify_plan_is_well_formed(plan)
         verify_plan(plan)
         return plan

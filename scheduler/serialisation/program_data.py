@@ -84,14 +84,17 @@ def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
             )
             for kind, name, nbytes, declared, stored in entry["buffers"]
         ),
-        tuple(_instruction_from_data(graph, *parts) for parts in entry["instructions"]),
+        tuple(_instruction_from_data_and_node(graph, *parts) for parts in entry["instructions"]),
         tensors(entry["inputs"]),
         tensors(entry["results"]),
-        tuple((require_nonnegative_integer(at), _instruction_from_data(graph, *parts)) for at, parts in entry["undo"]),
+        tuple(
+            (require_nonnegative_integer(at), _instruction_from_data_and_node(graph, *parts))
+            for at, parts in entry["undo"]
+        ),
     )
 
 
-def _instruction_from_data(
+def _instruction_from_data_and_node(
     graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any
 ) -> Instruction:
     """Build an instruction from plain data and from its graph node, which supplies the attributes.

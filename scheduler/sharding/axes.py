@@ -65,7 +65,7 @@ Segment = tuple[Factor, ...]
 Axis = tuple[Segment, ...]
 
 
-def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
+def replace_merged_and_split_factors(segment: Iterable[Factor]) -> list[Factor]:
     """Replace merged and split factors of a product by the present ones; return them, outer first.
 
     A merged factor is replaced by its root, and a factor that was split into a product by its outer and inner factor.
@@ -73,7 +73,7 @@ def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
     product: list[Factor] = []
     for factor in segment:
         root = factor.find_root()
-        product += list_root_factors(root.parts) if root.parts else [root]
+        product += replace_merged_and_split_factors(root.parts) if root.parts else [root]
     return product
 
 
@@ -85,7 +85,7 @@ def list_segments(axis: Axis) -> list[list[Factor]]:
     products: list[list[Factor]] = []
     ahead = list(reversed(axis))
     while ahead:
-        product = list_root_factors(ahead.pop())
+        product = replace_merged_and_split_factors(ahead.pop())
         if product and product[0].segments:
             ahead += [(segment, *product[1:]) for segment in reversed(product[0].segments)]
         else:
@@ -103,12 +103,12 @@ def forbid_sharding(factors: Iterable[Factor]) -> None:
 
     Callers do so if two views of one axis divide it in different ways.
     """
-    ahead = list_root_factors(factors)
+    ahead = replace_merged_and_split_factors(factors)
     while ahead:
         factor = ahead.pop()
         factor.blocked = True
         if factor.segments:
-            ahead += list_root_factors(factor.segments)
+            ahead += replace_merged_and_split_factors(factor.segments)
 
 
 def forbid_axis_sharding(axis: Axis) -> None:
@@ -117,7 +117,7 @@ def forbid_axis_sharding(axis: Axis) -> None:
         forbid_sharding(segment)
 
 
-def split_factor(factor: Factor, outer_size: int) -> None:
+def split_factor_in_all_axes(factor: Factor, outer_size: int) -> None:
     """Split a factor into a product, in all axes that have it: an outer factor of `outer_size` and an inner factor."""
     factor.parts = (Factor(outer_size, factor.blocked), Factor(factor.size // outer_size, factor.blocked))
 
@@ -143,20 +143,20 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
     Two factors of equal size are merged. Of two different sizes, the larger factor is split if the smaller size divides
     it. Otherwise these two and all inner factors may not be sharded.
     """
-    left, right, i = list_root_factors(product), list_root_factors(other_product), 0
+    left, right, i = replace_merged_and_split_factors(product), replace_merged_and_split_factors(other_product), 0
     while i < min(len(left), len(right)):
         x, y = left[i], right[i]
         if x is y or x.size == y.size:
             merge_factors(x, y)
             i += 1
         elif y.size and x.size % y.size == 0 and not x.segments:
-            split_factor(x, y.size)
+            split_factor_in_all_axes(x, y.size)
         elif x.size and y.size % x.size == 0 and not y.segments:
-            split_factor(y, x.size)
+            split_factor_in_all_axes(y, x.size)
         else:
             forbid_sharding(left[i:] + right[i:])
             return
-        left, right = list_root_factors(left), list_root_factors(right)
+        left, right = replace_merged_and_split_factors(left), replace_merged_and_split_factors(right)
 
 
 def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
@@ -201,7 +201,7 @@ def _find_segment_across_entry(axis: Axis, entry: int) -> tuple[list[Factor], in
     """
     before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
-        product = list_root_factors(ahead.pop())
+        product = replace_merged_and_split_factors(ahead.pop())
         size = compute_product_size(product)
         if size <= before:
             before -= size

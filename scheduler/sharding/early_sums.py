@@ -87,14 +87,14 @@ def _find_next_values_on_paths_to_sums(
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:
-        while value not in seen and (source := _find_passed_on_partial_sum(assignment, value)) is not None:
+        while value not in seen and (source := _find_partial_sum_operand_passed_on(assignment, value)) is not None:
             seen.add(value)
             below.setdefault(source, []).append(value)
             value = source
     return below
 
 
-def _find_passed_on_partial_sum(assignment: ShardingAssignment, value: Value) -> Value | None:
+def _find_partial_sum_operand_passed_on(assignment: ShardingAssignment, value: Value) -> Value | None:
     """Find the partial sum that the node of `value` reads and passes on without summing it.
 
     The result is None if the node passes on no partial sum, or reads several.

@@ -102,7 +102,7 @@ class Factors:
             v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._final_segments.items()
         }
         self._factor_roles = {
-            node: _compute_factor_roles(roles, self._index_axes[node], segments_of)
+            node: _compute_coupled_contracted_indexed_roles(roles, self._index_axes[node], segments_of)
             for node, roles in self._roles.items()
         }
         words = [*self._named_axes, *self._lookup_axes.values()]
@@ -378,7 +378,7 @@ class Factors:
                             forbid_sharding([factor])
 
 
-def _compute_factor_roles(
+def _compute_coupled_contracted_indexed_roles(
     axes_with_role: Sequence[tuple[DimensionRole, Axis]],
     index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],

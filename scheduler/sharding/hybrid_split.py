@@ -21,7 +21,7 @@ from ...graph.rewrite import rewrite_graph
 from ...ops.collectives import COLLECTIVES, find_collective_sequence_number, receive, send
 from ..costs.hardware import Hardware
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard
-from ..lowering.device_plan import find_collective_groups
+from ..lowering.device_plan import find_collective_group_of_each_device
 from .factors import Factors
 from .layer_split import Placement, find_devices_of_values_and_states
 from .overlap_chunks import (
@@ -86,7 +86,7 @@ def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] |
 
     The result is None for a plan without several stages of several devices each.
     """
-    devices, groups = len(programs), find_collective_groups(programs)
+    devices, groups = len(programs), find_collective_group_of_each_device(programs)
     if not any(1 < len(group) < devices for group in groups):
         return None
     size = next(len(group) for group in groups if len(group) > 1)
@@ -141,7 +141,7 @@ def partition_hybrid(
         )
         if partitioner.conflicting_leaves <= whole:
             return HybridGraphs(
-                partitioner.build_partitioned_graphs(), partitioner.sharded_factors, partitioner.has_chunks
+                partitioner.build_graphs_with_stage_messages(), partitioner.sharded_factors, partitioner.has_chunks
             )
         whole |= partitioner.conflicting_leaves
 
@@ -164,10 +164,10 @@ def split_into_stage_graphs(
     """
     home, node_names, stages = find_devices_of_values_and_states(graph, stage_by_node), assign_names(graph), len(groups)
     for state in graph.states:
-        if (layout := earlier_layouts.get(state.node.name)) is not None and not _is_stored_in_group(
+        if (layout := earlier_layouts.get(state.node.name)) is not None and not _has_part_in_group(
             layout, groups[home[state]]
         ):
-            there = [stage for stage, group in enumerate(groups) if _is_stored_in_group(layout, group)]
+            there = [stage for stage, group in enumerate(groups) if _has_part_in_group(layout, group)]
             home[state] = next(iter([s for s in there if s > home[state]] or there), home[state])
     leaves = {n.name for n in graph.nodes if n.is_leaf}
     local: dict[tuple[int, Value], Value] = {}
@@ -274,7 +274,7 @@ class _HybridPartitioner:
             part = partition_graph(
                 graph,
                 factors,
-                sequence_options.choose_sharded_or_replicated_rows(),
+                sequence_options.choose_sharded_rows_at_min_gain(),
                 shares,
                 first_sequence_number=self.next_sequence_number,
                 replicated_outputs=replicated_values,
@@ -352,7 +352,7 @@ class _HybridPartitioner:
         ]
         return Shard(axis, tuple(runs))
 
-    def build_partitioned_graphs(self) -> PartitionedGraphs:
+    def build_graphs_with_stage_messages(self) -> PartitionedGraphs:
         """Build the graph of each device, with the messages between stages.
 
         The result also has the layouts of leaves and outputs over all devices.
@@ -428,7 +428,7 @@ def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups
             continue
         follows = max((where[s.node] for s in node.inputs if not s.node.is_leaf), default=0)
         options = [
-            [s for s, group in enumerate(groups) if _is_stored_in_group(leaf_layouts[v.node.name], group)]
+            [s for s, group in enumerate(groups) if _has_part_in_group(leaf_layouts[v.node.name], group)]
             for v in node.inputs
             if v.node.op in ("weight", "state") and v.node.name in leaf_layouts
         ]
@@ -436,7 +436,7 @@ def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups
     return where
 
 
-def _is_stored_in_group(layout: Layout, group: Sequence[int]) -> bool:
+def _has_part_in_group(layout: Layout, group: Sequence[int]) -> bool:
     """Return whether a device group stores any part of a weight or state with this layout."""
     if isinstance(layout, Shard):
         return any(layout.index_ranges[d] for d in group)

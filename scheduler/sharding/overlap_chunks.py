@@ -31,8 +31,8 @@ from .axes import Factor
 from .factors import Factors
 from .partitioner import PartitionedGraphs, partition_graph
 from .propagation import ShardingAssignment
-from .sequence_parallel import list_shardable_row_factors
-from .shard_ranges import ShardRanges, merge_ranges
+from .sequence_parallel import list_row_factors_of_whole_sums
+from .shard_ranges import ShardRanges, merge_adjacent_ranges
 
 CHUNK_COUNTS = (2, 4)
 """The numbers of chunks that are considered; the predicted time decides."""
@@ -48,7 +48,7 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
     """
     rows = [
         f
-        for f in list_shardable_row_factors(assignment, factors, CHUNK_COUNTS[0])
+        for f in list_row_factors_of_whole_sums(assignment, factors, CHUNK_COUNTS[0])
         if f.size >= CHUNK_COUNTS[0] * MIN_CHUNK_TOKENS
     ]
     return max(rows, key=lambda f: f.size, default=None)
@@ -169,12 +169,12 @@ class _ChunkTokenRanges:
     ) -> None:
         self.device, self.token_factor, self.chunk_count, size = device, token_factor, chunk_count, token_factor.size
         self.chunk_bounds = [*pairwise(size * n // chunk_count for n in range(chunk_count + 1))]
-        self.ranges_by_device = tuple([merge_ranges([(low, high - low)]) for low, high in token_ranges])
+        self.ranges_by_device = tuple([merge_adjacent_ranges([(low, high - low)]) for low, high in token_ranges])
         """The index ranges of all tokens on each device, as attributes of collectives."""
         self.chunk_ranges_by_device = [
             tuple(
                 [
-                    merge_ranges([(at := (b - a) * low // size, (b - a) * high // size - at)])
+                    merge_adjacent_ranges([(at := (b - a) * low // size, (b - a) * high // size - at)])
                     for low, high in token_ranges
                 ]
             )
@@ -299,7 +299,7 @@ class _ChunkedGraph:
         local_range = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
-            "slice": (axis, local_range) == (node.attrs.get("axis"), _find_static_slice_range(node.attrs)),
+            "slice": (axis, local_range) == (node.attrs.get("axis"), _find_static_slice_start_and_length(node.attrs)),
         }
         gathers = node.op == "all_gather" and is_sharded and axis == node.attrs["axis"]
         if gathers or node.op in ("all_reduce", "fill") or (not is_sharded and deals.get(node.op)):
@@ -363,7 +363,11 @@ class _ChunkedGraph:
             chunk_number: The number of the chunk; None for all tokens.
         """
         src = [
-            None if s is None else self._join_chunks(s) if chunk_number is None else self._slice_chunk(s, chunk_number)
+            None
+            if s is None
+            else self._join_chunks(s)
+            if chunk_number is None
+            else self._find_or_slice_chunk(s, chunk_number)
             for s in node.src
         ]
         attrs, name = dict(node.attrs), node.name
@@ -390,7 +394,7 @@ class _ChunkedGraph:
         shape = (*result.shape[:axis], size, *result.shape[axis + 1 :])
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
-    def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
+    def _find_or_slice_chunk(self, value: Value, chunk_number: int) -> Value:
         """Return one token chunk of a value: the computed chunk, or else a slice of the whole value.
 
         A value without tokens is returned whole.
@@ -414,7 +418,7 @@ class _ChunkedGraph:
         return self.whole_values[value]
 
 
-def _find_static_slice_range(attrs: Attrs) -> tuple[int, int] | None:
+def _find_static_slice_start_and_length(attrs: Attrs) -> tuple[int, int] | None:
     """Find the range of a slice as the pair (first entry, length); None if a bound is known only at run time."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

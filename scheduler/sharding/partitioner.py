@@ -60,7 +60,9 @@ def partition_graph(
     """
     layouts = _LayoutsAndSequenceNumbers(graph, factors, assignment, shard_ranges, first_sequence_number)
     ends = {
-        name: REPLICATE if v in replicated_outputs else _choose_output_layout(assignment.produced_layouts[v])
+        name: REPLICATE
+        if v in replicated_outputs
+        else _choose_whole_or_produced_output_layout(assignment.produced_layouts[v])
         for name, v in graph.outputs.items()
     }
     outputs = {name: layouts.compute_layout_of_value(v, ends[name]) for name, v in graph.outputs.items()}
@@ -79,7 +81,7 @@ def partition_graph(
     return PartitionedGraphs(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
 
 
-def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
+def _choose_whole_or_produced_output_layout(layout: FactorLayout) -> FactorLayout:
     """Choose the layout of an output at the end of a run: whole for a partial sum, otherwise its produced layout."""
     return REPLICATE if layout.is_partial else layout
 
@@ -271,10 +273,10 @@ class _DeviceEmitter:
                 for source in node.inputs:
                     self._emit_collective_for_reader_on_other_device(source)
             elif node.is_leaf:
-                self._store_and_send_value(node.results[0], self._emit_local_leaf(node))
+                self._store_and_send_if_sole_owner(node.results[0], self._emit_local_leaf(node))
             else:
                 for value, new in zip(node.results, self._emit_local_node(node), strict=True):
-                    self._store_and_send_value(value, new)
+                    self._store_and_send_if_sole_owner(value, new)
         updated = {
             old: new
             for old, new in graph.updates.items()
@@ -313,7 +315,7 @@ class _DeviceEmitter:
         if layout.is_partial or isinstance(layout, FactorShard | EarlierPlanShard):
             self._find_or_emit_replicated_value(operand)
 
-    def _store_and_send_value(self, value: Value, local_value: Value) -> None:
+    def _store_and_send_if_sole_owner(self, value: Value, local_value: Value) -> None:
         """Store the device's part of a value; if only this device has the value, send it to all its readers."""
         self.local_values[self.layouts.produced_forms[value]] = local_value
         layout = self.layouts.assignment.produced_layouts[value]

@@ -107,7 +107,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
         raise PlanError(f"place={pattern!r:.80}: not a regular expression: {why}") from None
 
 
-def pin_discrete_choices_to_first_device(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
+def pin_discrete_choices_if_backends_differ(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
     """Pin all nodes with a discrete choice, such as an argmax, to device 0, if the backends of the group differ.
 
     Backends round differently, so near a tie they would choose differently. Such a node has float operands and integer
@@ -269,7 +269,7 @@ def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, P
     return found
 
 
-def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
+def pin_leaves_of_only_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
     """Place each weight and state that only pinned nodes read on the devices of these nodes; return all pins.
 
     A state is placed on one device, a weight on all devices that read it.

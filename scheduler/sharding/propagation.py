@@ -103,7 +103,7 @@ def list_present_operands_by_name(node: Node) -> list[tuple[str, Value]]:
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
-def find_table_lookup_operands(node: Node) -> tuple[str, Value, Sequence[str]]:
+def find_table_rows_and_added_operands(node: Node) -> tuple[str, Value, Sequence[str]]:
     """Find the operands of a table lookup: the table, the row numbers, and operands that are added to the rows.
 
     Returns:
@@ -143,7 +143,7 @@ def propagate_layouts(
     return propagate_until_no_weight_is_gathered(
         lambda whole: LayoutPropagation(
             graph, factors, chosen_factors, users, whole, pins, row_factor, early_sums
-        ).propagate_through_graph(replicated_values)
+        ).propagate_and_convert_outputs(replicated_values)
     )
 
 
@@ -195,7 +195,7 @@ class LayoutPropagation:
         self.stored_values: set[Value] = set()  # weights, states and their views: shards save bytes to keep and read
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
-    def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
+    def propagate_and_convert_outputs(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
         """Derive the layouts of all nodes in order, and add the conversions of outputs; return the assignment."""
         for node in self.graph.nodes:
             self._assign_node_layouts(node)
@@ -213,11 +213,11 @@ class LayoutPropagation:
         """Add the conversions of outputs, of `replicated_values` and of state updates to their final layouts."""
         for value in self.graph.outputs.values():
             if self.assignment.produced_layouts[value].is_partial:
-                self._add_conversions(value, REPLICATE, None)
+                self._add_missing_conversions(value, REPLICATE, None)
         for value in replicated_values:
-            self._add_conversions(value, REPLICATE, None)
+            self._add_missing_conversions(value, REPLICATE, None)
         for state, new in self.graph.updates.items():
-            self._add_conversions(new, self.assignment.produced_layouts[state], None)
+            self._add_missing_conversions(new, self.assignment.produced_layouts[state], None)
 
     def _assign_leaf_layout(self, node: Node) -> None:
         """Assign the layout of a leaf: a fixed one, or a shard of its largest chosen factor, or else `Replicate`."""
@@ -231,7 +231,7 @@ class LayoutPropagation:
         cuts: list[Factor] = []
         if node.op in ("weight", "state"):
             self.stored_values.add(value)
-            cuts = self._list_chosen_factors_of_value(value)
+            cuts = self._list_chosen_factors_largest_first(value)
         is_sharded = (
             cuts
             and value not in self.replicated_weights
@@ -239,7 +239,7 @@ class LayoutPropagation:
         )
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
-    def _list_chosen_factors_of_value(self, value: Value) -> list[Factor]:
+    def _list_chosen_factors_largest_first(self, value: Value) -> list[Factor]:
         """List the sharded factors of a value, largest first; the first one shards a weight or state."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
@@ -256,9 +256,13 @@ class LayoutPropagation:
         if (pin := self.pins.nodes.get(node)) is not None:
             by = Local((pin.device,))
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
-        elif (factor := self._choose_factor_with_largest_operands(node)) is None:
+        elif (factor := self._choose_legal_factor_with_largest_operands(node)) is None:
             wants, by = self._choose_layouts_without_factor(node)
-            if by is REPLICATE and self.row_factor is not None and self._can_scatter_rows(node, self.row_factor):
+            if (
+                by is REPLICATE
+                and self.row_factor is not None
+                and self._can_scatter_rows_of_operand(node, self.row_factor)
+            ):
                 by = FactorShard(self.row_factor)
                 wants = tuple(by if self.row_factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
             results = tuple(by for _ in node.results)
@@ -271,12 +275,12 @@ class LayoutPropagation:
             results = tuple(by if factor in self.factors.factors_of(v) else PARTIAL for v in node.results)
         self.assignment.node_layouts[node], self.assignment.operand_layouts[node] = by, wants
         for source, want in zip(node.inputs, wants, strict=True):
-            self._add_conversions(source, want, node)
+            self._add_missing_conversions(source, want, node)
         self.assignment.produced_layouts.update(zip(node.results, results, strict=True))
         if op_of(node).is_view and node.inputs[0] in self.stored_values and not isinstance(by, Local):
             self.stored_values.add(node.results[0])
 
-    def _choose_factor_with_largest_operands(self, node: Node) -> Factor | None:
+    def _choose_legal_factor_with_largest_operands(self, node: Node) -> Factor | None:
         """Choose the factor that shards a node: the legal one (rules 2 to 4) with most operand bytes, or None."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
@@ -284,7 +288,7 @@ class LayoutPropagation:
             if isinstance(layout, FactorShard):
                 candidates[layout.factor] = None
             elif self._is_weight_or_state(source):
-                candidates |= dict.fromkeys(self._list_chosen_factors_of_value(source))
+                candidates |= dict.fromkeys(self._list_chosen_factors_largest_first(source))
         if not candidates:
             return None
         uses = self.factors.roles_of(node)
@@ -295,7 +299,7 @@ class LayoutPropagation:
             default=None,
         )
 
-    def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
+    def _can_scatter_rows_of_operand(self, node: Node, row_factor: Factor) -> bool:
         """Return whether a partial sum that `node` reads can be reduce-scattered by its row index (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
@@ -309,7 +313,7 @@ class LayoutPropagation:
             for s in node.inputs
             if self.assignment.produced_layouts[s].is_partial and row_factor in self.factors.factors_of(s)
         )
-        return any(not self._is_converted_to_layout(s, REPLICATE) for s in sums)
+        return any(not self._is_already_converted_to_layout(s, REPLICATE) for s in sums)
 
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`: all results have it, or none has it and the node sums over it.
@@ -318,7 +322,7 @@ class LayoutPropagation:
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
         if factor is roles.indexed_factor:
-            table, _, joint = find_table_lookup_operands(node)
+            table, _, joint = find_table_rows_and_added_operands(node)
             others = [s for n, s in list_present_operands_by_name(node) if n != table]
             summed = [s for n, s in list_present_operands_by_name(node) if n in joint and n != table]
             alone = not any(has) and not any(factor in self.factors.factors_of(s) for s in others)
@@ -337,7 +341,7 @@ class LayoutPropagation:
 
         Each device looks up the rows of its shard (rule 4). Operands that are added to them are read as partial sums.
         """
-        table, ids, joint = find_table_lookup_operands(node)
+        table, ids, joint = find_table_rows_and_added_operands(node)
         self.assignment.index_operands[node] = ids
         routed = RoutedPartial(factor, ids)
         wants: list[FactorLayout] = []
@@ -373,7 +377,9 @@ class LayoutPropagation:
         Otherwise every device computes the whole node. Rules 5 and 7.
         """
         layouts, named = self.assignment.produced_layouts, list_present_operands_by_name(node)
-        partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted_to_layout(s, REPLICATE)}
+        partial = {
+            s for s in node.inputs if layouts[s].is_partial and not self._is_already_converted_to_layout(s, REPLICATE)
+        }
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
             self._can_pass_on_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
@@ -415,29 +421,33 @@ class LayoutPropagation:
         if isinstance(layout, RoutedPartial) and self._is_result_routed_like_operand(reader_node, value, layout):
             if (
                 layout.factor is self.factors.roles_of(reader_node).indexed_factor
-                and find_table_lookup_operands(reader_node)[1] == layout.index_operand
+                and find_table_rows_and_added_operands(reader_node)[1] == layout.index_operand
             ):
                 return value not in self.final_values
             passing = declared.zero_preserving_operands(reader_node.attrs)
         names = {n for joint in passing for n in joint.split("+")}
         places = [n for n, s in list_present_operands_by_name(reader_node) if s == value]
         others = [s for s in reader_node.inputs if s != value]
-        has_sharded_operand = any(self._is_weight_or_state(s) and self._list_chosen_factors_of_value(s) for s in others)
+        has_sharded_operand = any(
+            self._is_weight_or_state(s) and self._list_chosen_factors_largest_first(s) for s in others
+        )
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
-    def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
+    def _add_missing_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
         """Add the conversions of `value` to `target_layout` that `reader_node` needs and that do not exist yet."""
         source_layout = self.assignment.produced_layouts[value]
-        if not find_conversion_path(source_layout, target_layout) or self._is_converted_to_layout(value, target_layout):
+        if not find_conversion_path(source_layout, target_layout) or self._is_already_converted_to_layout(
+            value, target_layout
+        ):
             return
-        if self._is_converted_to_layout(value, REPLICATE):
+        if self._is_already_converted_to_layout(value, REPLICATE):
             source_layout = REPLICATE
         for state in find_conversion_path(source_layout, target_layout):
-            if not self._is_converted_to_layout(value, state):
-                self._record_conversion(LayoutConversion(value, source_layout, state, reader_node))
+            if not self._is_already_converted_to_layout(value, state):
+                self._record_conversion_at_current_node(LayoutConversion(value, source_layout, state, reader_node))
             source_layout = state
 
-    def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
+    def _is_already_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether the conversions so far already give `value` in this layout."""
         return (value, layout) in self.converted_layouts
 
@@ -445,6 +455,6 @@ class LayoutPropagation:
         """Return whether `value` is a weight, a state or a view of one, so that its shards save stored bytes."""
         return value in self.stored_values
 
-    def _record_conversion(self, conversion: LayoutConversion) -> None:
+    def _record_conversion_at_current_node(self, conversion: LayoutConversion) -> None:
         self.converted_layouts.add((conversion.value, conversion.target_layout))
         self.assignment.conversions.append(conversion)

@@ -48,10 +48,12 @@ class SequenceParallelChooser:
         """The layouts without sequence parallelism: every device computes all rows after a sum over devices."""
         return self._propagate_and_reduce_sums_early()
 
-    def choose_sharded_or_replicated_rows(self) -> ShardingAssignment:
+    def choose_sharded_rows_at_min_gain(self) -> ShardingAssignment:
         """Choose sequence parallelism if it saves the share `MIN_GAIN` of the predicted time, else replicated rows."""
         if not (
-            candidates := list_shardable_row_factors(self.replicated_rows_assignment, self.factors, self.device_count)
+            candidates := list_row_factors_of_whole_sums(
+                self.replicated_rows_assignment, self.factors, self.device_count
+            )
         ):
             return self.replicated_rows_assignment
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
@@ -109,7 +111,7 @@ class SequenceParallelChooser:
         ).seconds
 
 
-def list_shardable_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
+def list_row_factors_of_whole_sums(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
     """List the factors that sequence parallelism may shard: row indices of partial sums that end whole.
 
     A row factor has at least `device_count` indices, and no weight or state has it.

@@ -49,10 +49,10 @@ def compute_axis_ranges_of_factor(
         else:
             runs.append((start, size))
         start += size
-    return merge_ranges(runs)
+    return merge_adjacent_ranges(runs)
 
 
-def merge_ranges(ranges: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
+def merge_adjacent_ranges(ranges: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
     """Merge ranges (first entry, length) that follow each other without a gap, and drop empty ranges."""
     merged: list[IndexRange] = []
     for offset, length in ranges:
@@ -90,15 +90,15 @@ def factor_ranges_from_layout(
         indices.append((low, low + entries * factor.size // max(size, 1)))
     fits = all(
         compute_axis_ranges_of_factor(axis[segment_number : segment_number + 1], factor, *has)
-        == _clip_ranges(runs, start, start + size)
+        == _clip_and_shift_ranges(runs, start, start + size)
         for has, runs in zip(indices, ranges_by_device, strict=True)
     )
     return tuple(indices) if fits and indices[-1][1] == factor.size else None
 
 
-def _clip_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
+def _clip_and_shift_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
     """Limit ranges to the entries from `start` to `stop`, exclusive; the results count entries from `start`."""
-    return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
+    return merge_adjacent_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
 
 
 ROW_GRANULARITY, MIN_GRAINS_PER_DEVICE = 32, 8

@@ -52,7 +52,7 @@ def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> No
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
     """Yield as text all reasons why fused kernels do not compute the instructions of a program."""
-    if faults := [*_find_order_faults(program, fusion)]:
+    if faults := [*_find_missing_or_reordered_instruction_faults(program, fusion)]:
         yield from faults
         return
     contents = _RunContents(program)
@@ -61,7 +61,7 @@ def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]
         if faults := [*_find_state_and_place_faults(program, group)]:
             yield from (f"{label}: {why}" for why in faults)
             continue
-        yield from (f"{label}: {why}" for why in _find_result_faults(program, contents, group))
+        yield from (f"{label}: {why}" for why in _find_missing_or_extra_result_faults(program, contents, group))
         yield from (f"{label}: {why}" for why in _KernelTerms(program, contents, group).find_faults())
     yield from contents.find_differences(fusion)
 
@@ -69,7 +69,7 @@ def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]
 # ------------------------------------------------------------------------------------------------------------ order
 
 
-def _find_order_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
+def _find_missing_or_reordered_instruction_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
     """Yield faults of the order: an instruction that is missing or repeated, or that passes a collective."""
     count, times = len(program.instructions), Counter(n for group in fusion.order for n in group)
     wrong = [n for n in {*range(count), *times} if times[n] != 1 or not 0 <= n < count]
@@ -161,7 +161,7 @@ class _RunContents:
                 self._note_readers(content, number)
             _record_scratch(contents, instruction)
             for index, tensor in enumerate(instruction.dst):
-                contents.record_write(compute_byte_extent(tensor), (number, index))
+                contents.record_write_and_overwritten_values(compute_byte_extent(tensor), (number, index))
                 self.readers.setdefault((number, index), set())
         self.final = self._read_final(contents)
         for content in self.final.values():
@@ -208,7 +208,7 @@ class _RunContents:
                     _record_scratch(contents, self.program.instructions[number])
                 if len(group) == 1 or self.is_needed(number, group):
                     for index, tensor in enumerate(self.program.instructions[number].dst):
-                        contents.record_write(compute_byte_extent(tensor), (number, index))
+                        contents.record_write_and_overwritten_values(compute_byte_extent(tensor), (number, index))
         for name, content in self._read_final(contents).items():
             if content != self.final[name]:
                 yield f"operands: {name} has another content after the fused run"
@@ -227,7 +227,7 @@ def _read_content(contents: BufferContents, tensor: Tensor) -> Content:
 
 def _record_scratch(contents: BufferContents, instruction: Instruction) -> None:
     if instruction.scratch is not None:
-        contents.record_write(compute_byte_extent(instruction.scratch), None)
+        contents.record_write_and_overwritten_values(compute_byte_extent(instruction.scratch), None)
 
 
 def _leave_out(content: Content, ranges: Sequence[tuple[int, int, object]]) -> Content:
@@ -242,7 +242,9 @@ def _leave_out(content: Content, ranges: Sequence[tuple[int, int, object]]) -> C
 # ------------------------------------------------------------------------------------------------------- expressions
 
 
-def _find_result_faults(program: Program, contents: _RunContents, group: FusedExpression) -> Iterator[str]:
+def _find_missing_or_extra_result_faults(
+    program: Program, contents: _RunContents, group: FusedExpression
+) -> Iterator[str]:
     """Yield results that a kernel does not write although something reads them, and places that are no result."""
     places = Counter((t.buffer, t.offset, math.prod(t.shape)) for _, t in group.results)
     for number in group.instruction_numbers:
@@ -283,7 +285,7 @@ class _KernelTerms:
         _require(all(t.shape == group.shape for t in group.operands), "operands: a view has another shape")
         for number in group.instruction_numbers:
             self.computed[number] = self._trace_instruction(number, self.program.instructions[number], size)
-        own = self._trace_kernel()
+        own = self._compute_term_of_each_step()
         numbers = group.instruction_numbers  # values that only members read may lie at the same place
         needed = [n for n in numbers if self.contents.is_needed(n, numbers)]
         for step, place in group.results:
@@ -317,7 +319,7 @@ class _KernelTerms:
         """Return the term of a function; a reduction depends on the length of the rows."""
         return self._intern(function, *sources, columns if function.startswith(REDUCTION_PREFIX) else None)
 
-    def _trace_kernel(self) -> list[int]:
+    def _compute_term_of_each_step(self) -> list[int]:
         """Return the term of each step of the kernel."""
         own: list[int] = []
         columns = self.group.shape[-1] if self.group.shape else 1

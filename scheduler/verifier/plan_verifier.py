@@ -29,17 +29,17 @@ from ..ir.execution_plan import DevicePlan, Plan
 from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
 from .fused_kernels import find_fusion_faults
-from .memory.program_verifier import find_program_faults
+from .memory.program_verifier import find_faults_against_graph
 from .memory.rollback_verifier import list_standalone_save_and_restore_nodes
 from .program_equality import is_equal_to_proven_program_except_names, make_program_prefilter_key
 from .record_checks import find_device_leaf_faults, find_plan_field_faults
 from .repeats.carried_values import CarriedValueTrace
 from .repeats.induction import (
     find_common_shortened_graph,
-    find_device_node_name_faults,
-    find_repetition_reordering_faults,
-    find_shortened_graph_faults,
-    make_short_plan,
+    find_faults_of_reordering_repetitions,
+    find_names_without_short_node_number,
+    find_shortened_graph_mismatches,
+    make_plan_before_unrolling,
 )
 from .values.device_values import ValueTrace
 from .values.facts import DeviceValueFact
@@ -69,14 +69,14 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
     if of is None:
         yield from _find_plan_faults_in_every_instruction(plan, ValueTrace)
         return
-    if complaints := [*find_plan_field_faults(plan)] or [*find_shortened_graph_faults(plan, of)]:
+    if complaints := [*find_plan_field_faults(plan)] or [*find_shortened_graph_mismatches(plan, of)]:
         yield from complaints
         return  # the proof of the short plan holds for the long plan only without these faults
-    short = make_short_plan(plan, of)
-    complaints = [*find_device_node_name_faults(short, of)] or [
+    short = make_plan_before_unrolling(plan, of)
+    complaints = [*find_names_without_short_node_number(short, of)] or [
         *_find_plan_faults_in_every_instruction(short, partial(CarriedValueTrace, shortened=of))
     ]
-    yield from complaints or find_repetition_reordering_faults(short, of)
+    yield from complaints or find_faults_of_reordering_repetitions(short, of)
 
 
 def _find_plan_faults_in_every_instruction(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _find_unproven_device_program_faults(
         is_equal_to_proven_program_except_names(device_plan.graph, device_plan.program, other.graph, other.program)
         for other in others
     ):
-        complaints = list(find_program_faults(device_plan.graph, device_plan.program, device_plan.backend))
+        complaints = list(find_faults_against_graph(device_plan.graph, device_plan.program, device_plan.backend))
         yield from complaints
         if not complaints:
             others.append(device_plan)
@@ -227,7 +227,7 @@ class _PlanChecker:
         trace = self.make_trace(self.numbering, [device_plan.graph for device_plan in self.plan.device_plans], leaves)
         faults = list(trace.find_faults())
         for why in faults or (
-            *self._find_output_faults(trace),
+            *self._find_missing_wrong_or_unknown_outputs(trace),
             *self._find_update_faults(trace),
             *self._find_pinned_node_faults(trace),
         ):
@@ -282,7 +282,7 @@ class _PlanChecker:
                 return f"is on devices {list(layout.devices)} of {self.device_count}"
             return [full if d in layout.devices else None for d in range(self.device_count)]
         if isinstance(layout, Shard):
-            if why := self._check_shard_covers_value(value, layout):
+            if why := self._check_shard_form_and_coverage(value, layout):
                 return why
             entries_of: list[tuple[IndexRanges, ...] | None] = []
             for runs in layout.index_ranges:
@@ -292,7 +292,7 @@ class _PlanChecker:
             return f"has the layout {layout}"
         return [full] * self.device_count
 
-    def _check_shard_covers_value(self, value: Value, layout: Shard) -> str | None:
+    def _check_shard_form_and_coverage(self, value: Value, layout: Shard) -> str | None:
         """Return why a sharded layout is malformed or leaves entries of `value` on no device; None if it is right."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
             return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
@@ -332,7 +332,7 @@ class _PlanChecker:
 
     # ------------------------------------------------------------------------------------------------------- ends
 
-    def _find_output_faults(self, trace: ValueTrace) -> Iterator[str]:
+    def _find_missing_wrong_or_unknown_outputs(self, trace: ValueTrace) -> Iterator[str]:
         """Yield faults of outputs: missing or wrong outputs of a device, and outputs unknown to the user's graph."""
         for name, value in self.plan.graph.outputs.items():
             axes = self._list_entries_by_device(value, self.plan.outputs.get(name))
@@ -410,8 +410,8 @@ class _PlanChecker:
             expected_entries: The entries of `graph_value` that the device must have.
             subject: The subject of the message, such as ``output 'y'``.
         """
-        facts = trace.find_facts(device, device_value)
-        if not any(self.numbering.is_fact_of_complete_entries(h, graph_value, expected_entries) for h in facts):
+        facts = trace.find_equal_graph_values(device, device_value)
+        if not any(self.numbering.is_proof_of_exact_entries(h, graph_value, expected_entries) for h in facts):
             number = self.numbering.number_by_value[graph_value]
             others = [
                 "a partial sum that no all-reduce completes"

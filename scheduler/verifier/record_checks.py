@@ -32,12 +32,12 @@ def find_plan_field_faults(plan: Plan) -> Iterator[str]:
         yield "its layouts are for other leaves than the graph has"
     if plan.outputs.keys() != plan.graph.outputs.keys():
         yield "its layouts are for other outputs than the graph has"
-    yield from _find_sharded_axis_faults(plan)
+    yield from _find_missing_or_unsharded_axis_faults(plan)
     shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
     if plan.shares and (len(plan.shares) != len(plan.device_plans) or not shares):
         yield f"its shares are {list(plan.shares)}, need one per device, none negative, one above zero"
     named = [*plan.unused_devices, *(str(device_plan.device) for device_plan in plan.device_plans)]
-    if len({*named}) < len(named) or not all(map(_is_valid_device_name, plan.unused_devices)):
+    if len({*named}) < len(named) or not all(map(_is_normal_device_name, plan.unused_devices)):
         yield (
             f"spare devices are {list(plan.unused_devices)}: a name is invalid, belongs to a device of the plan, "
             "or occurs twice"
@@ -47,7 +47,7 @@ def find_plan_field_faults(plan: Plan) -> Iterator[str]:
             yield f"{hardware} has an invalid speed"
 
 
-def _is_valid_device_name(name: str) -> bool:
+def _is_normal_device_name(name: str) -> bool:
     """Return whether `name` is a valid device name in normal form, such as the name that `DeviceName` formats."""
     try:
         return str(DeviceName.parse(name)) == name
@@ -102,7 +102,7 @@ def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 
-def _find_sharded_axis_faults(plan: Plan) -> Iterator[str]:
+def _find_missing_or_unsharded_axis_faults(plan: Plan) -> Iterator[str]:
     """Yield faults of the list of sharded axes: an axis that does not exist, or that the layout does not shard."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for sharded_factor in plan.sharded_factors:

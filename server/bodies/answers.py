@@ -134,7 +134,7 @@ class AnswerParser:
             if self._mode == mode and (not self._pending or len(self._pending) == length):
                 return
 
-    def _parse_begin(self) -> Iterator[AnswerDelta]:
+    def _decide_kind_of_beginning(self) -> Iterator[AnswerDelta]:
         """Parse the beginning of the answer: decide whether it is a thought, a bare tool call or content."""
         text = self._pending.lstrip()
         if self._may_think and text.startswith(OPEN_THOUGHT):
@@ -147,7 +147,7 @@ class AnswerParser:
 
     def _parse_thought(self) -> Iterator[AnswerDelta]:
         self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
-        thought, marker = self._take_text_before_marker(CLOSE_THOUGHT)
+        thought, marker = self._take_text_and_marker(CLOSE_THOUGHT)
         if marker:
             thought = thought.rstrip()
         else:  # white space at the end may be the end of the thought
@@ -167,7 +167,7 @@ class AnswerParser:
             text, marker = self._pending, ""
             self._pending = ""
         else:  # white space before a call has no meaning
-            whole, marker = self._take_text_before_marker(OPEN_CALL)
+            whole, marker = self._take_text_and_marker(OPEN_CALL)
             text = whole.rstrip()
             self._pending = self._pending if marker else whole[len(text) :] + self._pending
         if text:
@@ -242,7 +242,7 @@ class AnswerParser:
                     arguments[name] = json.loads(value)
         return call[1], arguments
 
-    def _take_text_before_marker(self, marker: str) -> tuple[str, str]:
+    def _take_text_and_marker(self, marker: str) -> tuple[str, str]:
         """Remove the pending text before `marker`, and return it with the marker.
 
         If the marker is not complete, it is returned as an empty text. A beginning of it at the end of the text stays

@@ -47,7 +47,7 @@ class ChatPrompt:
         return CLOSE_THOUGHT in self.template
 
     @property
-    def has_call_markers(self) -> bool:
+    def has_marker_before_each_call(self) -> bool:
         """Whether the model writes a marker before each tool call."""
         return self.has_generic_tools or OPEN_CALL in self.template
 

@@ -105,7 +105,7 @@ def convert_to_chat(body: ResponsesBody) -> ChatBody:
         raise make_bad_request_error("text.verbosity is not supported; leave it out", "text")
     messages = convert_items(body.input)
     if body.instructions:
-        _add_instructions(messages, body.instructions)
+        _insert_instructions_into_system_message(messages, body.instructions)
     sampling = {name: getattr(body, name) for name in SamplingBody.__struct_fields__}
     return ChatBody(
         **sampling,
@@ -186,7 +186,7 @@ def _join_reasoning_texts(parts: object, where: str) -> str:
     return "\n".join(map(str, texts))
 
 
-def _add_instructions(messages: list[Objects], instructions: str) -> None:
+def _insert_instructions_into_system_message(messages: list[Objects], instructions: str) -> None:
     """Put the instructions of a response into the system message, before its text; add one if there is none."""
     if messages[0]["role"] in ("system", "developer"):
         messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"

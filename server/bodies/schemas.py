@@ -77,7 +77,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     timings_per_token: bool = False
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
+    def nonempty_stop_strings(self) -> tuple[str, ...]:
         """The stop strings of the request, without empty ones."""
         return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 

@@ -276,7 +276,7 @@ class MessageAnswerFormatter:
         events = [*self._end_block(), _format("message_delta", delta=reason, usage=describe_anthropic_usage(finish))]
         return b"".join([*events, _format("message_stop")])
 
-    def format_error(self, error: ApiError) -> bytes:
+    def format_stream_ending_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_anthropic_body(), "error")
 

@@ -66,9 +66,9 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         grammar = None
         if choice == "required":
             is_strict = any(function.strict for function in callable_functions)
-            grammar = await builder.compile_schema(build_tool_call_schema(callable_functions), is_strict)
+            grammar = await builder.compile_schema_in_worker(build_tool_call_schema(callable_functions), is_strict)
     lazy_grammar, problem = None, ""
-    if choice == "auto" and body.parse_tool_calls and prompt.has_call_markers:
+    if choice == "auto" and body.parse_tool_calls and prompt.has_marker_before_each_call:
         lazy_grammar, problem = await _compile_lazy_grammar(state, prompt, callable_functions)
     text = prompt.text + _choose_prompt_suffix(prompt, grammar, choice == "required")
     ids = await builder.encode_chat(text)
@@ -154,7 +154,7 @@ def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced
     The text ends an open thought before a grammar. Before a forced tool call, it has the marker of a tool call.
     """
     start = f"\n{CLOSE_THOUGHT}\n\n" if grammar is not None and prompt.opens_thought else ""
-    return f"{start}{OPEN_CALL}\n" if is_forced_call and prompt.has_call_markers else start
+    return f"{start}{OPEN_CALL}\n" if is_forced_call and prompt.has_marker_before_each_call else start
 
 
 def _choose_parser(
@@ -165,8 +165,8 @@ def _choose_parser(
     return AnswerParserOptions(
         has_thoughts=splits_thoughts and not prompt.continues_message,
         opens_thought=splits_thoughts and prompt.opens_thought,
-        has_calls=has_calls and prompt.has_call_markers,
-        has_bare_calls=has_calls and not prompt.has_call_markers,
+        has_calls=has_calls and prompt.has_marker_before_each_call,
+        has_bare_calls=has_calls and not prompt.has_marker_before_each_call,
         is_call=choice == "required" and body.parse_tool_calls,
         max_calls=128 if body.parallel_tool_calls else 1,
         text_parameters=list_string_parameters(functions),

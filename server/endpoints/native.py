@@ -61,7 +61,7 @@ async def create_native_completion(request: Request) -> Response:
     )
     add_ignored_fields(headers, list_ignored_schema_keywords(requests[0].params.grammar))
     answer = NativeAnswerFormatter(state, body, requests)
-    stream = state.submit(requests, body.stop_strings)
+    stream = state.submit(requests, body.nonempty_stop_strings)
     build = answer.build_results
     return await respond_as_stream_or_json(
         state, request, stream, answer, build, count=len(requests), is_streamed=body.stream, headers=headers
@@ -121,7 +121,7 @@ class NativeAnswerFormatter:
         """Return no bytes: this API has no end event, because the last object of each text has ``stop: true``."""
         return b""
 
-    def format_error(self, error: ApiError) -> bytes:
+    def format_stream_ending_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai_body())
 
@@ -175,7 +175,7 @@ def describe_generation_settings(request: GenerationRequest, body: NativeComplet
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": bias,
-        "stop": list(body.stop_strings),
+        "stop": list(body.nonempty_stop_strings),
         "max_tokens": params.limit,
         "n_predict": params.limit,
         "ignore_eos": not params.end_tokens,

@@ -32,7 +32,7 @@ async def create_chat_completion(request: Request) -> Response:
     chat = await prepare_chat(state, body, ID_PREFIX)
     add_ignored_fields(headers, chat.ignored)
     answer = ChatAnswerFormatter(state, body, chat)
-    stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
+    stream = state.submit(chat.requests, body.nonempty_stop_strings, shows_markers=True)
     build = answer.build_completion
     return await respond_as_stream_or_json(
         state, request, stream, answer, build, count=body.n, is_streamed=body.stream, headers=headers
@@ -108,7 +108,7 @@ class ChatAnswerFormatter:
         chunk = {**self._chunk, "choices": [], "usage": self._describe_usage()}
         return format_event({**chunk, "timings": describe_timing(finish.timing, finish.token_count)}) + DONE
 
-    def format_error(self, error: ApiError) -> bytes:
+    def format_stream_ending_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai_body())
 
@@ -173,14 +173,14 @@ class ChatAnswerFormatter:
         return {"content": describe_chat_logprobs(self._state.service.tokenizer, tokens), "refusal": None}
 
     def _describe_usage(self) -> dict[str, object]:
-        return describe_openai_usage(self._finishes.values())
+        return describe_usage_with_shared_prompt(self._finishes.values())
 
     def _add_prompt(self, body: dict[str, object]) -> dict[str, object]:
         is_verbose = self._body.verbose or self._state.options.shows_prompts
         return {**body, "__verbose": {"prompt": self._chat.prompt_text}} if is_verbose else body
 
 
-def describe_openai_usage(finishes: Iterable[ChoiceFinish]) -> dict[str, object]:
+def describe_usage_with_shared_prompt(finishes: Iterable[ChoiceFinish]) -> dict[str, object]:
     """Return the token counts of OpenAI's ``usage``; several choices share one prompt, which counts once."""
     ends = list(finishes)
     prompt, new = ends[0].timing.prompt_tokens, sum(finish.token_count for finish in ends)

@@ -39,7 +39,7 @@ async def create_response(request: Request) -> Response:
     chat = await prepare_chat(state, convert_to_chat(body), "resp_")
     add_ignored_fields(headers, [*chat.ignored, *(name for name in UNUSED_FIELDS if getattr(body, name))])
     answer = ResponseFormatter(state, body, chat)
-    stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
+    stream = state.submit(chat.requests, body.nonempty_stop_strings, shows_markers=True)
     build = answer.build_response
     return await respond_as_stream_or_json(
         state, request, stream, answer, build, count=1, is_streamed=body.stream, headers=headers
@@ -113,7 +113,7 @@ class ResponseFormatter:
         response = self._describe_response()
         return b"".join([*events, self._format(f"response.{response['status']}", response=response)])
 
-    def format_error(self, error: ApiError) -> bytes:
+    def format_stream_ending_error(self, error: ApiError) -> bytes:
         """Format an error as the event that ends the stream."""
         reason = {"code": "server_error", "message": error.message}
         response = {**self._describe_response(), "status": "failed", "error": reason}
@@ -140,12 +140,12 @@ class ResponseFormatter:
             logprobs: list[Objects] = []
             if delta.kind == "content" and self._body.has_logprobs:
                 logprobs = describe_chat_logprobs(
-                    self._state.service.tokenizer, self._take_tokens_at_end_of(delta.text)
+                    self._state.service.tokenizer, self._take_end_tokens_and_drop_earlier(delta.text)
                 )
             events += self._apply_delta_to_item(delta, logprobs)
         return events
 
-    def _take_tokens_at_end_of(self, text: str) -> list[TokenEvent]:
+    def _take_end_tokens_and_drop_earlier(self, text: str) -> list[TokenEvent]:
         """Return the waiting tokens that make up the end of `text`, and drop all earlier waiting tokens."""
         count, size, left = 0, len(text.encode()), self._waiting_tokens
         while size > 0 and count < len(left):

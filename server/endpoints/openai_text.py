@@ -46,7 +46,7 @@ async def create_completion(request: Request) -> Response:
     )
     add_ignored_fields(headers, list_ignored_schema_keywords(requests[0].params.grammar))
     answer = TextAnswerFormatter(state, body, requests, id)
-    stream = state.submit(requests, body.stop_strings)
+    stream = state.submit(requests, body.nonempty_stop_strings)
     build = answer.build_completion
     return await respond_as_stream_or_json(
         state, request, stream, answer, build, count=len(requests), is_streamed=body.stream, headers=headers
@@ -100,7 +100,7 @@ class TextAnswerFormatter:
             return DONE
         return format_event({**self._frame, "choices": [], "usage": self._describe_usage()}) + DONE
 
-    def format_error(self, error: ApiError) -> bytes:
+    def format_stream_ending_error(self, error: ApiError) -> bytes:
         """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai_body())
 
@@ -208,7 +208,7 @@ async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.ND
 
 async def list_models(request: Request) -> Response:
     """Handle ``GET /v1/models``: return a list of the one served model. The list has the page fields of Anthropic."""
-    model = _describe_model(get_serving_state(request))
+    model = _describe_model_for_all_apis(get_serving_state(request))
     page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
     return JsonResponse({"object": "list", "data": [model], **page})
 
@@ -218,10 +218,10 @@ async def show_model(request: Request) -> Response:
     state = get_serving_state(request)
     if (name := request.path_params["name"]) not in (state.service.model_name, *state.options.aliases):
         raise ApiError(404, f"there is no model {name!a:.80}")
-    return JsonResponse(_describe_model(state))
+    return JsonResponse(_describe_model_for_all_apis(state))
 
 
-def _describe_model(state: ServingState) -> dict[str, object]:
+def _describe_model_for_all_apis(state: ServingState) -> dict[str, object]:
     """Describe the served model with the fields of OpenAI, llama-server and Anthropic."""
     start = int(state.metrics.start_time)
     return {
@@ -237,7 +237,7 @@ def _describe_model(state: ServingState) -> dict[str, object]:
     }
 
 
-def build_text_routes() -> list[Route]:
+def build_completion_embedding_and_model_routes() -> list[Route]:
     """Return the routes of the OpenAI endpoints for completions, embeddings and models."""
     routes = [Route("/v1/completions", create_completion, methods=["POST"])]
     routes.append(Route("/v1/embeddings", create_embeddings, methods=["POST"]))

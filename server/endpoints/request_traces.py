@@ -22,10 +22,10 @@ async def list_requests(request: Request) -> Response:
     """Handle ``GET /requests``: list the last requests, newest first, without their texts."""
     records = get_serving_state(request).service.list_requests()
     offset = time.time() - time.monotonic()
-    return JsonResponse([describe_record(record, offset) for record in reversed(records)])
+    return JsonResponse([describe_record_in_relative_seconds(record, offset) for record in reversed(records)])
 
 
-async def trace_request(request: Request) -> Response:
+async def show_request_steps(request: Request) -> Response:
     """Handle ``GET /requests/ID/trace``: return the steps of each choice of a response, as JSON or as a page."""
     name, format = request.path_params["id"], request.query_params.get("format", "json")
     if format not in FORMATS:
@@ -39,7 +39,7 @@ async def trace_request(request: Request) -> Response:
     return JsonResponse({"id": name, "choices": choices})
 
 
-def describe_record(record: RequestRecord, unix_offset: float) -> dict[str, object]:
+def describe_record_in_relative_seconds(record: RequestRecord, unix_offset: float) -> dict[str, object]:
     """Describe the course of a request as a JSON object; all durations are in seconds after its submission."""
 
     def since(moment: float | None) -> float | None:
@@ -79,7 +79,7 @@ def describe_trace(trace: RequestTrace) -> dict[str, object]:
         for step in trace.steps
     ]
     return {
-        **describe_record(record, trace.unix_offset),
+        **describe_record_in_relative_seconds(record, trace.unix_offset),
         "mean_requests": _compute_mean_decode_requests(steps),
         "steps": steps,
     }
@@ -95,5 +95,5 @@ def build_trace_routes() -> list[Route]:
     """Return the routes of request traces."""
     return [
         Route("/requests", list_requests, methods=["GET"]),
-        Route("/requests/{id}/trace", trace_request, methods=["GET"]),
+        Route("/requests/{id}/trace", show_request_steps, methods=["GET"]),
     ]

@@ -134,6 +134,6 @@ def _make_busy_error(state: ServingState) -> ApiError:
     return ApiError(503, f"the slot was busy for {state.options.queue_seconds:.0f} s", retry_seconds=10)
 
 
-def build_slot_routes() -> list[Route]:
+def build_slot_action_route() -> list[Route]:
     """Return the route of the slot actions."""
     return [Route("/slots/{slot}", run_slot_action, methods=["POST"])]

@@ -35,7 +35,7 @@ from hocket.conformance.generate_cases import (
     select_quick_cases,
 )
 from hocket.conformance.reports.expected_failures import ExpectedFailures
-from hocket.conformance.reports.failure_traits import group_failures_by_op
+from hocket.conformance.reports.failure_traits import group_failures_by_op_with_traits
 from hocket.conformance.reports.html_page import format_html_report
 from hocket.conformance.reports.text_report import (
     OUTCOME_MEANINGS,
@@ -114,7 +114,7 @@ def test_the_quick_run_shows_every_dtype_layout_input_kind_attribute_and_check(n
 def test_every_dtype_is_tried_on_operands_that_have_elements(name):
     quick = [c for c in select_quick_cases(REGISTRY[name]) if c.check == "reference"]
     covered = {(k, s.dtype) for c in quick for k, s in c.operands}
-    tried = {(k, s.dtype) for c in quick for k, s in c.operands if not c.is_empty}
+    tried = {(k, s.dtype) for c in quick for k, s in c.operands if not c.has_empty_operand}
     only_empty = {(k, t) for k, t in covered - tried if not (name == "transpose" and t.is_quantised)}
     assert only_empty == set()  # rows of blocks can be transposed only where there are none
 
@@ -163,11 +163,11 @@ def test_values_are_pulled_apart_with_guards_between_them():
 def test_a_stray_byte_is_named_with_its_distance():
     case = parse_case("neg(x=f32[5])")
     guarded = GuardedProgram(build_verified_device_plan(build_case_graph(case).graph, *CPU), {})
-    guarded.poison_arena(0xFF)
-    assert guarded.find_stray_write(guarded.copy_arena()) is None
+    guarded.poison_arena_and_guard_zones(0xFF)
+    assert guarded.find_stray_write(guarded.copy_guarded_arena_to_host()) is None
     end = compute_byte_range(guarded.program.outputs["result.0"])[1]
     guarded.buffers[guarded.arena][end + 3] = 0
-    assert "3 bytes past the end" in (guarded.find_stray_write(guarded.copy_arena()) or "")
+    assert "3 bytes past the end" in (guarded.find_stray_write(guarded.copy_guarded_arena_to_host()) or "")
 
 
 def compare_to_reference(got, want, dtype="f32"):
@@ -341,7 +341,7 @@ BROADCAST_FAULT = next(f for f in FAULTS if str(f) == "mul: broadcast by runs in
 def test_failures_come_by_op_smallest_first_with_what_they_share():
     """A fault that is planted where `b` has several entries to repeat: the kit's words must say just that."""
     results = [run_case(c, FaultyBackend(BROADCAST_FAULT), CPU[1]) for c in select_quick_cases(REGISTRY["mul"])[::3]]
-    (group,) = group_failures_by_op(results)
+    (group,) = group_failures_by_op_with_traits(results)
     best = group.traits[0]
     assert best.text == "`b` is repeated along an axis where it has several entries"
     assert best.failing == len(group.results) > 5 * best.passing
@@ -360,7 +360,7 @@ def test_failures_come_by_op_smallest_first_with_what_they_share():
 
 
 def test_common_traits_of_failures_are_not_reported_where_nothing_passes():
-    (group,) = group_failures_by_op(results_of(Outcome.FAIL, Outcome.FAIL, Outcome.UNSUPPORTED))
+    (group,) = group_failures_by_op_with_traits(results_of(Outcome.FAIL, Outcome.FAIL, Outcome.UNSUPPORTED))
     assert (group.traits, list(group.describe_failures())) == ((), ["2 of 2 cases that ran fail"])
 
 

@@ -11,7 +11,11 @@ from hocket.backends import find_device
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.cases.case import Case
-from hocket.conformance.cases.inputs import generate_random_operands, has_unquantised_floats, make_special_values
+from hocket.conformance.cases.inputs import (
+    generate_random_operands,
+    has_unquantised_floats,
+    make_infinities_zeros_and_subnormals,
+)
 from hocket.conformance.checks.compare_arrays import compare_with_reference
 from hocket.conformance.checks.run_case import replace_permitted_nonfinites_by_reference
 from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
@@ -64,7 +68,11 @@ def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) ->
     op = REGISTRY[name]
     missing = {(key, kind) for case in generate_full_cases(op) for key in _floats(case) for kind in SPECIAL_INPUTS}
     values = {
-        operand: {kind for kind, holds in CLASSES.items() if holds(make_special_values(op, operand, dtype)).any()}
+        operand: {
+            kind
+            for kind, holds in CLASSES.items()
+            if holds(make_infinities_zeros_and_subnormals(op, operand, dtype)).any()
+        }
         for (operand, dtype), _ in missing
     }
     for case in generate_full_cases(op):
@@ -109,12 +117,12 @@ def test_a_zero_needs_the_sign_of_the_reference_if_signed_zeros_is_set(wrong: fl
 
 @pytest.mark.parametrize("text", ["neg(x=f32[7], inputs=denormal)", "cast(x=f32[7], dtype=f16, inputs=special)"])
 def test_elementwise_ops_keep_signs_and_subnormal_numbers(text: str) -> None:
-    assert parse_case(text).needs_signed_zeros
+    assert parse_case(text).needs_signed_zeros_and_subnormals
 
 
 @pytest.mark.parametrize("text", ["sum_rows(x=f32[2,7])", "mul_mat(w=f32[2,7], x=f32[3,7])", "cont(x=q8_0[32])"])
 def test_sums_and_quantised_numbers_keep_neither(text: str) -> None:
-    assert not parse_case(text).needs_signed_zeros
+    assert not parse_case(text).needs_signed_zeros_and_subnormals
 
 
 @pytest.mark.parametrize(

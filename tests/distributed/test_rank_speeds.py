@@ -17,21 +17,21 @@ from hocket.scheduler import DEFAULT_HARDWARE
 from hocket.scheduler.costs import calibration_file
 from hocket.scheduler.costs.calibration_file import (
     choose_calibrated_or_built_in_hardware,
-    describe_calibration_date,
+    format_calibrated_with_day,
     format_saved_speeds_key,
     scale_built_in_hardware_by_threads,
     write_speeds,
 )
 from hocket.scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from hocket.scheduler.costs.speeds import Speeds
-from hocket.scheduler.measurement.probe_graphs import build_matmul_graph
+from hocket.scheduler.measurement.probe_graphs import build_matmul_chain_graph
 
 from ..given.models.goldens import FIXTURES
 from ..given.ranks.thread_link import in_threads
 
 SLOW_SPEEDS = Speeds({"f32": 20e9}, {"f32": 0.1 + 0.2}, 3e-6, 5e9, 7e-6, 1e9, 1.25, 1.5, 2e9, 3e9, {"f32": 8e9})
 QUICK = replace(SLOW_SPEEDS, flops={"f32": 4e9}, bandwidth={"f32": 10e9})
-GRAPH = build_matmul_graph(DType.F32, 1, 8)
+GRAPH = build_matmul_chain_graph(DType.F32, 1, 8)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
         GRAPH
     ) == scale_built_in_hardware_by_threads(group)
     write_speeds({format_saved_speeds_key(group): QUICK})
-    calibrated_here = calibrated_hardware(QUICK, source=describe_calibration_date(group))
+    calibrated_here = calibrated_hardware(QUICK, source=format_calibrated_with_day(group))
     assert (
         agree_on_slowest_rank_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH)
         == choose_calibrated_or_built_in_hardware(GRAPH, group)

@@ -178,7 +178,7 @@ def run_guide(name: str) -> dict[str, Any]:
 def test_the_numpy_kernel_of_the_guide_passes_the_kit(monkeypatch):
     (kernel,) = run_guide("add-an-op.md")["KERNELS"].values()
     monkeypatch.setattr(kernel_table, "BUILTIN_KERNELS", {"leaky_relu": kernel})
-    monkeypatch.setattr(kernel_table, "find_binding", kernel_table.find_binding.__wrapped__)
+    monkeypatch.setattr(kernel_table, "find_or_make_binding", kernel_table.find_or_make_binding.__wrapped__)
     backend = NumpyBackend()
     cases = [parse_case(f"leaky_relu(x={x}, negative_slope={slope})") for x in LEAKY_OPERANDS for slope in (0.1, 2.0)]
     results = [run_case(case, backend, backend.device(0)) for case in cases]

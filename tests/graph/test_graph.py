@@ -232,7 +232,9 @@ def changed_into_a_cycle() -> Graph:
 
 
 BROKEN = {
-    "operands_come_before_users": [(changed_into_a_cycle(), "%silu reads %silu, which no earlier node computes")],
+    "operands_precede_users_and_results_exist": [
+        (changed_into_a_cycle(), "%silu reads %silu, which no earlier node computes")
+    ],
     "references_exist": [
         (Graph({"y": Value(X.node, 1)}), "%x#1: input has 1 results"),
         (Graph({"y": X}, {S: Value(X.node, 3)}), "%x#3: input has 1 results"),
@@ -246,7 +248,7 @@ BROKEN = {
         (Graph({"y": ops.add(X, weight("x", (2,)))}), "%x names 2 different leaves; rename all but one"),
         (Graph({"y": node("input")}), "1 leaves have no name; give each its own"),
     ],
-    "leaves_have_no_operands": [
+    "leaves_have_one_result_no_operands": [
         (Graph({"y": node("input", X, name="z")}), "%z = input(%x) : f32[2]: a leaf has no operands and one result"),
         (
             Graph({"y": Value(Node("state", (), X.node.attrs, (Spec((2,)),) * 2, "z"), 1)}),
@@ -260,7 +262,7 @@ BROKEN = {
         (Graph({"y": node("input", name="z", spec=Spec((10**5000,)))}), "more than 2^63 - 1 entries"),
         (Graph({"y": node("constant", name="z", spec=Spec((), DType.Q8_0))}), "%z: q8_0[]: rows of q8_0 are blocks"),
     ],
-    "only_states_are_updated": [
+    "updates_match_states": [
         (Graph({}, {X: X}), "update of %x: f32[2]: it is an input; only a state can be updated"),
         (
             Graph({}, {S: input("y", (3,))}),
@@ -288,7 +290,7 @@ BROKEN = {
         (Graph({"y": node("warp", X)}), "%warp: there is no op 'warp'; `hocket ops` lists them"),
         (Graph({"y": node("", X, name="a\nb")}), "%\"a\\nb\": there is no op ''; `hocket ops` lists them"),
     ],
-    "specs_follow_from_operands": [
+    "specs_and_attributes_match_op": [
         (Graph({"y": node("silu", X, spec=Spec((3,)))}), "%silu = silu(%x) : f32[3]: operands give f32[2]"),
         (Graph({"y": node("silu")}), "%silu = silu() : f32[2]: operand x is missing"),
         (Graph({"y": node("silu", X, X)}), "%silu = silu(%x, %x) : f32[2]: takes 1 operands, got 2"),

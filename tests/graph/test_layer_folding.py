@@ -13,7 +13,7 @@ from hocket.graph.layer_folding import (
     find_adjacent_repetitions,
     find_layer_nodes,
     fold_layers,
-    iterate_blocks,
+    iterate_blocks_of_all_repetitions,
 )
 
 from ..given.graphs.pictured import PICTURED, encoder_decoder, mixer, vision_transformer, without_names
@@ -29,7 +29,7 @@ def shape(items):
 @pytest.mark.parametrize("name", PICTURED)
 def test_every_computed_node_is_in_one_block_behind_what_it_reads(name):
     graph = PICTURED[name]()
-    order = [node for block in iterate_blocks(fold_layers(graph)) for node in block.nodes]
+    order = [node for block in iterate_blocks_of_all_repetitions(fold_layers(graph)) for node in block.nodes]
     assert set(order) == {n for n in graph.nodes if not n.is_leaf}
     place = {node: at for at, node in enumerate(order)}
     assert len(place) == len(order)
@@ -76,14 +76,14 @@ def test_two_layers_that_share_a_mask_are_two_though_the_last_chooses_rows():
 def test_repetitions_of_a_group_have_the_same_ops():
     for item in fold_layers(PICTURED["mixer"]()):
         if isinstance(item, RepeatedGroup):
-            ops = [[n.op for b in iterate_blocks(one) for n in b.nodes] for one in item.repetitions]
+            ops = [[n.op for b in iterate_blocks_of_all_repetitions(one) for n in b.nodes] for one in item.repetitions]
             assert all(o == ops[0] for o in ops)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_graph_without_layers_is_split_into_small_blocks(seed):
     graph = seeded_graph(seed, steps=600)
-    blocks = list(iterate_blocks(fold_layers(graph)))
+    blocks = list(iterate_blocks_of_all_repetitions(fold_layers(graph)))
     assert sum(len(b.nodes) for b in blocks) == sum(not n.is_leaf for n in graph.nodes)
     assert max(len(b.nodes) for b in blocks) <= MAX_BLOCK_NODES
 

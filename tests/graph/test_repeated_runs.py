@@ -6,14 +6,14 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input, state, weight
-from hocket.graph.repeated_runs import PREAMBLE, find_repeated_runs, shorten_graph
+from hocket.graph.repeated_runs import PREAMBLE, find_largest_repeated_runs, shorten_graph
 
 from ..given.graphs.layered import decoder, perceptron
 
 
 def test_a_layer_is_a_run_that_carries_the_residual_to_the_next():
     graph = decoder(8)
-    runs = find_repeated_runs(graph)
+    runs = find_largest_repeated_runs(graph)
     assert runs is not None
     assert runs.count == 7  # from one feed-forward layer to the next; the last is followed by no attention
     (carried,) = runs.carried_positions
@@ -23,7 +23,7 @@ def test_a_layer_is_a_run_that_carries_the_residual_to_the_next():
 
 def test_what_the_first_run_carries_on_is_no_leaf():
     graph = perceptron(8)
-    runs = find_repeated_runs(graph)
+    runs = find_largest_repeated_runs(graph)
     assert runs is not None
     assert not any(graph.nodes[runs.first_node_of(PREAMBLE) + place].is_leaf for place in runs.carried_positions)
 
@@ -45,13 +45,13 @@ def early() -> Graph:
 
 @pytest.mark.parametrize("graph", [perceptron(2), early(), skipping(), Graph({"y": input("x", (2, 2))})])
 def test_a_graph_without_runs_or_that_reads_within_or_behind_them_has_none(graph):
-    assert find_repeated_runs(graph) is None
+    assert find_largest_repeated_runs(graph) is None
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_a_short_graph_has_the_first_runs_and_what_is_around_them(times):
     graph = decoder(9)
-    runs = find_repeated_runs(graph)
+    runs = find_largest_repeated_runs(graph)
     of = shorten_graph(graph, runs, times)
     assert len(of.short_graph.nodes) == len(graph.nodes) - (runs.count - times) * runs.length
     assert [n.op for n in of.short_graph.nodes] == [
@@ -75,10 +75,16 @@ def remembering(layers: int) -> Graph:
 
 def test_a_run_has_what_only_its_own_new_state_needs():
     graph = remembering(8)
-    runs = find_repeated_runs(graph)
+    runs = find_largest_repeated_runs(graph)
     assert runs is not None
     assert runs.count >= 6
     of = shorten_graph(graph, runs, 1)
-    assert [name for name in of.deep_names if name.startswith("new")] == [f"new.{layer}" for layer in range(8)]
-    places = {(at - runs.start) % runs.length for at, name in enumerate(of.deep_names) if name.startswith("new")}
+    assert [name for name in of.deep_node_names_by_number if name.startswith("new")] == [
+        f"new.{layer}" for layer in range(8)
+    ]
+    places = {
+        (at - runs.start) % runs.length
+        for at, name in enumerate(of.deep_node_names_by_number)
+        if name.startswith("new")
+    }
     assert len(places) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hocket
-from hocket.backends.numpy.expressions import make_expression_calls, plan_scratch
+from hocket.backends.numpy.expressions import make_float32_expression_calls, plan_scratch
 from hocket.graph import GraphError, input
 from hocket.ops import REGISTRY, op, register
 from hocket.ops.declaration import scalar
@@ -71,7 +71,7 @@ def run_in_float32(expression: Expression, operands, attributes=()) -> np.ndarra
     shape = next(a.shape for a in operands if a is not None)
     out = np.full((*shape[:-1], 1) if expression.reduces_row else shape, np.nan, np.float32)
     with np.errstate(all="ignore"):
-        for run in make_expression_calls(
+        for run in make_float32_expression_calls(
             expression, operands, expression.compute_number_steps(dict(attributes)), out, plan, memory
         ):
             run()
@@ -144,7 +144,7 @@ def test_calls_of_numpy_are_the_interpreter_in_float32(reuse):
         memory = [np.full(shape, np.nan, np.float32) for shape in plan.shapes]
         out = a if reuse else np.full_like(a, np.nan)
         with np.errstate(all="ignore"):
-            for run in make_expression_calls(
+            for run in make_float32_expression_calls(
                 expression, [a, b], expression.compute_number_steps({}), out, plan, memory
             ):
                 run()

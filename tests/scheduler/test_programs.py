@@ -23,7 +23,7 @@ from hocket.scheduler.lowering.arena import (
     assign_arena_offsets_for_any_repetition_order,
 )
 from hocket.scheduler.lowering.lower import lower_graph
-from hocket.scheduler.verifier.memory.program_verifier import find_program_faults, verify_program
+from hocket.scheduler.verifier.memory.program_verifier import find_faults_against_graph, verify_program
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
 from ..given.graphs.layered import perceptron
@@ -371,7 +371,7 @@ def test_the_verifier_finds_a_program_where(fault):
         "y",
     ]
     assert list(
-        find_program_faults(
+        find_faults_against_graph(
             new_plan.device_plans[0].graph,
             plant_fault(new_plan.device_plans[0].program, fault),
             new_plan.device_plans[0].backend,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hocket.frontends.commands.serve import GC_THRESHOLD_OBJECTS, lower_gc_threshold
+from hocket.frontends.commands.serve import GC_THRESHOLD_OBJECTS, run_cyclic_gc_more_often
 
 from ..given.fakes.fake_service import FakeService, RunningServer, serve
 from ..given.open_requests import open_request, read_until
@@ -86,5 +86,5 @@ def test_a_server_searches_for_garbage_more_often_than_a_command(
     monkeypatch.setattr(gc, "get_threshold", lambda: thresholds[-1])
     monkeypatch.setattr(gc, "set_threshold", lambda *new: thresholds.append(new))
     monkeypatch.setattr(gc, "freeze", lambda: None)
-    lower_gc_threshold()
+    run_cyclic_gc_more_often()
     assert thresholds[-1] == (expected, 10, 10)

@@ -146,9 +146,9 @@ def test_integers_are_accepted_for_numbers() -> None:
 
 
 def test_stop_strings_are_a_tuple_without_empty_ones() -> None:
-    assert decode_chat(stop="a")[0].stop_strings == ("a",)
-    assert decode_chat(stop=["a", "", "b"])[0].stop_strings == ("a", "b")
-    assert decode_chat()[0].stop_strings == ()
+    assert decode_chat(stop="a")[0].nonempty_stop_strings == ("a",)
+    assert decode_chat(stop=["a", "", "b"])[0].nonempty_stop_strings == ("a", "b")
+    assert decode_chat()[0].nonempty_stop_strings == ()
 
 
 def test_prompts_have_several_forms() -> None:

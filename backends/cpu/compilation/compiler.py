@@ -108,7 +108,7 @@ def _load_object_code(definition: Kernel, code: bytes) -> tuple[int, object]:
     because LLVM mixes up the offset tables of several objects in one engine. The empty module of a new engine is
     removed, because its compilation takes ten times as long as all other work.
     """
-    if object_loader.is_loadable(code):
+    if object_loader.is_loadable_x86_64_code(code):
         return object_loader.load_function(code, _symbol_name(definition)), None
     import llvmlite.binding as llvm
 
@@ -154,7 +154,7 @@ def _create_target_machine() -> llvm.TargetMachine:
     """
     import llvmlite.binding as llvm
 
-    target = target_cpu.find_compile_target()
+    target = target_cpu.find_host_or_requested_target()
     _initialise(target.triple)
     return llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.format_llvm_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
@@ -192,7 +192,7 @@ def _digest_kernel_sources() -> bytes:
     return digest.digest()
 
 
-def _read_numba_version_from_folder_name() -> str:
+def _read_numba_version_from_metadata_folder() -> str:
     """Return the version of Numba from the name of its metadata folder.
 
     An import of Numba or of package metadata takes longer.
@@ -208,14 +208,14 @@ def _read_numba_version_from_folder_name() -> str:
 
 def compute_kernel_code_digest() -> bytes:
     """Return a digest of everything that affects kernel code and argument words: sources, target and compilers."""
-    return _digest_kernel_sources() + _make_compiler_fingerprint()
+    return _digest_kernel_sources() + _make_fingerprint_without_sources()
 
 
 @cache
-def _make_compiler_fingerprint() -> bytes:
+def _make_fingerprint_without_sources() -> bytes:
     """Return the target, platform and compiler versions as bytes: all inputs of kernel code except the sources."""
-    where = (target_cpu.find_compile_target(), target_cpu.find_native_or_emulated_amx(), sys.platform)
-    return repr((*where, _read_numba_version_from_folder_name(), llvmlite.__version__)).encode()
+    where = (target_cpu.find_host_or_requested_target(), target_cpu.find_native_or_emulated_amx(), sys.platform)
+    return repr((*where, _read_numba_version_from_metadata_folder(), llvmlite.__version__)).encode()
 
 
 def _find_kernel_cache_file(definition: Kernel) -> Path | None:
@@ -228,7 +228,7 @@ def _find_kernel_cache_file(definition: Kernel) -> Path | None:
             outside = _read_third_party_source(body.__code__.co_filename)
     except OSError:
         return None
-    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _make_compiler_fingerprint())
+    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _make_fingerprint_without_sources())
 
 
 def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
@@ -253,7 +253,7 @@ def _list_compiled_kernel_files(definition: Kernel) -> Iterator[Path]:
     shipped = (
         [
             PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)
-            for target in target_cpu.list_runnable_targets()
+            for target in target_cpu.list_runnable_precompiled_targets()
         ]
         if _is_builtin(definition.body)
         else []
@@ -277,7 +277,10 @@ def _is_cached(definition: Kernel) -> bool:
 
 def compile_kernels_into_package(kernels: Iterable[Kernel]) -> int:
     """Compile kernels for the compile target into the package folder, and return the number of distinct kernels."""
-    folder, unique_kernels = PRECOMPILED_FOLDER / target_cpu.find_compile_target().name, [*dict.fromkeys(kernels)]
+    folder, unique_kernels = (
+        PRECOMPILED_FOLDER / target_cpu.find_host_or_requested_target().name,
+        [*dict.fromkeys(kernels)],
+    )
     for one in unique_kernels:
         if read_cached(folder / _cache_file_name(one)) is None:
             write_cached(folder / _cache_file_name(one), _emit_object_code(one))
@@ -315,7 +318,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     is_emitted = isinstance(definition.body, IrBody)
     assembly = _emit_llvm_assembly_of_ir_body(definition) if is_emitted else _translate_by_numba(definition)
     module = llvm.parse_assembly(assembly.replace(FOREIGN_PREFIX, ""))
-    module.triple, module.data_layout = target_cpu.find_compile_target().triple, str(machine.target_data)
+    module.triple, module.data_layout = target_cpu.find_host_or_requested_target().triple, str(machine.target_data)
     module.verify()
     if is_emitted:
         builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))

@@ -101,7 +101,7 @@ class Relocation(NamedTuple):
     addend: int
 
 
-def is_loadable(code: bytes) -> bool:
+def is_loadable_x86_64_code(code: bytes) -> bool:
     """Return whether `load_function` can load object code: x86-64 code, in a 64-bit process on x86-64 Linux."""
     is_elf = len(code) >= _HEADER.itemsize and code.startswith(ELF_MAGIC)
     fits = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
@@ -118,7 +118,7 @@ def load_function(code: bytes, function_name: str) -> int:
     """
     there = _ObjectFile(code)
     entries = {number: there.end + 8 * n for n, number in enumerate(there.list_symbols_in_address_table())}
-    content = _map_permanent_writable_pages(there.end + 8 * len(entries))
+    content = _map_permanent_zeroed_pages(there.end + 8 * len(entries))
     base = content.ctypes.data
     table = base + there.end
     for start, data in there.list_section_offsets_and_contents():
@@ -225,7 +225,7 @@ def _find_system_symbol(name: str) -> int:
         raise BackendError(f"object code calls {name!r:.60}, which this system has not") from None
 
 
-def _map_permanent_writable_pages(nbytes: int) -> npt.NDArray[np.uint8]:
+def _map_permanent_zeroed_pages(nbytes: int) -> npt.NDArray[np.uint8]:
     """Map zeroed writable memory pages that are never freed."""
     flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     at = _open_process_library().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))

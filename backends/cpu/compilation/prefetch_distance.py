@@ -24,7 +24,7 @@ TUNED_ROW_COUNTS = (1, 4)
 """Numbers of activation rows that are measured: one, and several."""
 
 
-def find_prefetch_distances(dtype: DType, *, several: bool = False) -> tuple[int, int]:
+def find_l1_and_l2_prefetch_distances(dtype: DType, *, several: bool = False) -> tuple[int, int]:
     """Return the tuned prefetch distances of a weight dtype in bytes, for the L1 cache and for the L2 cache.
 
     Args:

@@ -22,7 +22,7 @@ from ..compilation.compiler import (
     find_cached_kernel_addresses,
 )
 from ..steps.step_loop import run_step_table
-from ..tuning.prefetch_tuning import tune_program_prefetch
+from ..tuning.prefetch_tuning import tune_uncached_program_prefetch
 from .relocatable_tables import parse_relocatable_table
 from .replay import CompiledSegment, Replay
 from .thread_pool import ThreadPool
@@ -44,7 +44,7 @@ def load_or_bind_cached_replay(
     if tables is None or kernels is None:
         from .program_binding import bind_relocatable_program  # and with it all kernels
 
-        tune_program_prefetch(program, buffers)
+        tune_uncached_program_prefetch(program, buffers)
         tables, needed = bind_relocatable_program(program, thread_pool.threads)
         if tables is None:
             return None

@@ -14,7 +14,12 @@ from ...kernel_tables import find_op_package_binding
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.gated_units import GATED
 from ..kernels.matmul.packed_matmul import find_result_read_forms
-from ..kernels.vector.elementwise import RowKernel, add_row_step, make_expression_row_kernel, make_row_thread_work
+from ..kernels.vector.elementwise import (
+    RowKernel,
+    add_row_step,
+    make_expression_row_kernel,
+    make_row_thread_work_and_strides,
+)
 from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
 from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
 from ..steps.step_table import FusedBinding, StepTableBuilder
@@ -81,7 +86,7 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
     expression = declared.trace([o is not None for o in operands], call.attrs)
     if not has_lane_code_for_all_functions(expression) or (
-        expression.depends_on_whole_row and not (operands[0] and operands[0].shape)
+        expression.depends_on_row_reduction_or_length and not (operands[0] and operands[0].shape)
     ):
         return None
     return TracedInstruction(expression, operands, call.attrs, call.out)
@@ -93,7 +98,10 @@ def _make_row_kernel(group: ExpressionGroup) -> RowKernel | None:
 
 def _has_kernel(group: ExpressionGroup) -> bool:
     row_kernel = _make_row_kernel(group)
-    return row_kernel is not None and make_row_thread_work(row_kernel, group.operands, group.results) is not None
+    return (
+        row_kernel is not None
+        and make_row_thread_work_and_strides(row_kernel, group.operands, group.results) is not None
+    )
 
 
 def _add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:

@@ -36,7 +36,7 @@ class PlaceholderMemory(TableMemory):
     size: int = 0
     contents: dict[int, bytes] = field(default_factory=dict)
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate_zeroed(self, nbytes: int) -> int:
         self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return self.start + self.size - -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -126,7 +126,7 @@ def build_relocatable_table(
     blocks = [(at, _pad_to_words(data)) for at, data in memory.contents.items()]
 
     def append_words(words: I64) -> int:
-        at = memory.allocate(words.nbytes) - memory.start
+        at = memory.allocate_zeroed(words.nbytes) - memory.start
         blocks.append((at, words))
         return at
 

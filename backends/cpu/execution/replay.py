@@ -112,13 +112,16 @@ class CompiledSegment:
 
     @cached_property
     def timed_segment(self) -> CompiledSegment:
-        """A copy of the segment that also writes the start time of each step into `times`, for `parse_step_times`."""
+        """A copy of the segment that also writes the start time of each step into `times`.
+
+        `convert_step_starts_to_seconds` reads them.
+        """
         segment = copy(self)
         segment._loop = self._bind_loop_to_step_table(run_step_table_timed.address, self.times.ctypes.data)
         return segment
 
     @staticmethod
-    def parse_step_times(times: bytes) -> Array:
+    def convert_step_starts_to_seconds(times: bytes) -> Array:
         """Convert the times of a timed run to seconds: the start of each step, then the end of the last step.
 
         Args:
@@ -263,7 +266,7 @@ class Replay:
             if isinstance(one, CompiledSegment):
                 steps, times = (
                     [*zip(one.kernel_names, one.instruction_numbers, strict=True)],
-                    CompiledSegment.parse_step_times(clock),
+                    CompiledSegment.convert_step_starts_to_seconds(clock),
                 )
             else:
                 steps, times = [(STAND_IN, number)], 1e-9 * np.frombuffer(clock, np.int64)

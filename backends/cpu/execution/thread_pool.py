@@ -17,7 +17,7 @@ from ..steps.thread_sync import (
     STATES_OFFSET,
     THREADS_SLEEPING,
     compute_shared_block_bytes,
-    run_after_waking_threads,
+    run_thread_zero_after_waking,
     run_unless_threads_sleep,
     run_worker_thread_until_sleep,
 )
@@ -52,7 +52,7 @@ class ThreadPool:
     def start_and_end_kernels(self) -> Sequence[Kernel]:
         """The kernels that start and end runs of the pool. The sequence is empty with one thread."""
         return (
-            (run_unless_threads_sleep, run_after_waking_threads, run_worker_thread_until_sleep)
+            (run_unless_threads_sleep, run_thread_zero_after_waking, run_worker_thread_until_sleep)
             if self.threads > 1
             else ()
         )
@@ -64,7 +64,7 @@ class ThreadPool:
         self._states[: self.threads] = ASLEEP_FLAG
         self._start_run, self._continue_run = (
             KERNEL_FUNCTION(run_unless_threads_sleep.address),
-            KERNEL_FUNCTION(run_after_waking_threads.address),
+            KERNEL_FUNCTION(run_thread_zero_after_waking.address),
         )
         self._queues = [SimpleQueue() for _ in range(self.threads - 1)]
         for i, queue in enumerate(self._queues, 1):

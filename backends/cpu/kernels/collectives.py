@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
+from ....ops.collectives import cast_to_index_ranges, narrow_to_integer
 from ...base import Comm
 from ...fusion.operands import BoundInstruction
 from ..compilation.compiler import kernel, subroutine
@@ -289,7 +289,7 @@ def _bind_reduce_scatter_or_all_gather(steps: StepTableBuilder, call: BoundInstr
     """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
-    axis, runs = narrow_to_integer(call.attrs["axis"]), narrow_to_index_ranges(call.attrs["runs"])
+    axis, runs = narrow_to_integer(call.attrs["axis"]), cast_to_index_ranges(call.attrs["runs"])
     if comm is None or comm.signal_pad is None or comm.spans_processes or comm.shared_buffers is not None:
         return False
     if not (x.is_float and x.is_dense and y.is_dense) or any(len(own) > 1 for own in runs):

@@ -1,8 +1,8 @@
 """AMX tile operations: eight tile registers of 16 rows of 64 bytes, and bfloat16 products with float32 sums.
 
-The intrinsic ``make_tile_product(c, x, w)`` multiplies 16 rows of 32 activations in tile x by 32 columns of 16 weight
-rows in tile w. It adds the products to tile c, 16 rows of 16 float32. Tile w holds pairs: row k of the tile has the
-columns 2k and 2k + 1 of every weight row.
+The intrinsic ``make_add_bf16_tile_product(c, x, w)`` multiplies 16 rows of 32 activations in tile x by 32 columns of
+16 weight rows in tile w. It adds the products to tile c, 16 rows of 16 float32. Tile w holds pairs: row k of the tile
+has the columns 2k and 2k + 1 of every weight row.
 
 >>> import numpy as np
 >>> x, w = np.arange(64.0).reshape(2, 32), np.arange(96.0).reshape(3, 32)  # 2 rows of activations, 3 of a weight
@@ -10,8 +10,8 @@ columns 2k and 2k + 1 of every weight row.
 >>> bool(np.all(np.einsum("ikp,knp->in", x.reshape(2, 16, 2), pairs) == x @ w.T))
 True
 
-Every operation takes the address of `TILE_MEMORY_BYTES` bytes of memory of the thread. `configure_tiles` writes the
-register shapes to that memory. On processors without AMX, that memory holds the tiles (`kernels.amx`).
+Every operation takes the address of `TILE_MEMORY_BYTES` bytes of memory of the thread. `configure_full_size_tiles`
+writes the register shapes to that memory. On processors without AMX, that memory holds the tiles (`kernels.amx`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _call(b: Any, name: str, *values: Any) -> None:
 
 
 @intrinsic(NOTHING, ADDRESS)
-def configure_tiles(b, memory):
+def configure_full_size_tiles(b, memory):
     """Configure all AMX tile registers as 16 rows of 64 bytes."""
     palette = ir.Constant(ir.VectorType(_i8, len(PALETTE)), PALETTE)
     to = b.add(memory, ir.Constant(_i64, REGISTER_COUNT * TILE_BYTES))
@@ -90,7 +90,7 @@ def make_tile_store(tile: int) -> Intrinsic:
 
 
 @cache
-def make_tile_product(sum_tile: int, activation_tile: int, weight_tile: int) -> Intrinsic:
+def make_add_bf16_tile_product(sum_tile: int, activation_tile: int, weight_tile: int) -> Intrinsic:
     """Make the intrinsic ``(memory)`` that adds the matrix product of two bfloat16 tiles to a float32 tile.
 
     The arguments are numbers of tile registers.

@@ -6,7 +6,7 @@ import sys
 
 from llvmlite import ir
 
-from ..target_cpu import find_compile_target
+from ..target_cpu import find_host_or_requested_target
 from .vectors import ADDRESS, NOTHING, _call, _i32, _i64, _pointer, intrinsic
 
 
@@ -22,7 +22,7 @@ store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
 
 
 @intrinsic(ADDRESS)
-def yield_core(b):
+def yield_core_to_scheduler(b):
     """Yield the core to another thread (``sched_yield``)."""
     return b.sext(_call(b, "sched_yield", _i32), _i64)
 
@@ -51,7 +51,7 @@ def read_constant_rate_counter(b):
     On x86 the counter is the cycle counter, and reading takes a fifth of the time of the clock. Other processors use
     the monotonic clock.
     """
-    if find_compile_target().triple.startswith("x86_64"):
+    if find_host_or_requested_target().triple.startswith("x86_64"):
         return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(_i64, [])), [])
     return read_monotonic_clock.body(b)
 

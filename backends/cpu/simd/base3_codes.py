@@ -56,7 +56,7 @@ def _select_concatenated_lanes(b: Any, parts: list[Any], lane_numbers: range) ->
 
 
 @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-def load_ternary_codes(b, long_address, short_address):
+def load_ternary_codes_of_32_columns(b, long_address, short_address):
     """Load and decode the ternary codes of 32 columns of 16 rows.
 
     The codes are in 64 bytes at `long_address` and 40 bytes at `short_address`. The 24 bytes behind the latter must be

@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..target_cpu import find_target_features
+from ..target_cpu import find_features_of_compile_target
 from . import vectors as simd
 from .dot_tiles import CODES_TYPE, unpack_vectors_from_array
 from .vectors import ADDRESS, FLOATS, INTS, LANES, NOTHING, intrinsic, ints_of, llvm_type
@@ -40,7 +40,7 @@ def round_and_concat_as_bf16(b: Any, low: Any, high: Any) -> Any:
 
     Rounding is to nearest, ties to even; NaN stays NaN.
     """
-    if not find_target_features().get("avx512bf16"):
+    if not find_features_of_compile_target().get("avx512bf16"):
         halves = [
             b.trunc(b.lshr(_round_bits_to_bf16_precision(b, v), ints_of(16)), ir.VectorType(_i16, LANES))
             for v in (low, high)
@@ -66,7 +66,7 @@ def round_and_interleave_as_bf16(b: Any, first: Any, second: Any) -> Any:
 
     Rounding is to nearest, ties to even; NaN stays NaN.
     """
-    if not find_target_features().get("avx512bf16"):
+    if not find_features_of_compile_target().get("avx512bf16"):
         return b.or_(
             b.lshr(_round_bits_to_bf16_precision(b, first), ints_of(16)), _round_bits_to_bf16_precision(b, second)
         )
@@ -95,7 +95,7 @@ def second_of_pairs(b, pairs):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
-def store_bf16(b, address, low, high):
+def store_two_vectors_as_bf16(b, address, low, high):
     """Store two float32 vectors as 32 consecutive bfloat16, `low` before `high`."""
     shorts = round_and_concat_as_bf16(b, low, high)
     b.store(shorts, b.inttoptr(address, shorts.type.as_pointer()), align=2)

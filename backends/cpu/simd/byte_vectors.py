@@ -8,7 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..target_cpu import find_target_features
+from ..target_cpu import find_features_of_compile_target
 from . import vectors as simd
 from .vectors import ADDRESS, BYTES, INTS, Intrinsic, bytes_of, intrinsic, llvm_type
 
@@ -50,7 +50,8 @@ def find_supported_instruction(instructions_by_feature: Mapping[str, tuple[str, 
     `instructions_by_feature` has the instructions by CPU feature.
     """
     return next(
-        (known for feature, known in instructions_by_feature.items() if find_target_features().get(feature)), None
+        (known for feature, known in instructions_by_feature.items() if find_features_of_compile_target().get(feature)),
+        None,
     )
 
 
@@ -85,7 +86,7 @@ def move_bit_field(b: Any, x: Any, from_bit: int, width: int, to_bit: int) -> An
     """Move the field of `width` bits in each byte from bit `from_bit` to bit `to_bit`, and clear the other bits."""
     if (
         from_bit != to_bit
-        and find_target_features().get("gfni")
+        and find_features_of_compile_target().get("gfni")
         and (known := find_supported_instruction(BIT_MATRIX_INSTRUCTIONS)) is not None
     ):
         name, size = known
@@ -125,7 +126,7 @@ def splat_4_bytes(b, address):
     return b.bitcast(b.shuffle_vector(one, one, ir.Constant(_I, [0] * _I.count)), _B)
 
 
-def make_16_byte_lookup_table(values: list[int]) -> Intrinsic:
+def make_repeated_16_byte_lookup_table(values: list[int]) -> Intrinsic:
     """Make an intrinsic that returns a lookup table of 16 bytes, repeated four times for `look_up_in_16_byte_table`."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
 

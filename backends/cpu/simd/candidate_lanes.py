@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from ..target_cpu import find_target_features
+from ..target_cpu import find_features_of_compile_target
 from .vectors import (
     ADDRESS,
     FLOAT,
@@ -27,7 +27,7 @@ _F, _I, _f32, _i32, _i64 = llvm_type(FLOATS), llvm_type(INTS), ir.FloatType(), i
 _MASK_BITS, _i16, _HALF_LANES = ir.IntType(LANES), ir.IntType(16), LANES // 2
 
 
-def make_lane_constant(values: Sequence[float]) -> Intrinsic:
+def make_16_lane_constant(values: Sequence[float]) -> Intrinsic:
     """Make an intrinsic without operands that returns 16 given float32 numbers."""
     constant = ir.Constant(_F, [float(v) for v in values])
     return intrinsic(FLOATS)(lambda b: constant)
@@ -39,7 +39,7 @@ def make_lane_integers(values: Sequence[int]) -> Intrinsic:
     return intrinsic(INTS)(lambda b: constant)
 
 
-def make_count_boundaries(boundaries: Sequence[float]) -> Intrinsic:
+def make_count_reached_boundaries(boundaries: Sequence[float]) -> Intrinsic:
     """Make an intrinsic that returns, for each float32 lane, how many of the boundaries it reaches; NaN reaches all."""
 
     @intrinsic(INTS, FLOATS)
@@ -53,7 +53,7 @@ def make_count_boundaries(boundaries: Sequence[float]) -> Intrinsic:
     return count_boundaries
 
 
-lane_numbers = make_lane_constant(range(LANES))
+lane_numbers = make_16_lane_constant(range(LANES))
 round_even = intrinsic(FLOATS, FLOATS)(lambda b, x: call_generic(b, "llvm.rint.v16f32", _F, x))
 """Round to integers, ties to even."""
 select_lane = intrinsic(FLOAT, FLOATS, ADDRESS)(lambda b, x, lane: b.extract_element(x, b.trunc(lane, _i32)))
@@ -86,7 +86,7 @@ def _lanes(order: range | list[int]) -> ir.Constant:
 @intrinsic(FLOATS, FLOATS, INTS)
 def look_up_lanes_in_16_numbers(b, table, indices):
     """Look up each lane in a table of 16 numbers: lane i of the result is ``table[indices[i] & 15]``."""
-    features = find_target_features()
+    features = find_features_of_compile_target()
     if features.get("avx512f"):
         return emit_llvm_call(b, "llvm.x86.avx512.permvar.sf.512", _F, table, indices)
     if features.get("avx2"):

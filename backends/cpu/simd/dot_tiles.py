@@ -255,7 +255,7 @@ def make_dot_tile_intrinsics(
         """Return the int32 dot products of the given column halves, by half, row and group."""
         first = {
             half: [
-                _emit_initial_dot_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None)
+                _emit_repeated_initial_dot_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None)
                 for record in records
             ]
             for half in halves
@@ -436,7 +436,7 @@ def fold_lanes(b: Any, vectors: Sequence[Any]) -> Any:
     return sums[0]
 
 
-def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
+def _emit_repeated_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
     """Emit the initial int32 lanes of a dot product: the int32 at byte `offset` of `record`, repeated in all lanes.
 
     Without an offset it is `ONE_AND_A_HALF_BITS`, so that the bits of the final sum are a valid float32.

@@ -81,13 +81,13 @@ def store_first_bf16(b, address, vector, count):
 
 
 @intrinsic(FLOATS, FLOATS)
-def round_to_f16(b, vector):
+def round_to_f16_values(b, vector):
     """Round each float32 lane to the nearest float16 value, ties to even; the result is float32."""
     return b.fpext(b.fptrunc(vector, _HALVES), _F)
 
 
 @intrinsic(FLOATS, FLOATS)
-def round_to_bf16(b, vector):
+def round_f32_to_bf16_values(b, vector):
     """Round each float32 lane to the nearest bfloat16 value, ties to even; the result is float32."""
     return b.bitcast(b.and_(_round_bits_to_bf16(b, vector), _ints(-0x10000)), _F)
 

@@ -19,7 +19,7 @@ from typing import Any
 from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
-from ..target_cpu import find_target_features
+from ..target_cpu import find_features_of_compile_target
 from .byte_vectors import absolute_bytes, apply_instruction_per_register, dot4, has_dot4_instruction
 from .vectors import bytes_of
 
@@ -46,7 +46,9 @@ The widening instruction adds two 16-bit sums into 32 bits.
 
 
 def _find_pair_instructions() -> tuple[int, str, str] | None:
-    return next((known for feature, known in PAIR_INSTRUCTIONS.items() if find_target_features().get(feature)), None)
+    return next(
+        (known for feature, known in PAIR_INSTRUCTIONS.items() if find_features_of_compile_target().get(feature)), None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class WeightCodeProperties:
             return False
         return (
             self.max_code > MAX_ACTIVATION
-            if find_target_features().get("dotprod")
+            if find_features_of_compile_target().get("dotprod")
             else not self.max_pair_sums_in_int16 and _find_pair_instructions() == PAIR_INSTRUCTIONS["avx2"]
         )
 
@@ -85,7 +87,8 @@ class Int8DotProductEmitter:
         self.b, self.codes, self.sums = b, codes, sums
         self._uses_centred_codes = codes.uses_centred_codes
         self._uses_dot4 = has_dot4_instruction() or (
-            find_target_features().get("dotprod") and (self._uses_centred_codes or codes.max_code <= MAX_ACTIVATION)
+            find_features_of_compile_target().get("dotprod")
+            and (self._uses_centred_codes or codes.max_code <= MAX_ACTIVATION)
         )
         self._pair_instructions = (
             None

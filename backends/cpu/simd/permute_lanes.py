@@ -53,7 +53,7 @@ def _make_every_fourth_lane_selection(first: int) -> Intrinsic:
 fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth_lane_selection(j) for j in range(4))
 
 
-def _make_pairwise_sum(distance: int) -> Intrinsic:
+def _make_pairwise_sum_of_two_vectors(distance: int) -> Intrinsic:
     """Make an intrinsic that adds each pair of lanes `distance` apart within x and within y, and returns 16 sums.
 
     The result alternates: `distance` sums of x, then `distance` sums of y, and so on.
@@ -68,7 +68,7 @@ def _make_pairwise_sum(distance: int) -> Intrinsic:
     return add_lane_pairs
 
 
-fold_8, fold_4, fold_2, fold_1 = map(_make_pairwise_sum, (8, 4, 2, 1))
+fold_8, fold_4, fold_2, fold_1 = map(_make_pairwise_sum_of_two_vectors, (8, 4, 2, 1))
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)

@@ -68,7 +68,7 @@ transpose_8_bit_blocks, transpose_4_bit_blocks = (
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def copy_16_strided_f16(b, source, step, last, destination):
+def copy_16_strided_f16_repeating_last(b, source, step, last, destination):
     """Copy 16 float16, `step` bytes apart, to consecutive memory; number `last` is repeated for the missing ones."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):

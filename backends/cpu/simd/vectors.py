@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
-from ..target_cpu import find_target_features, is_target_of_host_architecture
+from ..target_cpu import find_features_of_compile_target, is_target_of_host_architecture
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
@@ -58,7 +58,7 @@ FEW_REGISTERS, MANY_REGISTERS = 8, 32
 
 
 def count_vector_registers() -> int:
-    return MANY_REGISTERS if find_target_features().get("avx512f") else FEW_REGISTERS
+    return MANY_REGISTERS if find_features_of_compile_target().get("avx512f") else FEW_REGISTERS
 
 
 # ------------------------------------------------------------------------------------------- building blocks
@@ -169,7 +169,7 @@ load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 
 
 @intrinsic(INTS, ADDRESS)
-def load_u8_lanes(b, address):
+def load_u8_as_int32_lanes(b, address):
     """Load 16 unsigned bytes, zero-extended to one int32 lane each."""
     return b.zext(_load(b, address, ir.VectorType(_i8, 16), 1), _I)
 
@@ -178,7 +178,7 @@ load_u16_lanes = intrinsic(INTS, ADDRESS)(lambda b, a: b.zext(_load(b, a, ir.Vec
 
 
 @intrinsic(INTS, ADDRESS)
-def load_i8_lanes(b, address):
+def load_16_i8_as_i32(b, address):
     """Load 16 signed bytes, sign-extended to one int32 lane each."""
     return b.sext(_load(b, address, ir.VectorType(_i8, 16), 1), _I)
 
@@ -224,7 +224,7 @@ def store_first_lanes(b, address, vector, count):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_streaming(b, address, vector):
+def store_16_floats_streaming(b, address, vector):
     """Store 16 float32 past the caches (non-temporal); `address` is a multiple of 64 bytes."""
     stored = b.store(vector, _pointer(b, address, _F), align=64)
     stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_i32, 1)]))

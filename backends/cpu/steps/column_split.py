@@ -48,7 +48,7 @@ def find_continued_column_split(
         out: Result of the next step.
         whole_rows: Whether each row of `out` must stay in one thread.
     """
-    bounds = steps.find_column_bounds(sources)
+    bounds = steps.find_column_bounds_written_since_barrier(sources)
     if bounds is None or not out.shape:
         return None
     if out.shape[-1] == bounds[-1] > 1 and not whole_rows:

@@ -12,7 +12,7 @@ from ..simd.atomics import (
     read_monotonic_clock,
     sleep_50_microseconds,
     store_shared,
-    yield_core,
+    yield_core_to_scheduler,
 )
 from ..simd.vectors import load_long, store_long
 
@@ -39,7 +39,7 @@ def back_off(spin_count):
     if spin_count > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
         sleep_50_microseconds()
     elif spin_count > SPINS_BEFORE_YIELD:
-        yield_core()
+        yield_core_to_scheduler()
 
 
 @subroutine

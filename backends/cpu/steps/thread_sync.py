@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..compilation.compiler import kernel, subroutine
 from ..compilation.kernel_args import declare_args
-from ..simd.atomics import call_kernel, fetch_add, load_shared, store_shared, yield_core
+from ..simd.atomics import call_kernel, fetch_add, load_shared, store_shared, yield_core_to_scheduler
 from ..simd.vectors import load_long, store_long
 from .step_loop import SPINS_BEFORE_YIELD, back_off
 
@@ -50,7 +50,7 @@ def publish_run_and_count_sleepers(run_args, shared_block, threads):
 
 
 @subroutine
-def run_main_thread_and_wait(run_args, shared_block, threads):
+def run_main_thread_and_return_status(run_args, shared_block, threads):
     """Run the work of thread 0, wait for all other threads, and return the status of thread 0."""
     status = call_kernel(RUN_ARGS.loop(run_args), RUN_ARGS.words(run_args), 0, threads)
     looks = 0
@@ -66,19 +66,19 @@ def run_unless_threads_sleep(run_args, shared_block, threads):
     """Start a run of all threads unless they sleep, and return the status of thread 0.
 
     The function waits for the end of the run. If threads sleep, return `THREADS_SLEEPING` before the work of thread 0.
-    The caller wakes the threads and calls `run_after_waking_threads`.
+    The caller wakes the threads and calls `run_thread_zero_after_waking`.
     """
     if publish_run_and_count_sleepers(run_args, shared_block, threads) > 0:
         return THREADS_SLEEPING
-    return run_main_thread_and_wait(run_args, shared_block, threads)
+    return run_main_thread_and_return_status(run_args, shared_block, threads)
 
 
 @kernel
-def run_after_waking_threads(run_args, shared_block, threads):
+def run_thread_zero_after_waking(run_args, shared_block, threads):
     """Run the work of thread 0 after the caller of `run_unless_threads_sleep` has woken all threads; return the status
     of thread 0.
     """
-    return run_main_thread_and_wait(run_args, shared_block, threads)
+    return run_main_thread_and_return_status(run_args, shared_block, threads)
 
 
 @kernel
@@ -99,6 +99,6 @@ def run_worker_thread_until_sleep(shared_block, thread, threads):
         elif looks < IDLE_SPINS:
             looks += 1
             if looks > SPINS_BEFORE_YIELD:
-                yield_core()
+                yield_core_to_scheduler()
         elif fetch_add(state, ASLEEP_FLAG) == 0:
             return 0

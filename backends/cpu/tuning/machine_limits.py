@@ -84,7 +84,7 @@ class MemoryBandwidthTest:
         weight = np.full((nbytes // 4 // ROW_BYTES // MAX_GROUP_ROWS * MAX_GROUP_ROWS, ROW_BYTES), 0x21, np.uint8)
         self._matmul = TimedMatmul(DType.Q8_0, [weight], threads)
 
-    def measure_bytes_per_second(self) -> float:
+    def measure_best_bytes_per_second(self) -> float:
         """Measure the memory bandwidth of the best pattern now, in bytes/s."""
         seconds = min(run.measure_seconds_of_one_run() for run in self._runs)
         return max(

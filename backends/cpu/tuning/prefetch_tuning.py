@@ -34,7 +34,7 @@ MAX_GROUP_ROWS = 64
 """Maximum rows of a group in any packed form."""
 
 
-def tune_program_prefetch(program: Program, buffers: Sequence[np.ndarray]) -> None:
+def tune_uncached_program_prefetch(program: Program, buffers: Sequence[np.ndarray]) -> None:
     """Tune the prefetch distances of every dtype that has many weights in a program and no cached result.
 
     The measured products use the weights of the program, because a copy would take additional memory.
@@ -101,7 +101,11 @@ class TimedMatmul:
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, row_count: int = 1) -> None:
         form = FORMATS.get(dtype)
-        blocks = packed_matmul.make_packed_weight_tiling(form) if form else float_matmul.make_float_weight_tiling(dtype)
+        blocks = (
+            packed_matmul.make_packed_matmul_subroutines_and_tiling(form)
+            if form
+            else float_matmul.make_float_weight_tiling(dtype)
+        )
         self.nbytes = sum(matrix.nbytes for matrix in matrices)
         rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
         x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)

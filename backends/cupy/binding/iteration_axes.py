@@ -48,7 +48,7 @@ def _pad_fields(values: Sequence[int], rest: int) -> list[LaunchWord]:
     return [*values, *([rest] * (MAX_ITERATION_AXES - len(values)))]
 
 
-def build_merged_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
+def build_merged_tiling_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
     """Build the merged iteration axes of `shape` for operands that are broadcast or tiled to `shape`.
 
     Along a tiled axis, the operand is repeated as a whole: index i of `shape` reads index i modulo the operand's size.

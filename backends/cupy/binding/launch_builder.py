@@ -141,7 +141,7 @@ class LaunchBuilder:
         return [_make_dense_operand(self.fault_address, (2,), DType.I64, 0), len(self.faults) - 1]
 
 
-class DryRunBuilder(LaunchBuilder):
+class KernelListingBuilder(LaunchBuilder):
     """A launch builder for callers that only list kernels: it leaves out the argument words of the launches."""
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:

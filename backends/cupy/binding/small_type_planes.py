@@ -48,7 +48,7 @@ def _split_words_into_plane_bytes(words: npt.NDArray[np.uint32]) -> U8:
     return np.ascontiguousarray(words)[..., None].view(np.uint8)
 
 
-def make_sign_plane(blocks: BlockArray) -> U8:
+def make_one_bit_plane(blocks: BlockArray) -> U8:
     """Make a plane of one bit for each column: the signs in field `signs`, or the codes in field `qs` of Q1_0."""
     field = "signs" if "signs" in (blocks.dtype.names or ()) else "qs"
     return _split_words_into_plane_bytes(
@@ -115,7 +115,7 @@ def make_iq1_s_index_and_scale_bit_plane(blocks: BlockArray) -> U8:
     return out.view(np.uint8).reshape(len(blocks), 1, -1)
 
 
-def make_q2_0_code_plane(blocks: BlockArray) -> U8:
+def make_q2_0_complement_code_plane(blocks: BlockArray) -> U8:
     """Make the plane of Q2_0 codes, each as one minus the code: 8 bytes for each block of 32 columns.
 
     In the field, four neighbours share a byte. 4 x 4 transposes of 2-bit codes reorder them.

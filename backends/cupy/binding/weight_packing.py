@@ -30,9 +30,9 @@ from .small_type_planes import (
     make_iq2_xxs_sign_and_scale_plane,
     make_iq3_xxs_sign_and_scale_plane,
     make_octet_index_low_byte_plane,
-    make_q2_0_code_plane,
+    make_one_bit_plane,
+    make_q2_0_complement_code_plane,
     make_quad_index_low_byte_plane,
-    make_sign_plane,
     make_tq1_0_registers_0_to_4_plane,
     make_tq1_0_registers_5_to_7_plane,
     place_column_bits_in_plane,
@@ -210,7 +210,7 @@ def _make_field_copying_plane_builder(*names: str) -> Callable[[BlockArray], U8]
     return plane
 
 
-def _make_byte_pair_plane_builder(field: str) -> Callable[[BlockArray], U8]:
+def _make_two_byte_field_plane_builder(field: str) -> Callable[[BlockArray], U8]:
     """Return a function that copies a field with two bytes for each 32 columns into a plane, without changes."""
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
@@ -278,7 +278,7 @@ PLANE_LAYOUTS: Mapping[DType, PackedPlaneLayout] = MappingProxyType(
         DType.NVFP4: PackedPlaneLayout(
             (
                 partial(_reorder_nibbles_for_codebook_lookup, _regroup_nibbles_into_32_columns),
-                _make_byte_pair_plane_builder("scales"),
+                _make_two_byte_field_plane_builder("scales"),
             )
         ),
         DType.TQ1_0: PackedPlaneLayout(
@@ -291,8 +291,8 @@ PLANE_LAYOUTS: Mapping[DType, PackedPlaneLayout] = MappingProxyType(
         DType.TQ2_0: PackedPlaneLayout(
             (_make_two_bit_plane_builder("qs", 0x55), _make_field_copying_plane_builder("d"))
         ),
-        DType.Q1_0: PackedPlaneLayout((make_sign_plane, _make_field_copying_plane_builder("d"))),
-        DType.Q2_0: PackedPlaneLayout((make_q2_0_code_plane, _make_field_copying_plane_builder("d"))),
+        DType.Q1_0: PackedPlaneLayout((make_one_bit_plane, _make_field_copying_plane_builder("d"))),
+        DType.Q2_0: PackedPlaneLayout((make_q2_0_complement_code_plane, _make_field_copying_plane_builder("d"))),
         DType.IQ1_S: PackedPlaneLayout(
             (
                 make_octet_index_low_byte_plane,
@@ -321,7 +321,7 @@ PLANE_LAYOUTS: Mapping[DType, PackedPlaneLayout] = MappingProxyType(
         DType.IQ2_S: PackedPlaneLayout(
             (
                 make_octet_index_low_byte_plane,
-                make_sign_plane,
+                make_one_bit_plane,
                 _make_field_copying_plane_builder("qh"),
                 _make_field_copying_plane_builder("scales"),
                 _make_field_copying_plane_builder("d"),
@@ -333,7 +333,7 @@ PLANE_LAYOUTS: Mapping[DType, PackedPlaneLayout] = MappingProxyType(
         DType.IQ3_S: PackedPlaneLayout(
             (
                 make_quad_index_low_byte_plane,
-                make_sign_plane,
+                make_one_bit_plane,
                 _make_field_copying_plane_builder("qh"),
                 _make_field_copying_plane_builder("scales"),
                 _make_field_copying_plane_builder("d"),

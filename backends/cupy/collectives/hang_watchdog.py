@@ -103,7 +103,7 @@ class HangWatchdog:
                 and not mark.has_results
                 and (why := self._explain_permanent_hang(mark, now - mark_time))
             ):
-                self._abort_collectives()
+                self._abort_collectives_and_await_idle()
                 raise DeviceMissedCollectiveError(
                     mark.sequence, f"{self._describe_mark(mark)}: {why}; load the model anew to go on"
                 )
@@ -155,7 +155,7 @@ class HangWatchdog:
         who = f"device {', '.join(map(str, late))} did not arrive" if late else elsewhere
         return f"{who} within {self.comm.timeout:g} s"
 
-    def _abort_collectives(self) -> None:
+    def _abort_collectives_and_await_idle(self) -> None:
         """Abort all collectives that wait in the device's stream, and wait until the stream is idle.
 
         The aborted collectives give no results. A daemon thread does the abort. It ends only after all recordings that

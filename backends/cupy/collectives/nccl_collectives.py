@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ....graph.attrs import Attrs
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
+from ....ops.collectives import cast_to_index_ranges, narrow_to_integer
 from ...base import Tensor, contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...host.collectives import (
@@ -40,7 +40,7 @@ from ..kernels.collective import (
     slice_operand,
 )
 from ..kernels.elementwise import MAX_ELEMENTS
-from ..kernels.moves import launch_copy
+from ..kernels.moves import launch_broadcast_and_convert
 
 REDUCIBLE_DTYPES = (DType.F32, DType.I8, DType.I32, DType.I64)
 """Dtypes that the library can sum."""
@@ -109,7 +109,7 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
         sums = CollectiveLibraryTransfer("all_reduce", own.address, total.address, count, out.dtype)
         _add_exchange_with_progress_marks(launches, call, group, ring, [sums])
     if total is not out:
-        launch_copy(launches, total, out)
+        launch_broadcast_and_convert(launches, total, out)
 
 
 def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
@@ -150,7 +150,7 @@ def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool 
         for d, parts in received.items():
             for part, target in zip(parts, targets[d], strict=True):
                 if part.address != target.address:
-                    launch_copy(launches, part, target)
+                    launch_broadcast_and_convert(launches, part, target)
 
     return bind_slices
 
@@ -177,7 +177,7 @@ def _pack_slices_unless_dense(launches: LaunchBuilder, parts: Sequence[Operand])
         return parts[0]
     whole = launches.allocate_scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
     for part, target in zip(parts, _split_with_shapes_of(whole, parts), strict=True):
-        launch_copy(launches, part, target)
+        launch_broadcast_and_convert(launches, part, target)
     return whole
 
 
@@ -218,7 +218,7 @@ def _split_with_shapes_of(whole: Operand, like: Sequence[Operand]) -> list[Opera
 def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
     require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
-        launch_copy(launches, call.operand(0), call.out)
+        launch_broadcast_and_convert(launches, call.operand(0), call.out)
     message = _pack_slices_unless_dense(launches, [call.out])
     _add_exchange_with_progress_marks(
         launches, call, group, ring, [_make_send_or_receive("send", message, narrow_to_integer(call.attrs["to"]))]
@@ -234,7 +234,7 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
     buffer = call.out if call.out.is_dense else launches.allocate_scratch(call.out.shape, call.out.dtype)
     _add_exchange_with_progress_marks(launches, call, group, ring, [_make_send_or_receive("receive", buffer, source)])
     if buffer is not call.out:
-        launch_copy(launches, buffer, call.out)
+        launch_broadcast_and_convert(launches, buffer, call.out)
 
 
 def _has_copy_kernel(sent: Operand) -> bool:
@@ -247,7 +247,7 @@ def _has_copy_kernel(sent: Operand) -> bool:
 
 def _find_reduce_scatter_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
     """Return the slices that `receiver` sums in a `reduce_scatter`; they are the same for each sender."""
-    assert sender < len(narrow_to_index_ranges(attrs["runs"]))
+    assert sender < len(cast_to_index_ranges(attrs["runs"]))
     return compute_reduce_scatter_slice_pairs({**attrs, "rank": receiver})
 
 

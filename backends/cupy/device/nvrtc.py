@@ -55,7 +55,7 @@ class Cubin:
 @thread_safe_cache
 def load_nvrtc() -> ctypes.CDLL:
     """Load the NVRTC library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
-    if paths := find_nvrtc_libraries():
+    if paths := list_nvrtc_libraries_newest_first():
         path = paths[0]
         for part in path.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC searches for it in system folders only
             ctypes.CDLL(str(part))
@@ -63,7 +63,7 @@ def load_nvrtc() -> ctypes.CDLL:
     raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {NVRTC_INSTALL_HINT}")
 
 
-def find_nvrtc_libraries() -> list[Path]:
+def list_nvrtc_libraries_newest_first() -> list[Path]:
     """Return the installed NVRTC libraries, in wheels and in the system, newest first: old ones lack new devices."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []

@@ -182,7 +182,7 @@ class AccessTableRow:
         return self.cost / self.minimum_cost
 
 
-def build_access_table_rows(counted: LaunchCounters) -> list[AccessTableRow]:
+def build_row_per_access_kind(counted: LaunchCounters) -> list[AccessTableRow]:
     """Build the rows of a launch in the access table: one for each kind of access, sorted by kind."""
     kinds: dict[str, list[AccessSiteCounters]] = {}
     for site in counted.sites:
@@ -232,7 +232,7 @@ def _read_source_line(file: str, line: str) -> str:
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 
 
-def format_access_table(launches: Iterable[LaunchCounters]) -> str:
+def format_access_allowance_page(launches: Iterable[LaunchCounters]) -> str:
     """Format the Markdown page with the memory accesses of each kernel and the allowances that it uses."""
     lines = [
         "# Memory accesses of CUDA kernels",
@@ -247,7 +247,7 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
         "|---|---|---|---|---|---|",
     ]
     counters = sorted(launches, key=lambda counted: counted.kernel)
-    for row in (row for counted in counters for row in build_access_table_rows(counted)):
+    for row in (row for counted in counters for row in build_row_per_access_kind(counted)):
         worst_line = row.worst_site.source_line if row.cost_ratio > 1 else ""
         lines.append(
             f"| `{row.kernel}` | {row.access_kind} | {row.requests} | {row.cost / row.requests:.2f} "
@@ -269,7 +269,7 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
     above = {
         row.worst_site.source_line.partition(":")[0]
         for counted in counters
-        for row in build_access_table_rows(counted)
+        for row in build_row_per_access_kind(counted)
         if row.cost_ratio > 1
     }
     allowed = [

@@ -16,7 +16,7 @@ from ..device.driver import DriverStep, KernelLaunch, LaunchError, flatten_steps
 from .compile_host import COUNTER_OPTIONS, load_emulated_library
 from .emulated_driver import EmulatedDriver, FaultReport, make_launch_shape
 from .guard_pages import Bytes
-from .source_lines import find_inlined_frames, select_innermost_line
+from .source_lines import find_inlined_frames, select_innermost_kernel_line
 
 MAX_SITES = 4096
 """Maximum number of distinct accesses in the code of one launch."""
@@ -146,7 +146,14 @@ def run_with_counters(launch: KernelLaunch) -> LaunchCounters:
     frames = find_inlined_frames(library, [site.code for site in sites[:site_count]])
     counted_sites = (
         AccessSiteCounters(
-            select_innermost_line(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at
+            select_innermost_kernel_line(at),
+            bool(s.is_shared),
+            bool(s.is_store),
+            s.bytes,
+            s.requests,
+            s.cost,
+            s.least,
+            at,
         )
         for at, s in zip(frames, sites[:site_count], strict=True)
     )

@@ -42,7 +42,7 @@ LOCK_FILE = ".lock"
 _build_lock = threading.Lock()
 
 
-def require_host_compiler_path() -> str:
+def require_gxx_path() -> str:
     """Require g++ and return its path. Raises `BackendError` if g++ is not installed."""
     path = shutil.which("g++")
     if path is None:
@@ -77,7 +77,7 @@ def load_emulated_library(source: KernelSource, extra: tuple[str, ...] = CHECK_O
         source.file,
         to_host_cpp(source),
         (*GXX_OPTIONS, *extra),
-        (f"-I{_build_precompiled_header(extra)}", *STDIN_OPTIONS),
+        (f"-I{_find_or_build_precompiled_header(extra)}", *STDIN_OPTIONS),
     )
 
 
@@ -99,7 +99,7 @@ def _load_or_rebuild(file: str, text: str, options: tuple[str, ...], inputs: tup
 
 
 @thread_safe_cache
-def _build_precompiled_header(extra: tuple[str, ...]) -> Path:
+def _find_or_build_precompiled_header(extra: tuple[str, ...]) -> Path:
     """Build the precompiled header if the cache folder does not have it, and return its folder."""
     with _build_lock:
         return _build_if_not_cached(
@@ -126,7 +126,7 @@ def _build_if_not_cached(file: str, text: str, options: tuple[str, ...], inputs:
         options: Compiler options, which are part of the cache key.
         inputs: Arguments that name the input and the header folders. Header contents are part of the cache key.
     """
-    command = require_host_compiler_path()
+    command = require_gxx_path()
     name = file if file == PRECOMPILED_HEADER else f"{Path(file).stem}.so"
     target = make_cache_path("emulated", name, _read_cache_key_inputs(command, options), text) / name
     if target.exists():

@@ -50,7 +50,7 @@ ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store"
 """The layout of an access in disorder.cpp."""
 
 
-def list_races(log: Sequence[LoggedLaunch], memory: Sequence[DeviceMemorySpan]) -> list[str]:
+def list_races_between_launches(log: Sequence[LoggedLaunch], memory: Sequence[DeviceMemorySpan]) -> list[str]:
     """List the data races between the launches of one run, and the kernels that omit the wait for earlier launches.
 
     A race is a pair of accesses to the same bytes that no synchronisation orders. The result has one line of text for
@@ -82,7 +82,7 @@ def list_races(log: Sequence[LoggedLaunch], memory: Sequence[DeviceMemorySpan]) 
             _pointer_to(waited),
         ),
     )
-    lines = _describe_accesses(log, pairs[: min(pair_count, MAX_PAIRS)].ravel())
+    lines = _describe_access_kinds_and_lines(log, pairs[: min(pair_count, MAX_PAIRS)].ravel())
     races = {f"{a}, in no order with {b}" for a, b in zip(lines[::2], lines[1::2], strict=True)}
     return sorted(
         races
@@ -105,7 +105,7 @@ def _compute_access_granularity(events: npt.NDArray[np.void]) -> int:
     return reach & -reach
 
 
-def _describe_accesses(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.void]) -> list[str]:
+def _describe_access_kinds_and_lines(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.void]) -> list[str]:
     """Describe each access as a phrase with its kind and its source line."""
     lines: dict[tuple[int, int], str] = {}
     for number in {int(ran) for ran in accesses["ran"]} - {HOST_LAUNCH}:

@@ -20,7 +20,7 @@ class _SharedObjectInfo(ctypes.Structure):
 
 def find_source_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
     """Find the kernel source line, ``file:line``, of each return address in `codes`."""
-    return [select_innermost_line(frames) for frames in find_inlined_frames(library, codes)]
+    return [select_innermost_kernel_line(frames) for frames in find_inlined_frames(library, codes)]
 
 
 def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
@@ -46,7 +46,7 @@ def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tupl
     return [tuple(os.path.basename(frame.partition(" ")[0]) for frame in of) for of in frames]
 
 
-def select_innermost_line(frames: Sequence[str]) -> str:
+def select_innermost_kernel_line(frames: Sequence[str]) -> str:
     """Select the innermost of inlined frames that is in a kernel source; frames are ``file:line``, innermost first.
 
     Without one, return the innermost frame in any CUDA file, or else in any file.

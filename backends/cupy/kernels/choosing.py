@@ -8,7 +8,7 @@ from types import MappingProxyType
 from ....graph.dtypes import DType
 from ....ops.elementwise.comparisons import COMPARISONS
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import as_row_starts_with_repeat_axis, build_merged_iteration_axes
+from ..binding.iteration_axes import as_row_starts_with_repeat_axis, build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_type, launch_elementwise
@@ -48,7 +48,10 @@ def _bind_where(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _bind_gather(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, ids, out = as_type(launches, call.operand(0), call.out.dtype), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
-    axes, size = build_merged_iteration_axes(out.shape, [as_row_starts_with_repeat_axis(x), ids, out]), x.shape[-1]
+    axes, size = (
+        build_merged_tiling_iteration_axes(out.shape, [as_row_starts_with_repeat_axis(x), ids, out]),
+        x.shape[-1],
+    )
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )

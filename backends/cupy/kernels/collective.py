@@ -36,11 +36,11 @@ from ...host.collectives import (
     compute_reduce_scatter_slice_pairs,
 )
 from ...host.progress_board import FIRST_MEMBER_WORD, RUN_NUMBER_WORD, WORDS_PER_MEMBER
-from ..binding.iteration_axes import MAX_ITERATION_AXES, build_merged_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import MAX_ELEMENTS
-from .moves import launch_copy
+from .moves import launch_broadcast_and_convert
 
 MAX_DEVICES, COLLECTIVE_THREADS = 8, 256
 SIGNAL_WORD_COUNT = 16 + 3 * 16 * MAX_DEVICES
@@ -337,7 +337,7 @@ def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
     return len(types) == 1 and types <= COLLECTIVE_TYPE_NAMES.keys()
 
 
-def _make_slice_read_binder(
+def _make_slice_sum_binder(
     list_slices: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
 ) -> CollectiveBinder:
     """Make the binder of a collective in which each device reads and sums slices of the operands of other devices.
@@ -371,7 +371,7 @@ def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operan
         out: The result on this device.
         group: The collective group.
     """
-    axes = build_merged_iteration_axes(out.shape, [out, *sources])
+    axes = build_merged_tiling_iteration_axes(out.shape, [out, *sources])
     walks: list[LaunchWord] = []
     for k, source in enumerate(sources, 1):
         walks += [
@@ -417,7 +417,7 @@ def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup
     to = narrow_to_integer(call.attrs["to"])
     require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
-        launch_copy(launches, call.operand(0), call.out)
+        launch_broadcast_and_convert(launches, call.operand(0), call.out)
     fields = _make_group_struct_fields(launches, _read_sequence(call), group)
     launches.add_launch(SOURCE["tell_one"], 1, 1, [*fields, to])
 
@@ -442,9 +442,9 @@ def _has_copy_kernel(sent: Operand) -> bool:
 CollectiveBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup], None]
 COLLECTIVE_BINDERS: Mapping[str, CollectiveBinder] = {
     "all_reduce": _bind_all_reduce,
-    "all_gather": _make_slice_read_binder(partial(_list_gathered_slices, compute_all_gather_slice_pairs)),
-    "all_to_all": _make_slice_read_binder(partial(_list_gathered_slices, compute_all_to_all_slice_pairs)),
-    "reduce_scatter": _make_slice_read_binder(_list_reduce_scatter_slices),
+    "all_gather": _make_slice_sum_binder(partial(_list_gathered_slices, compute_all_gather_slice_pairs)),
+    "all_to_all": _make_slice_sum_binder(partial(_list_gathered_slices, compute_all_to_all_slice_pairs)),
+    "reduce_scatter": _make_slice_sum_binder(_list_reduce_scatter_slices),
     "send": _bind_send,
     "receive": _bind_receive,
 }

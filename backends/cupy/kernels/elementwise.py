@@ -10,7 +10,7 @@ from ....ops.declaration.attributes import float_attribute
 from ...fusion.dataflow import Dataflow, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ..binding.fused_binding import FusionBinder
-from ..binding.iteration_axes import build_merged_iteration_axes
+from ..binding.iteration_axes import build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelInstance, KernelSource
@@ -118,7 +118,7 @@ def launch_elementwise(
         leading_words: Launch words in front of the axes.
     """
     operands = [*sources, out]
-    axes = build_merged_iteration_axes(out.shape, operands)
+    axes = build_merged_tiling_iteration_axes(out.shape, operands)
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )

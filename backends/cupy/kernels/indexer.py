@@ -9,11 +9,11 @@ from dataclasses import replace
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
-from .moves import launch_copy
+from .moves import launch_broadcast_and_convert
 
 MAX_STREAMS_PER_THREAD = 8
 """Maximum number of residual streams that a thread keeps in registers."""
@@ -29,7 +29,7 @@ SOURCE = KernelSource("indexer.cu", KERNELS)
 SOURCES = (SOURCE,)
 
 
-def drop_axes(x: Operand, *axes: int) -> Operand:
+def take_index_zero_of_axes(x: Operand, *axes: int) -> Operand:
     """Return a view of `x` without these axes, at index 0 of each of them."""
     gone = {a % len(x.shape) for a in axes}
     remaining = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
@@ -53,11 +53,11 @@ def _bind_lightning_indexer(launches: LaunchBuilder, call: BoundInstruction) -> 
     out = call.out
     keys = out.shape[-1]
     walked = [
-        drop_axes(q, -1, -2),
-        insert_repeated_axis(drop_axes(k, -1, -2), -1),
+        take_index_zero_of_axes(q, -1, -2),
+        insert_repeated_axis(take_index_zero_of_axes(k, -1, -2), -1),
         *map(as_row_starts, (weights, mask, out)),
     ]
-    axes = build_merged_iteration_axes(out.shape[:-1], walked)
+    axes = build_merged_tiling_iteration_axes(out.shape[:-1], walked)
     count = axes.element_count * keys
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     words: list[LaunchWord] = [
@@ -78,7 +78,9 @@ def _bind_lightning_indexer(launches: LaunchBuilder, call: BoundInstruction) -> 
 
 def _bind_hyper_comb(launches: LaunchBuilder, call: BoundInstruction) -> None:
     mixes, scale, base = (as_float(launches, call.operand(i)) for i in range(3))
-    axes = build_merged_iteration_axes(mixes.shape[:-1], [as_row_starts(mixes), drop_axes(call.out, -1, -2)])
+    axes = build_merged_tiling_iteration_axes(
+        mixes.shape[:-1], [as_row_starts(mixes), take_index_zero_of_axes(call.out, -1, -2)]
+    )
     turns, eps = int(float_attribute(call.attrs, "n_iter")), float(float_attribute(call.attrs, "eps"))
     words: list[LaunchWord] = [
         axes.element_count,
@@ -102,8 +104,8 @@ def _bind_hyper_comb(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _bind_hyper_pre(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, weights, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     gated = bool(call.attrs["gated"])
-    per_stream = drop_axes(weights, -2) if gated else insert_repeated_axis(as_row_starts(weights), -1)
-    axes = build_merged_iteration_axes(out.shape, [drop_axes(x, -2), per_stream, out])
+    per_stream = take_index_zero_of_axes(weights, -2) if gated else insert_repeated_axis(as_row_starts(weights), -1)
+    axes = build_merged_tiling_iteration_axes(out.shape, [take_index_zero_of_axes(x, -2), per_stream, out])
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
@@ -128,15 +130,15 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
     streams, register_streams = residual.shape[-2], MAX_STREAMS_PER_THREAD
     if streams > MAX_STREAMS_PER_THREAD:
         register_streams, copy = 0, launches.allocate_scratch(residual.shape)
-        launch_copy(launches, residual, copy)
+        launch_broadcast_and_convert(launches, residual, copy)
         residual = copy
-    walked = [x, drop_axes(residual, -2), insert_repeated_axis(as_row_starts(post), -1)]
+    walked = [x, take_index_zero_of_axes(residual, -2), insert_repeated_axis(as_row_starts(post), -1)]
     walked += (
-        [drop_axes(out, -2)]
+        [take_index_zero_of_axes(out, -2)]
         if comb is None
-        else [insert_repeated_axis(drop_axes(comb, -1, -2), -1), drop_axes(out, -2)]
+        else [insert_repeated_axis(take_index_zero_of_axes(comb, -1, -2), -1), take_index_zero_of_axes(out, -2)]
     )
-    axes = build_merged_iteration_axes(x.shape, walked)
+    axes = build_merged_tiling_iteration_axes(x.shape, walked)
     require_supported(axes.element_count < MAX_ELEMENTS, f"{axes.element_count} elements are too many for one launch")
     words: list[LaunchWord] = [axes.element_count, streams, residual.strides[-2], post.strides[-1]]
     words += [*((0, 0) if comb is None else comb.strides[-2:]), out.strides[-2], *axes.axes_struct_fields]
@@ -154,7 +156,7 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _bind_causal_mask(launches: LaunchBuilder, call: BoundInstruction) -> None:
     positions, out = call.operand(0), call.out
     require_supported(positions.dtype is DType.I32, f"positions of type {positions.dtype} are missing")
-    axes, count = build_merged_iteration_axes(positions.shape, [positions]), math.prod(out.shape)
+    axes, count = build_merged_tiling_iteration_axes(positions.shape, [positions]), math.prod(out.shape)
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     words: list[LaunchWord] = [
         count,

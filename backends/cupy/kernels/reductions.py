@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import as_row_starts, build_merged_iteration_axes
+from ..binding.iteration_axes import as_row_starts, build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder
 from ..device.driver import KernelSource
 from .elementwise import CAST_TARGETS, CUDA_TYPE_NAMES, as_type
@@ -30,7 +30,7 @@ SOURCES = (SOURCE,)
 
 def _launch_reduction(launches: LaunchBuilder, call: BoundInstruction, kernel: str, out: Operand, threads: int) -> None:
     x, code = as_type(launches, call.operand(0), out.dtype), REDUCTION_CODES[str(call.attrs["kind"])]
-    axes = build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
+    axes = build_merged_tiling_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
@@ -56,7 +56,10 @@ def _bind_scatter(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     x = as_type(launches, call.operand(2), out.dtype)
     copy_unless_in_place(launches, call.operand(0), out)
-    axes, size = build_merged_iteration_axes(ids.shape[:-1], [as_row_starts(o) for o in (ids, x, out)]), out.shape[-1]
+    axes, size = (
+        build_merged_tiling_iteration_axes(ids.shape[:-1], [as_row_starts(o) for o in (ids, x, out)]),
+        out.shape[-1],
+    )
     words: list[LaunchWord] = [ids.shape[-1], size, ids.strides[-1], x.strides[-1], out.strides[-1]]
     words += [
         REDUCTION_CODES[str(call.attrs["reduce"])],

@@ -22,11 +22,11 @@ from ...fusion.dataflow import Dataflow, has_same_elements, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...fusion.patterns import ROPE_OPS, match_normed_rope, match_saved_state_update
 from ..binding.fused_binding import FusionBinder
-from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_iteration_axes
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
 from .elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, ELEMENTWISE_THREADS, MAX_ELEMENTS, as_float
-from .moves import launch_copy
+from .moves import launch_broadcast_and_convert
 from .rows import choose_row_threads
 
 SOURCE = KernelSource(
@@ -58,7 +58,7 @@ class RopeOperands:
     magnitude: float
 
     @classmethod
-    def from_instruction(cls, call: BoundInstruction) -> RopeOperands:
+    def read_positions_and_frequencies(cls, call: BoundInstruction) -> RopeOperands:
         """Return the positions and frequencies of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
@@ -114,17 +114,17 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
         as_float(launches, call.operand(0)),
         call.out,
         call.optional_operand(2),
-        RopeOperands.from_instruction(call),
+        RopeOperands.read_positions_and_frequencies(call),
     )
     require_supported(
         operands.positions.dtype is DType.I32, f"positions of type {operands.positions.dtype} are missing"
     )
     factors = None if factors is None else as_float(launches, factors)
     pairs, offset = len(operands.inverse), int(float_attribute(call.attrs, "offset"))
-    _copy_unrotated_columns(launches, x, out, offset, 2 * pairs)
+    _copy_unrotated_columns_unless_in_place(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
-    axes = build_merged_iteration_axes(
+    axes = build_merged_tiling_iteration_axes(
         x.shape[:-1], [as_row_starts(x), as_row_starts(out), operands.positions_per_head]
     )
     count = axes.element_count * pairs
@@ -144,7 +144,7 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     launches.add_launch(SOURCE["rope"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
 
-def _copy_unrotated_columns(
+def _copy_unrotated_columns_unless_in_place(
     launches: LaunchBuilder, x: Operand, out: Operand, offset: int, rotated_columns: int
 ) -> None:
     """Copy the columns that RoPE does not rotate; copy nothing if the result is in place.
@@ -161,7 +161,9 @@ def _copy_unrotated_columns(
         return
     for start, end in ((0, offset), (offset + rotated_columns, columns)):
         if start < end:
-            launch_copy(launches, x.slice_axis(axis, start, end - start), out.slice_axis(axis, start, end - start))
+            launch_broadcast_and_convert(
+                launches, x.slice_axis(axis, start, end - start), out.slice_axis(axis, start, end - start)
+            )
 
 
 def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) -> None:
@@ -171,7 +173,7 @@ def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) ->
     )
     half = width // 2
     inverse = np.exp(-math.log(period) * np.arange(max(1, half)) / max(1, half))
-    axes = build_merged_iteration_axes(x.shape, [x])
+    axes = build_merged_tiling_iteration_axes(x.shape, [x])
     count = axes.element_count * width
     require_supported(count < MAX_ELEMENTS, f"a result of {count} elements is too large for one launch")
     words: list[LaunchWord] = [
@@ -309,7 +311,10 @@ def _build_head_pattern_launch(
         )
     positions, turns = None, list[LaunchWord](NO_ROTATION_FIELDS)
     if "rope" in calls:
-        operands, factors = RopeOperands.from_instruction(calls["rope"]), calls["rope"].optional_operand(2)
+        operands, factors = (
+            RopeOperands.read_positions_and_frequencies(calls["rope"]),
+            calls["rope"].optional_operand(2),
+        )
         require_supported(
             operands.positions.dtype is DType.I32 and len(operands.inverse), "positions are of another type"
         )
@@ -320,7 +325,9 @@ def _build_head_pattern_launch(
             require_no_alias(
                 result, [w, positions, ids, *([x] if chain.store is not None else [])], [x] * (chain.store is None)
             )
-    axes = build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), *([] if positions is None else [positions])])
+    axes = build_merged_tiling_iteration_axes(
+        x.shape[:-1], [as_row_starts(x), *([] if positions is None else [positions])]
+    )
     words: list[LaunchWord] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
     words += [
         *axes.axes_struct_fields,
@@ -361,7 +368,7 @@ def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: i
     return _launch_head_pattern(launches, flow, _NormRopeStoreInstructions(rope=first, store=store, save=save))
 
 
-def _match_pattern_ending_in_cache_store(flow: Dataflow, store: int) -> _NormRopeStoreInstructions:
+def _match_optional_norm_rope_and_store(flow: Dataflow, store: int) -> _NormRopeStoreInstructions:
     """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
@@ -389,7 +396,7 @@ def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow,
     )
     assert query.rope is not None
     attention = flow.require_sole_reader(query.rope, "attention")
-    chains = [query, *(_match_pattern_ending_in_cache_store(flow, flow.require_producer(attention, k)) for k in (1, 2))]
+    chains = [query, *(_match_optional_norm_rope_and_store(flow, flow.require_producer(attention, k)) for k in (1, 2))]
     head_launches = [_build_head_pattern_launch(launches, flow, chain) for chain in chains]
     require_supported(
         head_launches[0].dtype is DType.F32 and head_launches[1].dtype is head_launches[2].dtype,

@@ -44,7 +44,7 @@ class SortPass:
     is_merge: bool
 
 
-def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
+def iterate_passes_to_sort_first_items(columns: int, count: int) -> Iterator[SortPass]:
     """Yield the passes that sort rows of `columns` items, as far as needed for the first `count` sorted items."""
     sort_pass = _make_shared_memory_sort_pass(columns, 1, count)
     yield sort_pass
@@ -76,7 +76,7 @@ def _launch_argsort(launches: LaunchBuilder, x: Operand, out: Operand, count: in
     require_supported(columns < 2**31, f"rows of {columns} entries are too long")
     if 0 in (rows, count):
         return
-    passes = list(iterate_sort_passes(columns, count))
+    passes = list(iterate_passes_to_sort_first_items(columns, count))
     *sizes, _ = (rows * r.runs * r.items_per_run for r in passes)
     buffers = [launches.allocate_scratch((max(part),), DType.I64) for part in (sizes[::2], sizes[1::2]) if part]
     source: Operand | int = 0  # the first pass reads the entries

@@ -15,7 +15,7 @@ import numpy as np
 
 from .rwkv_tokenizer import PREFIX_LENGTH, Encoding
 from .special_tokens import BYTE, UNUSED
-from .vocabulary import read_numbers_per_token_or_none, read_token_scores
+from .vocabulary import read_numbers_per_token_or_none, read_required_token_scores
 
 STEPS_PER_SCORE = 10_000
 """Integer costs per unit of score; scores are rounded to multiples of the reciprocal."""
@@ -85,7 +85,7 @@ def build_min_cost_tokenizer(
     Padding rows of the vocabulary are no tokens.
     """
     scores = np.clip(
-        np.array(read_token_scores(metadata, token_ids, "plamo2")) * STEPS_PER_SCORE, -UNUSABLE_COST, 2.0**31
+        np.array(read_required_token_scores(metadata, token_ids, "plamo2")) * STEPS_PER_SCORE, -UNUSABLE_COST, 2.0**31
     )
     costs = -(np.sign(scores) * np.floor(np.abs(scores) + 0.5)).astype(np.int64)
     types = read_numbers_per_token_or_none(metadata, "token_type", len(token_ids)) or (1,) * len(token_ids)

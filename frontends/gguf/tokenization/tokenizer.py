@@ -280,7 +280,7 @@ class Tokenizer:
         return f"<Tokenizer {self.kind}, {self.n_tokens} tokens>"
 
 
-class Utf8Stream:
+class TokenToTextStream:
     """A streaming decoder: token ids in, complete characters out, to print a text while it is generated.
 
     Control tokens have no text unless `special` is true.

@@ -22,7 +22,13 @@ from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
 from .pretokenizers import PreTokenizerRule
 from .rwkv_tokenizer import LongestMatchTokenizer
 from .sentencepiece_bpe import ScoreOrderedBpeTokenizer
-from .vocabulary import KEY_PREFIX, derive_merges_from_scores, read_merges, read_scalar_or_default, read_token_scores
+from .vocabulary import (
+    KEY_PREFIX,
+    derive_merges_from_scores,
+    read_merges_by_priority,
+    read_required_token_scores,
+    read_scalar_or_default,
+)
 from .wordpiece_unigram import UnigramByteFallbackTokenizer, build_unigram_model, build_wordpiece_model
 
 if TYPE_CHECKING:
@@ -216,20 +222,20 @@ class TokenizerModelCache:
 
     @cached_property
     def _scores(self) -> Sequence[float]:
-        return read_token_scores(self._metadata, self._token_ids)
+        return read_required_token_scores(self._metadata, self._token_ids)
 
     @cached_property
     def _cached_merges(self) -> npt.NDArray[np.int32]:
-        """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
+        """The checked merges int32[merges, 3] of `read_merges_by_priority`, cached on disk."""
         merges = read_cached_or_make(
-            self._find_merges_cache_file(), lambda: read_merges(self._metadata, self._token_ids).tobytes()
+            self._find_merges_cache_file(), lambda: read_merges_by_priority(self._metadata, self._token_ids).tobytes()
         )
         return np.frombuffer(merges, np.int32).reshape(-1, 3)
 
     def _find_merges_cache_file(self) -> Path | None:
         """Return the path of the disk cache of the merges, or None if the file has no arrays of tokens and merges.
 
-        The cache key has both arrays and the source code of `read_merges`.
+        The cache key has both arrays and the source code of `read_merges_by_priority`.
         """
         tokens, merges = (self._metadata.get(KEY_PREFIX + name) for name in ("tokens", "merges"))
         if not isinstance(tokens, LazyMetadataArray) or not isinstance(merges, LazyMetadataArray):

@@ -142,7 +142,7 @@ def require_utf8_encodable(subject: str, text: str) -> None:
         raise ModelError(f"{subject} is not valid Unicode at character {error.start}; need UTF-8 text") from None
 
 
-def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
+def read_merges_by_priority(metadata: Mapping[str, object], token_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
     """Read the BPE merges of a file in order of priority: int32[merges, 3].
 
     Each row has three token ids: the left part, the right part and the result.
@@ -179,7 +179,7 @@ def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[fl
     return merges
 
 
-def read_token_scores(
+def read_required_token_scores(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama"
 ) -> tuple[float, ...]:
     """Read one score per token.

@@ -17,8 +17,8 @@ from .vocabulary import (
     KEY_PREFIX,
     read_byte_array,
     read_numbers_per_token_or_none,
+    read_required_token_scores,
     read_scalar_or_default,
-    read_token_scores,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def build_unigram_model(
     """
     from tokenizers import Regex, Tokenizer, models, normalizers
 
-    scores = read_token_scores(metadata, token_ids, "t5")
+    scores = read_required_token_scores(metadata, token_ids, "t5")
     types = read_numbers_per_token_or_none(metadata, "token_type", len(token_ids)) or (NORMAL,) * len(token_ids)
     min_score = min(
         (score for score, type_ in zip(scores, types, strict=True) if type_ in MATCHABLE_TYPES), default=0.0

@@ -64,7 +64,7 @@ class ModelWeights:
             raise self._make_error(f"tensor {name} has shape {list(leaf.shape)}; need {list(shape)}")
         return leaf
 
-    def has_tensor(self, name: str) -> bool:
+    def has_used_tensor(self, name: str) -> bool:
         """Return whether the file has the tensor and the architecture uses it."""
         return self._find_name_in_file(name) in self.gguf.tensors and not _matches_any_without_block_prefix(
             name, self._unread
@@ -72,9 +72,9 @@ class ModelWeights:
 
     def optional_leaf(self, name: str, shape: tuple[int, ...]) -> Value | None:
         """Return the leaf of a tensor, or `None` if the file has no such tensor or the architecture ignores it."""
-        return self(name, shape) if self.has_tensor(name) else None
+        return self(name, shape) if self.has_used_tensor(name) else None
 
-    def leaf_in_shape(self, name: str, shape: tuple[int, ...]) -> Value:
+    def get_leaf_ignoring_unit_axes(self, name: str, shape: tuple[int, ...]) -> Value:
         """Return the leaf of a tensor, reshaped if its shape in the file differs only by axes of length 1."""
         stored = self.tensor_shape(name)
         same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
@@ -104,7 +104,7 @@ class ModelWeights:
         short = name.removesuffix(".weight")
         return short if short in self.gguf.tensors else name
 
-    def require_all_tensors_used(self, layers: int) -> None:
+    def require_no_unknown_unread_tensors(self, layers: int) -> None:
         """Raise `ModelError` if the file has tensors that no graph reads and that are not known to be optional.
 
         Results without such a tensor would be wrong. MTP blocks, which have numbers from ``layers`` on, may stay

@@ -59,7 +59,7 @@ class GatedDeltaNet:
         # One tap would need no state, and no such model exists.
         taps, eps = (
             keys.read_count("ssm.conv_kernel", minimum=2),
-            keys.read_positive("attention.layer_norm_rms_epsilon"),
+            keys.read_positive_float32("attention.layer_norm_rms_epsilon"),
         )
         return cls(taps, key_heads, value_heads, size, Norm(eps), family.delta_gate)
 
@@ -74,7 +74,7 @@ class GatedDeltaNet:
         In files with ``ssm_ba``, the value heads of a key head are neighbours.
         """
         block, heads = f"blk.{layer}", self.value_heads
-        by_key_head = weights.has_tensor(f"{block}.ssm_ba.weight")
+        by_key_head = weights.has_used_tensor(f"{block}.ssm_ba.weight")
         qkv, z, alpha, beta = (
             self.project_qkv_gate_and_rates_by_key_head if by_key_head else self.project_qkv_gate_and_rates
         )(weights, block, x)
@@ -114,7 +114,7 @@ class GatedDeltaNet:
             return [ops.reshape(part, shape=(rows, part.spec.size // rows)) for part in split_columns(both, *widths)]
 
         beta, alpha = columns("ssm_ba", repeat, repeat)
-        if weights.has_tensor(f"{block}.attn_qkv.weight"):
+        if weights.has_used_tensor(f"{block}.attn_qkv.weight"):
             qkv = linear(weights, f"{block}.attn_qkv", x, sum(self.qkv_widths))
             z = linear(weights, f"{block}.attn_gate", x, self.qkv_widths[2])
         else:
@@ -173,7 +173,7 @@ class KimiDeltaAttention:
             self.project_full_or_low_rank(weights, block, "ssm_f", x),
             weights(f"{block}.ssm_dt.bias", (self.heads * self.size,)),
         )
-        a = weights.leaf_in_shape(f"{block}.ssm_a", (self.heads, 1))
+        a = weights.get_leaf_ignoring_unit_axes(f"{block}.ssm_a", (self.heads, 1))
         if self.floor:
             g = ops.scale(ops.mul(frame.rows_to_sequences(g, self.heads, self.size), a), scale=self.sign)
             g = ops.scale(ops.sigmoid(g), scale=self.floor)
@@ -187,10 +187,12 @@ class KimiDeltaAttention:
         The result is f32[B*T, heads * size].
         """
         width = self.heads * self.size
-        if weights.has_tensor(f"{block}.{name}.weight"):
+        if weights.has_used_tensor(f"{block}.{name}.weight"):
             return matmul(weights, f"{block}.{name}", x, width)
         y = matmul(weights, f"{block}.{name}_a", x, weights.tensor_shape(f"{block}.{name}_a.weight")[0])
-        return matmul(weights, f"{block}.{name}_b", y, width) if weights.has_tensor(f"{block}.{name}_b.weight") else y
+        return (
+            matmul(weights, f"{block}.{name}_b", y, width) if weights.has_used_tensor(f"{block}.{name}_b.weight") else y
+        )
 
 
 def apply_delta_rule(

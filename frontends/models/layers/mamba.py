@@ -55,7 +55,7 @@ class Mamba:
             raise keys.make_key_error(
                 "ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels"
             )
-        eps = keys.read_positive_zero_as_none("attention.layer_norm_rms_epsilon") or keys.read_positive(
+        eps = keys.read_positive_zero_as_none("attention.layer_norm_rms_epsilon") or keys.read_positive_float32(
             "attention.layer_norm_epsilon"
         )
         bare = keys.read_flag("ssm.dt_b_c_rms", False)
@@ -74,13 +74,13 @@ class Mamba:
         inputs = frame.rows_to_sequences(inputs, heads, channels)
         steps = ops.add(frame.rows_to_sequences(dt, heads), shut, name=f"{block}.steps")
         rates = math.prod(weights.tensor_shape(f"{block}.ssm_a")) // heads
-        a = weights.leaf_in_shape(f"{block}.ssm_a", (heads, rates))
-        d = weights.leaf_in_shape(f"{block}.ssm_d", (heads, 1))
+        a = weights.get_leaf_ignoring_unit_axes(f"{block}.ssm_a", (heads, rates))
+        d = weights.get_leaf_ignoring_unit_axes(f"{block}.ssm_d", (heads, 1))
         old = frame.make_sequence_state(f"ssm_state.{layer}", heads, channels, self.state)
         y, new = ops.ssm_scan(inputs, steps, a, b, c, old, snapshots=frame.snapshot_count, name=f"{block}.ssm_scan")
         frame.set_state(old, new)
         y = ops.swiglu(z, frame.sequences_to_rows(ops.add(y, ops.mul(inputs, d))), name=f"{block}.ssm_gated")
-        if weights.has_tensor(f"{block}.ssm_norm.weight"):
+        if weights.has_used_tensor(f"{block}.ssm_norm.weight"):
             y = self.norm(
                 weights, f"{block}.ssm_norm", frame.rows_to_sequences(y, self.groups, self.inner // self.groups)
             )
@@ -124,7 +124,7 @@ class Mamba:
         return x, linear(weights, f"{block}.ssm_dt", parts["dt"], self.heads), parts["b"], parts["c"]
 
     def apply_norm(self, weights: ModelWeights, name: str, x: Value) -> Value:
-        if weights.has_tensor(f"{name}.weight"):
+        if weights.has_used_tensor(f"{name}.weight"):
             return self.norm(weights, name, x)
         return self.norm.apply_without_weights(x) if self.norms_without_weights else x
 
@@ -181,7 +181,7 @@ def convolve_and_silu(
     """
     block, channels = f"blk.{layer}", x.shape[-1]
     tokens = frame.prepend_previous_rows(f"conv_state{kind}.{layer}", frame.rows_to_sequences(x, channels), taps - 1)
-    kernel = weights.leaf_in_shape(f"{block}.ssm_conv1d{kind}.weight", (channels, taps))
+    kernel = weights.get_leaf_ignoring_unit_axes(f"{block}.ssm_conv1d{kind}.weight", (channels, taps))
     y = ops.ssm_conv(tokens, kernel, name=f"{block}.ssm_conv1d{kind}")
     bias = weights.optional_leaf(f"{block}.ssm_conv1d{kind}.bias", (channels,))
     return ops.silu(y if bias is None else ops.add(y, bias), name=f"{block}.conv_silu{kind}")

@@ -101,10 +101,10 @@ class NgramEmbedding:
                     "give them as `history_tokens`"
                 )
             for t in range(len(new)):
-                rows[i, t] = self.hash_ngrams_to_table_rows([*before, *new[: t + 1]][-self.max_ngram_tokens :])
+                rows[i, t] = self.hash_last_ngrams_to_table_rows([*before, *new[: t + 1]][-self.max_ngram_tokens :])
         return {"ngram_rows": rows.reshape(-1)}
 
-    def hash_ngrams_to_table_rows(self, tokens: list[int]) -> list[int]:
+    def hash_last_ngrams_to_table_rows(self, tokens: list[int]) -> list[int]:
         """Hash the n-grams that end with the last one of ``tokens``, and return their table rows."""
         latest = [tokens[-1]]
         for token in reversed(tokens[:-1]):

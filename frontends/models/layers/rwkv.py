@@ -62,9 +62,9 @@ class RwkvTimeMixBase:
         """Split the columns of ``x`` f32[B*T, E] into heads: f32[B, T, heads, size]."""
         return frame.rows_to_sequences(x, self.heads, self.size)
 
-    def norm_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, y: Value) -> Value:
+    def norm_and_join_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, y: Value) -> Value:
         """Normalise each head of ``y``, if the file has the weights of this norm, and join the heads: f32[B*T, E]."""
-        if not weights.has_tensor(f"{name}.weight"):
+        if not weights.has_used_tensor(f"{name}.weight"):
             return frame.sequences_to_rows(y)
         width = (self.heads * self.size,)
         y = ops.mul(frame.sequences_to_rows(ops.norm(y, eps=HEAD_EPS)), weights(f"{name}.weight", width))
@@ -94,7 +94,7 @@ class Rwkv6TimeMix(RwkvTimeMixBase):
         )
         r = self.split_heads(frame, linear(weights, f"{name}_receptance", r, width))
         gate = matmul(weights, f"{name}_gate", g, width)
-        if not weights.has_tensor(f"{name}_first.weight"):
+        if not weights.has_used_tensor(f"{name}_first.weight"):
             rule = partial(ops.gated_linear_attn, scale=self.size**-0.5)
             y = self.run_recurrence(frame, layer, rule, ops.sub(k, ops.mul(k, decay)), v, r, decay)
             return matmul(weights, f"{name}_output", ops.mul(frame.sequences_to_rows(y), ops.sigmoid(gate)), width)
@@ -104,7 +104,7 @@ class Rwkv6TimeMix(RwkvTimeMixBase):
             return ops.rwkv_wkv6(k, v, r, bonus, decay, old, name=name)
 
         y = self.run_recurrence(frame, layer, wkv, ops.mul(k, valid), v, r, decay)
-        y = ops.mul(self.norm_heads(weights, frame, f"{name}_ln", y), ops.silu(gate))
+        y = ops.mul(self.norm_and_join_heads(weights, frame, f"{name}_ln", y), ops.silu(gate))
         return matmul(weights, f"{name}_output", y, width)
 
     def compute_data_dependent_token_mixes(
@@ -121,7 +121,7 @@ class Rwkv6TimeMix(RwkvTimeMixBase):
             token_shift: The previous token minus the token, for each row of ``x``.
         """
         rows, width = x.shape
-        mixed = ops.add(ops.mul(token_shift, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
+        mixed = ops.add(ops.mul(token_shift, weights.get_leaf_ignoring_unit_axes(f"{name}_lerp_x.weight", (width,))), x)
         rank = weights.tensor_shape(f"{name}_w1.weight")[0] // 5
         short = ops.reshape(ops.tanh(matmul(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
         own = ops.mul_mat(weights(f"{name}_w2.weight", (5, width, rank)), ops.permute(short, axes=(1, 0, 2)))
@@ -150,7 +150,7 @@ class Rwkv7TimeMix(RwkvTimeMixBase):
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
         name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_validity_mask
         back = compute_token_shift_difference(frame, f"shift_state.{layer}", x)
-        gates = weights.has_tensor(f"{name}_g1.weight")
+        gates = weights.has_used_tensor(f"{name}_g1.weight")
         r, w, k, v, a, *g = mix_with_previous_tokens(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
         fading = ops.sigmoid(project_low_rank(weights, f"{name}_w", w, width, ops.tanh))
         decay = ops.exp(
@@ -165,7 +165,9 @@ class Rwkv7TimeMix(RwkvTimeMixBase):
         r, v = self.split_heads(frame, r), self.split_heads(frame, v)
         scaled_key = ops.mul(taken, self.split_heads(frame, rate))
         operands = r, decay, ops.mul(k, valid), v, ops.neg(taken), ops.mul(scaled_key, valid)
-        y = self.norm_heads(weights, frame, f"{name}_ln", self.run_recurrence(frame, layer, ops.rwkv_wkv7, *operands))
+        y = self.norm_and_join_heads(
+            weights, frame, f"{name}_ln", self.run_recurrence(frame, layer, ops.rwkv_wkv7, *operands)
+        )
         share = ops.reshape(weights(f"{name}_r_k.weight", (width,)), shape=(self.heads, self.size))
         y = ops.add(y, frame.sequences_to_rows(ops.mul(v, ops.sum_rows(ops.mul(ops.mul(k, r), share)))))
         y = ops.mul(y, project_low_rank(weights, f"{name}_g", g[0], width, ops.sigmoid)) if gates else y
@@ -194,7 +196,7 @@ class RwkvDecoder(Decoder):
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         block, frame = f"blk.{i}", self.frame
-        mixed = self.run_mixers(i, layer, x, self.apply_block_norm_if_present(i, self.family.attn_norm, x))
+        mixed = self.sum_mixer_results(i, layer, x, self.apply_block_norm_if_present(i, self.family.attn_norm, x))
         x = ops.add(x, mixed, name=f"{block}.attn_residual")
         h = self.apply_block_norm_if_present(i, self.family.ffn_norm, x)
         back = compute_token_shift_difference(frame, f"shift_state_ffn.{i}", h)
@@ -209,7 +211,7 @@ class RwkvDecoder(Decoder):
         ``token_shift`` f32[n, E] is the previous token minus the token, for each row.
         """
         weights, width = self.weights, x.shape[1]
-        gates = weights.has_tensor(f"{name}_receptance.weight")
+        gates = weights.has_used_tensor(f"{name}_receptance.weight")
         k, *r = mix_with_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, token_shift)
         inner = ops.sqr(ops.relu(matmul(weights, f"{name}_key", k, weights.tensor_shape(f"{name}_key.weight")[0])))
         y = matmul(weights, f"{name}_value", inner, width)
@@ -244,11 +246,11 @@ def mix_with_previous_tokens(
         data_dependent_shares: Values that are added to the shares of the file, f32[kinds, n, E].
     """
     rows, width = x.shape
-    if weights.has_tensor(f"{name}_fused.weight"):
-        whole = weights.leaf_in_shape(f"{name}_fused.weight", (len(kinds), width))
+    if weights.has_used_tensor(f"{name}_fused.weight"):
+        whole = weights.get_leaf_ignoring_unit_axes(f"{name}_fused.weight", (len(kinds), width))
         shares = [ops.slice_(whole, axis=0, start=i, stop=i + 1) for i in range(len(kinds))]
     else:
-        shares = [weights.leaf_in_shape(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
+        shares = [weights.get_leaf_ignoring_unit_axes(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
     if data_dependent_shares is None:
         return [ops.add(ops.mul(token_shift, share), x) for share in shares]
     parts = (

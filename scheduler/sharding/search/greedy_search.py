@@ -369,21 +369,21 @@ def list_one_position_per_factor(
     not used.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
-    for factor, place in _iterate_leaf_factor_positions(graph, factors, chosen_factors):
+    for factor, place in _iterate_weight_and_state_factor_positions(graph, factors, chosen_factors):
         layout = leaf_layouts.get(place[0])
         if not (isinstance(layout, Shard) and layout.axis != place[1]):
             named.setdefault(factor, place)
     return frozenset(named.values())
 
 
-def list_all_factor_positions(
+def list_leaf_positions_of_factors(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
     """List all positions (leaf, axis, segment, place) of the chosen factors, for graphs over some of the leaves."""
-    return frozenset(place for _, place in _iterate_leaf_factor_positions(graph, factors, chosen_factors))
+    return frozenset(place for _, place in _iterate_weight_and_state_factor_positions(graph, factors, chosen_factors))
 
 
-def _iterate_leaf_factor_positions(
+def _iterate_weight_and_state_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
     """Yield each position of each chosen factor in weights and states, as pairs (factor, position)."""

@@ -76,7 +76,7 @@ def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
     Faults are missing participants, different calls, calls in a wrong order, and deadlocks.
     """
     calls_by_device = [list_collective_calls(d, p) for d, p in enumerate(programs)]
-    complaints = [*_find_group_faults(calls_by_device), *_find_message_faults(calls_by_device)]
+    complaints = [*_find_group_faults(calls_by_device), *_find_send_receive_mismatches(calls_by_device)]
     for calls in calls_by_device:
         times = Counter((a.sequence, a.op) for a in calls)
         complaints += [f"{a} is called twice" for a in calls if times[a.sequence, a.op] > 1]
@@ -110,7 +110,7 @@ def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> I
                 yield f"{other}: its rank is {other.attributes['rank']!r}, need {place}"
 
 
-def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
+def _find_send_receive_mismatches(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
     """Yield faults of messages: a send without a receive, a receive without a send, or different specs of the two."""
     sent = {(a.device, a.attributes["to"], a.sequence): a for calls in calls_by_device for a in calls if a.op == "send"}
     received = {

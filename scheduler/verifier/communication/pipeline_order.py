@@ -81,7 +81,7 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
         )
 
 
-def find_collective_that_prevents_pipelining(programs: Sequence[Program]) -> Iterator[str]:
+def find_collective_of_all_devices(programs: Sequence[Program]) -> Iterator[str]:
     """Yield a fault if all devices take part in one collective, because runs of such a plan cannot be pipelined.
 
     In a pipeline, devices must work on different runs at the same time. Only the first such collective is reported.

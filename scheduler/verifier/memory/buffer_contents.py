@@ -33,7 +33,7 @@ class BufferContents:
         self.overwritten_values: list[object] = []
         self.arena_end = 0
 
-    def record_write(self, extent: tuple[int, int, int], value: object) -> None:
+    def record_write_and_overwritten_values(self, extent: tuple[int, int, int], value: object) -> None:
         """Record that an instruction writes a value to a byte range, and note the values that lose bytes.
 
         The values that lose bytes are added to `overwritten_values`.
@@ -241,7 +241,7 @@ def _has_strides_in_range(shape: tuple[int, ...], strides: tuple[int, ...]) -> b
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
-def has_common_bytes(extent: tuple[int, int, int], other_extent: tuple[int, int, int]) -> bool:
+def has_common_bytes_in_same_buffer(extent: tuple[int, int, int], other_extent: tuple[int, int, int]) -> bool:
     """Return whether two extents (buffer number, first byte, end byte) have at least one byte in common."""
     return extent[0] == other_extent[0] and max(extent[1], other_extent[1]) < min(extent[2], other_extent[2])
 

@@ -24,7 +24,7 @@ from .buffer_contents import (
     compute_byte_extent,
     find_stored_dtype,
     format_byte_range_content,
-    has_common_bytes,
+    has_common_bytes_in_same_buffer,
     is_dense,
 )
 from .rollback_verifier import FailedRunUndoChecker, InstructionLabel
@@ -41,11 +41,11 @@ def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
         program: The program.
         backend: The backend of the device; it decides dtypes and scratch bytes.
     """
-    for why in find_program_faults(graph, program, backend):
+    for why in find_faults_against_graph(graph, program, backend):
         raise PlanError(f"program of {len(program.instructions)} steps: {why}")
 
 
-def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
+def find_faults_against_graph(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
     """Yield as text all reasons why a program does not compute its graph.
 
     Args:
@@ -107,14 +107,14 @@ class _ProgramMemoryChecker:
                 continue
             complaints = [
                 f"{InstructionLabel(step, instruction.node)}: {why}"
-                for why in self._find_instruction_faults(instruction)
+                for why in self._find_instruction_faults_or_record_writes(instruction)
             ]
             yield from complaints
             if not complaints:
                 node = self.graph.nodes[instruction.index] if instruction.index >= 0 else None
-                yield from self.undo_check.find_unsaved_overwrite_faults(step, instruction, node)
-        yield from self.undo_check.find_undo_order_faults()
-        yield from self._find_final_content_faults()
+                yield from self.undo_check.find_unsafe_overwrite_faults(step, instruction, node)
+        yield from self.undo_check.find_undo_order_and_scratch_faults()
+        yield from self._find_faults_at_end_of_run()
 
     # -------------------------------------------------------------------------------------------------- both ends
 
@@ -126,7 +126,7 @@ class _ProgramMemoryChecker:
         memory, program = self.contents, self.program
         leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
         for number, buffer in enumerate(program.buffers[1:], 1):
-            memory.record_write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
+            memory.record_write_and_overwritten_values((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
         for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:
             yield f"input %{quote_node_name(name)} has a location, but the graph does not have it"
         for value in self.graph.inputs:
@@ -141,12 +141,12 @@ class _ProgramMemoryChecker:
                 yield f"{what} is outside the arena"
             else:
                 memory.overwritten_values.clear()
-                memory.record_write(compute_byte_extent(tensor), value)
+                memory.record_write_and_overwritten_values(compute_byte_extent(tensor), value)
                 if memory.overwritten_values:
                     yield f"{what} overlaps {format_byte_range_content(memory.overwritten_values[0])}"
         memory.overwritten_values.clear()
 
-    def _find_final_content_faults(self) -> Iterator[str]:
+    def _find_faults_at_end_of_run(self) -> Iterator[str]:
         """Yield faults at the end of a run: nodes that did not run, wrong contents of outputs, leaves or the arena."""
         program, memory = self.program, self.contents
         for node in self.graph.nodes:
@@ -183,7 +183,7 @@ class _ProgramMemoryChecker:
 
     # -------------------------------------------------------------------------------------------------- each step
 
-    def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
+    def _find_instruction_faults_or_record_writes(self, instruction: Instruction) -> Iterator[str]:
         """Yield the faults of an instruction that computes a node; if it has none, record its writes.
 
         Saves of states are checked elsewhere (`FailedRunUndoChecker`).
@@ -199,7 +199,7 @@ class _ProgramMemoryChecker:
         if len(node.src) != len(instruction.src) or len(results) != len(instruction.dst):
             yield f"{len(instruction.src)} operands and {len(instruction.dst)} results"
             return
-        complaints = list(self._find_operand_faults(node, instruction))
+        complaints = list(self._find_operand_content_and_stride_faults(node, instruction))
         if why := check_scratch_tensor(self.contents, instruction.scratch, self.backend.scratch(node)):
             complaints.append(why)
         complaints += [
@@ -211,12 +211,12 @@ class _ProgramMemoryChecker:
         if complaints:
             return
         taken = [compute_byte_extent(t) for t in (instruction.scratch, *instruction.dst) if t is not None]
-        yield from _find_overlapping_write_faults(instruction, node, taken)
+        yield from _find_overwritten_operand_or_result_faults(instruction, node, taken)
         for extent in taken:
-            self.contents.record_write(extent, None)
+            self.contents.record_write_and_overwritten_values(extent, None)
         written_values = node.results if isinstance(what, Node) else (what,)
         for written_value, extent in zip(written_values, taken[instruction.scratch is not None :], strict=True):
-            self.contents.record_write(extent, written_value)
+            self.contents.record_write_and_overwritten_values(extent, written_value)
 
     def _find_node_of_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
         """Find the node that an instruction computes; if there is none, return the reason as text.
@@ -249,7 +249,7 @@ class _ProgramMemoryChecker:
             return f"{instruction.op} does not copy the new state over %{quote_node_name(name)}"
         return cont(new).node, (state,), update
 
-    def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
+    def _find_operand_content_and_stride_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
         """Yield faults of operands: memory without the node's operand, or strides that the kernel cannot read."""
         for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
@@ -283,7 +283,7 @@ def _has_equal_shape_and_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
-def _find_overlapping_write_faults(
+def _find_overwritten_operand_or_result_faults(
     instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]
 ) -> Iterator[str]:
     """Yield faults of an instruction that writes over memory which it also reads, or twice over the same memory.
@@ -297,7 +297,9 @@ def _find_overlapping_write_faults(
         written_extents: The byte extents of the scratch, if there is one, and then of each result.
     """
     if any(
-        has_common_bytes(one, two) for number, one in enumerate(written_extents) for two in written_extents[:number]
+        has_common_bytes_in_same_buffer(one, two)
+        for number, one in enumerate(written_extents)
+        for two in written_extents[:number]
     ):
         yield "a result or the scratch overlaps another"
     declared = op_of(node)
@@ -308,7 +310,7 @@ def _find_overlapping_write_faults(
     ]
     for result, extent in enumerate(written_extents, -(instruction.scratch is not None)):
         for name, tensor, read in operands:
-            if not has_common_bytes(extent, read):
+            if not has_common_bytes_in_same_buffer(extent, read):
                 continue
             allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
             exact = result >= 0 and read == extent and _has_equal_shape_and_strides(tensor, instruction.dst[result])

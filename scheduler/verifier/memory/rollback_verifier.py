@@ -32,7 +32,7 @@ from .buffer_contents import (
     compute_byte_extent,
     find_stored_dtype,
     format_byte_range_content,
-    has_common_bytes,
+    has_common_bytes_in_same_buffer,
     is_dense,
 )
 
@@ -75,7 +75,7 @@ class SavedContentMarker:
         return f"the saved value of %{quote_node_name(self.state_name)}"
 
 
-def build_standalone_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
+def build_nodes_for_rollback_support_check(instruction: Instruction, state: Value) -> tuple[Node, Node]:
     """Build stand-alone nodes that save and restore a state, to ask a backend whether it supports them.
 
     Args:
@@ -85,11 +85,13 @@ def build_standalone_save_and_restore_nodes(instruction: Instruction, state: Val
     Returns:
         The saving node and the restoring node.
     """
-    table = input("table", _require_tensor(instruction.src[0]).shape, state.dtype)
+    table = input("table", _assert_tensor_is_present(instruction.src[0]).shape, state.dtype)
     if instruction.op == cont.name:
         saved_value = cont(table)
         return saved_value.node, cont(saved_value).node
-    rows = input("rows", _require_tensor(instruction.src[1]).shape, _require_tensor(instruction.src[1]).dtype)
+    rows = input(
+        "rows", _assert_tensor_is_present(instruction.src[1]).shape, _assert_tensor_is_present(instruction.src[1]).dtype
+    )
     saved_value = get_rows(table, rows)
     return saved_value.node, set_rows(table, saved_value, rows).node
 
@@ -99,8 +101,8 @@ def list_standalone_save_and_restore_nodes(graph: Graph, program: Program) -> It
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
-        yield from build_standalone_save_and_restore_nodes(
-            i, states[program.buffers[_require_tensor(i.src[0]).buffer].name]
+        yield from build_nodes_for_rollback_support_check(
+            i, states[program.buffers[_assert_tensor_is_present(i.src[0]).buffer].name]
         )
 
 
@@ -138,13 +140,13 @@ class FailedRunUndoChecker:
         """
         where, back = f"step {step} (%{quote_node_name(instruction.node)}, a save)", self.restore_by_step[step]
         complaints = list(self._find_save_operand_faults(instruction, back)) or list(
-            self._find_save_kernel_faults(instruction, back)
+            self._find_unacceptable_save_operands(instruction, back)
         )
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
             return
         self.valid_restores.append(back)
-        state, saved_tensor = _require_tensor(instruction.src[0]), instruction.dst[0]
+        state, saved_tensor = _assert_tensor_is_present(instruction.src[0]), instruction.dst[0]
         name = self.program.buffers[state.buffer].name
         _, content = self.contents.find_content(compute_byte_extent(state))
         earlier, leaf = self.saved_state_by_buffer.get(state.buffer), self.state_by_name.get(name)
@@ -158,9 +160,9 @@ class FailedRunUndoChecker:
         self.saved_state_by_buffer[state.buffer] = SavedState(step, state, index)
         for tensor in (instruction.scratch, saved_tensor):
             if tensor is not None:
-                self.contents.record_write(compute_byte_extent(tensor), None)
+                self.contents.record_write_and_overwritten_values(compute_byte_extent(tensor), None)
         token = SavedContentMarker(name)
-        self.contents.record_write(compute_byte_extent(saved_tensor), token)
+        self.contents.record_write_and_overwritten_values(compute_byte_extent(saved_tensor), token)
         self.last_save_by_value[token] = step
         self.saved_extents.append(compute_byte_extent(saved_tensor))
         if index is not None and 0 not in index.shape:
@@ -196,7 +198,7 @@ class FailedRunUndoChecker:
             return
         taken = [t for t in (saved_tensor, save.scratch, restore.scratch) if t is not None]
         for tensor in (*save.src, *taken):
-            if why := self.contents.check_bounds(_require_tensor(tensor)):
+            if why := self.contents.check_bounds(_assert_tensor_is_present(tensor)):
                 yield f"it: {why}"
                 return
         buffers = self.program.buffers
@@ -204,7 +206,7 @@ class FailedRunUndoChecker:
             yield f"{state} is not a whole state"
         if any(t.buffer or t.offset % ALIGNMENT for t in taken):
             yield f"the saved value is outside the arena, or does not begin at a multiple of {ALIGNMENT} bytes"
-        whole = state.shape if not index else (*_require_tensor(index[0]).shape, *state.shape[-1:])
+        whole = state.shape if not index else (*_assert_tensor_is_present(index[0]).shape, *state.shape[-1:])
         if (
             not is_dense(state)
             or not is_dense(saved_tensor)
@@ -212,25 +214,25 @@ class FailedRunUndoChecker:
             or not _is_saved_losslessly(state, saved_tensor)
         ):
             yield f"{saved_tensor} cannot hold the saved entries of {state}"
-        if index and (len(state.shape) < 2 or not _can_index_rows(_require_tensor(index[0]), state)):
+        if index and (len(state.shape) < 2 or not _can_index_rows(_assert_tensor_is_present(index[0]), state)):
             yield f"{index[0]} does not number rows of {state}"
-        reads = [compute_byte_extent(_require_tensor(t)) for t in save.src]
-        if save.scratch is not None and has_common_bytes(
+        reads = [compute_byte_extent(_assert_tensor_is_present(t)) for t in save.src]
+        if save.scratch is not None and has_common_bytes_in_same_buffer(
             compute_byte_extent(save.scratch), compute_byte_extent(saved_tensor)
         ):
             yield "its scratch overlaps the saved value"
-        if any(has_common_bytes(read, compute_byte_extent(t)) for read in reads for t in taken):
+        if any(has_common_bytes_in_same_buffer(read, compute_byte_extent(t)) for read in reads for t in taken):
             yield "it overwrites its operands"
 
-    def _find_save_kernel_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
+    def _find_unacceptable_save_operands(self, save: Instruction, restore: Instruction) -> Iterator[str]:
         """Yield faults of a save and its restore that their kernels would not accept: dtypes, scratch or strides.
 
         Wrong names of the two instructions are faults too.
         """
-        state, saved_tensor, index = _require_tensor(save.src[0]), save.dst[0], save.src[1:]
+        state, saved_tensor, index = _assert_tensor_is_present(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
-        nodes = build_standalone_save_and_restore_nodes(save, leaf)
+        nodes = build_nodes_for_rollback_support_check(save, leaf)
         dtypes = find_stored_dtype(self.backend, leaf), find_stored_dtype(self.backend, nodes[0].results[0])
         if (state.dtype, saved_tensor.dtype) != dtypes or not (index or state.shape == leaf.shape):
             yield f"{state} is saved as {saved_tensor}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
@@ -239,11 +241,11 @@ class FailedRunUndoChecker:
         for node, step in zip(nodes, (save, restore), strict=True):
             if why := check_scratch_tensor(self.contents, step.scratch, self.backend.scratch(node)):
                 yield f"{step.op}: {why}"
-            for position, tensor in enumerate(map(_require_tensor, step.src)):
+            for position, tensor in enumerate(map(_assert_tensor_is_present, step.src)):
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
                     yield f"operand {position} of {step.op} is {tensor}, but its kernel reads dense operands only"
 
-    def find_unsaved_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
+    def find_unsafe_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
         """Yield faults of an instruction that overwrites unsaved entries of a state, or values that the undo reads.
 
         Args:
@@ -293,7 +295,7 @@ class FailedRunUndoChecker:
             bool(saved) and saved[0].row_index is None and saved[0].instruction_number > self.last_save_by_value[value]
         )
 
-    def find_undo_order_faults(self) -> Iterator[str]:
+    def find_undo_order_and_scratch_faults(self) -> Iterator[str]:
         """Yield faults of the undo as a whole: a wrong order of restores, or scratch memory over saved values.
 
         Restores must be in reverse order of the saves.
@@ -306,7 +308,8 @@ class FailedRunUndoChecker:
                 continue
             self.contents.arena_end = max(self.contents.arena_end, compute_byte_extent(back.scratch)[2])
             if any(
-                has_common_bytes(compute_byte_extent(back.scratch), saved_extent) for saved_extent in self.saved_extents
+                has_common_bytes_in_same_buffer(compute_byte_extent(back.scratch), saved_extent)
+                for saved_extent in self.saved_extents
             ):
                 yield f"%{quote_node_name(back.node)} has its scratch in bytes that the undo needs"
 
@@ -316,7 +319,7 @@ def _can_index_rows(index: Tensor, table: Tensor) -> bool:
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
-def _require_tensor(tensor: Tensor | None) -> Tensor:
+def _assert_tensor_is_present(tensor: Tensor | None) -> Tensor:
     """Return a tensor; assert that it is present, which the caller has checked."""
     assert tensor is not None
     return tensor

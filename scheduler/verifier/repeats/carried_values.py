@@ -108,10 +108,12 @@ class CarriedValueTrace(ValueTrace):
         for (run, (place, ending), _), facts_by_device in self.carried_partial_sums.items():
             for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
                 parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
-                if why := self._check_carried_sum(number, parts):
+                if why := self._explain_incomplete_carried_sum(number, parts):
                     yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
-    def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[DeviceValueFact]]) -> str | None:
+    def _explain_incomplete_carried_sum(
+        self, value_number: int, facts_by_device: Sequence[Sequence[DeviceValueFact]]
+    ) -> str | None:
         """Return why a partial sum that a repetition carries to the next one is incomplete over all devices, or None.
 
         Args:

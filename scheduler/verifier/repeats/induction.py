@@ -10,8 +10,9 @@ is an induction over the repetitions. Before each repetition:
 
 So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
 
-- `find_shortened_graph_faults`: the deep graph is the short graph with more repetitions.
-- `find_repetition_reordering_faults`: accesses of each device's repetitions (`repeatable_runs`), and equal collectives.
+- `find_shortened_graph_mismatches`: the deep graph is the short graph with more repetitions.
+- `find_faults_of_reordering_repetitions`: accesses of each device's repetitions (`repeatable_runs`), and equal
+  collectives.
 - `CarriedValueTrace` of `carried_values`: the values of all devices that are carried from repetition to repetition.
 """
 
@@ -28,7 +29,7 @@ from ....graph.node import Node
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph
 from ...ir.execution_plan import DevicePlan, Plan
 from ...ir.layout import Layout
-from .repeatable_runs import RepetitionsOfDeviceGraph, find_device_repetition_reordering_faults
+from .repeatable_runs import RepetitionsOfDeviceGraph, find_faults_of_any_repetition_order
 
 NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 """Names of device nodes: the number of a node of the short graph, and an ending if they convert it."""
@@ -48,7 +49,7 @@ def find_common_shortened_graph(plan: Plan) -> ShortenedGraph | None:
     )
 
 
-def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
+def make_plan_before_unrolling(plan: Plan, shortened: ShortenedGraph) -> Plan:
     """Return the plan of the short graph, made of the devices' graphs and programs before they are unrolled.
 
     Args:
@@ -64,7 +65,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
     leaves: dict[str, Layout] = {}
     for number, node in enumerate(shortened.short_nodes):
         if node.is_leaf:
-            long = shortened.deep_nodes[
+            long = shortened.deep_nodes_by_number[
                 number + (shift if shortened.short_repetitions.repetition_of(number) == shortened.short_count else 0)
             ]
             leaves[node.name] = plan.leaves[long.name]
@@ -73,7 +74,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
     )
 
 
-def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_shortened_graph_mismatches(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield faults of a shortened graph: it must be the plan's graph with fewer repetitions of the repeated layers.
 
     Each repetition is compared with the repetition of the short graph that stands for it. Ops, operands and the layouts
@@ -97,8 +98,10 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
             f"which the graph of {sizes[0]} nodes does not have"
         )
         return
-    place = {node: at for nodes in (shortened.deep_nodes, shortened.short_nodes) for at, node in enumerate(nodes)}
-    for number, node in enumerate(shortened.deep_nodes):
+    place = {
+        node: at for nodes in (shortened.deep_nodes_by_number, shortened.short_nodes) for at, node in enumerate(nodes)
+    }
+    for number, node in enumerate(shortened.deep_nodes_by_number):
         run = runs.repetition_of(number)
         kind = _find_short_repetition(shortened, run)
         short = shortened.short_nodes[number - (run - kind) * runs.length]
@@ -106,7 +109,7 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
             yield f"{node!r} of repetition {run} differs from {short!r}"
             return
         reads = [
-            None if s is None else (_find_short_node_read_by(shortened, place[s.node], run, kind), s.index)
+            None if s is None else (_translate_operand_to_short_graph(shortened, place[s.node], run, kind), s.index)
             for s in node.src
         ]
         if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
@@ -115,7 +118,9 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
         if (
             node.is_leaf
             and plan.leaves[node.name]
-            != plan.leaves[shortened.deep_nodes[_find_node_in_first_repetition_of_kind(shortened, number, run)].name]
+            != plan.leaves[
+                shortened.deep_nodes_by_number[_find_node_in_first_repetition_of_kind(shortened, number, run)].name
+            ]
         ):
             yield (
                 f"{node.op} %{node.label} of repetition {run} has another layout than in another repetition of its kind"
@@ -160,7 +165,7 @@ def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_numbe
     )
 
 
-def _find_short_node_read_by(
+def _translate_operand_to_short_graph(
     shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
 ) -> int | None:
     """Translate an operand from the full ("deep") graph to the short graph: return the number of its node there.
@@ -224,7 +229,7 @@ def _find_unequal_output_and_update_faults(
         if 0 <= run < shortened.deep_repetitions.count:
             yield f"output {name!r} belongs to repetition {run}"
         elif (
-            _find_short_node_read_by(
+            _translate_operand_to_short_graph(
                 shortened, position_by_node[value.node], run, _find_short_repetition(shortened, run)
             )
             != position_by_node[short_value.node]
@@ -233,7 +238,7 @@ def _find_unequal_output_and_update_faults(
             yield f"output {name!r} of the short graph is another value"
 
 
-def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_names_without_short_node_number(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield faults of the names of device nodes, which must begin with the number of a node of the short graph.
 
     This number decides to which repetition the device's node belongs.
@@ -245,7 +250,7 @@ def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) ->
                 yield f"device {device}: {node!r} does not have the number of a short graph node as its name"
 
 
-def find_repetition_reordering_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_faults_of_reordering_repetitions(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield reasons why the repetitions of a proven short plan may not follow each other in any order.
 
     All devices must also have their collectives in the same repetitions, and by ascending sequence number.
@@ -256,19 +261,19 @@ def find_repetition_reordering_faults(short_plan: Plan, shortened: ShortenedGrap
     """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}
     collective_numbers = [
-        RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_collectives_with_repetition()
+        RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_sequence_numbers_with_repetition()
         for device_plan in short_plan.device_plans[:1]
     ]
     for device, device_plan in enumerate(short_plan.device_plans):
         key = type(device_plan.backend), device_plan.backend.name, id(device_plan.graph), id(device_plan.program)
         if key not in faults_by_program:
             faults_by_program[key] = list(
-                find_device_repetition_reordering_faults(
+                find_faults_of_any_repetition_order(
                     device_plan.graph, device_plan.program, device_plan.backend, shortened
                 )
             )
             if (
-                RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_collectives_with_repetition()
+                RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_sequence_numbers_with_repetition()
                 != collective_numbers[0]
             ):
                 faults_by_program[key].append("its collectives are in other repetitions than those of device 0")

@@ -25,7 +25,7 @@ from ....graph.graph import Graph
 from ....graph.node import Node, Value
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
 from ....ops.collectives import find_collective_sequence_number
-from ..memory.buffer_contents import ViewCache, compute_byte_extent, has_common_bytes
+from ..memory.buffer_contents import ViewCache, compute_byte_extent, has_common_bytes_in_same_buffer
 
 CarriedKey: TypeAlias = tuple[int, str]
 """The key of a carried node, equal in all repetitions: the position of the user's node, and a name ending."""
@@ -43,12 +43,16 @@ class RepetitionsOfDeviceGraph:
         self.graph, self.shortened_graph = graph, shortened
         self.kind_by_node = shortened.short_repetition_by_node(graph)
         read = {
-            self.find_carried_value_key(s.node, self.kind_by_node[node]) for node in graph.nodes for s in node.inputs
+            self.find_key_of_value_carried_forward(s.node, self.kind_by_node[node])
+            for node in graph.nodes
+            for s in node.inputs
         } - {None}
-        offered = ((node, self.find_carried_value_key(node, self.kind_by_node[node] + 1)) for node in graph.nodes)
+        offered = (
+            (node, self.find_key_of_value_carried_forward(node, self.kind_by_node[node] + 1)) for node in graph.nodes
+        )
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
-    def find_carried_value_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
+    def find_key_of_value_carried_forward(self, node: Node, reader_repetition: int) -> CarriedKey | None:
         """Return the key of a value that one repetition carries to the next one; None for other values.
 
         The key is the position of the user's node in its repetition, and a name ending. So it is equal in all
@@ -67,12 +71,12 @@ class RepetitionsOfDeviceGraph:
         place = self.shortened_graph.short_repetitions.find_position_of_carried_value(number, reader_repetition)
         return None if place is None else (place, ending)
 
-    def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
+    def list_sequence_numbers_with_repetition(self) -> list[tuple[int, int]]:
         """Return (sequence number, repetition) of each collective of the device, sorted by sequence number."""
         collectives = ((self.kind_by_node[n], find_collective_sequence_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
-    def find_carried_value_faults(self) -> Iterator[str]:
+    def find_faults_forbidding_any_repetition_order(self) -> Iterator[str]:
         """Yield faults of a device's graph that would forbid its repetitions to follow each other in any order.
 
         - A repetition may read its own values, values that the repetition before carries to it, and long-lived values.
@@ -84,11 +88,11 @@ class RepetitionsOfDeviceGraph:
             kind = self.kind_by_node[node]
             for source in node.inputs:
                 there, is_leaf = self.kind_by_node[source.node], source.node.is_leaf
-                is_carried = self.find_carried_value_key(source.node, kind) is not None
+                is_carried = self.find_key_of_value_carried_forward(source.node, kind) is not None
                 lasts = (
                     there == PREAMBLE
                     and (not is_carried or kind == PREAMBLE)
-                    and not self._is_read_by_first_repetition(source.node)
+                    and not self._is_initial_carried_value(source.node)
                 )
                 if there != kind and not lasts and not (is_carried and not is_leaf):
                     yield f"{node!r} of repetition {kind} reads {source!r} of repetition {there}"
@@ -114,7 +118,7 @@ class RepetitionsOfDeviceGraph:
             ):
                 yield f"output {output!r} belongs to a repetition"
 
-    def _is_read_by_first_repetition(self, node: Node) -> bool:
+    def _is_initial_carried_value(self, node: Node) -> bool:
         """Return whether the first repetition reads this node where later repetitions read a carried value."""
         return (
             self.shortened_graph.short_repetitions.find_position_of_carried_value(split_numbered_name(node.name)[0], 0)
@@ -122,7 +126,7 @@ class RepetitionsOfDeviceGraph:
         )
 
 
-def find_device_repetition_reordering_faults(
+def find_faults_of_any_repetition_order(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
     """Yield all reasons why the repetitions in a device's program may not follow each other in any order.
@@ -134,7 +138,7 @@ def find_device_repetition_reordering_faults(
         shortened: The user's shortened graph.
     """
     runs = RepetitionsOfDeviceGraph(graph, shortened)
-    complaints = list(runs.find_carried_value_faults())
+    complaints = list(runs.find_faults_forbidding_any_repetition_order())
     yield from complaints or _RepetitionReorderingChecker(runs, program, backend).find_faults()
 
 
@@ -168,7 +172,7 @@ class _RepetitionReorderingChecker:
         """Yield all reasons why the repetitions of the device's program may not follow each other in any order."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
-        yield from self._find_state_save_layout_faults()
+        yield from self._find_gaps_in_state_saves()
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
             yield from self._find_foreign_leaf_access_faults(i, kind)
         carried = self._find_carried_value_extents()
@@ -181,7 +185,7 @@ class _RepetitionReorderingChecker:
         """Return whether a kind is a repetition; the parts before and after all repetitions are not."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
-    def _find_state_save_layout_faults(self) -> Iterator[str]:
+    def _find_gaps_in_state_saves(self) -> Iterator[str]:
         """Yield faults of the layout of state saves: saves of repetitions must fill the arena's end without gaps.
 
         No other value may overlap these bytes.
@@ -294,14 +298,14 @@ class _RepetitionReorderingChecker:
             written = [compute_byte_extent(t) for t in (*i.dst, i.scratch) if t is not None]
             own = nodes[i.index].results if i.index >= 0 else ()
             for value, extent in lasting_extents.items() if self._is_repeated_kind(kind) else ():
-                if any(has_common_bytes(extent, other) for other in written):
+                if any(has_common_bytes_in_same_buffer(extent, other) for other in written):
                     yield (
                         f"step %{quote_node_name(i.node)} of repetition {kind} overwrites {value!r}, "
                         "which later repetitions read"
                     )
             for value, extent in ready.items():
                 if self.device_repetitions.kind_by_node[value.node] == kind and any(
-                    has_common_bytes(extent, other) for other in written
+                    has_common_bytes_in_same_buffer(extent, other) for other in written
                 ):
                     step = f"step %{quote_node_name(i.node)} of repetition {kind}"
                     yield f"{step} overwrites {value!r}, which the next repetition reads"

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
 from ....ops import REGISTRY
-from ....ops.collectives import COLLECTIVES, narrow_to_index_ranges, narrow_to_integer
+from ....ops.collectives import COLLECTIVES, cast_to_index_ranges, narrow_to_integer
 from .collective_order import make_shared_collective_key, order_nodes_by_operands_and_sequence
 from .facts import (
     CONVERSION_OPS,
@@ -93,7 +93,7 @@ class ValueTrace:
                         (device, node)
                     )
 
-    def find_facts(self, device: int, value: Value) -> list[DeviceValueFact]:
+    def find_equal_graph_values(self, device: int, value: Value) -> list[DeviceValueFact]:
         """Return the facts about a device value: the graph values that it equals. The list is empty without a fact."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
@@ -109,13 +109,13 @@ class ValueTrace:
         while moved:
             moved = False
             for device, nodes in enumerate(ahead):  # each device continues until it must wait
-                while nodes and self._mark_reached_and_check_ready(device, nodes[-1]):
+                while nodes and self._mark_reached_and_check_participants(device, nodes[-1]):
                     yield from self._record_node_facts(device, nodes.pop())
                     moved = True
         if any(ahead):
             yield "devices wait for each other in a circle"
 
-    def _mark_reached_and_check_ready(self, device: int, node: Node) -> bool:
+    def _mark_reached_and_check_participants(self, device: int, node: Node) -> bool:
         """Return whether a node can be traced now; mark a collective as reached by this device.
 
         A collective must wait until all participants have reached it. All other nodes are always ready.
@@ -137,7 +137,7 @@ class ValueTrace:
             for source, sender in self.collective_groups.get(make_shared_collective_key(device, node), {}).items():
                 if sender.specs != node.specs:
                     yield f"device {device}: {node!r} receives {sender!r}"
-                self.facts_by_node[device][node] = [self.find_facts(source, sender.results[0])]
+                self.facts_by_node[device][node] = [self.find_equal_graph_values(source, sender.results[0])]
             return
         if node.op in COLLECTIVES and node.op != "send":
             if members := self.collective_groups.pop(
@@ -146,7 +146,7 @@ class ValueTrace:
                 yield from self._record_collective_facts(members)
             return
         device_facts = self.facts_by_node[device]
-        known = [[] if s is None else self.find_facts(device, s) for s in node.src]
+        known = [[] if s is None else self.find_equal_graph_values(device, s) for s in node.src]
         if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source has a fault that was yielded before
         number, mine = self._intern_node_specs(node)
@@ -195,9 +195,9 @@ class ValueTrace:
         """
         results: list[list[DeviceValueFact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
-        for pair in self._list_conversion_operand_facts(operand_facts) if node.op in CONVERSION_OPS else ():
+        for pair in self._list_one_or_two_operand_facts(operand_facts) if node.op in CONVERSION_OPS else ():
             self._add_new_facts(results[0], infer_copied_or_sliced_value_facts(node, pair))
-        for operands in self._list_operand_fact_combinations(node, operand_facts):
+        for operands in self._list_fact_combinations_with_graph_node(node, operand_facts):
             is_copy = REGISTRY[node.op].is_view or bool(infer_copied_or_sliced_value_facts(node, operands))
             for match in self._infer_facts_for_operands(node.op, instance, operands, reasons):
                 if not is_copy:
@@ -208,7 +208,7 @@ class ValueTrace:
         return results, frozenset(computed), complete
 
     @staticmethod
-    def _list_conversion_operand_facts(
+    def _list_one_or_two_operand_facts(
         operand_facts: Sequence[list[DeviceValueFact]],
     ) -> Iterator[tuple[DeviceValueFact, ...]]:
         """Yield choices of facts about the operands of a conversion, which is a node that only moves entries.
@@ -220,7 +220,7 @@ class ValueTrace:
         elif len(operand_facts) == 2:
             yield from ((a, b) for a, b in product(*operand_facts) if a.value_number == b.value_number)
 
-    def _list_operand_fact_combinations(
+    def _list_fact_combinations_with_graph_node(
         self, node: Node, operand_facts: Sequence[list[DeviceValueFact]]
     ) -> Iterator[tuple[DeviceValueFact | None, ...]]:
         """Yield each choice of one fact (graph value) per operand with which the user's graph has such a node.
@@ -299,7 +299,9 @@ class ValueTrace:
             None if o is None else meaning.attach_ignored_digits(o.value_number, o.axes) for o in operand_facts
         )
         readers = meaning.consumers.get(key)
-        for user, numbers in readers.find_graph_nodes_that_may_match(instance, axes) if readers is not None else ():
+        for user, numbers in (
+            readers.find_graph_nodes_with_agreeing_attributes(instance, axes) if readers is not None else ()
+        ):
             if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
@@ -331,7 +333,7 @@ class ValueTrace:
             return
         devices = sorted(node_by_device)
         nodes = [node_by_device[d] for d in devices]
-        known = [self.find_facts(d, n.inputs[0]) for d, n in zip(devices, nodes, strict=True)]
+        known = [self.find_equal_graph_values(d, n.inputs[0]) for d, n in zip(devices, nodes, strict=True)]
         if not all(known):
             return
         reasons, has_match = list[str](), False
@@ -363,7 +365,7 @@ class ValueTrace:
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
         axis = -1 if sums else narrow_to_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-        runs = () if sums else narrow_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+        runs = () if sums else cast_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
         fitting: list[list[DeviceValueFact]] = []
         for device, facts in enumerate(facts_by_device):
             expected_axes = list(first.axes)
@@ -397,7 +399,7 @@ class ValueTrace:
             whole_axes = first.axes
         else:
             axis = narrow_to_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-            runs = narrow_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+            runs = cast_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
             gathered = self._concatenate_shard_entries(device_facts, axis, runs)
             if isinstance(gathered, str):
                 return gathered

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....graph.node import Node
-from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
+from ....ops.collectives import cast_to_index_ranges, narrow_to_integer
 from .index_sets import (
     IndexRanges,
     concatenate_indices,
@@ -106,6 +106,6 @@ def infer_shard_fact_after_scatter(
         device: The position of the device in the collective group.
         node: The collective's node; its attributes are the axis and the ranges of each device.
     """
-    axis, own = narrow_to_integer(node.attrs["axis"]), narrow_to_index_ranges(node.attrs["runs"])[device]
+    axis, own = narrow_to_integer(node.attrs["axis"]), cast_to_index_ranges(node.attrs["runs"])[device]
     index = select_entries_at_positions(whole_axes[axis], concatenate_indices([own]))
     return DeviceValueFact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))

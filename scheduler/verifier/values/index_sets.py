@@ -196,7 +196,7 @@ def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes
     return merge_entries_into_ranges(total.ravel())
 
 
-def _extract_entry_number_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
+def _extract_digit_times_stride(entries: Entries, digit: tuple[int, int]) -> Entries:
     """Return one digit (stride, size) of each entry number, times its stride: ``entry // stride % size * stride``."""
     stride, n = digit
     return entries // stride % n * stride
@@ -208,7 +208,7 @@ def _clear_entry_number_digits(entries: Entries, digits: IgnoredDigits) -> Entri
     The digit is the part ``entry // stride % size`` of an entry number.
     """
     for digit in digits:
-        entries = entries - _extract_entry_number_digit(entries, digit)
+        entries = entries - _extract_digit_times_stride(entries, digit)
     return entries
 
 
@@ -246,7 +246,7 @@ def find_index_matching_both_values(
     merged = a
     for digit in digits:
         if digit not in other_digits:
-            merged = merged + _extract_entry_number_digit(b, digit) - _extract_entry_number_digit(merged, digit)
+            merged = merged + _extract_digit_times_stride(b, digit) - _extract_digit_times_stride(merged, digit)
     same_a = np.array_equal(_clear_entry_number_digits(merged, digits), _clear_entry_number_digits(a, digits))
     same_b = np.array_equal(
         _clear_entry_number_digits(merged, other_digits), _clear_entry_number_digits(b, other_digits)

@@ -36,7 +36,7 @@ class ConsumerTable:
             self._list_attrs_equal_on_devices(graph_node), _ConsumersWithSharedAttrs(self._op)
         ).consumers.append((graph_node, result_numbers))
 
-    def find_graph_nodes_that_may_match(
+    def find_graph_nodes_with_agreeing_attributes(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Yield the graph nodes that a device's node may compute, whole or in part, because their attributes agree.

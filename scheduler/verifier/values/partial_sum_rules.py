@@ -59,7 +59,7 @@ def propagate_partial_sum(
     empty = {n for n, o in sums_by_operand.items() if o is NO_TERMS}
     if any(empty >= set(joint.split("+")) for joint in declared.zero_preserving_operands(attrs)):
         return NO_TERMS
-    if (routed := _propagate_routed_partial_sum(declared, graph_node, sums_by_operand)) is not None:
+    if (routed := _keep_table_lookup_partial_sum(declared, graph_node, sums_by_operand)) is not None:
         return routed
     for joint in declared.linear_operands(attrs):
         if set(sums_by_operand) <= set(joint.split("+")):
@@ -83,7 +83,7 @@ def _list_present_linear_operands(declared: Op[Any], graph_node: NodeSpecs, line
     return [n for n in here if n in linear_operands.split("+")]
 
 
-def _propagate_routed_partial_sum(
+def _keep_table_lookup_partial_sum(
     declared: Op[Any], graph_node: NodeSpecs, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
     """Return the routed partial sum of a node's result, if its operands have one and the op keeps it; else None.
@@ -99,7 +99,7 @@ def _propagate_routed_partial_sum(
     if (
         first is None
         or any(o != first for o in sums_by_operand.values())
-        or not all(_is_routed_by_leading_index(declared, graph_node, n, first) for n in sums_by_operand)
+        or not all(_has_same_leading_index_as_operand(declared, graph_node, n, first) for n in sums_by_operand)
     ):
         return None
     return (
@@ -112,7 +112,7 @@ def _propagate_routed_partial_sum(
     )
 
 
-def _is_routed_by_leading_index(
+def _has_same_leading_index_as_operand(
     declared: Op[Any], graph_node: NodeSpecs, operand: str, partial_sum: PartialSum
 ) -> bool:
     """Return whether each entry of the result reads only the operand's entries with the same leading index.
@@ -181,13 +181,14 @@ def _infer_table_lookup_partial_sum(
         if (
             name not in added
             and own is not NO_TERMS
-            and not (operand_sum == own and _is_routed_by_leading_index(declared, graph_node, name, own))
+            and not (operand_sum == own and _has_same_leading_index_as_operand(declared, graph_node, name, own))
         ):
             raise ValueError(
                 f"{name} is a partial sum over other terms than the rows of {rows.table_operand} on this device"
             )
     if all(
-        sums_by_operand.get(n) == own and (own is NO_TERMS or _is_routed_by_leading_index(declared, graph_node, n, own))
+        sums_by_operand.get(n) == own
+        and (own is NO_TERMS or _has_same_leading_index_as_operand(declared, graph_node, n, own))
         for n in added
     ):
         return own

@@ -89,11 +89,11 @@ def infer_result_entries(
     except (NodeMismatchError, SignatureMismatch) as why:
         pairs = list(zip(graph_node.results, device_node.results, strict=True))
         if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # an empty result is always right
-            return InferredEntries(tuple(_make_entries_of_empty_result(u, m) for u, m in pairs), None)
+            return InferredEntries(tuple(_make_first_entries_of_empty_result(u, m) for u, m in pairs), None)
         return str(why)
 
 
-def _make_entries_of_empty_result(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
+def _make_first_entries_of_empty_result(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
     """Return entries for a result without elements: on each axis the first entries, as many as the device has."""
     return tuple((_make_prefix_index(n, m), ()) for n, m in zip(graph_spec.shape, device_spec.shape, strict=True))
 
@@ -131,7 +131,7 @@ class _DimensionEntries:
     leading_entries: list[AxisEntries] = field(default_factory=list)
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
-    def add_dimension_entries(self, name: str, entries: AxisEntries) -> None:
+    def record_or_check_dimension_entries(self, name: str, entries: AxisEntries) -> None:
         """Record an operand's entries of a dimension; raise `NodeMismatchError` if an earlier operand has others."""
         self.entries_by_dimension[name] = (
             _unify_entries(self.entries_by_dimension[name], entries, name)
@@ -139,7 +139,9 @@ class _DimensionEntries:
             else entries
         )
 
-    def add_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
+    def record_or_check_leading_entries(
+        self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]
+    ) -> None:
         """Store the entries of an operand's leading axes in `common_entries`; raise if an earlier one has others."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
@@ -180,9 +182,9 @@ def _infer_entries_by_signature(
             continue
         ahead = len(spec.shape) - len(operand.dims)
         if operand.leading is LeadingAxesBroadcast.EQUAL:
-            names.add_leading_entries(names.leading_entries, part[:ahead])
+            names.record_or_check_leading_entries(names.leading_entries, part[:ahead])
         elif operand.leading is LeadingAxesBroadcast.CONTRACTED:
-            names.add_leading_entries(names.contracted_leading_entries, part[:ahead])
+            names.record_or_check_leading_entries(names.contracted_leading_entries, part[:ahead])
         for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
             if not (dim.may_be_one and n == 1):
                 _add_factor_entries(dim, own, sizes, local, names)
@@ -272,7 +274,9 @@ def _add_factor_entries(
             if part != make_index_of_all_entries(n):
                 raise NodeMismatchError(f"the device has {format_index(part)} of the fixed size {name}")
         else:
-            dimensions.add_dimension_entries(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
+            dimensions.record_or_check_dimension_entries(
+                name, (part, to_factor_digits(digits, inner, n) if inner else ())
+            )
 
 
 def _combine_factor_entries(
@@ -357,7 +361,7 @@ def _infer_entries_by_axis_links(
             axis = link.result[0]
             n, own = spec.shape[link.source[0]], part[link.source[0]]
             parts.setdefault(axis, []).append(
-                (start, *_map_operand_axis_entries_to_result(link, own, n, result.shape[axis], start, shape[axis]))
+                (start, *_map_operand_entries_and_detect_part(link, own, n, result.shape[axis], start, shape[axis]))
             )
         else:
             _map_reshaped_axis_entries(link, part, spec, graph_node, shape, parts)
@@ -369,7 +373,7 @@ def _infer_entries_by_axis_links(
     return InferredEntries((axes_here,), None)
 
 
-def _map_operand_axis_entries_to_result(
+def _map_operand_entries_and_detect_part(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
     """Map the entries of an operand axis to its result axis; also return whether they are only a part of it."""

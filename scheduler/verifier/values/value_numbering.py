@@ -143,7 +143,7 @@ class ValueNumbering:
         """
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
-    def is_fact_of_complete_entries(self, fact: DeviceValueFact, value: Value, indices: Sequence[IndexRanges]) -> bool:
+    def is_proof_of_exact_entries(self, fact: DeviceValueFact, value: Value, indices: Sequence[IndexRanges]) -> bool:
         """Return whether a fact proves that a device value is exactly the given entries of a graph value.
 
         A fact about a partial sum does not prove it.

@@ -49,7 +49,7 @@ def call_code(code, *arguments):
 @pytest.mark.parametrize("optimised", ["-O0", "-O2"])
 def test_code_calls_the_system_and_its_own_parts_and_reads_its_constants(tmp_path, optimised):
     code = compile_code(C_SOURCE, tmp_path, *LARGE, optimised)
-    assert object_loader.is_loadable(code)
+    assert object_loader.is_loadable_x86_64_code(code)
     assert call_code(code, -5, 2, 3) == 5 + 100 + 1234 + 1000
     assert call_code(code, 7, 0, 1) == 7 + 1 + 1234 + 10, "of another copy"
 
@@ -75,9 +75,9 @@ def test_other_code_is_left_to_llvm(tmp_path, monkeypatch):
     code = compile_code(C_SOURCE, tmp_path, *LARGE)
     of_arm = code[:18] + (183).to_bytes(2, "little") + code[20:]
     for other in (b"", code[:40], b"MZ" + code[2:], of_arm):
-        assert not object_loader.is_loadable(other)
+        assert not object_loader.is_loadable_x86_64_code(other)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not object_loader.is_loadable(code)
+    assert not object_loader.is_loadable_x86_64_code(code)
 
 
 def test_the_processor_that_llvm_reports_is_cached_for_this_one(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ if base.startswith("x86") and features:  # Numba makes machine code of each part
     numba.config.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},+{features}"
 (like,) = (t for t in target_cpu.PRECOMPILED_TARGETS if t.name == base)
 target = target_cpu._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
-target_cpu.find_compile_target = lambda: target
+target_cpu.find_host_or_requested_target = lambda: target
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.kernels.matmul.packed_matmul import make_packed_matmul_kernel
 

@@ -100,7 +100,7 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
         y = np.full((count, rows + 3), np.nan, np.float32)
         for thread in order:  # the others draw a ticket more of each span
             own = (*words, y, y.strides[0], scratch, tickets)
-            assert call(amx_matmul.make_amx_matmul_kernel(taken), *own, thread=thread, threads=threads) == 0
+            assert call(amx_matmul.make_many_row_amx_matmul_kernel(taken), *own, thread=thread, threads=threads) == 0
         assert not tickets.any(), "the last thread lays out new tickets"
         products.append(y)
     assert np.array_equal(*products, equal_nan=True)

@@ -58,7 +58,7 @@ class Prompt:
         kind = make_amx_weight_type(self.dtype).activation_kind
         stride, pitch = self.raw[0].shape[1], compute_quantised_activation_bytes(1, self.columns, kind)
         scratch, tickets = (
-            aligned_scratch(THREADS * amx_moe.compute_amx_moe_scratch_bytes(pitch)),
+            aligned_scratch(THREADS * amx_moe.compute_amx_moe_thread_scratch_bytes(pitch)),
             np.zeros(QUEUE_BYTES, np.uint8),
         )
         words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, kind), pitch)
@@ -93,7 +93,7 @@ def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: 
         aligned_scratch(compute_quantised_activation_bytes(600, rows, TILED_KIND)),
         compute_quantised_activation_bytes(1, rows, TILED_KIND),
     )
-    prompt.run(gated_moe_amx.make_gated_moe_matmul_kernel(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED_KIND))
+    prompt.run(gated_moe_amx.make_many_row_gated_moe_kernel(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED_KIND))
     (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()

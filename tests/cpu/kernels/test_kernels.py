@@ -84,7 +84,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero_point)
     y = np.full((count, rows), np.nan, np.float32)
-    form, blocks = FORMATS[dtype], packed_matmul.make_packed_weight_tiling(FORMATS[dtype])
+    form, blocks = FORMATS[dtype], packed_matmul.make_packed_matmul_subroutines_and_tiling(FORMATS[dtype])
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch_bytes, np.uint8)
     ticket_bytes = np.zeros(work_queue.QUEUE_BYTES, np.uint8)
     for thread in range(2):
@@ -278,16 +278,16 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
 
 def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOCKET_WITHOUT", "avx")
-    features = target_cpu.find_compile_target.__wrapped__().features
+    features = target_cpu.find_host_or_requested_target.__wrapped__().features
     assert features
     assert not any(there for name, there in features.items() if name.startswith("avx"))
 
 
 def test_code_with_tiles_of_the_processor_is_not_taken_where_they_are_emulated(monkeypatch: pytest.MonkeyPatch):
     """Check that kernels compiled at installation are found by the name of the target alone."""
-    native = target_cpu.find_compile_target.__wrapped__().name
+    native = target_cpu.find_host_or_requested_target.__wrapped__().name
     monkeypatch.setenv("HOCKET_AMX", target_cpu.EMULATED)
-    assert target_cpu.find_compile_target.__wrapped__().name != native
+    assert target_cpu.find_host_or_requested_target.__wrapped__().name != native
 
 
 def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: pytest.MonkeyPatch):
@@ -296,8 +296,8 @@ def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: 
     assert not wide.can_run_on(v3)
     assert not v3.can_run_on(arm)
     assert not arm.can_run_on(wide)
-    monkeypatch.setattr(target_cpu, "find_compile_target", lambda: wide)
-    assert target_cpu.list_runnable_targets() == (wide, v3)
+    monkeypatch.setattr(target_cpu, "find_host_or_requested_target", lambda: wide)
+    assert target_cpu.list_runnable_precompiled_targets() == (wide, v3)
     monkeypatch.undo()
     with pytest.raises(hocket.BackendError, match="one of avx512-vnni-bf16, x86-64-v3, aarch64"):
         read_target("x86-64-v2", monkeypatch)
@@ -306,7 +306,7 @@ def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: 
 
 def read_target(target: str, monkeypatch: pytest.MonkeyPatch) -> target_cpu.Target:
     monkeypatch.setenv("HOCKET_TARGET", target)
-    return target_cpu.find_compile_target.__wrapped__()
+    return target_cpu.find_host_or_requested_target.__wrapped__()
 
 
 SHIPS = """
@@ -340,8 +340,8 @@ def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypat
     file = tmp_path / target_cpu.PRECOMPILED_TARGETS[1].name / compiler._cache_file_name(one)
     monkeypatch.setattr(
         target_cpu,
-        "list_runnable_targets",
-        lambda: (target_cpu.find_compile_target(), target_cpu.PRECOMPILED_TARGETS[1]),
+        "list_runnable_precompiled_targets",
+        lambda: (target_cpu.find_host_or_requested_target(), target_cpu.PRECOMPILED_TARGETS[1]),
     )
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "cache"))
     assert compiler._read_shipped_or_cached_code(one) is None

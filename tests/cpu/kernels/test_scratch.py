@@ -59,7 +59,7 @@ SCRATCH_CASES = [
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("build", "dtype"), SCRATCH_CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_no_kernel_writes_behind_its_scratch_memory(build, dtype, threads, monkeypatch):
-    guards, take = [], step_table.TableMemory.allocate
+    guards, take = [], step_table.TableMemory.allocate_zeroed
 
     def take_with_guard(self: step_table.Owned, nbytes: int) -> int:
         address = take(self, nbytes + len(GUARD))
@@ -67,7 +67,7 @@ def test_no_kernel_writes_behind_its_scratch_memory(build, dtype, threads, monke
         guards.append(address + nbytes)
         return address
 
-    monkeypatch.setattr(step_table.TableMemory, "allocate", take_with_guard)
+    monkeypatch.setattr(step_table.TableMemory, "allocate_zeroed", take_with_guard)
     graph = build(dtype)
     weights = {w.node.name: random_weight(w) for w in graph.weights}
     inputs = {

@@ -56,7 +56,7 @@ def measure(*rows: int) -> None:
     specs = [Spec((n, 1024), DType.Q8_0) for n in rows]
     memory = np.zeros(max(spec.nbytes for spec in specs) + 64, np.uint8)
     weights = tuple(BufferSpec("weight", f"w{n}", s.nbytes, s, s) for n, s in zip(rows, specs, strict=True))
-    prefetch_tuning.tune_program_prefetch(Program(weights, (), {}, {}), [memory] * len(rows))
+    prefetch_tuning.tune_uncached_program_prefetch(Program(weights, (), {}, {}), [memory] * len(rows))
 
 
 def choose() -> None:
@@ -65,22 +65,25 @@ def choose() -> None:
 
 def test_the_best_distance_is_stored_for_its_type():
     choose()
-    assert prefetch_distance.find_prefetch_distances(DType.Q8_0) == prefetch_distance.PREFETCH_DISTANCES[3]
-    assert prefetch_distance.find_prefetch_distances(DType.Q4_0) == DEFAULT
+    assert prefetch_distance.find_l1_and_l2_prefetch_distances(DType.Q8_0) == prefetch_distance.PREFETCH_DISTANCES[3]
+    assert prefetch_distance.find_l1_and_l2_prefetch_distances(DType.Q4_0) == DEFAULT
 
 
 def test_several_rows_at_once_have_a_distance_of_their_own():
     choose()
     assert (
-        prefetch_distance.find_prefetch_distances(DType.Q8_0, several=True) == prefetch_distance.PREFETCH_DISTANCES[4]
+        prefetch_distance.find_l1_and_l2_prefetch_distances(DType.Q8_0, several=True)
+        == prefetch_distance.PREFETCH_DISTANCES[4]
     )
-    assert prefetch_distance.find_prefetch_distances(DType.Q4_0, several=True) == DEFAULT
+    assert prefetch_distance.find_l1_and_l2_prefetch_distances(DType.Q4_0, several=True) == DEFAULT
 
 
 @pytest.mark.parametrize(("tokens", "several"), [(1, False), (4, True)])
 def test_a_product_fetches_as_far_as_its_rows_ask_for(tokens: int, several: bool, monkeypatch: pytest.MonkeyPatch):
     asked = list[bool]()
-    monkeypatch.setattr(tile_loops, "find_prefetch_distances", lambda _, *, several: asked.append(several) or DEFAULT)
+    monkeypatch.setattr(
+        tile_loops, "find_l1_and_l2_prefetch_distances", lambda _, *, several: asked.append(several) or DEFAULT
+    )
     w, x = hocket.weight("w", (64, 64), DType.Q8_0), hocket.input("x", (tokens, 64))
     experts, ids = hocket.weight("experts", (16, 64, 64), DType.Q8_0), hocket.input("ids", (tokens, 2), DType.I32)
     mixed = ops.mul_mat_id(experts, ops.reshape(x, shape=(tokens, 1, 64)), ids)
@@ -95,7 +98,7 @@ def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch):
         Measured, "times", dict.fromkeys(prefetch_distance.TUNED_ROW_COUNTS, (1.0, 0.98, 1.0, 1.0, 1.0))
     )
     choose()
-    assert prefetch_distance.find_prefetch_distances(DType.Q8_0) == DEFAULT
+    assert prefetch_distance.find_l1_and_l2_prefetch_distances(DType.Q8_0) == DEFAULT
 
 
 def test_it_is_measured_once_and_for_many_weights_alone():
@@ -110,7 +113,7 @@ def test_what_is_damaged_is_measured_again():
     choose()
     file = prefetch_distance.make_distance_cache_path(DType.Q8_0)
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    assert prefetch_distance.find_prefetch_distances(DType.Q8_0) == DEFAULT
+    assert prefetch_distance.find_l1_and_l2_prefetch_distances(DType.Q8_0) == DEFAULT
     measure(65536)
     assert Measured.asked == 2 * len(prefetch_distance.TUNED_ROW_COUNTS)
 

@@ -12,7 +12,7 @@ import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 
 from ...given.devices.chains import CHAINS, assert_equal_runs, run_graph
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, barriers, finding, needs_compiler
@@ -158,7 +158,7 @@ BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numb
 def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
     driver = AccessLogDriver(dropped)
     run_graph(CHAINS[chain].graph(False), True, backend=AccessLogBackend(driver))
-    return list_races(driver.take_log(), driver.memory)
+    return list_races_between_launches(driver.take_log(), driver.memory)
 
 
 @pytest.mark.long

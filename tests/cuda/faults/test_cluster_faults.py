@@ -18,7 +18,7 @@ from hocket.backends.cupy.device.driver import KernelLaunch, LaunchError
 from hocket.backends.cupy.emulation.access_counters import AccessCountingDriver
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -140,7 +140,7 @@ def disorders(*edit: str) -> list[str]:
             plan_for_group(Graph({"y": node}), [(backend, backend.device(0))]), {"w": np.ones((130, 328), np.uint16)}
         )
         run.run({"x": np.ones((130, 328), np.float32)})
-    return list_races(driver.take_log(), driver.memory)
+    return list_races_between_launches(driver.take_log(), driver.memory)
 
 
 HIDDEN = {
@@ -174,7 +174,7 @@ def test_what_a_cluster_shares_is_asked_for_once():
         driver = AccessCountingDriver()
         with (
             by_clusters(),
-            patch.object(tiled, "_choose_cluster_size_with_few_idle_blocks", lambda _, blocks=blocks: blocks),
+            patch.object(tiled, "_choose_largest_cluster_with_few_idle", lambda _, blocks=blocks: blocks),
         ):
             dense(DType.BF16, 512, 64, 256, DriverBackend(driver), is_exact=False)
         asked[blocks] = driver.counters["clusters.cu: clustered<bf16_bits, 1>"].block_requested_bytes

@@ -11,7 +11,7 @@ import pytest
 from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits, find_kernel_limits
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
@@ -324,6 +324,6 @@ def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatc
     driver = RacyDriver(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
     backend = AccessLogBackend(driver)
     assert run_case(parse_test_case(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
-    pairs = list_races(driver.take_log(), driver.memory)
+    pairs = list_races_between_launches(driver.take_log(), driver.memory)
     assert bool(pairs) == bool(name)
     assert all("cluster.cuh:" in pair or "clusters.cu:" in pair for pair in pairs)

@@ -7,7 +7,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import StepError
 from hocket.scheduler import load, plan_for_group
@@ -37,7 +37,7 @@ def faults_of(edit=list):
     assert [ran.kernel.partition(":")[0] for ran in log] == [
         *("elementwise.cu", "packed_few.cu", "rows.cu", "dense.cu", "rows.cu")
     ]
-    return list_races(log, driver.memory)
+    return list_races_between_launches(log, driver.memory)
 
 
 def test_launches_that_begin_early_are_in_order():

@@ -16,7 +16,7 @@ from hocket import ops
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.emulation import access_budget as main_path
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels.collective import MAX_DEVICES, MAX_PUSHED_BYTES
 from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import emulate_cases_and_list_races
@@ -76,7 +76,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
             if any("at another one" in str(failure) for _, failure in rig.failures):
                 raise SeenError from why
             raise
-        faults += list_races(driver.take_log(), driver.memory)
+        faults += list_races_between_launches(driver.take_log(), driver.memory)
     return faults
 
 
@@ -116,7 +116,7 @@ def test_a_graph_on_two_devices_is_in_order():
         run.run({"x": rng.standard_normal((5, 8)).astype(np.float32)})
         log = driver.take_log()
         assert len({ran.device for ran in log}) == 2
-        assert list_races(log, driver.memory) == []
+        assert list_races_between_launches(log, driver.memory) == []
 
 
 @pytest.mark.parametrize("case", main_path.MAIN_PATH_CASES)

@@ -14,7 +14,7 @@ from hocket.backends.cupy.device.cubin_cache import load_or_compile_cubin
 from hocket.backends.cupy.device.driver import LaunchError, read_kernel_text
 from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.fusion.operands import Operand
 from hocket.graph import DType
 
@@ -88,7 +88,7 @@ def test_without_a_mistake_nothing_is_found(name: str) -> None:
         assert np.array_equal(found, expected, equal_nan=True)
     driver = AccessLogDriver()
     launch(driver, name, runs=4)
-    assert list_races(driver.take_log(), driver.memory) == []
+    assert list_races_between_launches(driver.take_log(), driver.memory) == []
 
 
 @pytest.mark.long(cases=3)
@@ -106,7 +106,7 @@ def test_a_mistake_stops_the_launch_in_every_order(name: str, order: int) -> Non
 def test_accesses_without_an_order_are_found_although_results_may_be_right(name: str) -> None:
     driver = AccessLogDriver()
     launch(driver, name, runs=4)
-    races = list_races(driver.take_log(), driver.memory)
+    races = list_races_between_launches(driver.take_log(), driver.memory)
     assert any("in no order with" in race for race in races)
 
 

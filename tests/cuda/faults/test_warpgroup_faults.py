@@ -12,7 +12,7 @@ import pytest
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
@@ -167,7 +167,7 @@ def disorders(case: str, *edit: str) -> list[str]:
     with by_warpgroups(shares=2):
         result = run_case(parse_test_case(case), backend, backend.device(0))
     assert result.outcome is Outcome.PASS
-    return list_races(driver.take_log(), driver.memory)
+    return list_races_between_launches(driver.take_log(), driver.memory)
 
 
 FLOATS, CODES = "mul_mat(w=f16[32,128], x=f32[33,128])", "mul_mat(w=q8_0[32,128], x=f32[33,128])"

@@ -12,7 +12,11 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.kernels.sorting import ITEMS_PER_BLOCK, MAX_SINGLE_BLOCK_ITEMS, iterate_sort_passes
+from hocket.backends.cupy.kernels.sorting import (
+    ITEMS_PER_BLOCK,
+    MAX_SINGLE_BLOCK_ITEMS,
+    iterate_passes_to_sort_first_items,
+)
 from hocket.graph import Graph, input
 from hocket.scheduler import load, plan_for_group
 
@@ -79,7 +83,7 @@ def test_of_nothing_there_is_no_order(shape):
 )
 def test_every_round_reads_what_the_one_before_wrote(columns, k):
     k, before = min(k, columns), columns
-    for launch in iterate_sort_passes(columns, k):
+    for launch in iterate_passes_to_sort_first_items(columns, k):
         assert launch.columns == before
         assert launch.length <= MAX_SINGLE_BLOCK_ITEMS or launch.is_merge
         assert launch.runs * launch.items_per_run < before or launch.columns == columns or launch.is_merge
@@ -88,8 +92,8 @@ def test_every_round_reads_what_the_one_before_wrote(columns, k):
 
 
 def test_the_largest_of_a_vocabulary_take_three_launches_and_its_order_eight():
-    assert len(list(iterate_sort_passes(262_144, 40))) == 3
-    assert len(list(iterate_sort_passes(262_144, 262_144))) == 8
+    assert len(list(iterate_passes_to_sort_first_items(262_144, 40))) == 3
+    assert len(list(iterate_passes_to_sort_first_items(262_144, 262_144))) == 8
 
 
 # ---------------------------------------------------------------------------------------------------- planted mistakes

@@ -14,7 +14,7 @@ from hocket.backends.cupy.device.driver import CollectiveOverlap
 from hocket.backends.cupy.emulation import access_log as ordered
 from hocket.backends.cupy.emulation.access_log import SIDE_STREAM, AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import BackendError
@@ -130,7 +130,7 @@ def find_disorders_beside():
     faults = []
     for _ in range(2):
         run()
-        faults += list_races(driver.take_log(), driver.memory)
+        faults += list_races_between_launches(driver.take_log(), driver.memory)
     return faults
 
 

@@ -111,11 +111,9 @@ def test_parts_of_one_gpu_run_collectives_through_the_host(case, backend, monkey
     rig = CollectiveRig(backend, parts, devices=[device for _, device in parts_of(backend, 2)])
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
-    assert not backend.driver.enable_peer_access(rig.describe_transport.devices)
+    assert not backend.driver.enable_peer_access(rig.group.devices)
     assert not any(replay._collectives.transport.has_device_collectives for replay in rig.replays)
-    assert backend.driver.stream(rig.describe_transport.devices[0]) is not backend.driver.stream(
-        rig.describe_transport.devices[1]
-    )
+    assert backend.driver.stream(rig.group.devices[0]) is not backend.driver.stream(rig.group.devices[1])
     del rig
     gc.collect()
 

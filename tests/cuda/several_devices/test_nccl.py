@@ -40,13 +40,13 @@ pytestmark = needs_compiler
 @pytest.fixture(autouse=True)
 def _time_to_give_up(monkeypatch):
     """Set the time to give up to an hour: patience limits only the wait for absent devices."""
-    give_up = watch.HangWatchdog._abort_collectives
+    give_up = watch.HangWatchdog._abort_collectives_and_await_idle
 
     def without_haste(self):
         self.comm.timeout = WAIT_SECONDS
         give_up(self)
 
-    monkeypatch.setattr(watch.HangWatchdog, "_abort_collectives", without_haste)
+    monkeypatch.setattr(watch.HangWatchdog, "_abort_collectives_and_await_idle", without_haste)
 
 
 @pytest.fixture

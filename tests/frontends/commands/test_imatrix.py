@@ -12,14 +12,14 @@ from hocket.cli import build_parser_for_command, main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.inference.product_inputs import (
-    InputEnergyWatch,
+    InputEnergyReporter,
     WeightProduct,
     build_input_energy_sums_and_row_counts,
     find_distinct_weight_products,
 )
 from hocket.frontends.quantisation.importance import (
     ImportanceSums,
-    read_importance_matrix,
+    read_gguf_importance_matrix,
     read_importance_sums,
 )
 from hocket.graph import Graph, constant, input, weight
@@ -122,7 +122,7 @@ def test_products_are_found_through_views_and_counted_once():
 
 
 def test_a_model_without_products_is_refused():
-    watch = InputEnergyWatch(lambda name: False, lambda *sums: None)
+    watch = InputEnergyReporter(lambda name: False, lambda *sums: None)
     y = ops.mul_mat(weight("w", (6, 8)), input("x", (4, 8)))
     with pytest.raises(Exception, match="no product that reads a weight of a block"):
         watch.require_watched_values(Graph({"y": y}))
@@ -148,7 +148,7 @@ def test_chunks_in_two_runs_add_up_to_one_run(text, tmp_path):
 def test_the_matrix_serves_quantize_and_the_output_matrix_is_optional(text, tmp_path, capsys):
     out = tmp_path / "i.gguf"
     assert imatrix(TINY, text, "-o", out, "-c", 64, "--chunks", 1, "--process-output") == 0
-    matrix = read_importance_matrix(out)
+    matrix = read_gguf_importance_matrix(out)
     model = open_gguf(TINY)
     assert any("blk." not in name for name in matrix.columns)
     for name in matrix.columns:

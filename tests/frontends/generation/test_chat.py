@@ -12,7 +12,7 @@ from jinja2 import Template
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf.chat import choose_chat_template_and_variables, render_chat, select_chat_template
-from hocket.frontends.gguf.chat_sandbox import ChatEnvironment
+from hocket.frontends.gguf.chat_sandbox import LimitedChatSandbox
 from hocket.frontends.gguf.reader import open_gguf
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
@@ -220,13 +220,13 @@ def render_content(template: str, content: str) -> str:
 
 def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    compile_text = ChatEnvironment.compile_text_with_fuel
+    compile_text = LimitedChatSandbox.compile_template_charging_constants
 
-    def compile_and_count(environment: ChatEnvironment, source: str) -> Template:
+    def compile_and_count(environment: LimitedChatSandbox, source: str) -> Template:
         compiled.append(source)
         return compile_text(environment, source)
 
-    monkeypatch.setattr(ChatEnvironment, "compile_text_with_fuel", compile_and_count)
+    monkeypatch.setattr(LimitedChatSandbox, "compile_template_charging_constants", compile_and_count)
     template = "{{ messages[0].content }} of a template that is compiled once"
     assert [render_content(template, name)[0] for name in "abc"] == ["a", "b", "c"]
     assert compiled == [template]

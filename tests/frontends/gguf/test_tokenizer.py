@@ -22,7 +22,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import (
     BYTE_OF_CHARACTER,
     MAX_RUN_CHARACTERS,
     Tokenizer,
-    Utf8Stream,
+    TokenToTextStream,
     tokenizer_from_metadata,
 )
 
@@ -115,7 +115,7 @@ def test_ggml_vocabularies_tokenise_as_llama_cpp_does() -> None:
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
-    stream = Utf8Stream(TOKENIZER)
+    stream = TokenToTextStream(TOKENIZER)
     assert "".join(stream.feed(i) for i in ids) + stream.finish() == text
 
 
@@ -145,7 +145,7 @@ def test_cached_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ids = tokenizer_from_metadata(TINY).encode(text)
     (file,) = (tmp_path / "merges").iterdir()
     whole = file.read_bytes()
-    monkeypatch.setattr("hocket.frontends.gguf.tokenization.tokenizer_models.read_merges", lambda *_: 1 / 0)
+    monkeypatch.setattr("hocket.frontends.gguf.tokenization.tokenizer_models.read_merges_by_priority", lambda *_: 1 / 0)
     assert tokenizer_from_metadata(TINY).encode(text) == ids
     monkeypatch.undo()
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
@@ -156,7 +156,7 @@ def test_cached_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stream_never_shows_part_of_a_character() -> None:
-    stream = Utf8Stream(TOKENIZER)
+    stream = TokenToTextStream(TOKENIZER)
     parts = [stream.feed(i) for i in TOKENIZER.encode("é😀!")]
     assert "".join(parts) == "é😀!"
     assert all("\ufffd" not in part for part in parts)
@@ -164,14 +164,14 @@ def test_a_stream_never_shows_part_of_a_character() -> None:
 
 
 def test_a_stream_that_ends_inside_a_character_ends_in_one_replacement() -> None:
-    stream = Utf8Stream(TOKENIZER)
+    stream = TokenToTextStream(TOKENIZER)
     assert "".join(stream.feed(i) for i in TOKENIZER.encode("a😀")[:-1]) + stream.finish() == "a\ufffd"
     assert stream.feed(TOKENIZER.encode("b")[0]) == "b"
 
 
 def test_control_tokens_are_silent_in_a_stream_unless_requested() -> None:
-    assert Utf8Stream(TOKENIZER).feed(2047) == ""
-    assert Utf8Stream(TOKENIZER, special=True).feed(2047) == "<|endoftext|>"
+    assert TokenToTextStream(TOKENIZER).feed(2047) == ""
+    assert TokenToTextStream(TOKENIZER, special=True).feed(2047) == "<|endoftext|>"
     assert TOKENIZER.decode([2047]) == ""
 
 

@@ -15,7 +15,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.generation.speculative import MtpDrafter, SpeculativeDecoder
-from hocket.frontends.inference.rewind import rewind_last_step
+from hocket.frontends.inference.rewind import keep_first_tokens_of_last_step
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import DECODERS, Batch, Model, Step, StepGraphBuilder, load_model
@@ -47,7 +47,7 @@ class Guessers:
         self.model, self.run, self.hyper = model, run, model.hyper.mtp_blocks
         self.streams = self.hyper.draft_columns // self.hyper.width
         self.table = self.tensor("token_embd.weight")
-        self.output = self.tensor("output.weight") if model.weights.has_tensor("output.weight") else self.table
+        self.output = self.tensor("output.weight") if model.weights.has_used_tensor("output.weight") else self.table
 
     def tensor(self, name: str) -> F64:
         return self.model.gguf.tensor(name).dequantise().astype(np.float64)
@@ -212,7 +212,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
         want.evaluate([TOKENS[:token_count]])
         got.evaluate([TOKENS[:4]], every_position=True, reversible=True)
         ran = got.planned_steps
-        rewind_last_step(got, token_count)
+        keep_first_tokens_of_last_step(got, token_count)
         assert got.planned_steps == ran
         assert got.lengths == want.lengths
         for state in want.state_names:
@@ -220,7 +220,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
                 assert nmse(np.ravel(got.store.state(state))[None], np.ravel(want.store.state(state))[None]) <= 1e-12
     assert nmse(got.evaluate([[9]])[0], want.evaluate([[9]])[0]) <= 1e-12
     with pytest.raises(ModelError, match="there are no 1 tokens of a reversible step"):
-        rewind_last_step(got, 1)
+        keep_first_tokens_of_last_step(got, 1)
 
 
 def test_a_repeated_stack_has_no_states_of_drafts(tmp_path: Path) -> None:

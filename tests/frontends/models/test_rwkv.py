@@ -11,7 +11,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf.chat import render_chat, select_chat_template
 from hocket.frontends.gguf.tokenization.rwkv_tokenizer import LongestMatchTokenizer
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.rewind import rewind_last_step
+from hocket.frontends.inference.rewind import keep_first_tokens_of_last_step
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Batch, Step
@@ -76,7 +76,7 @@ def test_tokens_are_taken_back(kind: str, tmp_path: Path) -> None:
     session = Session(open_model(rwkv.write_rwkv_model(kind, tmp_path / "model.gguf")), on=EXACT, context=32)
     session.evaluate([TOKENS[:3]])
     session.evaluate([[*TOKENS[3:5], 7, 7]], every_position=True, reversible=True)
-    rewind_last_step(session, 2)
+    keep_first_tokens_of_last_step(session, 2)
     assert nmse(session.evaluate([TOKENS[5:]], every_position=True)[0], reference_logits(kind)[5:]) <= 1e-10
 
 

@@ -56,14 +56,14 @@ class CollectiveRig:
     def __init__(self, backend, parts, limit=WAIT_SECONDS, *, wire=DType.F32, devices=None, group_size=0):
         self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
-        self.describe_transport = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
+        self.group = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
         self.buffers, self.replays, self.tensors = [], [], []
         for rank, own in enumerate(parts):
             program, tensors = _program(own)
             buffers = [backend.alloc(program.buffers[0].nbytes, devices[rank])]
             self.buffers.append(buffers)
             self.tensors.append(tensors)
-            member = self.describe_transport.member(rank)
+            member = self.group.member(rank)
             member.plan_device_count = group_size or member.plan_device_count
             self.replays.append(backend.compile(program, buffers, devices[rank], member))
 
@@ -87,17 +87,14 @@ class CollectiveRig:
         """
         present = [rank for rank in range(len(self.parts)) if rank not in absent]
         seen = {rank: self._ticket(rank, reporting_rank) for rank in present}
-        last = view_run_numbers(self.describe_transport.board).max()
+        last = view_run_numbers(self.group.board).max()
 
         def in_turn(rank):
             ahead(rank)
             if rank == reporting_rank:
                 others = [other for other in present if other != reporting_rank]
                 wait_until(
-                    lambda: (
-                        self.describe_transport.failure
-                        or all(self._has_come(d, reporting_rank, seen[d], last) for d in others)
-                    )
+                    lambda: self.group.failure or all(self._has_come(d, reporting_rank, seen[d], last) for d in others)
                 )
 
         self._be_patient(reporting_rank, patience)
@@ -109,14 +106,14 @@ class CollectiveRig:
     def _be_patient(self, rank, seconds):
         """Launches that are recorded know how long they wait."""
         replay = self.replays[rank]
-        self.describe_transport.timeout = replay._comm.timeout = seconds
+        self.group.timeout = replay._comm.timeout = seconds
         group = replay._collectives._group
         if group is not None and replay._calls:
             replay._collectives._group = replace(group, timeout=seconds)
             replay._record_launches()
 
     def _has_come(self, rank, reporting_rank, seen, last):
-        mark = read_progress_mark(self.describe_transport.board, rank)
+        mark = read_progress_mark(self.group.board, rank)
         return self._ticket(rank, reporting_rank) != seen or (mark is not None and mark.run > last)
 
     def _ticket(self, rank, reporting_rank):
@@ -138,14 +135,14 @@ class CollectiveRig:
                     self.replays[rank]()
             except Exception as why:  # kept for the test to judge; the others must not wait for this device
                 failures.append((rank, why))
-                self.describe_transport.abort(str(why))
+                self.group.abort(str(why))
 
-        end = threading.Timer(self.limit, self.describe_transport.abort, ["this run takes too long"])
+        end = threading.Timer(self.limit, self.group.abort, ["this run takes too long"])
         end.start()
         with ThreadPoolExecutor(len(self.parts)) as pool:
             list(pool.map(one, present))
         end.cancel()
-        self.describe_transport.clear_messages_and_failures()
+        self.group.clear_messages_and_failures()
         self.failures = failures
         if failures:
             raise failures[0][1]

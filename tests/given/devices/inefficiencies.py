@@ -273,7 +273,7 @@ EXPECTED_LAUNCHES = {
             "_fuse_query_key_value_head_patterns",
         ),
     ),
-    "qwen3moe": (27, ("_fuse_expert_routing", "_fuse_expert_gated_units", "_fuse_weighted_expert_sum")),
+    "qwen3moe": (27, ("_fuse_expert_routing", "_fuse_expert_gated_units", "_fuse_down_projections_and_weighted_sum")),
     "llama": (23, ("_fuse_gated_unit", "_fuse_query_key_value_head_patterns", "_fuse_scaled_rms_norm")),
 }
 """By model: the launches of a decoded token, and the chains that each save some of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hocket.backends.cupy.emulation.access_budget import build_access_table_rows
+from hocket.backends.cupy.emulation.access_budget import build_row_per_access_kind
 
 from ..models.goldens import ROOT
 
@@ -52,7 +52,7 @@ def find_access_regressions(counted):
     same time.
     """
     known, (threads, copies) = requests(), at_once().get(counted.kernel, (0, 0))
-    for row in build_access_table_rows(counted):
+    for row in build_row_per_access_kind(counted):
         if row.requests > MORE * known.get((row.kernel, row.access_kind), 0):
             yield f"{row.kernel}: {row.requests} requests for a {row.access_kind}"
     if counted.block_threads != threads:

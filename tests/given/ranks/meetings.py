@@ -146,7 +146,7 @@ def main():
     words = world.all_gather_bytes(f"rank {world.rank}".encode())
     assert words == [f"rank {rank}".encode() for rank in range(world.size)]
     assert world.broadcast_from_rank_0(lambda: b"first") == b"first"
-    memory = world.allocate_shared_words(8)
+    memory = world.allocate_zeroed_shared_words(8)
     memory[world.rank] = world.rank + 1
     world.all_gather_bytes(b"")
     assert memory[: world.size].tolist() == [*range(1, world.size + 1)]

@@ -18,7 +18,7 @@ from hocket.backends.base import find_device
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
-from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices
+from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices_and_apply_options
 from hocket.frontends.measure_plan import format_time_comparison_table
 from hocket.graph import DType, Graph, constant, input, state, weight
 from hocket.graph.spec import Spec
@@ -36,16 +36,21 @@ from hocket.scheduler.costs.calibration_file import (
     scale_built_in_hardware_by_threads,
     write_speeds,
 )
-from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, find_memory_owner
-from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, ConcurrentTimer, compute_trimmed_mean, measure_speeds
+from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, follow_views_and_updates_to_owner
+from hocket.scheduler.measurement.calibrate import (
+    PROBED_DTYPES,
+    ConcurrentTimer,
+    compute_mean_of_middle_half,
+    measure_speeds,
+)
 from hocket.scheduler.measurement.probe_graphs import (
     CHAIN_STEPS,
     PROMPT_ROWS,
     build_decode_attention_graph,
     build_delta_rule_graph,
     build_launch_and_message_chain_graph,
-    build_matmul_graph,
-    build_prefill_attention_graph,
+    build_matmul_chain_graph,
+    build_second_half_prefill_attention_graph,
 )
 from hocket.scheduler.reports.measured_steps import MeasuredInstruction, MeasuredPlan
 
@@ -66,13 +71,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans_use_the_saved_speeds_of_their_devices():
-    graph, group = build_matmul_graph(DType.Q8_0, 1, 1), resolve_devices(ONE_DEVICE)
+    graph, group = build_matmul_chain_graph(DType.Q8_0, 1, 1), resolve_devices_and_apply_options(ONE_DEVICE)
     assert plan_with_cache(graph, group).hardware == DEFAULT_HARDWARE
     write_speeds({format_saved_speeds_key(group): SPEEDS})
     plan = plan_with_cache(graph, group)
     assert (plan.hardware.bandwidth, plan.hardware.flops) == pytest.approx((10e9, 4e9))
     assert (plan.hardware.launch, plan.hardware.link_bandwidth, plan.hardware.link_latency) == (3e-6, 5e9, 7e-6)
-    others = resolve_devices(DeviceGroup(devices=("cpu:0", "cpu:1")))
+    others = resolve_devices_and_apply_options(DeviceGroup(devices=("cpu:0", "cpu:1")))
     assert choose_calibrated_or_built_in_hardware(graph, others).source == "built in", (
         "two at once have other speeds than one"
     )
@@ -97,7 +102,10 @@ def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processor
 def test_two_virtual_devices_are_not_predicted_faster_than_one():
     seconds = []
     for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
-        group, graph = resolve_devices(DeviceGroup(devices=devices)), build_prefill_attention_graph()
+        group, graph = (
+            resolve_devices_and_apply_options(DeviceGroup(devices=devices)),
+            build_second_half_prefill_attention_graph(),
+        )
         for mode in ("auto", "tensor", "layer"):
             plan = plan_for_group(
                 graph, group, split_mode=mode, hardware=choose_calibrated_or_built_in_hardware(graph, group)
@@ -112,9 +120,9 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
         for plain in (0.0, 1e8)
     )
     for graph, times in (
-        (build_prefill_attention_graph(), 10),
+        (build_second_half_prefill_attention_graph(), 10),
         (build_delta_rule_graph(), 20),
-        (build_matmul_graph(DType.F32, 1, 8), 1),
+        (build_matmul_chain_graph(DType.F32, 1, 8), 1),
     ):
         first, second = (plan_for_group(graph, [find_device("numpy:0")], hardware=h).cost.total for h in (quick, slow))
         assert second == pytest.approx(times * first, rel=0.01)
@@ -122,7 +130,7 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
 
 def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture[str]):
     assert describe_speed_source(DEFAULT_HARDWARE) == "built in; hocket calibrate measures them"
-    group = resolve_devices(ONE_DEVICE)
+    group = resolve_devices_and_apply_options(ONE_DEVICE)
     document = json.loads(read_cached(write_speeds({format_saved_speeds_key(group): SPEEDS})) or b"")
     write_cached(
         make_saved_speeds_path(),
@@ -139,7 +147,7 @@ def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture
 
 
 def test_speeds_of_several_dtypes_are_mixed_by_their_time():
-    graph = build_matmul_graph(DType.F16, 1, 1)
+    graph = build_matmul_chain_graph(DType.F16, 1, 1)
     assert SPEEDS.hardware_for(graph).bandwidth == pytest.approx(10e9), "what was not measured counts as the slowest"
     assert SPEEDS.hardware_for(build_launch_and_message_chain_graph(64)).flops == 1e9, "a graph without weights"
 
@@ -170,7 +178,7 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize("spoil", [_truncate_file, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
-    graph, group = build_launch_and_message_chain_graph(64), resolve_devices(ONE_DEVICE)
+    graph, group = build_launch_and_message_chain_graph(64), resolve_devices_and_apply_options(ONE_DEVICE)
     write_speeds({format_saved_speeds_key(group): SPEEDS})
     assert read_speeds(make_saved_speeds_path()) == {format_saved_speeds_key(group): SPEEDS}
     spoil(make_saved_speeds_path())
@@ -236,7 +244,8 @@ def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
         {67: 1.0, 101: 1.0, 134: 0.0, 201: 0.0}, abs=0.03
     )
     again = {
-        number: speeds.hardware_for(build_matmul_graph(DType.F32, number, 1)).bandwidth for number in (1, 4, 12, 64)
+        number: speeds.hardware_for(build_matmul_chain_graph(DType.F32, number, 1)).bandwidth
+        for number in (1, 4, 12, 64)
     }
     assert again == pytest.approx({1: 60e9, 4: 60e9, 12: 15e9, 64: 15e9}, rel=0.05)
 
@@ -250,7 +259,7 @@ def test_the_share_that_caches_hold_falls_with_what_is_read():
     )
     assert CACHE_SPEEDS.estimate_cached_share(400e6) == pytest.approx(0.1), "as many bytes as of what was measured"
     assert SPEEDS.estimate_cached_share(1.0) == 0.0, "nothing is known of caches"
-    assert CACHE_SPEEDS.hardware_for(build_matmul_graph(DType.F32, 1, 1)).bandwidth == 20e9, (
+    assert CACHE_SPEEDS.hardware_for(build_matmul_chain_graph(DType.F32, 1, 1)).bandwidth == 20e9, (
         "no quicker than was measured"
     )
 
@@ -299,13 +308,13 @@ def test_measured_times_of_reading_and_arithmetic_add_up():
 def test_weights_are_unpacked_for_many_rows_and_in_part_for_few():
     slow = replace(KNOWN, launch=0.0, unpack_bandwidth=5e9)
     works = [
-        WorkCounter().count_work(build_matmul_graph(DType.F32, 1, rows).outputs["y"].node)
+        WorkCounter().count_work(build_matmul_chain_graph(DType.F32, 1, rows).outputs["y"].node)
         for rows in (1, FULL_UNPACK_ROWS // 2, FULL_UNPACK_ROWS)
     ]
     longer = [
         slow.compute_seconds(*work) - replace(slow, unpack_bandwidth=0.0).compute_seconds(*work) for work in works
     ]
-    nbytes = build_matmul_graph(DType.F32, 1, 1).weights[0].spec.nbytes
+    nbytes = build_matmul_chain_graph(DType.F32, 1, 1).weights[0].spec.nbytes
     whole = nbytes * (1 / 5e9 - 1 / 15e9)
     assert longer == pytest.approx([0.0, (FULL_UNPACK_ROWS // 2 - 1) / (FULL_UNPACK_ROWS - 1) * whole, whole])
 
@@ -314,8 +323,8 @@ def test_a_cache_with_new_rows_is_read_from_memory_like_any_state():
     cache, ids = state("cache", (64, 8)), constant("ids", np.arange(2, dtype=np.int32))
     new = set_rows(cache, input("rows", (2, 8)), ids)
     new_heads = reshape(new, shape=(64, 8, 1))
-    assert find_memory_owner(new_heads) is cache.node
-    assert find_memory_owner(input("rows", (2, 8))).op == "input"
+    assert follow_views_and_updates_to_owner(new_heads) is cache.node
+    assert follow_views_and_updates_to_owner(input("rows", (2, 8))).op == "input"
     read, other = add(new_heads, new_heads).node, add(input("x", (64, 8)), input("x", (64, 8))).node
     assert WorkCounter().count_work(read).stored_bytes == 2 * cache.spec.nbytes
     assert WorkCounter().count_work(other).stored_bytes == 0
@@ -338,10 +347,10 @@ def test_runs_side_by_side_are_on_the_threads_of_a_session():
 
 
 def test_what_counts_of_times_is_their_middle():
-    assert compute_trimmed_mean([3.0]) == 3.0
-    assert compute_trimmed_mean([1.0, 2.0, 6.0]) == 3.0
-    assert compute_trimmed_mean([90.0, 2.0, 1.0, 4.0]) == 3.0
-    assert compute_trimmed_mean([2.0, 4.0, 90.0, 2.0, 4.0, 0.1, 4.0, 80.0]) == 3.5, (
+    assert compute_mean_of_middle_half([3.0]) == 3.0
+    assert compute_mean_of_middle_half([1.0, 2.0, 6.0]) == 3.0
+    assert compute_mean_of_middle_half([90.0, 2.0, 1.0, 4.0]) == 3.0
+    assert compute_mean_of_middle_half([2.0, 4.0, 90.0, 2.0, 4.0, 0.1, 4.0, 80.0]) == 3.5, (
         "now fast and now slow, and disturbed"
     )
 
@@ -375,7 +384,7 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
     speeds = measure_speeds(group, clock, kinds=(DType.F32,), rounds=1)
     assert (speeds.alone_flops, speeds.alone_bandwidth) == pytest.approx((2.0, 3.0), rel=0.05)
     write_speeds({format_saved_speeds_key(group): speeds})
-    hardware = choose_calibrated_or_built_in_hardware(build_matmul_graph(DType.F32, 1, 1), group)
+    hardware = choose_calibrated_or_built_in_hardware(build_matmul_chain_graph(DType.F32, 1, 1), group)
     assert (hardware.alone_flops, hardware.alone_bandwidth) == (speeds.alone_flops, speeds.alone_bandwidth)
     assert hardware.solo_hardware.bandwidth == pytest.approx(KNOWN.bandwidth, rel=0.05)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from hocket.backends.base import find_device
-from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices
+from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices_and_apply_options
 from hocket.frontends.inference.model_layout import find_speeds_of_first_device_alone
 from hocket.graph import DType
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware
 from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.costs.timeline import COMPUTE, TimelineEntry, is_timeline_sequential
-from hocket.scheduler.measurement.probe_graphs import build_matmul_graph
+from hocket.scheduler.measurement.probe_graphs import build_matmul_chain_graph
 from hocket.scheduler.pipelining.stage_times import estimate_pipeline_speedup
 from hocket.scheduler.planning.workload import Workload
 
@@ -26,7 +26,7 @@ GROUP = [find_device("numpy:0"), find_device("numpy:1")]
 
 @pytest.mark.parametrize("rows", [1, 256])  # bound by memory, and bound by arithmetic
 def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
-    graph = build_matmul_graph(DType.F32, 4, rows)
+    graph = build_matmul_chain_graph(DType.F32, 4, rows)
     apart = plan_for_group(graph, GROUP, hardware=SHARED)
     assert len(apart.device_plans) == 2
     worthless = replace(SHARED, alone_flops=2.0, alone_bandwidth=2.0)
@@ -65,16 +65,24 @@ def test_a_session_knows_the_speeds_of_a_device_that_gets_the_threads_of_the_oth
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     graph = decoder(1)
     shared = DeviceGroup(devices=("cpu:0", "cpu:1"))
-    lone = find_speeds_of_first_device_alone(shared, resolve_devices(shared), graph)
-    together = choose_calibrated_or_built_in_hardware(graph, resolve_devices(shared))
+    lone = find_speeds_of_first_device_alone(shared, resolve_devices_and_apply_options(shared), graph)
+    together = choose_calibrated_or_built_in_hardware(graph, resolve_devices_and_apply_options(shared))
     assert lone is not None
     assert lone.flops == pytest.approx(2 * together.flops)
-    assert find_speeds_of_first_device_alone(replace(shared, threads=1), resolve_devices(shared), graph) is None
-    assert find_speeds_of_first_device_alone(shared, resolve_devices(DeviceGroup(devices=("cpu:0",))), graph) is None
+    assert (
+        find_speeds_of_first_device_alone(replace(shared, threads=1), resolve_devices_and_apply_options(shared), graph)
+        is None
+    )
+    assert (
+        find_speeds_of_first_device_alone(
+            shared, resolve_devices_and_apply_options(DeviceGroup(devices=("cpu:0",))), graph
+        )
+        is None
+    )
 
 
 def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():
-    graph = build_matmul_graph(DType.F32, 4, 1)
+    graph = build_matmul_chain_graph(DType.F32, 4, 1)
     plain = plan_for_group(graph, GROUP, hardware=SHARED, split_mode="layer")
     shared = plan_for_group(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="layer")
     assert shared.cost.total == pytest.approx(plain.cost.total / 2, rel=1e-3)
@@ -91,6 +99,6 @@ def test_devices_that_work_at_once_are_not_alone():
     assert is_timeline_sequential([*make_stages((0,)), send, *make_stages((1,))], 2)
     assert not is_timeline_sequential([*make_stages((0, 1)), reduction, *make_stages((0, 1))], 2)
     assert not is_timeline_sequential(make_stages((0,), (1,)), 2)
-    graph = build_matmul_graph(DType.F32, 4, 1)
+    graph = build_matmul_chain_graph(DType.F32, 4, 1)
     plan = plan_for_group(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
     assert plan.cost == plan_for_group(graph, GROUP, hardware=SHARED, split_mode="tensor").cost

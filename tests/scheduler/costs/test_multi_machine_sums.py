@@ -9,7 +9,7 @@ import pytest
 from hocket import ops
 from hocket.graph import Graph, input, weight
 from hocket.scheduler import Hardware, parse_simulated_group, plan_for_group
-from hocket.scheduler.costs.timeline import count_collective_bytes
+from hocket.scheduler.costs.timeline import count_bytes_of_exchanged_value
 
 TWO_BY_FOUR = Hardware(link_bandwidth=100e9, link_latency=1e-6, machine=4, across_bandwidth=10e9, across_latency=20e-6)
 ALL = range(8)
@@ -55,7 +55,7 @@ def test_a_plan_says_where_a_sum_is_taken_within_machines_first(rows, is_first_w
     sums = [stage for stage in new_plan.timeline if stage.op == "all_reduce"]  # of some rows at a time
     assert len(sums) > 1 or rows == 1
     for sum_ in sums:
-        nbytes = count_collective_bytes(new_plan.device_plans[0].program.instructions[sum_.first_instruction])
+        nbytes = count_bytes_of_exchanged_value(new_plan.device_plans[0].program.instructions[sum_.first_instruction])
         collective = simulation.hardware.estimate_fastest_collective_cost("all_reduce", nbytes, range(8))
         assert (sum_.seconds, sum_.bytes_sent) == (collective.seconds, collective.bytes_sent)
     line = re.search(r"all_reduce over 2 x 4: \S+ [mu]s inside, \S+ [mu]s across", new_plan.explain())

@@ -16,7 +16,7 @@ from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE, Estimate
 from hocket.scheduler.costs.simulated_devices import parse_simulated_group
-from hocket.scheduler.planning.candidate import Candidate, choose_best_plan
+from hocket.scheduler.planning.candidate import Candidate, choose_plan_with_fewest_missing_bytes
 
 from ...given.models.large_headers import llama_8b, llama_70b, qwen_80b
 from ...given.plans.ways import SLOW
@@ -67,7 +67,7 @@ def test_plans_are_built_of_the_best_candidates_until_one_reaches_its_estimate()
         make_candidate("quick", 2, 0.0, 1.0),
         make_candidate("short", 2, 0.0, 1.0, lacking=5.0),
     )
-    plan = choose_best_plan([slow[0], plain[0], short[0]], 1.0)
+    plan = choose_plan_with_fewest_missing_bytes([slow[0], plain[0], short[0]], 1.0)
     assert (slow[1], plain[1], short[1]) == ([], ["quick"], [])
     assert plan.reasons[-3].startswith("taken: quick, on 2 devices: ")
     assert plan.reasons[-2].startswith("left aside: slow, on 2 devices: about 1 s")
@@ -81,7 +81,7 @@ def test_a_candidate_that_cannot_be_built_is_left_aside_with_its_reason():
     def refuse_candidate():
         raise PlanError("stages go back")
 
-    taken = choose_best_plan([one, Candidate("many", 4, 0.1, 1.0, 0.0, refuse_candidate)], 1.0)
+    taken = choose_plan_with_fewest_missing_bytes([one, Candidate("many", 4, 0.1, 1.0, 0.0, refuse_candidate)], 1.0)
     assert "left aside: many, on 4 devices; it cannot be built: stages go back" in taken.reasons
 
 
@@ -129,18 +129,22 @@ def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
 def test_estimates_are_corrected_by_the_error_of_the_first_one():
     """Check a search with an estimate of a thousandth of the plan's time: the other estimates are scaled likewise."""
     (first, one), (second, two) = make_candidate("first", 2, 1e-9, 1.0), make_candidate("second", 2, 1.01e-9, 1.0)
-    plan = choose_best_plan([replace(first, is_from_search=True), replace(second, is_from_search=True)], 1.0)
+    plan = choose_plan_with_fewest_missing_bytes(
+        [replace(first, is_from_search=True), replace(second, is_from_search=True)], 1.0
+    )
     assert (one, two) == (["first"], [])
     assert plan.reasons[-1].startswith("left aside: second, on 2 devices: about")
     assert plan.reasons[-1].endswith("1.0% slower")
-    choose_best_plan([replace(first, is_from_search=True), second], 1.0)  # other estimates are taken at their word
+    choose_plan_with_fewest_missing_bytes(
+        [replace(first, is_from_search=True), second], 1.0
+    )  # other estimates are taken at their word
     assert two == ["second"]
 
 
 @pytest.mark.parametrize(("stages", "planned"), [(2, ["few"]), (4, [])])
 def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
     (many, _), (few, built) = make_candidate("many", 4, 1e-9, 1.0), make_candidate("few", 4, 2e-9, 1.0)
-    choose_best_plan(
+    choose_plan_with_fewest_missing_bytes(
         [
             replace(many, assumes_pipelining=True, stage_count=4),
             replace(few, assumes_pipelining=True, stage_count=stages),
@@ -154,7 +158,7 @@ def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
 def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follows, planned):
     (one, _), (stages, built) = make_candidate("one", 4, 1e-9, 1.0), make_candidate("all", 8, 2e-9, 1.0)
     one = replace(one, group_sharding=(4, frozenset()))
-    choose_best_plan(
+    choose_plan_with_fewest_missing_bytes(
         [one, replace(stages, stage_count=2, assumes_pipelining=follows, group_sharding=(devices, frozenset()))], 1.0
     )
     assert built == planned
@@ -170,9 +174,9 @@ def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
 def test_a_candidate_is_planned_after_one_with_overlap_only_if_full_overlap_would_suffice():
     (first, one), (second, two) = make_candidate("first", 4, 0.9, 1.0), make_candidate("second", 2, 3.0, 1.0)
     hidden = replace(first, is_from_search=True, build_plan=lambda: with_hidden(first.build_plan(), 0.5))
-    choose_best_plan([hidden, replace(second, is_from_search=True, lower_bound_seconds=2.0)], 1.0)
+    choose_plan_with_fewest_missing_bytes([hidden, replace(second, is_from_search=True, lower_bound_seconds=2.0)], 1.0)
     assert (one, two) == (["first"], [])
-    choose_best_plan([hidden, replace(second, is_from_search=True, lower_bound_seconds=0.5)], 1.0)
+    choose_plan_with_fewest_missing_bytes([hidden, replace(second, is_from_search=True, lower_bound_seconds=0.5)], 1.0)
     assert two == ["second"]
 
 
@@ -187,7 +191,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
     simulation = parse_simulated_group("h200:1")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     (device_plan,) = plan.device_plans
-    assert sum(device_plan.count_launches_by_instruction()) == pytest.approx(len(device_plan.predicted_kernel_calls))
+    assert sum(device_plan.predict_launches_by_instruction()) == pytest.approx(len(device_plan.predicted_kernel_calls))
     assert len(device_plan.predicted_kernel_calls) < 0.7 * len(device_plan.program.instructions)
     dear = replace(plan, hardware=replace(plan.hardware, launch=plan.hardware.launch + 1e-3))
     assert dear.cost.total - plan.cost.total == pytest.approx(len(device_plan.predicted_kernel_calls) * 1e-3)

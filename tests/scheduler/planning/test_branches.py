@@ -289,7 +289,7 @@ def build_branches(graph: Graph, hardware: Hardware, devices: int, memory: float
 def test_one_chain_has_no_branches():
     graph = build_towers((8,), 64, 4)
     branches = build_branches(graph, BUSY, 4)
-    assert branches.compute_cluster_time_lower_bound(4) is None
+    assert branches.compute_lower_bound_with_unsplit_clusters(4) is None
     assert branches.estimate_time_share_with_overlap(4) == pytest.approx(1)
     plan = plan_for_group(graph, group_of(4, "numpy"), hardware=BUSY)
     assert not any("independent branches" in reason for reason in plan.reasons)

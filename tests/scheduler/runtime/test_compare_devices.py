@@ -58,7 +58,7 @@ def differences(backend, devices, mode):
     return list(
         NodeComparer(
             plan, load(plan, weights_of(GRAPH, VALUES)).store, weights_of(GRAPH, VALUES), REFERENCE
-        ).compare_values(FEED)
+        ).compare_step_values_with_reference(FEED)
     )
 
 
@@ -131,4 +131,4 @@ def test_infinities_and_integers_have_to_be_the_same():
     weights = {"w": np.array([0, np.inf, -np.inf, np.nan], np.float32)}
     plan = plan_for_group(graph, [find_device("numpy:0")])
     run = NodeComparer(plan, load(plan, weights).store, weights, REFERENCE)
-    assert [d.error for d in run.compare_values({"x": np.ones((1, 4))})] == [0, 0, 0]
+    assert [d.error for d in run.compare_step_values_with_reference({"x": np.ones((1, 4))})] == [0, 0, 0]

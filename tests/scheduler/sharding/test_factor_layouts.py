@@ -64,9 +64,9 @@ class Experts:
         out.operand_layouts[scale] = (required,)
         for reader in (node, scale):
             for value, state in zip(reader.inputs, out.operand_layouts[reader], strict=True):
-                walk._add_conversions(value, state, reader)
+                walk._add_missing_conversions(value, state, reader)
         if required.is_partial:
-            walk._add_conversions(self.doubled, REPLICATE, None)
+            walk._add_missing_conversions(self.doubled, REPLICATE, None)
         return out
 
 

@@ -12,7 +12,7 @@ from hocket.backends.base import find_devices
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import parse_simulated_group, plan_for_group, plan_from_json, plan_to_json
 from hocket.scheduler.ir.layout import Local, Shard
-from hocket.scheduler.lowering.device_plan import find_collective_groups
+from hocket.scheduler.lowering.device_plan import find_collective_group_of_each_device
 from hocket.scheduler.runtime.virtual_clock import simulate_run
 from hocket.scheduler.sharding.hybrid_split import split_devices_into_groups
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
@@ -54,7 +54,8 @@ def test_sharded_stages_give_the_results_of_one_device(make, devices, shares):
     values = values_of(graph, 1)
     plan = plan_stages(graph, "reference", devices, tensor_split=shares)
     assert {
-        len(members) for members in find_collective_groups([device_plan.program for device_plan in plan.device_plans])
+        len(members)
+        for members in find_collective_group_of_each_device([device_plan.program for device_plan in plan.device_plans])
     } == {devices // 2}
     assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 
@@ -76,7 +77,10 @@ def test_a_state_that_no_node_reads_stays_with_its_group():
 
 def test_devices_that_only_send_messages_are_one_group_and_still_run_collectives_in_their_memory():
     plan = plan_for_group(decoder(), group("reference", 3), split_mode="layer")
-    assert find_collective_groups([device_plan.program for device_plan in plan.device_plans]) == ((0, 1, 2),) * 3
+    assert (
+        find_collective_group_of_each_device([device_plan.program for device_plan in plan.device_plans])
+        == ((0, 1, 2),) * 3
+    )
 
 
 def test_compiled_code_sums_in_groups():

@@ -224,12 +224,12 @@ def shift_tokens(self, value, number):
     return PLAIN(self, value, number if value in self.chunk_values else 0)
 
 
-PLAIN = overlap_chunks._ChunkedGraph._slice_chunk
+PLAIN = overlap_chunks._ChunkedGraph._find_or_slice_chunk
 
 
 @pytest.mark.parametrize("planted", [swap_chunks, shift_tokens])
 def test_a_chunk_of_other_tokens_is_refused(planted, monkeypatch):
-    monkeypatch.setattr(overlap_chunks._ChunkedGraph, "_slice_chunk", planted)
+    monkeypatch.setattr(overlap_chunks._ChunkedGraph, "_find_or_slice_chunk", planted)
     with pytest.raises(PlanError, match=r"is not a node of the graph|have different entries"):
         plan_layers(Overlapping())
 
@@ -255,7 +255,7 @@ LOCAL, NODE = (
 DISTRIBUTED_ROWS = {
     "_localise_attributes_to_chunk": (exchanged_shares,),
     "_build_whole_or_chunk_node": (exchanged_numbers,),
-    "_slice_chunk": (swap_chunks,),
+    "_find_or_slice_chunk": (swap_chunks,),
 }
 
 

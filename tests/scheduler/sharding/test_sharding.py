@@ -23,7 +23,7 @@ from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.ir.layout import Shard
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.shard_ranges import ShardRanges, compute_axis_ranges_of_factor, merge_ranges
+from hocket.scheduler.sharding.shard_ranges import ShardRanges, compute_axis_ranges_of_factor, merge_adjacent_ranges
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, nmse, path_of, single_device_logits, tokens_of
@@ -201,7 +201,7 @@ def test_what_rounding_takes_in_one_layer_it_gives_back_in_the_next():
 
 
 def test_runs_are_joined_and_exact():
-    assert merge_ranges([(0, 2), (2, 3), (7, 0), (8, 1)]) == ((0, 5), (8, 1))
+    assert merge_adjacent_ranges([(0, 2), (2, 3), (7, 0), (8, 1)]) == ((0, 5), (8, 1))
     from hocket.scheduler.sharding.axes import Factor
 
     a, b, c = Factor(2), Factor(3), Factor(4)
@@ -228,7 +228,7 @@ def run_collective(
     from concurrent.futures import ThreadPoolExecutor
 
     from hocket.backends.host.bindings import HostInstruction
-    from hocket.backends.numpy.kernel_table import find_binding
+    from hocket.backends.numpy.kernel_table import find_or_make_binding
 
     threads = ThreadGroup(len(sources), WAIT_SECONDS)
     outs = [np.full(shape, np.nan) for shape in shapes]
@@ -238,7 +238,7 @@ def run_collective(
         call = HostInstruction(
             [sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, threads.member(rank)
         )
-        for step in find_binding(op).bind(call):
+        for step in find_or_make_binding(op).bind(call):
             step()
 
     with ThreadPoolExecutor(len(sources)) as pool:

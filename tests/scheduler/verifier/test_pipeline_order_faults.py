@@ -11,7 +11,7 @@ from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan
 from hocket.scheduler.ir.pipeline_actions import PipelineAction
-from hocket.scheduler.pipelining.stage_times import build_pipeline_order, estimate_pipeline_speedup
+from hocket.scheduler.pipelining.stage_times import build_pipelined_action_order, estimate_pipeline_speedup
 from hocket.scheduler.verifier.communication.pipeline_order import find_pipeline_order_faults
 
 from ...given.plans.chained import chain
@@ -34,7 +34,7 @@ def programs_of(plan):
 
 
 def orders(plan, runs):
-    return [list(actions) for actions in build_pipeline_order([plan] * runs)]
+    return [list(actions) for actions in build_pipelined_action_order([plan] * runs)]
 
 
 def find_faults(plan, order, runs=3):
@@ -146,7 +146,7 @@ def test_devices_that_wait_for_each_other_are_found():
         dataclasses.replace(one, instructions=(here, sent)),
         dataclasses.replace(two, instructions=(taken, there)),
     ]
-    (why,) = find_pipeline_order_faults([programs], build_pipeline_order([plan]))
+    (why,) = find_pipeline_order_faults([programs], build_pipelined_action_order([plan]))
     assert why.startswith("devices wait for each other: receive 1")
 
 
@@ -177,6 +177,6 @@ def test_a_group_with_members_in_different_runs_is_found():
 
 def test_only_devices_without_common_collectives_are_pipelined():
     with pytest.raises(PlanError, match=r"joins all devices; pipelined runs need stages that exchange messages,"):
-        build_pipeline_order([tensor_plan()] * 2)
+        build_pipelined_action_order([tensor_plan()] * 2)
     assert estimate_pipeline_speedup(tensor_plan()) == 1.0
     assert estimate_pipeline_speedup(plan_in_groups()) > 1.5

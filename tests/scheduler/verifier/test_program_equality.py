@@ -50,7 +50,7 @@ def count_calls(monkeypatch, module, name):
 def test_equal_layers_are_lowered_and_verified_once(monkeypatch):
     lowered, proven = (
         count_calls(monkeypatch, device_plan, "lower_with_state_saves"),
-        count_calls(monkeypatch, plan_verifier, "find_program_faults"),
+        count_calls(monkeypatch, plan_verifier, "find_faults_against_graph"),
     )
     plan = layers_on(LAYERS)
     assert len({id(one.program) for one in plan.device_plans}) == LAYERS

@@ -15,11 +15,11 @@ from hocket.graph.repeated_runs import RepeatedRuns, ShortenedGraph
 from hocket.graph.rewrite import rewrite_graph
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.lowering.device_plan import UnrollableProgram
-from hocket.scheduler.lowering.device_plan import make_unrolled_device_plan as lane_of
+from hocket.scheduler.lowering.device_plan import make_lazily_unrolled_device_plan as lane_of
 from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.planning import repeated_layers
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
-from hocket.scheduler.verifier.repeats.repeatable_runs import find_device_repetition_reordering_faults
+from hocket.scheduler.verifier.repeats.repeatable_runs import find_faults_of_any_repetition_order
 
 from ...given.graphs.layered import decoder
 from ...given.plans.ways import SLOW
@@ -74,7 +74,7 @@ def at_node(kind: int, place: int, ending: str = "") -> Callable[[Instruction], 
 def place_of(name: str, run: int = 0) -> int:
     """Where in a run a node of the user's graph is."""
     of = shorts(plan_graph())[DEVICE].shortened_graph
-    (at,) = (at for at, node in enumerate(of.deep_nodes) if node.name == name)
+    (at,) = (at for at, node in enumerate(of.deep_nodes_by_number) if node.name == name)
     return at - of.deep_repetitions.first_node_of(run)
 
 
@@ -264,7 +264,7 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
     broken = lowered_as_if_nothing_came_again().device_plans[DEVICE].short
     assert (
         list(
-            find_device_repetition_reordering_faults(
+            find_faults_of_any_repetition_order(
                 device_plan.short.graph,
                 device_plan.short.program,
                 device_plan.backend,
@@ -275,7 +275,7 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
     )
     assert (
         list(
-            find_device_repetition_reordering_faults(
+            find_faults_of_any_repetition_order(
                 broken.graph, broken.program, device_plan.backend, broken.shortened_graph
             )
         )

@@ -15,7 +15,7 @@ from .....graph.dtypes import DType
 from ... import target_cpu
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd import amx
-from ...simd.bf16_pairs import store_bf16
+from ...simd.bf16_pairs import store_two_vectors_as_bf16
 from ...simd.bf16_terms import make_split_and_store_bf16_pair_terms, transpose_32x16_shorts
 from ...simd.permute_lanes import transpose_16x16
 from ...simd.vectors import LANES, load, load_bf16, load_f16, load_long, mul, splat, store_long, sub, zeros
@@ -100,13 +100,13 @@ def make_append_matmul_steps(left: int, right: int) -> Subroutine:
     return reduce(
         _chain_append_subroutines,
         [
-            _make_append_matmul_step(i * TERM_BYTES, j * TERM_BYTES, n == 0, n == len(pairs) - 1)
+            _make_append_term_product_step(i * TERM_BYTES, j * TERM_BYTES, n == 0, n == len(pairs) - 1)
             for n, (i, j) in enumerate(pairs)
         ],
     )
 
 
-def _make_append_matmul_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
+def _make_append_term_product_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
     """Make the subroutine that appends one AMX step, the product of one term of each matrix, to a list of steps.
 
     Args:
@@ -136,7 +136,7 @@ def _chain_append_subroutines(before: Subroutine, after: Subroutine) -> Subrouti
 
 
 @cache
-def make_load_amx_step_operands() -> Subroutine:
+def make_load_amx_sums_and_terms() -> Subroutine:
     """Make the subroutine ``(mine, step)`` that loads the sums and the two terms of an AMX step to tile registers.
 
     `mine` is the scratch of the thread, `step` the address of the step.
@@ -174,7 +174,7 @@ def make_run_amx_steps() -> Subroutine:
     `first` are in registers already. The reason: a load waits for an earlier store with the same low 12 address bits,
     and such a store waits for all products before it. So operands are loaded before vector code stores anything.
     """
-    unit, begin_step = select_amx_tile_operations(), make_load_amx_step_operands()
+    unit, begin_step = select_amx_tile_operations(), make_load_amx_sums_and_terms()
     store_0, store_1, store_2, store_3 = unit.store[:4]
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
@@ -233,7 +233,7 @@ def make_convert_rows_to_bf16_matrices(dtype: DType, count: int) -> Subroutine:
 
 
 @cache
-def make_transpose_rows_to_bf16_matrices(dtype: DType, count: int) -> Subroutine:
+def make_transpose_padded_rows_to_bf16(dtype: DType, count: int) -> Subroutine:
     """Make the subroutine that transposes `count` rows of numbers to matrices of bfloat16 terms, with zeros as padding.
 
     The subroutine is ``(source, step, rows, size, to, wide, between)``:
@@ -243,7 +243,7 @@ def make_transpose_rows_to_bf16_matrices(dtype: DType, count: int) -> Subroutine
     - `between` is scratch memory of one matrix.
     """
     transpose_padded, transpose_whole, height = (
-        _make_transpose_padded_columns_to_bf16(dtype),
+        _make_transpose_16_columns_to_bf16(dtype),
         _COLUMN_TRANSPOSERS.get(dtype),
         count // MATRIX_SIZE,
     )
@@ -264,7 +264,7 @@ def make_transpose_rows_to_bf16_matrices(dtype: DType, count: int) -> Subroutine
 
 
 @cache
-def _make_transpose_padded_columns_to_bf16(dtype: DType) -> Subroutine:
+def _make_transpose_16_columns_to_bf16(dtype: DType) -> Subroutine:
     """Make the subroutine that transposes 16 columns of up to 32 rows to bfloat16 terms, with zeros as padding.
 
     The subroutine is ``(source, step, rows, c, size, to, between)``; the columns begin at `c`.
@@ -285,7 +285,7 @@ def _make_transpose_padded_columns_to_bf16(dtype: DType) -> Subroutine:
 
 
 @subroutine
-def _transpose_bf16_columns(source, step, rows, c, size, to, between):
+def _transpose_16_bf16_columns(source, step, rows, c, size, to, between):
     """Transpose 16 columns of 32 bfloat16 rows, from column `c` on, to a matrix of one term."""
     transpose_32x16_shorts(source + 2 * c, step, to)
 
@@ -296,13 +296,13 @@ def _transpose_f16_columns_to_bf16_terms(source, step, rows, c, size, to, betwee
     transpose_32x16_shorts(source + 2 * c, step, between)
     for r in range(0, LANES * amx.TILE_ROW_BYTES, amx.TILE_ROW_BYTES):
         x, y = load_f16(between + r), load_f16(between + r + 32)
-        store_bf16(to + r, x, y)
+        store_two_vectors_as_bf16(to + r, x, y)
         x, y = sub(x, load_bf16(to + r)), sub(y, load_bf16(to + r + 32))
-        store_bf16(to + r + TERM_BYTES, x, y)
+        store_two_vectors_as_bf16(to + r + TERM_BYTES, x, y)
 
 
 _COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
-    {DType.F16: _transpose_f16_columns_to_bf16_terms, DType.BF16: _transpose_bf16_columns}
+    {DType.F16: _transpose_f16_columns_to_bf16_terms, DType.BF16: _transpose_16_bf16_columns}
 )
 
 

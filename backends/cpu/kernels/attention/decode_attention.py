@@ -29,7 +29,7 @@ from ...simd.vectors import (
 )
 from ...steps.partition import compute_thread_range
 from ..vector.block_rows import BLOCK_ELEMENTS
-from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
 from . import quantised_keys
 from .partial_results import (
     PARTIAL_VALUES_OFFSET,
@@ -92,7 +92,7 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
     return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
-def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Subroutine:
+def _make_dot_queries_with_16_keys(cells: CacheRowReaders, count: int) -> Subroutine:
     """Make the subroutine that computes the dot products of `count` queries with 16 keys, from key number `s` on.
 
     It stores each dot product as four partial sums at `to`; the caller adds them.
@@ -130,7 +130,7 @@ def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Sub
     return subroutine(multiply_keys)
 
 
-def _make_add_weighted_value_columns(cells: CacheRowOperations, count: int, lines: int) -> Subroutine:
+def _make_add_weighted_value_columns(cells: CacheRowReaders, count: int, lines: int) -> Subroutine:
     """Make the subroutine that adds weighted values of `n` keys to 64 columns of the results of `count` rows.
 
     ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]``.
@@ -191,7 +191,7 @@ def merge_and_write_group_results(a, unit, scratch):
             )
 
 
-def _choose_f32_operations_for_expanded_values(cells: CacheRowOperations) -> CacheRowOperations:
+def _choose_f32_operations_for_expanded_values(cells: CacheRowReaders) -> CacheRowReaders:
     """Return the operations with which heads read value rows: float32 operations if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
@@ -212,7 +212,7 @@ class QueryKeyOperations:
     store_scores: Subroutine
 
 
-def _make_float_key_operations(cells: CacheRowOperations) -> QueryKeyOperations:
+def _make_float_key_operations(cells: CacheRowReaders) -> QueryKeyOperations:
     """Make the subroutines that multiply queries with float keys."""
     multiply_1, multiply_2, multiply_3, multiply_4 = (
         _make_dot_queries_with_16_keys(cells, count) for count in range(1, 5)
@@ -322,7 +322,7 @@ def _make_compute_scores_and_maxima(keys: QueryKeyOperations) -> Subroutine:
     return subroutine(score_keys)
 
 
-def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
+def _make_locate_or_expand_values(cells: CacheRowReaders) -> Subroutine:
     """Make the subroutine that locates 64 columns of `n` cached values as floats; it first expands quantised values.
 
     It returns four numbers: the address, the bytes from value to value, the first column, and the end column.
@@ -341,7 +341,7 @@ def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
     return subroutine(locate_expanded)
 
 
-def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
+def _make_add_weighted_values(cells: CacheRowReaders) -> Subroutine:
     """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _choose_f32_operations_for_expanded_values(cells)
@@ -381,7 +381,7 @@ def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
 
 
 @cache
-def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_few_token_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the attention kernel for few tokens, for keys of type `k` and values of type `v`.
 
     A work unit is the attention of some groups of heads to one split (part) of the keys; `beside` counts these groups.

@@ -13,7 +13,7 @@ import numpy as np
 from .....graph.dtypes import DType
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.byte_vectors import dot4, splat_4_bytes
-from ...simd.transpose_int8 import copy_16_strided_f16, transpose_4_bit_blocks, transpose_8_bit_blocks
+from ...simd.transpose_int8 import copy_16_strided_f16_repeating_last, transpose_4_bit_blocks, transpose_8_bit_blocks
 from ...simd.vectors import (
     absolute,
     add,
@@ -97,7 +97,7 @@ def make_transpose_16_quantised_keys(dtype: DType) -> Subroutine:
                 keys + block * nbytes + SCALE_BYTES, step, last, second, to + block * TRANSPOSED_BLOCK_BYTES
             )
         for block in range(blocks):
-            copy_16_strided_f16(keys + block * nbytes, step, last, scales + 32 * block)
+            copy_16_strided_f16_repeating_last(keys + block * nbytes, step, last, scales + 32 * block)
 
     return subroutine(transpose_keys)
 

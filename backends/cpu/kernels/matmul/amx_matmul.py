@@ -35,8 +35,8 @@ from ..packed.activation_quantisation import (
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS
 from ..vector.amx_tiles import select_amx_tile_operations
 from ..vector.elementwise import store_lanes
-from .amx_weights import BLOCK_BYTES, AmxWeightType, make_amx_weight_type, make_multiply_bf16_terms
-from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
+from .amx_weights import BLOCK_BYTES, AmxBf16WeightType, make_amx_weight_type, make_multiply_bf16_terms
+from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_and_advance
 
 MATRIX_SUM_BYTES = 4 * TILE_BYTES
 """Bytes of the sums of 32 rows and two groups, tile by tile."""
@@ -75,7 +75,9 @@ def count_matrices_expanded_together(columns, terms):
     return min(MAX_MATRICES, MAX_EXPANDED_TERMS // (terms * min(TERMS_PER_PASS // terms, columns // BLOCK_COLUMNS)))
 
 
-def make_multiply_rows_by_amx(weight: AmxWeightType, store_sums: Subroutine, first_weight_groups: int) -> Subroutine:
+def make_multiply_rows_by_amx(
+    weight: AmxBf16WeightType, store_sums: Subroutine, first_weight_groups: int
+) -> Subroutine:
     """Make the subroutine that multiplies a chunk of activation rows with weight groups by AMX tiles.
 
     The subroutine is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``:
@@ -120,8 +122,8 @@ def make_multiply_rows_by_amx(weight: AmxWeightType, store_sums: Subroutine, fir
             for i in range(chunk, stop, PANEL_ROWS):
                 block, coming = mine + EXPANDED_OFFSET, x + (i // PANEL_ROWS + 1) * pitch + first * x_block
                 for k in range(matrices):
-                    next_w = prefetch_section_to_l2(next_w, matrices * GROUP_ROWS * stride, parts)
-                    next_v = prefetch_section_to_l2(next_v, matrices * GROUP_ROWS * stride, parts)
+                    next_w = prefetch_section_and_advance(next_w, matrices * GROUP_ROWS * stride, parts)
+                    next_v = prefetch_section_and_advance(next_v, matrices * GROUP_ROWS * stride, parts)
                     if number == 0:
                         clear_0(mine)
                         clear_1(mine)
@@ -195,7 +197,7 @@ ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets"
 
 
 @cache
-def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
+def make_many_row_amx_matmul_kernel(weight: AmxBf16WeightType) -> Kernel:
     """Make the AMX kernel of a matmul of many rows: ``y[i] = w @ x[i]`` for `count` rows.
 
     Kernel arguments in bytes:
@@ -273,6 +275,6 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
         return ThreadWork(words, [w, tiled], [y])
 
     if is_shared:
-        steps.add_queued(make_amx_matmul_kernel(weight), make_thread_work)
+        steps.add_queued(make_many_row_amx_matmul_kernel(weight), make_thread_work)
     elif y.shape[-1]:
-        steps.add_per_thread(make_amx_matmul_kernel(weight), [make_thread_work(0)])
+        steps.add_per_thread(make_many_row_amx_matmul_kernel(weight), [make_thread_work(0)])

@@ -35,7 +35,7 @@ from .amx_matmul import (
     make_multiply_rows_by_amx,
     make_store_amx_sums,
 )
-from .amx_weights import BLOCK_BYTES, AmxWeightType, make_amx_weight_type
+from .amx_weights import BLOCK_BYTES, AmxBf16WeightType, make_amx_weight_type
 from .packed_matmul import compute_weight_strides
 from .tile_loops import (
     GROUP_ROWS,
@@ -87,7 +87,7 @@ def gather_activation_rows_of_slots(a, mine, chunk, stop):
 
 
 @subroutine
-def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
+def scatter_rows_as_f32_and_quantised(a, mine, chunk, stop, first, count):
     """Write the results of some expert slots to the rows of their slots, quantised and as float32.
 
     A slot is a pair of a token and one of its experts. float32 is written only if `step` is not 0.
@@ -115,7 +115,7 @@ def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
 
 
 @subroutine
-def zero_and_quantise_remote_expert_rows(a, mine):
+def zero_result_rows_of_remote_experts(a, mine):
     """Set the result rows of slots with an expert on another device to zero, quantised and as float32."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
@@ -129,7 +129,7 @@ def zero_and_quantise_remote_expert_rows(a, mine):
 
 
 def make_amx_moe_matmul_kernel(
-    name: str, weight: AmxWeightType, store_sums: Subroutine, first_weight_groups: int
+    name: str, weight: AmxBf16WeightType, store_sums: Subroutine, first_weight_groups: int
 ) -> Kernel:
     """Make the AMX kernel of an MoE matmul.
 
@@ -140,7 +140,7 @@ def make_amx_moe_matmul_kernel(
     - `weights`: two weights, or one weight and its second group of rows.
     - `x`: activation tiles.
     - `step`: bytes from row to row of y; with 0 no float32 is stored.
-    - `scratch`: `compute_amx_moe_scratch_bytes` for each thread.
+    - `scratch`: `compute_amx_moe_thread_scratch_bytes` for each thread.
 
     Args:
         name: The name of the kernel.
@@ -195,26 +195,26 @@ def make_amx_moe_matmul_kernel(
                             RESULT_ROW_BYTES,
                             ahead,
                         )
-                        scatter_result_rows_of_slots(a, mine, chunk, stop, row, min(wide, left))
+                        scatter_rows_as_f32_and_quantised(a, mine, chunk, stop, row, min(wide, left))
                         ticket = take_work_item(tickets, item + 1)
                     item += 1
                     row += wide
         reset_queue_after_last_ticket(tickets, ticket, item, threads)
         release(mine)
         if thread == 0:
-            zero_and_quantise_remote_expert_rows(a, mine)
+            zero_result_rows_of_remote_experts(a, mine)
         return 0
 
     return Kernel(name, body)
 
 
-def compute_amx_moe_scratch_bytes(pitch: int) -> int:
+def compute_amx_moe_thread_scratch_bytes(pitch: int) -> int:
     """Return the scratch bytes of a thread in an AMX MoE matmul; `pitch` is the size of 32 activation rows in bytes."""
     return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
 
 
 @cache
-def make_single_weight_amx_moe_kernel(weight: AmxWeightType) -> Kernel:
+def make_single_weight_amx_moe_kernel(weight: AmxBf16WeightType) -> Kernel:
     """Make the AMX kernel of an MoE matmul with a single weight."""
     return make_amx_moe_matmul_kernel(f"amx_moe.multiply.{weight.dtype}", weight, make_store_amx_sums(), 2)
 
@@ -226,7 +226,7 @@ def bind_amx_moe_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: 
     """Add the steps of an MoE matmul of many rows by AMX tiles: convert the activations to tiles, then multiply."""
     w, y = call.operand(0), call.out
     second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
-    add_amx_moe_matmul_step(
+    add_amx_moe_products_step(
         steps,
         make_single_weight_amx_moe_kernel(make_amx_weight_type(w.dtype)),
         [call],
@@ -236,7 +236,7 @@ def bind_amx_moe_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: 
     )
 
 
-def add_amx_moe_matmul_step(
+def add_amx_moe_products_step(
     steps: StepTableBuilder,
     kernel: Kernel,
     products: Sequence[BoundInstruction],
@@ -263,7 +263,7 @@ def add_amx_moe_matmul_step(
         compute_quantised_activation_bytes(1, columns, kind),
     )
     rows = to.float_rows.shape[-1]
-    nbytes = compute_amx_moe_scratch_bytes(pitch)
+    nbytes = compute_amx_moe_thread_scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
     def make_thread_work(tickets: int) -> ThreadWork:

@@ -33,7 +33,7 @@ FLOAT32_TERMS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class AmxWeightType:
+class AmxBf16WeightType:
     """A weight type for AMX tiles: how its rows expand to bfloat16 terms.
 
     Attributes:
@@ -64,18 +64,18 @@ class AmxWeightType:
 
 
 @cache
-def make_amx_weight_type(dtype: DType) -> AmxWeightType:
+def make_amx_weight_type(dtype: DType) -> AmxBf16WeightType:
     """Make the description of a weight type for AMX tiles: its terms, and how its rows are expanded."""
     if dtype in FORMATS:
-        return AmxWeightType(dtype, TILED_KIND, 1, 24, _make_expand_packed_to_bf16(FORMATS[dtype]))
+        return AmxBf16WeightType(dtype, TILED_KIND, 1, 24, _make_expand_packed_to_bf16(FORMATS[dtype]))
     if dtype is DType.BF16:
-        return AmxWeightType(dtype, SPLIT_KIND, 1, 7, _expand_bf16_weights_to_tiles)
+        return AmxBf16WeightType(dtype, SPLIT_KIND, 1, 7, _expand_bf16_weights_to_tiles)
     terms, min_rows = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
-    return AmxWeightType(dtype, SPLIT_KIND, terms, min_rows, _make_expand_floats_to_bf16_terms(dtype, terms))
+    return AmxBf16WeightType(dtype, SPLIT_KIND, terms, min_rows, _make_expand_floats_to_bf16_terms(dtype, terms))
 
 
 def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
-    """Make the subroutine that dequantises packed blocks to one bfloat16 term (`AmxWeightType.expand_blocks`)."""
+    """Make the subroutine that dequantises packed blocks to one bfloat16 term (`AmxBf16WeightType.expand_blocks`)."""
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
     lines = -(-nbytes // 64)
@@ -107,9 +107,9 @@ def _expand_bf16_weights_to_tiles(to, group, stride, left, first, last, n):
 
 
 def _make_expand_floats_to_bf16_terms(dtype: DType, terms: int) -> Subroutine:
-    """Make the subroutine that expands float16 or float32 weights to bfloat16 terms (`AmxWeightType.expand_blocks`).
+    """Make the subroutine that expands float16 or float32 weights to bfloat16 terms.
 
-    It splits rows into terms, then transposes each term.
+    It is `AmxBf16WeightType.expand_blocks`, splits rows into terms, then transposes each term.
     """
     size = dtype.storage.itemsize
     load_16, store = load_f16 if dtype is DType.F16 else load, make_split_and_store_ordered_bf16_terms(terms)
@@ -127,7 +127,7 @@ def _make_expand_floats_to_bf16_terms(dtype: DType, terms: int) -> Subroutine:
 
 
 @cache
-def make_multiply_bf16_terms(weight: AmxWeightType, tiles_of_x: int) -> Subroutine:
+def make_multiply_bf16_terms(weight: AmxBf16WeightType, tiles_of_x: int) -> Subroutine:
     """Make the subroutine ``(mine, x, block)`` that adds the products of activation tiles `x` and a weight block.
 
     It multiplies all pairs of bfloat16 terms that float32 sums can show, small terms first. Four tile registers hold
@@ -141,13 +141,13 @@ def make_multiply_bf16_terms(weight: AmxWeightType, tiles_of_x: int) -> Subrouti
     pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
     news = [k == 0 or pairs[k - 1][0] != i for k, (i, _) in enumerate(pairs)]
     parts = (
-        _make_multiply_bf16_term_pair(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
+        _make_multiply_weight_and_activation_term(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
         for (i, j), new in zip(pairs, news, strict=True)
     )
     return reduce(_chain_two_subroutines, parts)
 
 
-def _make_multiply_bf16_term_pair(i: int, j: int, new: bool, both: bool) -> Subroutine:
+def _make_multiply_weight_and_activation_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
     """Make the subroutine that multiplies one weight term and one activation term in AMX registers.
 
     Args:

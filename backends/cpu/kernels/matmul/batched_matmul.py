@@ -81,7 +81,7 @@ def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutin
 
 
 @cache
-def make_batched_float_matmul_tiling(dtype: DType) -> BlockTiling:
+def make_batched_matmul_subroutines_and_tiling(dtype: DType) -> BlockTiling:
     """Make the subroutines and tile sizes of batched matmuls with a float matrix w.
 
     Weights are expanded to float32 columns. A tile has as many rows and groups as registers can hold sums.
@@ -102,7 +102,7 @@ def make_expand_rows_to_f32_columns(dtype: DType) -> Subroutine:
     - `row` is the first of the rows in the matrix at `w`; `left` rows exist.
     - `first` is the first expanded column, `count` the number of columns.
     """
-    expand = make_batched_float_matmul_tiling(dtype).expand_blocks
+    expand = make_batched_matmul_subroutines_and_tiling(dtype).expand_blocks
 
     def expand_rows(a, to, w, row, left, first, count):
         expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
@@ -149,7 +149,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
         dtype: The type of w.
         expand: The subroutine that expands rows of w, for example `expand_column_major_rows_to_f32_columns`.
     """
-    blocks = make_batched_float_matmul_tiling(dtype)
+    blocks = make_batched_matmul_subroutines_and_tiling(dtype)
     tile = make_dot_tile_intrinsics(blocks.tile_rows, blocks.tile_groups)
     tile_rows, zeros, store_sums, spill, reload = (
         tile.row_addresses,
@@ -160,7 +160,12 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     )
     add, record, size, wide = blocks.add_block, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
     span = blocks.expanded_group_bytes
-    tall, tile_groups, scratch, many = blocks.tile_rows, blocks.tile_groups, blocks.scratch_bytes, blocks.rows_per_chunk
+    tall, tile_groups, scratch, many = (
+        blocks.tile_rows,
+        blocks.tile_groups,
+        blocks.scratch_bytes_per_thread,
+        blocks.rows_per_chunk,
+    )
 
     def body(a, thread, threads):
         count, rows, columns = ARGS.count(a), ARGS.rows(a), ARGS.columns(a)
@@ -233,7 +238,10 @@ def add_batched_matmul_step(
         where: Kernel arguments that locate rows and columns of w.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    size, along = make_batched_float_matmul_tiling(w.dtype).scratch_bytes, _choose_longest_broadcast_axis(w, x)
+    size, along = (
+        make_batched_matmul_subroutines_and_tiling(w.dtype).scratch_bytes_per_thread,
+        _choose_longest_broadcast_axis(w, x),
+    )
     words = ARGS(
         table=steps.constant(table).address,
         products=len(table),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.dot_tiles import make_dot_tile_intrinsics
-from .tile_loops import ARGS, GROUP_ROWS, prefetch_section_to_l2
+from .tile_loops import ARGS, GROUP_ROWS, prefetch_section_and_advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class BlockTiling:
         return self.blocks_per_pass * self.block_bytes
 
     @property
-    def scratch_bytes(self) -> int:
+    def scratch_bytes_per_thread(self) -> int:
         """Scratch bytes per thread, for the expanded blocks of a tile and the float32 sums of all tiles of a chunk."""
         tiles = -(-self.rows_per_chunk // self.tile_rows)
         return self.tile_groups * (self.expanded_group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
@@ -77,7 +77,7 @@ def make_expand_and_multiply(blocks: BlockTiling) -> Subroutine:
                 expand(expanded + g * span, at, stride, left - g * GROUP_ROWS, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = select_rows(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
-                coming = prefetch_section_to_l2(coming, tile_groups * GROUP_ROWS * stride, tiles)
+                coming = prefetch_section_and_advance(coming, tile_groups * GROUP_ROWS * stride, tiles)
                 acc = reload(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)

@@ -35,7 +35,7 @@ from .tile_loops import (
     WeightTiling,
     make_grouped_expert_matmul_kernel,
     prefetch_cache_lines_to_l1_and_l2,
-    prefetch_section_to_l2,
+    prefetch_section_and_advance,
 )
 
 VECTOR_BYTES = 4 * LANES
@@ -55,7 +55,7 @@ Fewer rows are read from memory faster; but each row has only one sum, which has
 
 
 @subroutine
-def load_16_f32_weight_columns(p, c, n):
+def load_16_zero_padded_f32_columns(p, c, n):
     """Load 16 columns of a float32 weight row at `p` from column `c` on; lanes past its `n` columns are 0."""
     return load_lanes(p, c, n, 4)
 
@@ -73,7 +73,7 @@ def load_16_bf16_weight_columns_as_f32(p, c, n):
 
 
 LANE_LOADERS = {
-    DType.F32: load_16_f32_weight_columns,
+    DType.F32: load_16_zero_padded_f32_columns,
     DType.F16: load_16_f16_weight_columns_as_f32,
     DType.BF16: load_16_bf16_weight_columns_as_f32,
 }
@@ -157,7 +157,7 @@ def _make_multiply_expanded_rows(
             for i in range(chunk, stop, tile_rows):
                 r = select_rows(slots + 4 * i, stop - i, used, shared, x + 4 * first, pitch)
                 results = select_rows(slots + 4 * i, stop - i, 1, 1, y, step)
-                coming = prefetch_section_to_l2(coming, pass_rows * stride, tiles)
+                coming = prefetch_section_and_advance(coming, pass_rows * stride, tiles)
                 at = expanded
                 for row in range(0, left, some):
                     acc = reload(sums) if first > 0 else zero_sums()
@@ -236,7 +236,7 @@ def multiply_column_major_weights(a, thread, threads):
     return 0
 
 
-def bind_column_major_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def bind_batched_column_major_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of a batched matmul with column-major weights, one matrix of w for each matrix of x.
 
     Return False if the kernel cannot compute it, or if x has more than `MAX_LEFTOVER_ROWS` rows. Then a kernel that

@@ -17,7 +17,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_gated_unit
 from ...compilation.compiler import Kernel
 from ...compilation.kernel_args import declare_args
-from ...compilation.prefetch_distance import find_prefetch_distances
+from ...compilation.prefetch_distance import find_l1_and_l2_prefetch_distances
 from ...simd.vectors import load, load_int, zeros
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.activation_quantisation import (
@@ -30,7 +30,12 @@ from ..packed.format_table import FORMATS, PackedFormat
 from ..vector.elementwise import store_lanes
 from .gated_units import GATED, GATED_OPS, split_gated_unit_operands
 from .moe_matmul import find_or_add_sorted_expert_slots
-from .packed_matmul import compute_weight_strides, find_result_read_forms, has_matmul_kernel, make_packed_weight_tiling
+from .packed_matmul import (
+    compute_weight_strides,
+    find_result_read_forms,
+    has_matmul_kernel,
+    make_packed_matmul_subroutines_and_tiling,
+)
 from .tile_loops import (
     GROUP_ROWS,
     PAIR_ROWS,
@@ -49,7 +54,7 @@ ROUNDING_WORD = ARGS.first_word_index("rounding")
 
 
 @cache
-def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
+def make_quantising_few_row_gated_kernel(form: PackedFormat, kind: str) -> Kernel:
     """Make the kernel of a gated matmul of few rows with packed weights, which also quantises its result.
 
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. A slot is a
@@ -60,7 +65,10 @@ def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
     - `sums`: for each weight, the address of its matmul results before the unit; each slot has `wide` bytes.
     - `rounding`: `ThreadResultTarget.rounding_words`.
     """
-    multiply_unexpanded, unit = make_multiply_unexpanded_rows(make_packed_weight_tiling(form)), GATED[kind]
+    multiply_unexpanded, unit = (
+        make_multiply_unexpanded_rows(make_packed_matmul_subroutines_and_tiling(form)),
+        GATED[kind],
+    )
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -136,23 +144,24 @@ def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
     (kind, *units), first, y = split_gated_unit_operands(call), products[0], call.out
     require_supported(kind in GATED, "the unit has no kernel")
     require_supported(
-        all(has_matmul_kernel(p) and _has_same_activations_and_weight_shape(p, first) for p in products) and y.is_dense,
+        all(has_matmul_kernel(p) and _share_activations_weight_type_and_shape(p, first) for p in products)
+        and y.is_dense,
         "products differ",
     )
     begins = [
-        at for o in units if (at := _find_first_weight_row_address(o, products)) is not None and o.shape == y.shape
+        at for o in units if (at := _find_first_weight_row_of_operand(o, products)) is not None and o.shape == y.shape
     ]
     require_supported(len(begins) == len(units), "operands are not products of whole groups of rows")
     return GatedMatmul([*numbers, unit], products, call, kind, begins)
 
 
-def _fuse_few_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_few_row_packed_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse two matmuls of few rows with packed weights, and the gated unit of their results, into one kernel."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     w, x, row_axes = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
     require_supported(w.dtype in FORMATS, "weights are not packed")
-    max_unexpanded_rows = make_packed_weight_tiling(FORMATS[w.dtype]).max_unexpanded_rows
+    max_unexpanded_rows = make_packed_matmul_subroutines_and_tiling(FORMATS[w.dtype]).max_unexpanded_rows
     require_supported(math.prod(x.shape[:-row_axes]) <= max_unexpanded_rows, "many rows use the expanded weight")
     return FusedBinding(pair.instruction_numbers, partial(_add_few_row_gated_matmul, pair=pair))
 
@@ -175,7 +184,7 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
     count, rows = math.prod(y.shape[:-1]), max(end - start for start, end in pairwise(bounds))
     wide = 4 * -(-rows // GROUP_ROWS) * GROUP_ROWS
     memory = steps.scratch("pair", 2 * count * wide * steps.threads)
-    l1_ahead, l2_ahead = find_prefetch_distances(w.dtype, several=count > slots.expert_count)
+    l1_ahead, l2_ahead = find_l1_and_l2_prefetch_distances(w.dtype, several=count > slots.expert_count)
 
     def make_thread_work(thread: int, to: ThreadResultTarget) -> ThreadWork:
         low, own = bounds[thread], bounds[thread + 1] - bounds[thread]
@@ -204,19 +213,19 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
 
     shares = [None if to is None else make_thread_work(thread, to) for thread, to in enumerate(targets)]
     if is_shared:
-        steps.add_by_columns(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares, [y], bounds)
+        steps.add_by_columns(make_quantising_few_row_gated_kernel(form, pair.unit_kind), shares, [y], bounds)
     else:
-        steps.add_per_thread(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares)
+        steps.add_per_thread(make_quantising_few_row_gated_kernel(form, pair.unit_kind), shares)
     consumers.register_quantised_rows(steps, records)
 
 
-def _has_same_activations_and_weight_shape(product: BoundInstruction, first: BoundInstruction) -> bool:
+def _share_activations_weight_type_and_shape(product: BoundInstruction, first: BoundInstruction) -> bool:
     """Return whether two matmuls have the same activations, and weights of one type and shape."""
     w, v = product.operand(0), first.operand(0)
     return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)
 
 
-def _find_first_weight_row_address(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
+def _find_first_weight_row_of_operand(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
     """Find the address of the first weight row that computes an operand of a gated unit; otherwise return None.
 
     The result is None for two reasons: no matmul of `products` computes the operand, or its rows begin within a group
@@ -230,4 +239,6 @@ def _find_first_weight_row_address(unit: Operand, products: Sequence[BoundInstru
     return None
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = dict.fromkeys(("mul_mat", "mul_mat_id"), (_fuse_few_row_gated_matmul,))
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = dict.fromkeys(
+    ("mul_mat", "mul_mat_id"), (_fuse_few_row_packed_gated_matmul,)
+)

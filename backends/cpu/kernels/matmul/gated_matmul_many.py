@@ -40,11 +40,11 @@ from ..vector.amx_tiles import TileOperation, select_amx_tile_operations, skip_t
 from ..vector.elementwise import store_lanes
 from . import amx_matmul
 from .amx_matmul import count_matrices_expanded_together
-from .amx_weights import AmxWeightType, make_amx_weight_type
+from .amx_weights import AmxBf16WeightType, make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
 from .gated_units import GATED
 from .packed_matmul import compute_weight_strides, find_result_read_forms, make_packed_block_tiling
-from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
+from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_and_advance
 
 VECTOR_BYTES, BLOCK_BYTES = 4 * GROUP_ROWS, 4 * BLOCK_COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is quantised at once."""
@@ -114,7 +114,7 @@ def make_amx_or_int8_method(dtype: DType, kind: str, rounding: int) -> GatedMatm
         make_compute_gated_units_by_int8(FORMATS[dtype], kind),
         choose_one_int8_block_per_call,
         1,
-        blocks.scratch_bytes + blocks.tile_rows * 2 * VECTOR_BYTES,
+        blocks.scratch_bytes_per_thread + blocks.tile_rows * 2 * VECTOR_BYTES,
         blocks.rows_per_chunk,
     )
 
@@ -128,7 +128,7 @@ def choose_one_int8_block_per_call(columns):
     return 1
 
 
-def _make_choose_amx_blocks_per_call(weight: AmxWeightType) -> Subroutine:
+def _make_choose_amx_blocks_per_call(weight: AmxBf16WeightType) -> Subroutine:
     """Make the subroutine that chooses how many blocks of 32 weight rows AMX tiles process per call.
 
     It serves as `GatedMatmulMethod.block_width`. It chooses one block if the activations of a chunk fit into the second
@@ -214,8 +214,8 @@ def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutin
                 expand(expanded + k * span, at, stride, left, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = row_addresses(x + i * pitch + first * record, pitch, stop - i)
-                gate = prefetch_section_to_l2(gate, GROUP_ROWS * stride, parts)
-                up = prefetch_section_to_l2(up, GROUP_ROWS * stride, parts)
+                gate = prefetch_section_and_advance(gate, GROUP_ROWS * stride, parts)
+                up = prefetch_section_and_advance(up, GROUP_ROWS * stride, parts)
                 acc = reload(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -247,7 +247,7 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
 
     - `weights`: the gate weight and the up weight, with `rows` rows each.
     - `step`: bytes from row to row of y; with 0 no float32 is stored.
-    - `scratch`: `compute_gated_matmul_scratch_bytes` for each thread.
+    - `scratch`: `compute_scratch_bytes_per_thread` for each thread.
     - `rounding`: `ThreadResultTarget.rounding_words`.
 
     Args:
@@ -259,7 +259,7 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
     compute_units, block_width, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
     begin, end = variant.begin, variant.end
     own = variant.unit_scratch_bytes
-    passing, scratch = compute_padded_gated_unit_row_bytes(variant), compute_gated_matmul_scratch_bytes(variant)
+    passing, scratch = compute_padded_gated_unit_row_bytes(variant), compute_scratch_bytes_per_thread(variant)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
@@ -311,7 +311,7 @@ def compute_padded_gated_unit_row_bytes(variant: GatedMatmulMethod) -> int:
     return variant.max_block_width * BLOCK_BYTES + 64
 
 
-def compute_gated_matmul_scratch_bytes(variant: GatedMatmulMethod) -> int:
+def compute_scratch_bytes_per_thread(variant: GatedMatmulMethod) -> int:
     """Return the scratch bytes of a thread in a gated matmul of many rows.
 
     The scratch has the memory of the variant, and a row of gated units for each activation row of a chunk.
@@ -348,9 +348,11 @@ def _add_many_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> No
     q = find_or_add_quantised_activations(steps, x, rounding, for_all=is_shared)[0]
     records = consumers.make_quantised_row_memory_per_thread(steps, shared=True)
     to = consumers.make_thread_target(
-        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_row_per_thread(steps)[0], records[0]
+        pair.unit.out if consumers.needs_floats else None,
+        consumers.view_thread_row_as_result_rows(steps)[0],
+        records[0],
     )
-    nbytes = compute_gated_matmul_scratch_bytes(make_amx_or_int8_method(w.dtype, pair.unit_kind, rounding))
+    nbytes = compute_scratch_bytes_per_thread(make_amx_or_int8_method(w.dtype, pair.unit_kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
     def make_thread_work(tickets: int) -> ThreadWork:

@@ -20,7 +20,7 @@ from .packed_matmul import find_result_read_forms
 
 
 @cache
-def make_gated_moe_matmul_kernel(dtype: DType, kind: str) -> Kernel:
+def make_many_row_gated_moe_kernel(dtype: DType, kind: str) -> Kernel:
     """Make the AMX kernel of a gated MoE matmul of many rows.
 
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. A slot is a
@@ -39,21 +39,23 @@ def _fuse_gated_moe_matmul(flow: Dataflow, number: int) -> FusedBinding:
         first.op == "mul_mat_id" and amx_matmul.choose_activation_rounding_kind(first) in TERMS_BY_KIND,
         "few rows use the unexpanded weight",
     )
-    return FusedBinding(pair.instruction_numbers, partial(_add_gated_moe_matmul, pair=pair))
+    return FusedBinding(pair.instruction_numbers, partial(_add_many_row_gated_moe, pair=pair))
 
 
-def _add_gated_moe_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
+def _add_many_row_gated_moe(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated MoE matmul of many rows."""
     first, consumers = pair.matmuls[0], find_result_read_forms(steps, pair.unit)
     kernel, slots = (
-        make_gated_moe_matmul_kernel(first.operand(0).dtype, pair.unit_kind),
+        make_many_row_gated_moe_kernel(first.operand(0).dtype, pair.unit_kind),
         find_or_add_sorted_expert_slots(steps, first),
     )
     records = consumers.make_quantised_row_memory_per_thread(steps, shared=True)
     to = consumers.make_thread_target(
-        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_row_per_thread(steps)[0], records[0]
+        pair.unit.out if consumers.needs_floats else None,
+        consumers.view_thread_row_as_result_rows(steps)[0],
+        records[0],
     )
-    amx_moe.add_amx_moe_matmul_step(steps, kernel, pair.matmuls, pair.weight_addresses, slots, to)
+    amx_moe.add_amx_moe_products_step(steps, kernel, pair.matmuls, pair.weight_addresses, slots, to)
     consumers.register_quantised_rows(steps, records)
 
 

@@ -65,7 +65,7 @@ def split_gated_unit_operands(call: BoundInstruction) -> tuple[str, Operand, Ope
     return str(call.attrs["kind"]), first, second
 
 
-def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_and_quantise_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of a gated unit, which also quantises its result for packed matmuls.
 
     Return False if no kernel can compute it.
@@ -88,7 +88,7 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
     (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_read_forms(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):
         return False
-    bounds = steps.find_column_bounds(sources)
+    bounds = steps.find_column_bounds_written_since_barrier(sources)
     shares_columns = bounds is None and steps.threads > 1 and consumers.rows == 1
     splits_block = bounds is not None and (bounds[-1] != consumers.columns or any(b % BLOCK_COLUMNS for b in bounds))
     if shares_columns or splits_block or _make_gated_unit_thread_work(sources, ThreadResultTarget(y, [y])) is None:
@@ -127,4 +127,4 @@ def _make_gated_unit_thread_work(sources: Sequence[Operand], to: ThreadResultTar
 
 
 GATED_OPS = ("glu", *GATED)
-BINDINGS: Mapping[str, InstructionBinder] = dict.fromkeys(GATED_OPS, _bind_gated_unit)
+BINDINGS: Mapping[str, InstructionBinder] = dict.fromkeys(GATED_OPS, _bind_and_quantise_gated_unit)

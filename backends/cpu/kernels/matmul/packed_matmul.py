@@ -50,7 +50,7 @@ BLOCKS_PER_PASS, ROWS_PER_CHUNK = 3 * UNIT_BLOCKS, 256
 EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
-def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
+def make_load_code_pair_of_blocks(form: PackedFormat) -> Subroutine:
     """Make the subroutine ``(p, h, q, k) -> (codes, codes)`` that loads the weight codes of two packed blocks.
 
     `p` and `h` are the addresses of the first block in the two planes of codes, `q` and `k` of the second block.
@@ -80,7 +80,7 @@ def make_expand_packed_to_codes_and_scales(form: PackedFormat) -> Subroutine:
         form.zero_point == 0,
         form.blocks_per_load,
         form.load_codes,
-        make_load_codes_of_two_blocks(form),
+        make_load_code_pair_of_blocks(form),
     )
 
     @subroutine
@@ -216,7 +216,7 @@ def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTil
         form.load_codes,
         form.load_scales,
         form.load_biases,
-        make_load_codes_of_two_blocks(form),
+        make_load_code_pair_of_blocks(form),
     )
     of_first, of_second = form.plane_bytes
     if groups == 1 and form.blocks_per_load == 2:
@@ -248,7 +248,7 @@ def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_
     It is a result of `WeightTiling.make_few_rows`. The weights are not expanded: codes are unpacked once for all rows
     and stay in registers. Each activation load serves all groups, because loads take longer than products here.
     """
-    rows = make_dot_tile_intrinsics(row_count, group_count, form.code_properties)
+    rows = make_dot_tile_intrinsics(row_count, group_count, form.dot_product_code_properties)
     nbytes, (of_first, of_second) = form.packed_block_bytes, form.plane_bytes
     step = form.blocks_per_load if group_count == 1 else 1
     zeros, store_rows, multiply_block = (
@@ -285,7 +285,7 @@ def make_packed_block_tiling(form: PackedFormat) -> BlockTiling:
     broadcast from memory more slowly than they multiply.
     """
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
-    some = make_dot_tile_intrinsics(rows, groups, form.code_properties)
+    some = make_dot_tile_intrinsics(rows, groups, form.dot_product_code_properties)
     add = (make_add_expanded_block_products_of_two_groups if groups == 2 else make_add_expanded_block_products)(
         form, some
     )
@@ -303,7 +303,7 @@ def make_packed_block_tiling(form: PackedFormat) -> BlockTiling:
 
 
 @cache
-def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
+def make_packed_matmul_subroutines_and_tiling(form: PackedFormat) -> WeightTiling:
     """Make the subroutines and tile sizes of matmuls with a packed weight type."""
     blocks = make_packed_block_tiling(form)
     return WeightTiling(
@@ -312,7 +312,7 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
         rows_per_chunk=blocks.rows_per_chunk,
         max_leftover_rows=2,
         max_unexpanded_rows=form.max_unexpanded_rows,
-        scratch_bytes=blocks.scratch_bytes,
+        scratch_bytes=blocks.scratch_bytes_per_thread,
         multiply_expanded=make_expand_and_multiply(blocks),
         make_few_rows=partial(make_multiply_few_activation_rows, form, 1),
         make_few_rows_of_two=partial(make_multiply_few_activation_rows, form, 2) if blocks.tile_groups == 2 else None,
@@ -322,13 +322,15 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
 @cache
 def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
     """Make the matmul kernel of a packed weight type."""
-    return make_grouped_expert_matmul_kernel(f"packed_matmul.multiply.{form.dtype}", make_packed_weight_tiling(form))
+    return make_grouped_expert_matmul_kernel(
+        f"packed_matmul.multiply.{form.dtype}", make_packed_matmul_subroutines_and_tiling(form)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def make_whole_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
+def make_memory_for_redundant_results(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
     """Return memory for a copy of a result for each thread, so that every thread computes the whole result.
 
     Then no barrier is needed before the matmuls that read it. The result is None if an op other than a matmul reads it,
@@ -415,7 +417,7 @@ def bind_matmul_of_any_weight_type(steps: StepTableBuilder, call: BoundInstructi
             steps,
             call,
             make_packed_matmul_kernel(form),
-            make_packed_weight_tiling(form),
+            make_packed_matmul_subroutines_and_tiling(form),
             *compute_weight_strides(w),
             q,
             pitch,
@@ -440,7 +442,7 @@ def _bind_mul_mat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if has_matmul_kernel(call):
         bind_matmul_of_any_weight_type(steps, call, make_single_expert_slots(steps, call.operand(1)))
         return True
-    return float_matmul.bind_column_major_matmul(steps, call) or batched_matmul.bind_batched_matmul(steps, call)
+    return float_matmul.bind_batched_column_major_matmul(steps, call) or batched_matmul.bind_batched_matmul(steps, call)
 
 
 BINDINGS = {"mul_mat": _bind_mul_mat}

@@ -18,7 +18,7 @@ import numpy as np
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
-from ...compilation.prefetch_distance import find_prefetch_distances
+from ...compilation.prefetch_distance import find_l1_and_l2_prefetch_distances
 from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
 from ...steps.partition import compute_even_bounds
@@ -101,7 +101,7 @@ def prefetch_cache_lines_to_l1_and_l2(p, lines, l1_ahead, l2_ahead):
 
 
 @subroutine
-def prefetch_section_to_l2(p, nbytes, parts):
+def prefetch_section_and_advance(p, nbytes, parts):
     """Prefetch one of `parts` sections of `nbytes` bytes, from `p` on, to the L2 cache; return the address after it.
 
     It prefetches one cache line more than fits into the section.
@@ -325,7 +325,9 @@ def add_grouped_expert_matmul_step(
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {tiling.scratch_bytes}", tiling.scratch_bytes * steps.threads)
-    l1_ahead, l2_ahead = find_prefetch_distances(w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count)
+    l1_ahead, l2_ahead = find_l1_and_l2_prefetch_distances(
+        w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count
+    )
 
     def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
         mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]

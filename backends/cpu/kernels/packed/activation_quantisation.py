@@ -24,7 +24,7 @@ from ....base import Tensor
 from ....fusion.operands import Operand
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.bf16_pairs import store_bf16
+from ...simd.bf16_pairs import store_two_vectors_as_bf16
 from ...simd.bf16_terms import make_split_and_store_ordered_bf16_terms
 from ...simd.dot_tiles import (
     ONE_AND_A_HALF,
@@ -151,7 +151,7 @@ def quantise_block_to_targets(a, at, i, b, x):
             load_argument_word(a, at + 3 + 3 * k),
         )
         if kind == TILED_KIND:
-            store_bf16(
+            store_two_vectors_as_bf16(
                 to + i // PANEL_ROWS * pitch + (b * PANEL_ROWS + i % PANEL_ROWS) * TILE_ROW_BYTES,
                 load(x),
                 load(x + 64),
@@ -192,13 +192,13 @@ def find_or_add_quantised_activations(
         return records
     rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {kind}"
     nbytes, own = compute_quantised_activation_bytes(rows, columns, kind), steps.find_per_thread_values(x)
-    bounds = steps.find_column_bounds([x])
+    bounds = steps.find_column_bounds_written_since_barrier([x])
     if bounds is not None and (rows > 1 or any(b % BLOCK_COLUMNS for b in bounds)):
         bounds = None
     if own is not None or (for_all and bounds is None and steps.is_cheap_to_repeat_per_thread([x])):
         records = steps.take_private_memory(name, nbytes)
         parts = [
-            _make_quantise_work(o, to, rows, kind, 0, columns)
+            _make_quantise_columns_work(o, to, rows, kind, 0, columns)
             for o, to in zip(own or [x] * len(records), records, strict=True)
         ]
         steps.add_per_thread(quantise_activation_rows, parts)
@@ -206,17 +206,18 @@ def find_or_add_quantised_activations(
         records = [steps.scratch(name, nbytes)] * steps.threads
         bounds = bounds or compute_even_bounds(columns, BLOCK_COLUMNS, steps.threads)
         steps.add_per_thread(
-            quantise_activation_rows, [_make_quantise_work(x, records[0], 1, kind, *pair) for pair in pairwise(bounds)]
+            quantise_activation_rows,
+            [_make_quantise_columns_work(x, records[0], 1, kind, *pair) for pair in pairwise(bounds)],
         )
     else:
         records = [steps.scratch(name, nbytes)] * steps.threads
-        share = _make_quantise_work(x, records[0], rows, kind, 0, columns)
+        share = _make_quantise_columns_work(x, records[0], rows, kind, 0, columns)
         steps.add(quantise_activation_rows, share.words, reads=share.reads, writes=share.writes)
     steps.register_derived_operands(key, records, [x])
     return records
 
 
-def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> ThreadWork:
+def _make_quantise_columns_work(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> ThreadWork:
     """Make the work of one thread: quantise columns `first` to `last` of the rows of `x` to `to`.
 
     With several rows, the range must be all columns.
@@ -333,7 +334,7 @@ class ResultReadForms:
         An entry is None for a thread without columns.
         """
         targets: list[ThreadResultTarget | None] = []
-        axis, places = len(self.value.shape) - 1, self.make_scratch_row_per_thread(steps)
+        axis, places = len(self.value.shape) - 1, self.view_thread_row_as_result_rows(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
             some = [
                 self._slice_quantised_columns(o, kind, first, last)
@@ -352,7 +353,7 @@ class ResultReadForms:
         skipped, width = (compute_quantised_activation_bytes(1, n, kind) // 4 for n in (first, last - first))
         return record.slice_axis(1, skipped, width)
 
-    def make_scratch_row_per_thread(self, steps: StepTableBuilder) -> Sequence[Operand]:
+    def view_thread_row_as_result_rows(self, steps: StepTableBuilder) -> Sequence[Operand]:
         """Make scratch memory of one float32 row for each thread, viewed as all rows of the result.
 
         The stride from row to row is 0, so that all rows use this memory one after the other.

@@ -14,7 +14,7 @@ from ...simd.vectors import (
     load_f16,
     load_four,
     load_ints,
-    load_u8_lanes,
+    load_u8_as_int32_lanes,
     load_u16_lanes,
     mul,
     mul_int,
@@ -29,7 +29,7 @@ from ...simd.vectors import (
 )
 from .code_books import CodeBook, CodeBookLoaders, make_signed_code_book_loaders
 from .iq1_codes import IQ1_ZERO, convert_iq1_file_to_kernel_number, make_iq1_code_book_loaders
-from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_load_zero_point_biases
+from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_load_negative_zero_point_biases
 
 IQ2_MAGNITUDES, IQ3_XXS_MAGNITUDES = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
@@ -37,7 +37,7 @@ IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
 
 
 @subroutine
-def spread_7_bit_signs_to_bytes(four):
+def spread_7_bit_fields_to_bytes(four):
     """Move four adjacent 7-bit fields of sign bits to the low 7 bits of the four bytes of a 32-bit number.
 
     The four bits above the fields become the top bits of the bytes.
@@ -70,11 +70,11 @@ def pack_iq2_xxs_codes(row, b, first, second, lane):
     It serves as `PackedFormat.pack_codes`. The top bits of the sign bytes hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
-    store_int(first + 64 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 6 + 8 * b)))
+    store_int(first + 64 + 4 * lane, spread_7_bit_fields_to_bytes(load_four(row + 6 + 8 * b)))
 
 
 @subroutine
-def pack_iq2_xs_codes(row, b, first, second, lane):
+def pack_32_iq2_xs_codes(row, b, first, second, lane):
     """Pack the IQ2_XS codes of 32 columns of one row: the low bytes of four code book indices, then four sign bytes.
 
     It is a `PackedFormat.pack_codes`. The top bit of each byte of signs is the high bit of an index.
@@ -93,14 +93,14 @@ def pack_iq2_s_codes(row, b, first, second, lane):
 
 
 @subroutine
-def pack_iq3_xxs_codes(row, b, first, second, lane):
+def pack_iq3_xxs_indices_and_signs(row, b, first, second, lane):
     """Pack the IQ3_XXS codes of 32 columns of one row: eight code book indices, then four sign bytes.
 
     It serves as `PackedFormat.pack_codes`. The top bits of the sign bytes hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
-    store_int(first + 128 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 66 + 4 * b)))
+    store_int(first + 128 + 4 * lane, spread_7_bit_fields_to_bytes(load_four(row + 66 + 4 * b)))
 
 
 @subroutine
@@ -186,7 +186,7 @@ def load_iq2_half_block_scales(p, b):
 
     It is a `PackedFormat.load_scales`.
     """
-    both, d = load_u8_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
+    both, d = load_u8_as_int32_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
     return mul(d, compute_odd_scale_factor(and_int(both, splat_int(15)))), mul(
         d, compute_odd_scale_factor(shift_right(both, splat_int(4)))
     )
@@ -194,7 +194,7 @@ def load_iq2_half_block_scales(p, b):
 
 @subroutine
 def load_iq3_s_scales(p, b):
-    small = and_int(shift_right(load_u8_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4)), splat_int(15))
+    small = and_int(shift_right(load_u8_as_int32_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4)), splat_int(15))
     d = mul(load_f16(p + 64), compute_odd_scale_factor(small))
     return d, d
 
@@ -260,7 +260,7 @@ def _make_code_book_format(
         pack_scales,
         loaders.load_one_block,
         load_scales,
-        make_load_zero_point_biases(load_scales, zero_point),
+        make_load_negative_zero_point_biases(load_scales, zero_point),
         zero_point,
         has_half_block_scales,
         2 * zero_point,
@@ -308,7 +308,7 @@ GRID_FORMATS = (
     _make_code_book_format(
         DType.IQ2_XS,
         128,
-        pack_iq2_xs_codes,
+        pack_32_iq2_xs_codes,
         make_signed_code_book_loaders(IQ2_XS_BOOK, 1, has_even_signs=True, has_index_bits=True),
         _make_pack_small_scales_and_f16(66, 8),
         load_iq2_half_block_scales,
@@ -328,7 +328,7 @@ GRID_FORMATS = (
     _make_code_book_format(
         DType.IQ3_XXS,
         192,
-        pack_iq3_xxs_codes,
+        pack_iq3_xxs_indices_and_signs,
         make_signed_code_book_loaders(IQ3_XXS_BOOK, 2, has_even_signs=True),
         pack_f16_scale_only,
         _make_load_scales_among_signs(192, 128, 0.25),

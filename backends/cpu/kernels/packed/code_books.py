@@ -27,7 +27,7 @@ from ...simd import vectors as simd
 from ...simd.byte_vectors import BIT_MATRIX_INSTRUCTIONS, apply_instruction_per_register, find_supported_instruction
 from ...simd.dot_tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors_into_array
 from ...simd.vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
-from ...target_cpu import find_target_features
+from ...target_cpu import find_features_of_compile_target
 
 _B, _I = llvm_type(BYTES), llvm_type(INTS)
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -55,7 +55,7 @@ class CodeBook:
     magnitudes: tuple[int, ...]
     zero: int
 
-    def load_entry_levels(self) -> np.ndarray:
+    def load_entries_as_levels(self) -> np.ndarray:
         """Load the entries of the code book as levels: int [entries, columns of an entry].
 
         A level is the position of a number in `magnitudes`.
@@ -68,7 +68,7 @@ class CodeBook:
         A level is the position of a number in `magnitudes`. It has 2 bits in entries of 8 columns, and 4 bits in
         entries of 4 columns.
         """
-        levels = self.load_entry_levels()
+        levels = self.load_entries_as_levels()
         width = 16 // levels.shape[1]
         words = (levels << width * np.arange(levels.shape[1], dtype=np.uint16)).sum(1).astype("<u2")
         return np.ascontiguousarray(words.view(np.uint8).reshape(-1, 2).T)
@@ -76,7 +76,7 @@ class CodeBook:
 
 def has_128_byte_permutes() -> bool:
     """Return whether the processor can look bytes up in tables of 128 bytes in registers (AVX-512 VBMI)."""
-    return bool(find_target_features().get("avx512vbmi"))
+    return bool(find_features_of_compile_target().get("avx512vbmi"))
 
 
 # ------------------------------------------------------------------------------------------------- building blocks
@@ -91,7 +91,7 @@ def emit_load(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
     return b.load(b.bitcast(pointer, kind.as_pointer()), align=1)
 
 
-def emit_load_with_zero_extension(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
+def emit_load_16_extended_to_i32(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
     """Emit code that loads 16 unsigned numbers of type `element`, and extends each with zeros to a 32-bit lane."""
     return b.zext(emit_load(b, address, offset, ir.VectorType(element, LANES)), _I)
 
@@ -136,7 +136,7 @@ def emit_even_parity_bit(b: Any, signs: Any) -> Any:
     The old bit 7 is ignored.
     """
     known = find_supported_instruction(BIT_MATRIX_INSTRUCTIONS)
-    if find_target_features().get("gfni") and known is not None:
+    if find_features_of_compile_target().get("gfni") and known is not None:
         name, size = known
         rows = [0x7F, *(1 << bit for bit in reversed(range(7)))]
         matrix = ir.Constant(ir.VectorType(_i8, size), rows * (size // 8))
@@ -168,7 +168,7 @@ def _emit_signed_codes(b: Any, book: CodeBook, level: Any, signs: Any, j: int, w
     return simd.emit_llvm_call(b, PERMUTE_ONE, _B, _make_signed_code_table(book, width), chosen)
 
 
-def emit_levels_of_8_columns_as_bytes(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
+def emit_2_bit_levels_as_bytes(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
     """Emit code that unpacks the 2-bit levels of entries of 8 columns: each level moves to a byte of its own.
 
     In `both`, the two packed bytes of an entry are in two vectors. In the result a level begins at bit `low_bit`.
@@ -181,7 +181,7 @@ def _emit_lookup_of_8_column_entries(
 ) -> list[list[Any]]:
     """Emit code that looks indices up in a code book with entries of 8 columns; return vectors of levels by block."""
     halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_levels_into_two_bytes()]
-    return [emit_levels_of_8_columns_as_bytes(b, both, 0) for both in zip(*halves, strict=True)]
+    return [emit_2_bit_levels_as_bytes(b, both, 0) for both in zip(*halves, strict=True)]
 
 
 def _emit_lookup_of_4_column_entries(
@@ -280,7 +280,7 @@ class CodeBookLoaders:
     load_two_blocks: Intrinsic
 
 
-def make_code_book_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> CodeBookLoaders:
+def make_one_and_two_block_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> CodeBookLoaders:
     """Make the loaders of one block and of two blocks from a function that emits the code for any number of blocks.
 
     ``emit_codes(b, addresses)`` returns the vectors of codes at each address.
@@ -322,7 +322,7 @@ def make_signed_code_book_loaders(
     def load_bits(b: Any, p: Any, v: int, index: Any) -> list[Any]:
         bits = [emit_bit_test_per_byte(b, index, 7)]
         if high_bits:
-            high = b.bitcast(emit_load_with_zero_extension(b, p, bits_offset, _i8), _B)
+            high = b.bitcast(emit_load_16_extended_to_i32(b, p, bits_offset, _i8), _B)
             spread = emit_fields_of_each_lane_as_4_bytes(b, high, 4 * v * high_bits, high_bits)
             bits += [emit_bit_test_per_byte(b, spread, bit) for bit in range(high_bits)]
         return [*bits, emit_bit_test_per_byte(b, emit_load(b, p, signs_offset), 7)] if has_index_bits else bits
@@ -348,15 +348,17 @@ def make_signed_code_book_loaders(
             for i in range(4)
         ]
         if high_bits:
-            high = emit_load_with_zero_extension(b, p, bits_offset, _i8)
+            high = emit_load_16_extended_to_i32(b, p, bits_offset, _i8)
             lanes = [b.or_(x, emit_index_high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
         if has_index_bits:
             stored = emit_load(b, p, signs_offset, _I)
             lanes = [b.or_(x, emit_index_high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
-        found = emit_gather_of_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_entry_levels()], lanes)
+        found = emit_gather_of_codes(
+            b, book, book.zero + np.array(book.magnitudes)[book.load_entries_as_levels()], lanes
+        )
         signs = load_signs(b, p)
         return [_emit_negation_of_codes(b, book, x, signs, j) for j, x in enumerate(found)]
 
-    return make_code_book_loaders(
+    return make_one_and_two_block_loaders(
         lambda b, addresses: permute(b, addresses) if has_128_byte_permutes() else [gather_one(b, p) for p in addresses]
     )

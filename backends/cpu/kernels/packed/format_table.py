@@ -20,7 +20,7 @@ import numpy as np
 from .....graph.dtypes import DType
 from .....ops.block_layouts import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.byte_vectors import make_16_byte_lookup_table
+from ...simd.byte_vectors import make_repeated_16_byte_lookup_table
 from ...simd.dot_tiles import make_bit_plane_code_loader
 from ...simd.vectors import (
     Intrinsic,
@@ -28,12 +28,12 @@ from ...simd.vectors import (
     bits_to_float,
     bytes_as_floats,
     fma,
+    load_16_i8_as_i32,
     load_byte,
     load_f16,
     load_four,
-    load_i8_lanes,
     load_ints,
-    load_u8_lanes,
+    load_u8_as_int32_lanes,
     mul,
     next_bytes_as_floats,
     or_int,
@@ -70,7 +70,7 @@ __all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedForma
 
 
 @subroutine
-def unpack_four_4_bit_codes_of_32(row, c, head, nbytes):
+def unpack_codes_of_four_columns(row, c, head, nbytes):
     """Unpack the 4-bit codes of four columns of a 32-column block. The low nibbles are the first 16 columns.
 
     `head` is the bytes of a file block before the codes, `nbytes` the bytes of a file block.
@@ -90,22 +90,22 @@ def unpack_four_fifth_bits(row, c, head, nbytes):
 
 @subroutine
 def load_q4_0_codes(row, c):
-    return unpack_four_4_bit_codes_of_32(row, c, 2, 18)
+    return unpack_codes_of_four_columns(row, c, 2, 18)
 
 
 @subroutine
 def load_q4_1_codes(row, c):
-    return unpack_four_4_bit_codes_of_32(row, c, 4, 20)
+    return unpack_codes_of_four_columns(row, c, 4, 20)
 
 
 @subroutine
 def load_q5_0_codes(row, c):
-    return unpack_four_4_bit_codes_of_32(row, c, 6, 22) | unpack_four_fifth_bits(row, c, 2, 22)
+    return unpack_codes_of_four_columns(row, c, 6, 22) | unpack_four_fifth_bits(row, c, 2, 22)
 
 
 @subroutine
 def load_q5_1_codes(row, c):
-    return unpack_four_4_bit_codes_of_32(row, c, 8, 24) | unpack_four_fifth_bits(row, c, 4, 24)
+    return unpack_codes_of_four_columns(row, c, 8, 24) | unpack_four_fifth_bits(row, c, 4, 24)
 
 
 @subroutine
@@ -115,7 +115,7 @@ def load_q8_0_codes(row, c):
 
 @subroutine
 def load_mxfp4_codes(row, c):
-    return unpack_four_4_bit_codes_of_32(row, c, 1, 17)
+    return unpack_codes_of_four_columns(row, c, 1, 17)
 
 
 def _make_pack_scale_and_bias(nbytes: int) -> Subroutine:
@@ -154,14 +154,14 @@ def load_halved_mxfp4_scales(p, b):
 
     They are halved because the code book holds doubled values. The two smallest results are subnormal floats.
     """
-    e = load_u8_lanes(p + 16 * b)
+    e = load_u8_as_int32_lanes(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
     d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
     return d, d
 
 
 @subroutine
-def unpack_four_nvfp4_codes(row, c):
+def unpack_four_unscaled_nvfp4_codes(row, c):
     """Unpack the NVFP4 codes of four columns; 16 columns are in 8 bytes, and low nibbles are the first 8 columns."""
     return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
 
@@ -185,7 +185,9 @@ def e4m3_to_halved_f32(e):
 
 @subroutine
 def load_nvfp4_scales(p, b):
-    return e4m3_to_halved_f32(load_u8_lanes(p + 32 * b)), e4m3_to_halved_f32(load_u8_lanes(p + 32 * b + 16))
+    return e4m3_to_halved_f32(load_u8_as_int32_lanes(p + 32 * b)), e4m3_to_halved_f32(
+        load_u8_as_int32_lanes(p + 32 * b + 16)
+    )
 
 
 # --------------------------------------------------------------------------------------------- code books of 16
@@ -199,7 +201,7 @@ def _make_code_book_decoder(values: np.ndarray) -> tuple[Intrinsic, int, int]:
     """
     zero = -int(values.min())
     return (
-        make_bit_plane_code_loader((4,), table=make_16_byte_lookup_table([int(v) + zero for v in values])),
+        make_bit_plane_code_loader((4,), table=make_repeated_16_byte_lookup_table([int(v) + zero for v in values])),
         zero,
         int(values.max()) + zero,
     )
@@ -256,7 +258,7 @@ def unpack_four_q6_k_codes(row, c):
 
 @subroutine
 def load_iq4_xs_codes(row, c):
-    return unpack_four_4_bit_codes_of_32(row + 8, c, 0, 16)
+    return unpack_codes_of_four_columns(row + 8, c, 0, 16)
 
 
 @subroutine
@@ -294,15 +296,15 @@ def pack_q45_k_scales_and_minima(row, to, lane, s):
 @subroutine
 def load_high_bits_of_k_scale_and_minimum(at, j):
     """Load the high bits of block `j` of Q4_K or Q5_K: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
-    return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
+    return shift_right(load_u8_as_int32_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
 @subroutine
-def load_q45_k_scales(p, b):
+def load_q45_k_scales_without_minima(p, b):
     """Load the Q4_K or Q5_K scales of 32 columns of 16 rows, without minima.
 
     A scale is the product of the 6-bit scale of the 32 columns and the float16 scale of 256 columns."""
-    low = and_int(load_u8_lanes(p + 16 * b), splat_int(15))
+    low = and_int(load_u8_as_int32_lanes(p + 16 * b), splat_int(15))
     high = and_int(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(3))
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
@@ -311,7 +313,7 @@ def load_q45_k_scales(p, b):
 @subroutine
 def load_q45_k_biases(p, b):
     """Load the Q4_K or Q5_K biases of a block: minus the 6-bit minimum, times the second float16 of 256 columns."""
-    low, four = shift_right(load_u8_lanes(p + 16 * b), splat_int(4)), splat_int(4)
+    low, four = shift_right(load_u8_as_int32_lanes(p + 16 * b), splat_int(4)), splat_int(4)
     high = and_int(shift_right(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
     return m, m
@@ -329,7 +331,10 @@ def pack_q2_k_scales(row, to, lane, s):
 def load_q2_k_scales(p, b):
     j, four = 2 * b, splat_int(15)
     d = load_f16(p + 256)
-    first, second = and_int(load_u8_lanes(p + 16 * j), four), and_int(load_u8_lanes(p + 16 * j + 16), four)
+    first, second = (
+        and_int(load_u8_as_int32_lanes(p + 16 * j), four),
+        and_int(load_u8_as_int32_lanes(p + 16 * j + 16), four),
+    )
     return mul(d, to_float(first)), mul(d, to_float(second))
 
 
@@ -337,12 +342,15 @@ def load_q2_k_scales(p, b):
 def load_q2_k_biases(p, b):
     j, four = 2 * b, splat_int(4)
     m = mul(load_f16(p + 288), splat(-1.0))
-    first, second = shift_right(load_u8_lanes(p + 16 * j), four), shift_right(load_u8_lanes(p + 16 * j + 16), four)
+    first, second = (
+        shift_right(load_u8_as_int32_lanes(p + 16 * j), four),
+        shift_right(load_u8_as_int32_lanes(p + 16 * j + 16), four),
+    )
     return mul(m, to_float(first)), mul(m, to_float(second))
 
 
 @subroutine
-def pack_q3_k_scales(row, to, lane, s):
+def pack_q3_k_scales_and_f16(row, to, lane, s):
     """Pack the 6-bit scales and the float16 of a Q3_K file block, in the lane of the row.
 
     Scales j and j + 8 share a byte for their low nibbles. Scales j, j + 4, j + 8 and j + 12 share a byte for their high
@@ -356,7 +364,7 @@ def pack_q3_k_scales(row, to, lane, s):
 
 
 @subroutine
-def load_q3_k_scales(p, b):
+def load_16_row_q3_k_scales(p, b):
     """Load the Q3_K scales of 32 columns of 16 rows: two vectors, for the first and the last 16 columns.
 
     A scale is ``d * (stored - 32)``, with a stored 6-bit number and the float16 d. It is computed as
@@ -382,8 +390,8 @@ def pack_q6_k_scales(row, to, lane, s):
 def load_q6_k_scales(p, b):
     j = 2 * b
     whole = load_f16(p + 256)
-    d = mul(whole, to_float(load_i8_lanes(p + 16 * j)))
-    e = mul(whole, to_float(load_i8_lanes(p + 16 * j + 16)))
+    d = mul(whole, to_float(load_16_i8_as_i32(p + 16 * j)))
+    e = mul(whole, to_float(load_16_i8_as_i32(p + 16 * j + 16)))
     return d, e
 
 
@@ -398,8 +406,8 @@ def pack_iq4_xs_scales(row, to, lane, s):
 
 @subroutine
 def load_iq4_xs_scales(p, b):
-    low = shift_right(load_u8_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4))
-    high = shift_right(load_u8_lanes(p + 64 + 16 * (b // 4)), splat_int(b % 4 * 2))
+    low = shift_right(load_u8_as_int32_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4))
+    high = shift_right(load_u8_as_int32_lanes(p + 64 + 16 * (b // 4)), splat_int(b % 4 * 2))
     whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
     d = mul(load_f16(p + 96), to_float(sub_int(whole, splat_int(32))))
     return d, d
@@ -421,20 +429,30 @@ _ALL_FORMATS = (
     _format_with_fp4_codes(
         DType.NVFP4,
         (4,),
-        unpack_four_nvfp4_codes,
+        unpack_four_unscaled_nvfp4_codes,
         pack_nvfp4_scales,
         load_nvfp4_scales,
         FP4_ZERO_POINT,
         has_half_block_scales=True,
     ),
     make_bitplane_format(
-        DType.Q4_K, (4,), load_q4_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
+        DType.Q4_K,
+        (4,),
+        load_q4_k_codes,
+        pack_q45_k_scales_and_minima,
+        load_q45_k_scales_without_minima,
+        load_q45_k_biases,
     ),
     make_bitplane_format(
-        DType.Q5_K, (4, 1), load_q5_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
+        DType.Q5_K,
+        (4, 1),
+        load_q5_k_codes,
+        pack_q45_k_scales_and_minima,
+        load_q45_k_scales_without_minima,
+        load_q45_k_biases,
     ),
     format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, pack_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
-    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales, load_q3_k_scales, 4),
+    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales_and_f16, load_16_row_q3_k_scales, 4),
     format_with_half_scales(DType.Q6_K, (4, 2), unpack_four_q6_k_codes, pack_q6_k_scales, load_q6_k_scales, 32),
     _format_with_iq4_codes(
         DType.IQ4_NL, (4,), load_q4_0_codes, make_pack_f16_scale(18), load_one_scale, IQ4_NL_ZERO_POINT

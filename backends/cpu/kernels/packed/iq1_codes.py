@@ -24,6 +24,7 @@ from .code_books import (
     VECTOR_BYTES,
     CodeBook,
     CodeBookLoaders,
+    emit_2_bit_levels_as_bytes,
     emit_bit_test_per_byte,
     emit_byte_of_each_lane,
     emit_byte_table_lookup,
@@ -31,11 +32,10 @@ from .code_books import (
     emit_fields_of_each_lane_as_4_bytes,
     emit_gather_of_codes,
     emit_index_high_bits,
-    emit_levels_of_8_columns_as_bytes,
     emit_load,
-    emit_load_with_zero_extension,
+    emit_load_16_extended_to_i32,
     has_128_byte_permutes,
-    make_code_book_loaders,
+    make_one_and_two_block_loaders,
 )
 
 _B, _i16, _i64 = llvm_type(BYTES), ir.IntType(16), ir.IntType(64)
@@ -120,12 +120,12 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
     of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
 
     def permute_shifts(b: Any, p: Any) -> list[Any]:
-        positive = b.bitcast(b.not_(emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16)), _B)
+        positive = b.bitcast(b.not_(emit_load_16_extended_to_i32(b, p, VECTOR_BYTES, _i16)), _B)
         return [b.and_(emit_fields_of_each_lane_as_4_bytes(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
         indices = [emit_load(b, p, 0) for p in addresses]
-        high = [b.bitcast(emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
+        high = [b.bitcast(emit_load_16_extended_to_i32(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
         high = [emit_fields_of_each_lane_as_4_bytes(b, x, -4, bits) for x in high]
         set_bits = [
             [emit_bit_test_per_byte(b, x, 7), *(emit_bit_test_per_byte(b, y, bit) for bit in (4, 5, 6))]
@@ -141,23 +141,25 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
         for i, p in enumerate(addresses):
             place = b.or_(b.and_(indices[i], bytes_of(0x80)), b.and_(high[i], bytes_of(0x7F)))
             second = b.select(b.icmp_unsigned(">=", place, bounds[i]), last[i], first[i])
-            levels, shifts = emit_levels_of_8_columns_as_bytes(b, (halves[i], second), 3), permute_shifts(b, p)
+            levels, shifts = emit_2_bit_levels_as_bytes(b, (halves[i], second), 3), permute_shifts(b, p)
             blocks.append([b.or_(b.and_(x, bytes_of(0x18)), shifts[j // 2]) for j, x in enumerate(levels)])
         return blocks
 
     def gather_one(b: Any, p: Any) -> list[Any]:
-        index, high = emit_load(b, p, 0), emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16)
+        index, high = emit_load(b, p, 0), emit_load_16_extended_to_i32(b, p, VECTOR_BYTES, _i16)
         lanes = [
             b.or_(emit_byte_of_each_lane(b, index, i), emit_index_high_bits(b, high, bits * i, 3)) for i in range(4)
         ]
         found, positive = (
-            emit_gather_of_codes(b, IQ1_BOOK, 8 * _reorder_iq1_table_for_kernels(IQ1_BOOK.load_entry_levels()), lanes),
+            emit_gather_of_codes(
+                b, IQ1_BOOK, 8 * _reorder_iq1_table_for_kernels(IQ1_BOOK.load_entries_as_levels()), lanes
+            ),
             b.not_(high),
         )
         shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
         shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
         return [b.or_(x, shifts[j // 2]) for j, x in enumerate(found)]
 
-    return make_code_book_loaders(
+    return make_one_and_two_block_loaders(
         lambda b, addresses: permute(b, addresses) if has_128_byte_permutes() else [gather_one(b, p) for p in addresses]
     )

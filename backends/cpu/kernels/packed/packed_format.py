@@ -59,7 +59,7 @@ class PackedFormat:
     max_unexpanded_rows: int = MAX_UNEXPANDED_ROWS_OF_SLOW_CODES
 
     @property
-    def code_properties(self) -> WeightCodeProperties:
+    def dot_product_code_properties(self) -> WeightCodeProperties:
         """The properties of the codes for dot products: largest code, zero point, whether half blocks have scales."""
         return WeightCodeProperties(self.max_code, self.zero_point, self.has_half_block_scales)
 
@@ -107,7 +107,7 @@ def make_bitplane_format(
         pack_scales,
         load_codes or make_bit_plane_code_loader(plane_bits),
         load_scales,
-        biases if isinstance(biases, Subroutine) else make_load_zero_point_biases(load_scales, zero),
+        biases if isinstance(biases, Subroutine) else make_load_negative_zero_point_biases(load_scales, zero),
         zero,
         has_half_block_scales,
         (1 << sum(plane_bits)) - 1 if max_code is None else max_code,
@@ -170,7 +170,7 @@ def copy_f16_to_lane(row, to, lane):
 
 
 @cache
-def make_load_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
+def make_load_negative_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
     """Make the subroutine that computes the biases of a type with a fixed zero point: ``-zero_point * scale``.
 
     It is a `PackedFormat.load_biases`.

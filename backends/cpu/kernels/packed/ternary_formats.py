@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .....graph.dtypes import DType
 from ...compilation.compiler import subroutine
-from ...simd.base3_codes import DIGITS, SHORT_BYTES, load_ternary_codes
+from ...simd.base3_codes import DIGITS, SHORT_BYTES, load_ternary_codes_of_32_columns
 from ...simd.dot_tiles import make_bit_plane_code_loader
 from ...simd.vectors import load_byte, store_byte
 from .packed_format import (
@@ -14,7 +14,7 @@ from .packed_format import (
     PackedFormat,
     make_bitplane_format,
     make_load_f16_scale,
-    make_load_zero_point_biases,
+    make_load_negative_zero_point_biases,
     make_pack_f16_scale,
     unpack_four_2_bit_codes_of_128,
 )
@@ -70,7 +70,7 @@ def replace_packed_trit(at, n, digit):
 
 
 @subroutine
-def pack_tq1_0_codes(row, b, first, second, lane):
+def pack_tq1_0_codes_as_trits(row, b, first, second, lane):
     """Pack the TQ1_0 codes of 32 columns as base-3 digits (trits), five in a byte, in the bytes of one lane.
 
     It is a `PackedFormat.pack_codes`. The first 20 columns fill 4 bytes of the lane. The trits of the last 12 columns
@@ -93,11 +93,11 @@ TERNARY_FORMATS = (
     PackedFormat(
         DType.TQ1_0,
         (64, SHORT_BYTES),
-        pack_tq1_0_codes,
+        pack_tq1_0_codes_as_trits,
         make_pack_f16_scale(54, scale_offset=52),
-        load_ternary_codes,
+        load_ternary_codes_of_32_columns,
         load_tq1_0_scales,
-        make_load_zero_point_biases(load_tq1_0_scales, 1),
+        make_load_negative_zero_point_biases(load_tq1_0_scales, 1),
         1,
         False,
         2,

@@ -26,7 +26,7 @@ from ...simd.candidate_lanes import (
     load_u16,
     load_u16_lanes,
     look_up_lanes_in_16_numbers,
-    make_lane_constant,
+    make_16_lane_constant,
     round_even,
     select_lane,
     to_int,
@@ -101,7 +101,7 @@ def find_largest_of_four_look_ups(codes, shift, t0, t1, t2, t3):
 
 
 @subroutine
-def store_code_with_smallest_error(row, error, vector_numbers, to):
+def store_best_code_of_all_lanes(row, error, vector_numbers, to):
     """Store the code at `row` with the smallest error; lane i is the error of code ``16 * vector_numbers[i] + i``."""
     lane = find_first_lane_equal_to(error, lane_min(error))
     entry = to_int(select_lane(vector_numbers, lane)) * LANES + lane
@@ -145,10 +145,10 @@ def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
             at1, best1 = where_less(e1, best1, number, at1), minimum(e1, best1)
             at2, best2 = where_less(e2, best2, number, at2), minimum(e2, best2)
             at3, best3 = where_less(e3, best3, number, at3), minimum(e3, best3)
-        store_code_with_smallest_error(row, best0, at0, to)
-        store_code_with_smallest_error(row, best1, at1, to + 4)
-        store_code_with_smallest_error(row, best2, at2, to + 8)
-        store_code_with_smallest_error(row, best3, at3, to + 12)
+        store_best_code_of_all_lanes(row, best0, at0, to)
+        store_best_code_of_all_lanes(row, best1, at1, to + 4)
+        store_best_code_of_all_lanes(row, best2, at2, to + 8)
+        store_best_code_of_all_lanes(row, best3, at3, to + 12)
 
     return search_row
 
@@ -160,12 +160,12 @@ def make_scaled_pair_sums(first, second, low, high):
 
 
 @subroutine
-def make_scaled_pair_maxima(first, second, low, high):
+def make_table_of_scaled_pair_maxima(first, second, low, high):
     """Return the table ``max(first * low[i], second * high[i])`` of two numbers at the addresses `first`, `second`."""
     return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
 
 
-def make_write_entry_list_of_octet(
+def make_list_best_octet_entries(
     low_levels: Intrinsic,
     high_levels: Intrinsic,
     low_threshold: float,
@@ -199,7 +199,7 @@ def make_write_entry_list_of_octet(
             first: the first probe in units.
             step: difference of the probes in units.
             flip: -2 if one sign has to be flipped, else 0.
-            table: address of the table of `make_nearest_entry_table`.
+            table: address of the table of `make_nearest_entry_and_number_table`.
             rows: address of the rows.
             vectors: count of vectors of 16 codes in a row.
             to: address of the list.
@@ -216,8 +216,14 @@ def make_write_entry_list_of_octet(
         a3 = make_scaled_pair_sums(w + 24, w + 28, low_energy, high_energy)
         c0, c1 = make_scaled_pair_sums(p, p + 4, low, high), make_scaled_pair_sums(p + 8, p + 12, low, high)
         c2, c3 = make_scaled_pair_sums(p + 16, p + 20, low, high), make_scaled_pair_sums(p + 24, p + 28, low, high)
-        f0, f1 = make_scaled_pair_maxima(p, p + 4, low, high), make_scaled_pair_maxima(p + 8, p + 12, low, high)
-        f2, f3 = make_scaled_pair_maxima(p + 16, p + 20, low, high), make_scaled_pair_maxima(p + 24, p + 28, low, high)
+        f0, f1 = (
+            make_table_of_scaled_pair_maxima(p, p + 4, low, high),
+            make_table_of_scaled_pair_maxima(p + 8, p + 12, low, high),
+        )
+        f2, f3 = (
+            make_table_of_scaled_pair_maxima(p + 16, p + 20, low, high),
+            make_table_of_scaled_pair_maxima(p + 24, p + 28, low, high),
+        )
         for part in range(4):
             scale = unit * (first + step * to_scalar(4 * part))
             middle = scale + unit * step * single(1.5)
@@ -240,7 +246,7 @@ def make_write_entry_list_of_octet(
     return write_list
 
 
-def make_write_entry_list_of_quad(levels: Intrinsic, flips: bool) -> Subroutine:
+def make_list_quad_entries_per_scale(levels: Intrinsic, flips: bool) -> Subroutine:
     """Make the subroutine that finds the best code-book entry of 4 numbers for each of 16 scales, and lists them.
 
     Args:
@@ -251,7 +257,7 @@ def make_write_entry_list_of_quad(levels: Intrinsic, flips: bool) -> Subroutine:
 
     @subroutine
     def write_list(m, w, products, unit, first, step, table, rows, vectors, to):
-        """Write the list of 4 numbers; arguments as for `make_write_entry_list_of_octet`."""
+        """Write the list of 4 numbers; arguments as for `make_list_best_octet_entries`."""
         low, p, flip = levels(), products, MINUS_TWO
         energy, numbers = mul(low, low), load(m)
         store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
@@ -290,7 +296,7 @@ def compute_16_scale_probes(unit, first, step):
 
 
 @subroutine
-def find_best_fit_block_scale(lists, groups):
+def find_best_block_scale_and_error(lists, groups):
     """Return the scale of a block with the least squared error, and this error minus the constant part.
 
     Args:
@@ -391,7 +397,7 @@ def choose_list_lane_for_scale(at, scale):
 
 @subroutine
 def find_entry_number_of_code(table, code):
-    """Look up the number of a code-book entry by its code, in the table of `make_nearest_entry_table`."""
+    """Look up the number of a code-book entry by its code, in the table of `make_nearest_entry_and_number_table`."""
     return load_u16(table + POWERS_BYTES + 2 * code)
 
 
@@ -403,7 +409,7 @@ def make_find_cheapest_sign_flip(levels: Intrinsic, bits: int, count: int) -> Su
         bits: bits of a number in a code.
         count: numbers of an entry.
     """
-    shifts, limit = make_lane_constant([bits * (i % count) for i in range(LANES)]), single(count - 0.5)
+    shifts, limit = make_16_lane_constant([bits * (i % count) for i in range(LANES)]), single(count - 0.5)
 
     @subroutine
     def find_flip(m, w, code):
@@ -425,7 +431,7 @@ def has_odd_bit_count(bits):
 
 
 @subroutine
-def write_magnitudes(x, scratch, count):
+def write_zero_padded_magnitudes(x, scratch, count):
     """Write the absolute values of `count` numbers to `MAGNITUDES`, and zeros after them and after their weights."""
     for i in range(0, count, LANES):
         store(scratch + MAGNITUDES + 4 * i, absolute(load(x + 4 * i)))

@@ -24,7 +24,7 @@ POINTS_PER_STEP = 512
 
 @dataclass(frozen=True, slots=True)
 class LatticeTableLayout:
-    """The layout of the search table of a code book (`make_nearest_entry_table`).
+    """The layout of the search table of a code book (`make_nearest_entry_and_number_table`).
 
     Attributes:
         dtype: The dtype with the code book.
@@ -56,7 +56,7 @@ IQ3_LEVELS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5)
 IQ1_LEVELS = (-1.0, 0.0, 1.0)
 
 
-def make_nearest_entry_table(lattice: LatticeTableLayout) -> np.ndarray:
+def make_nearest_entry_and_number_table(lattice: LatticeTableLayout) -> np.ndarray:
     """Make the search table of a code book: the nearest entries of each point, and entry numbers by code.
 
     A point is a vector of levels. The module docstring describes the three parts of the table.

@@ -52,7 +52,7 @@ from .code_blocks import ARGS, CELL_COUNT, look_up_clamped_cells, make_nearest_v
 from .scale_search import (
     ONE,
     ZERO,
-    make_inverse_scale_candidates_of_both_signs,
+    make_8_inverse_scales_per_peak,
     quantise_to_byte_codes,
     search_scale,
     single,
@@ -110,7 +110,7 @@ def quantise_q2_0(a, thread, threads):
         for c in range(0, columns, Q2_BLOCK):
             block, source = y + (i * columns + c) // Q2_BLOCK * 18, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, Q2_BLOCK)
-            spread = make_inverse_scale_candidates_of_both_signs(low, high, single(0.8), single(0.12))
+            spread = make_8_inverse_scales_per_peak(low, high, single(0.8), single(0.12))
             scale = search_scale(source, scratch + WEIGHTS, Q2_BLOCK, low, high, spread, 4)
             scale = round_scalar_to_half(scale)
             store_lane_0_as_f16(block, splat(scale))

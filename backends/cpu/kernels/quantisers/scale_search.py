@@ -14,7 +14,13 @@ from __future__ import annotations
 import numpy as np
 
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.candidate_lanes import find_first_lane_equal_to, lane_numbers, make_lane_constant, round_even, select_lane
+from ...simd.candidate_lanes import (
+    find_first_lane_equal_to,
+    lane_numbers,
+    make_16_lane_constant,
+    round_even,
+    select_lane,
+)
 from ...simd.vectors import (
     LANES,
     absolute,
@@ -50,10 +56,10 @@ RMS_SHARE = ONE
 """The share of the root mean square in the weights of numbers without importances."""
 MIN_SPAN = np.float32(1e-15)
 """Blocks with a smaller range are stored as one value."""
-scale_steps = make_lane_constant([-1, 0, 1] * 5 + [0])
-minimum_steps = make_lane_constant([i // 3 - 2 for i in range(15)] + [3])
-first_half = make_lane_constant([0] * 8 + [1] * 8)
-half_numbers = make_lane_constant([*range(8)] * 2)
+scale_steps = make_16_lane_constant([-1, 0, 1] * 5 + [0])
+minimum_steps = make_16_lane_constant([i // 3 - 2 for i in range(15)] + [3])
+first_half = make_16_lane_constant([0] * 8 + [1] * 8)
+half_numbers = make_16_lane_constant([*range(8)] * 2)
 
 
 @subroutine
@@ -102,7 +108,7 @@ def make_inverse_scale_candidates(limit, first, step):
 
 
 @subroutine
-def make_inverse_scale_candidates_of_both_signs(low, high, first, step):
+def make_8_inverse_scales_per_peak(low, high, first, step):
     """Return 16 candidates for the inverse scale of a block: `low` and `high`, each times 8 factors.
 
     The factors are ``first + step * i`` for i from 0 to 7. A candidate is an inverse scale times the peak of the block,

@@ -82,10 +82,10 @@ class SlidingWindowShape:
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
         is_filled = add_fill_step(steps, self.padding_value, whole)
         is_copied = add_copy_step(steps, x, inner)
-        assert (is_filled, is_copied) == (True, True), "`_can_read_windows` has checked the walk"
+        assert (is_filled, is_copied) == (True, True), "`_can_read_windows_or_padded_copy` has checked the walk"
         return whole
 
-    def compute_window_offsets(self, image: Operand) -> Offsets:
+    def compute_window_start_offsets(self, image: Operand) -> Offsets:
         """Compute the byte offset of each window from the start of its image."""
         counts = self.count_windows(image.shape[2:])
         return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
@@ -125,7 +125,7 @@ def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowSha
     return whole, inner
 
 
-def _can_read_windows(x: Operand, windows: SlidingWindowShape) -> bool:
+def _can_read_windows_or_padded_copy(x: Operand, windows: SlidingWindowShape) -> bool:
     """Return whether kernels can read the windows of `x`, in place or from a padded copy."""
     if not x.is_float or not x.tensor.spec.size:
         return False
@@ -137,10 +137,10 @@ def _can_read_windows(x: Operand, windows: SlidingWindowShape) -> bool:
 def _bind_copy_of_windows_to_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step that copies sliding windows to rows; return False if kernels cannot read the windows."""
     x, y, windows = call.operand(0), call.out, SlidingWindowShape.from_attributes(call.attrs)
-    if not (_can_read_windows(x, windows) and y.is_float and y.is_dense):
+    if not (_can_read_windows_or_padded_copy(x, windows) and y.is_float and y.is_dense):
         return False
     image = windows.make_padded_image(steps, x, y)
-    starts, entries = windows.compute_window_offsets(image), windows.compute_entry_byte_offsets(image, x.shape[1])
+    starts, entries = windows.compute_window_start_offsets(image), windows.compute_entry_byte_offsets(image, x.shape[1])
     words = ARGS(
         x=image.address,
         images=x.shape[0],
@@ -163,7 +163,8 @@ def _fuse_window_copy_and_matmul(flow: Dataflow, number: int) -> FusedBinding:
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
     require_supported(
-        _can_read_windows(x, windows) and batched_matmul.can_read_and_write_f32_rows(product.operand(1), product.out),
+        _can_read_windows_or_padded_copy(x, windows)
+        and batched_matmul.can_read_and_write_f32_rows(product.operand(1), product.out),
         "operands have no rows",
     )
     require_supported(
@@ -208,7 +209,7 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
         product,
         table,
         [image, product.operand(1)],
-        windows=steps.constant(windows.compute_window_offsets(image)).address,
+        windows=steps.constant(windows.compute_window_start_offsets(image)).address,
         entries=steps.constant(
             windows.compute_entry_byte_offsets(image, product.operand(0).shape[-1] // w.shape[3])
         ).address,

@@ -97,7 +97,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 
 
 @cache
-def make_widen_16_bit_rows_kernel(dtype: DType) -> Kernel:
+def make_16_bit_to_f32_kernel(dtype: DType) -> Kernel:
     """Make the kernel that converts rows of a 16-bit type to rows of float32; `x_row` and `y_row` are their bytes."""
     copy = _make_convert_row_to_f32(dtype)
 
@@ -142,7 +142,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
             count=math.prod(ids.shape),
             scratch=scratch.address,
         )
-        _add_gather_or_scatter_step(
+        _add_checked_gather_or_scatter_step(
             steps, make_dequantise_rows_by_id_kernel(form), words, [table, ids], [out, scratch], out
         )
         return True
@@ -161,7 +161,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         tables=math.prod(leading),
         between=table.dtype.count_bytes(table.strides[0]) if leading else 0,
     )
-    _add_gather_or_scatter_step(
+    _add_checked_gather_or_scatter_step(
         steps, make_gather_or_scatter_rows_kernel(False, table.dtype), words, [table, ids], [out], out
     )
     return True
@@ -185,7 +185,7 @@ def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if into.address != out.address and not (out.is_float and add_copy_step(steps, into, out)):
         return False
     words = _make_gather_or_scatter_args(out, rows, ids, size)
-    _add_gather_or_scatter_step(
+    _add_checked_gather_or_scatter_step(
         steps, make_gather_or_scatter_rows_kernel(True, out.dtype), words, [rows, ids, out], [out], rows
     )
     return True
@@ -223,7 +223,7 @@ def _add_save_and_set_rows_by_columns(
     thread checks all ids, so all threads stop at an invalid id before a row is overwritten.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
-    bounds, size = steps.find_column_bounds([rows]), _find_id_bytes(ids)
+    bounds, size = steps.find_column_bounds_written_since_barrier([rows]), _find_id_bytes(ids)
     if (
         bounds is None
         or size is None
@@ -274,7 +274,7 @@ def _make_gather_or_scatter_args(table: Operand, other: Operand, ids: Operand, s
     )
 
 
-def _add_gather_or_scatter_step(
+def _add_checked_gather_or_scatter_step(
     steps: StepTableBuilder,
     kernel: Kernel,
     words: Sequence[int],
@@ -309,12 +309,12 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
                 y=target.address,
                 y_row=target.row_stride_bytes,
             )
-            steps.add(make_widen_16_bit_rows_kernel(source.dtype), words, reads=[source], writes=[target])
+            steps.add(make_16_bit_to_f32_kernel(source.dtype), words, reads=[source], writes=[target])
     return True
 
 
 def _can_widen_16_bit_rows(source: Operand, target: Operand) -> bool:
-    """Return whether `make_widen_16_bit_rows_kernel` can convert 16-bit rows of `source` to float32 rows of
+    """Return whether `make_16_bit_to_f32_kernel` can convert 16-bit rows of `source` to float32 rows of
     `target`.
     """
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks

@@ -15,7 +15,7 @@ from ...simd.vectors import LANES, add, fma, lane_sum, mul, splat, sqrt_scalar, 
 from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import find_result_read_forms, make_whole_result_copy_per_thread
+from ..matmul.packed_matmul import find_result_read_forms, make_memory_for_redundant_results
 from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
@@ -94,7 +94,7 @@ def select_norm_factor_name(call: BoundInstruction) -> str:
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
 
-def _fuse_scaled_rms_norm(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_scaled_norm_before_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse an RMS norm with the multiplication by its weights, if a matmul reads the product."""
     chain = match_scaled_norm(flow, number)
     norm, product = map(flow.bound_instruction, chain)
@@ -127,7 +127,7 @@ def _add_scaled_rms_norm(
         steps.add_by_columns(scaled_rms_norm, shares, [y], column_split.column_bounds)
     elif _add_quantised_scaled_rms_norm(steps, norm, product, factors):
         pass
-    elif (own := make_whole_result_copy_per_thread(steps, product)) is not None:
+    elif (own := make_memory_for_redundant_results(steps, product)) is not None:
         steps.add_per_thread(scaled_rms_norm, [_make_scaled_rms_norm_work(norm, x, factors, to) for to in own])
         steps.register_per_thread_values(own, y)
     else:
@@ -146,12 +146,12 @@ def _add_quantised_scaled_rms_norm(
     shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
     if not consumers.quantised_tensors or shares_columns:
         return False
-    own = make_whole_result_copy_per_thread(steps, product) if each and consumers.needs_floats else None
+    own = make_memory_for_redundant_results(steps, product) if each and consumers.needs_floats else None
     if each and consumers.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # a thread would overwrite operands of other threads
     records, passing = (
         consumers.make_quantised_row_memory_per_thread(steps, shared=not each),
-        consumers.make_scratch_row_per_thread(steps),
+        consumers.view_thread_row_as_result_rows(steps),
     )
     alone: Sequence[Operand | None] = [y if consumers.needs_floats else None, *[None] * (steps.threads - 1)]
     targets = [consumers.make_thread_target(*operands) for operands in zip(own or alone, passing, records, strict=True)]
@@ -183,4 +183,4 @@ def _make_scaled_rms_norm_work(
     return ThreadWork(words, [x, factors], to.writes)
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_rms_norm,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_norm_before_matmul,)}

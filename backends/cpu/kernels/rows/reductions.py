@@ -67,7 +67,7 @@ def make_running_reduction_kernel(kind: str) -> Kernel:
 
 
 @subroutine
-def is_before_in_descending_order(value, other):
+def is_before_descending_with_nan_last(value, other):
     """Return whether `value` comes before `other` in a descending sort that puts NaN last."""
     return value > other or (other != other and value == value)
 
@@ -100,7 +100,7 @@ def find_top_k_indices(a, thread, threads):
             for c in range(first, min(n, first + LANES)):
                 value = load_scalar(row + 4 * c)
                 at = count
-                while at > 0 and is_before_in_descending_order(
+                while at > 0 and is_before_descending_with_nan_last(
                     value, load_scalar(row + 4 * load_int(out + 4 * (at - 1)))
                 ):
                     at -= 1
@@ -116,7 +116,7 @@ MASK_ARGS = declare_args("positions count cells window y")
 
 
 @kernel
-def compute_causal_mask(a, thread, threads):
+def make_causal_mask_from_positions(a, thread, threads):
     """Compute the causal attention mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
 
     A token sees the cells up to its position; with a `window` other than 0, only the last `window` of them.
@@ -160,7 +160,7 @@ def _bind_causal_mask(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     count, cells, window = int(np.prod(pos.shape)), y.shape[-1], int(np.asarray(call.attrs["window"]))
     words = MASK_ARGS(positions=pos.address, count=count, cells=cells, window=window, y=y.address)
-    steps.add(compute_causal_mask, words, reads=[pos], writes=[y])
+    steps.add(make_causal_mask_from_positions, words, reads=[pos], writes=[y])
     return True
 
 

@@ -193,12 +193,14 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     if not _read_int_attribute(call, "n_dims"):
         return add_copy_step(steps, x, y)
-    if not is_rope_supported(call):
+    if not can_read_positions_and_factors(call):
         return False
-    turning = find_or_add_rope_tables(steps, call)
+    turning = find_or_add_pairs_and_tables(steps, call)
     size, pairs, neighbours = y.shape[-1], turning.pair_count, turning.uses_neighbours
     if neighbours and turning.first_element == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
-        size = math.gcd(size, *(steps.find_column_bounds([x]) or ()))  # each cut keeps pairs of neighbours
+        size = math.gcd(
+            size, *(steps.find_column_bounds_written_since_barrier([x]) or ())
+        )  # each cut keeps pairs of neighbours
     rows_per_head = y.shape[-1] // size
     column_split = (
         find_continued_column_split(
@@ -258,7 +260,7 @@ def _read_int_attribute(call: BoundInstruction, name: str) -> int:
     return int(np.asarray(call.attrs[name]))
 
 
-def is_rope_supported(call: BoundInstruction) -> bool:
+def can_read_positions_and_factors(call: BoundInstruction) -> bool:
     """Return whether kernels can read the positions and factors of a `rope` or `rope_multi`."""
     pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
     if factors is not None and not (factors.is_float and factors.is_dense):
@@ -266,11 +268,11 @@ def is_rope_supported(call: BoundInstruction) -> bool:
     return pos.dtype is DType.I32 and (pos.is_dense or len(pos.shape) <= 2 + multi)
 
 
-def find_or_add_rope_tables(steps: StepTableBuilder, call: BoundInstruction) -> RopePairsAndTables:
+def find_or_add_pairs_and_tables(steps: StepTableBuilder, call: BoundInstruction) -> RopePairsAndTables:
     """Return the pairs of a `rope` or `rope_multi`, and the tables of their cosines and sines.
 
     The step that computes the tables is added unless an earlier step did. The instruction must satisfy
-    `is_rope_supported`.
+    `can_read_positions_and_factors`.
     """
     pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
     half, mode = _read_int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
@@ -340,7 +342,7 @@ def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
     norm, product, rope = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
     require_supported(
-        rope.op == "rope" and _read_int_attribute(rope, "n_dims") and is_rope_supported(rope),
+        rope.op == "rope" and _read_int_attribute(rope, "n_dims") and can_read_positions_and_factors(rope),
         "the rotation has no kernel",
     )
     require_supported(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
@@ -353,7 +355,7 @@ def _add_norm_and_rotation(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, rope: BoundInstruction
 ) -> None:
     """Add the step of an RMS norm with weights, followed by the rotation (RoPE)."""
-    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, find_or_add_rope_tables(steps, rope)
+    x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, find_or_add_pairs_and_tables(steps, rope)
 
     def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
         walk = _make_norm_rotation_loop_args(x, factors, y)

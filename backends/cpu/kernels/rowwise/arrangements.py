@@ -13,7 +13,7 @@ from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, kernel, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.half_memory import round_to_bf16, round_to_f16
+from ...simd.half_memory import round_f32_to_bf16_values, round_to_f16_values
 from ...simd.vectors import (
     LANES,
     add,
@@ -53,8 +53,8 @@ def truncate_float_to_int32_bits(x):
 
 
 CASTS = {
-    (DType.F32, DType.F16): subroutine(lambda x: round_to_f16(x)),
-    (DType.F32, DType.BF16): subroutine(lambda x: round_to_bf16(x)),
+    (DType.F32, DType.F16): subroutine(lambda x: round_to_f16_values(x)),
+    (DType.F32, DType.BF16): subroutine(lambda x: round_f32_to_bf16_values(x)),
     (DType.I32, DType.F32): convert_int32_bits_to_float,
     (DType.F32, DType.I32): truncate_float_to_int32_bits,
 }
@@ -132,11 +132,11 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 def _select_cast_kernel(source: DType, target: DType, strides: tuple[int, ...]) -> Kernel:
     """Return the kernel of a cast for the element stride of the operand."""
-    return make_cast_kernel(source, target, strides == (0,))
+    return make_32_bit_cast_kernel(source, target, strides == (0,))
 
 
 @cache
-def make_cast_kernel(source: DType, target: DType, is_single: bool) -> Kernel:
+def make_32_bit_cast_kernel(source: DType, target: DType, is_single: bool) -> Kernel:
     """Make the kernel of a cast between 32-bit types; `is_single` means one element for each row of the operand."""
     convert, step = CASTS[source, target], 0 if is_single else 4
 

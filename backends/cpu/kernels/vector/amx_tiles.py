@@ -53,7 +53,13 @@ def select_amx_tile_operations() -> AmxTileOperations:
         clears, loads = tuple(map(amx.make_tile_clear, every)), tuple(map(amx.make_tile_load, every))
         passing, stores = tuple(map(amx.make_streaming_tile_load, every)), tuple(map(amx.make_tile_store, every))
         return AmxTileOperations(
-            amx.configure_tiles, amx.release_tiles, clears, loads, passing, stores, amx.make_tile_product
+            amx.configure_full_size_tiles,
+            amx.release_tiles,
+            clears,
+            loads,
+            passing,
+            stores,
+            amx.make_add_bf16_tile_product,
         )
     clear, load_rows, store_rows = (
         tuple(map(make, every))
@@ -66,7 +72,7 @@ def select_amx_tile_operations() -> AmxTileOperations:
         load_rows,
         load_rows,
         store_rows,
-        _make_emulated_tile_multiply,
+        _make_emulated_bf16_tile_multiply,
     )
 
 
@@ -110,7 +116,7 @@ def _make_emulated_tile_store(tile: int) -> Subroutine:
 
 
 @cache
-def _make_emulated_tile_multiply(c: int, x: int, w: int) -> Subroutine:
+def _make_emulated_bf16_tile_multiply(c: int, x: int, w: int) -> Subroutine:
     """Make the emulated product of tile registers: c += x times w, in pairs of bfloat16."""
     sums, rows, pairs = c * TILE_BYTES, x * TILE_BYTES, w * TILE_BYTES
 

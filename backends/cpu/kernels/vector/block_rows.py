@@ -18,8 +18,8 @@ from ...compilation.compiler import Subroutine, subroutine
 from ...simd.candidate_lanes import (
     load_u16,
     look_up_lanes_in_16_numbers,
-    make_count_boundaries,
-    make_lane_constant,
+    make_16_lane_constant,
+    make_count_reached_boundaries,
     make_lane_integers,
 )
 from ...simd.half_memory import load_splat_f16, store_lane_0_as_f16
@@ -34,8 +34,8 @@ from ...simd.vectors import (
     lane_min,
     lane_sum,
     larger,
-    load_i8_lanes,
-    load_u8_lanes,
+    load_16_i8_as_i32,
+    load_u8_as_int32_lanes,
     minimum,
     mul,
     or_int,
@@ -62,9 +62,9 @@ BLOCK_ELEMENTS, SCALE_BYTES = 32, 2
 """Elements of a block, and bytes of its scale."""
 FLOAT_ONE, Q8_0_MAX_CODE, LARGEST_NIBBLE, IQ4_NL_FIRST = (np.float32(x) for x in (1, 127, 15, IQ4_NL_CODE_BOOK[0]))
 IQ4_NL_BYTES = DType.IQ4_NL.block_bytes
-iq4_nl_values = make_lane_constant([*map(float, IQ4_NL_CODE_BOOK)])
+iq4_nl_values = make_16_lane_constant([*map(float, IQ4_NL_CODE_BOOK)])
 lane_integers = make_lane_integers(range(LANES))
-find_iq4_nl_indices = make_count_boundaries([*map(float, IQ4_NL_BOUNDARIES)])
+find_iq4_nl_indices = make_count_reached_boundaries([*map(float, IQ4_NL_BOUNDARIES)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class CacheBlock:
 def load_16_q8_0_elements(row, c):
     """Load 16 elements of a Q8_0 cache row as float32, from column `c`, a multiple of 16."""
     block = row + c // BLOCK_ELEMENTS * 34
-    return mul(to_float(load_i8_lanes(block + SCALE_BYTES + c % BLOCK_ELEMENTS)), load_splat_f16(block))
+    return mul(to_float(load_16_i8_as_i32(block + SCALE_BYTES + c % BLOCK_ELEMENTS)), load_splat_f16(block))
 
 
 def _make_expand_cache_blocks(nbytes: int, load: Subroutine) -> Subroutine:
@@ -142,7 +142,7 @@ def _make_load_16_elements(form: CacheBlock) -> Subroutine:
 
     def load_16_elements(row, c):
         block, half = row + c // BLOCK_ELEMENTS * nbytes, c % BLOCK_ELEMENTS // LANES
-        q = and_int(shift_right(load_u8_lanes(block + codes), splat_int(4 * half)), splat_int(15))
+        q = and_int(shift_right(load_u8_as_int32_lanes(block + codes), splat_int(4 * half)), splat_int(15))
         if high_bits > 0:
             bits = shift_right(splat_int(load_u16(block + high_bits + 2 * half)), lane_integers())
             q = or_int(q, shift_left(and_int(bits, splat_int(1)), splat_int(4)))

@@ -14,7 +14,7 @@ from .block_rows import BLOCK_EXPANDERS, BLOCK_LOADERS
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRowOperations:
+class CacheRowReaders:
     """The subroutines that read KV cache rows of one type as float32.
 
     Attributes:
@@ -33,7 +33,7 @@ class CacheRowOperations:
     expand_range: Subroutine | None = None
 
 
-def _make_unquantised_row_operations(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheRowOperations:
+def _make_unquantised_row_operations(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheRowReaders:
     """Make the subroutines for cache rows of an unquantised type with elements of `nbytes` bytes."""
 
     def row_bytes(n):
@@ -45,10 +45,10 @@ def _make_unquantised_row_operations(nbytes: int, load: Intrinsic, load_first: I
     def load_first_or_16(row, c, n):
         return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-    return CacheRowOperations(nbytes, subroutine(row_bytes), subroutine(load_16), subroutine(load_first_or_16))
+    return CacheRowReaders(nbytes, subroutine(row_bytes), subroutine(load_16), subroutine(load_first_or_16))
 
 
-def _make_quantised_row_operations(dtype: DType) -> CacheRowOperations:
+def _make_quantised_row_operations(dtype: DType) -> CacheRowReaders:
     """Make the subroutines for cache rows of a type that is quantised in blocks of 32 elements."""
     block, nbytes, load_16 = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
 
@@ -58,10 +58,10 @@ def _make_quantised_row_operations(dtype: DType) -> CacheRowOperations:
     def load_first(row, c, n):
         return load_16(row, c) if c < n else zeros()
 
-    return CacheRowOperations(nbytes, subroutine(row_bytes), load_16, subroutine(load_first), BLOCK_EXPANDERS[dtype])
+    return CacheRowReaders(nbytes, subroutine(row_bytes), load_16, subroutine(load_first), BLOCK_EXPANDERS[dtype])
 
 
-CELLS_BY_DTYPE: Mapping[DType, CacheRowOperations] = MappingProxyType(
+CELLS_BY_DTYPE: Mapping[DType, CacheRowReaders] = MappingProxyType(
     {
         DType.F32: _make_unquantised_row_operations(4, load, load_first_lanes),
         DType.F16: _make_unquantised_row_operations(2, load_f16, load_first_f16),

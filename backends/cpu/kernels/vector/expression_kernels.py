@@ -68,7 +68,7 @@ class ExpressionKernel:
     @cached_property
     def steps_passed_as_words(self) -> tuple[int, ...]:
         """The steps with a number that depends on the call: argument words pass it. Constants are part of the code."""
-        steps, numbers = self.expression.steps, self.expression.number_steps
+        steps, numbers = self.expression.steps, self.expression.steps_without_operands
         read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {
             *self.expression.results
         }
@@ -213,7 +213,7 @@ class _RowKernelEmitter:
                 self._emit_row_steps()
         elements: list[tuple[int, Any]] = []
         for result, address in zip(expression.results, self.addresses[-len(expression.results) :], strict=True):
-            if expression.depends_on_whole_row and result in expression.steps_with_one_number_per_row:
+            if expression.depends_on_row_reduction_or_length and result in expression.steps_with_one_number_per_row:
                 vectors.store_scalar.body(self.b, address, vectors.lane_0.body(self.b, self.row_values[result]))
             else:
                 elements.append((result, address))

@@ -80,7 +80,9 @@ LANE_FUNCTIONS: Mapping[str, EmitLanes] = MappingProxyType(
 def has_lane_code_for_all_functions(expression: Expression) -> bool:
     """Return whether compiled kernels have code for every function that an expression computes per element or row."""
     known = {*LANE_FUNCTIONS, *ROW_FUNCTIONS, "operand", "row_count"}
-    return all(s.function in known for n, s in enumerate(expression.steps) if n not in expression.number_steps)
+    return all(
+        s.function in known for n, s in enumerate(expression.steps) if n not in expression.steps_without_operands
+    )
 
 
 def emit_splat(b: Any, number: float) -> ir.Constant:

@@ -29,7 +29,7 @@ SOURCES = tuple(
 GEMV_SOURCE_BY_DTYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, strict=True))
 
 
-def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
+def _make_weight_size_and_stride_words(w: Operand) -> list[LaunchWord]:
     """Return launch words of a weight: its row count, and its strides between matrices and between rows."""
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return [w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
@@ -74,7 +74,7 @@ def launch_gemv(
     taken = count_row_blocks(parts)
     first = [0 if unit else n for n in accumulate(taken, initial=0)]
     fields = [
-        [w, out, n, *_make_weight_stride_words(w), compute_row_stride(out)]
+        [w, out, n, *_make_weight_size_and_stride_words(w), compute_row_stride(out)]
         for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
     words = [
@@ -108,7 +108,7 @@ def launch_gemv_with_expert_sum(
     """
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
     fields: list[list[LaunchWord]] = [
-        [m, o, 0, *_make_weight_stride_words(m), compute_row_stride(o)] for m, o in products
+        [m, o, 0, *_make_weight_size_and_stride_words(m), compute_row_stride(o)] for m, o in products
     ]
     words = [
         *join_and_pad_product_words(fields),

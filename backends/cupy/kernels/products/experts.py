@@ -20,8 +20,8 @@ from .matmul import (
     has_few_slots_per_expert,
     is_complete_packed_weight,
     is_gemv_readable,
-    launch_gemv,
-    make_routing_fields,
+    launch_gemv_of_any_weights,
+    make_slot_map_and_choice_fields,
 )
 from .routes import GATED_UNIT_CODES, WeightedExpertSum, WeightsAndResults
 from .same_rows import as_matrix, find_gated_unit_as_only_reader, match_gated_products
@@ -96,13 +96,15 @@ def _launch_gated_units(
         )
         require_no_alias(other.out, [x, ids, chosen.out])
     before, launches.number = launches.number, chosen.products[0]
-    spread, choice = make_routing_fields(launches, chosen.gate)
+    spread, choice = make_slot_map_and_choice_fields(launches, chosen.gate)
     launches.number = before
     unit, others = (
         GATED_UNIT_CODES[flow.bound_instruction(chosen.unit).op],
         () if other is None else other.weights_and_results,
     )
-    launch_gemv(launches, chosen.weights_and_results, x, slots, 1, [*spread, *choice], unit, others, tokens)
+    launch_gemv_of_any_weights(
+        launches, chosen.weights_and_results, x, slots, 1, [*spread, *choice], unit, others, tokens
+    )
 
 
 def _fuse_expert_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
@@ -183,13 +185,13 @@ def _launch_weighted_expert_sum(
         )
     require_no_alias(out, [x, ids, shares, other_x, gate])
     by_token = replace(shares, tensor=replace(shares.tensor, shape=(tokens, used), strides=(used, 1)))
-    summed = WeightedExpertSum(by_token, make_routing_fields(launches, down)[1], matrix, other_x, gate)
+    summed = WeightedExpertSum(by_token, make_slot_map_and_choice_fields(launches, down)[1], matrix, other_x, gate)
     (packed if is_complete_packed_weight(w) else dense).launch_gemv_with_expert_sum(
         launches, w, x, as_matrix(out), summed
     )
 
 
-def _fuse_weighted_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_down_projections_and_weighted_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the down projections of chosen experts and their weighted sum."""
     chain = match_expert_sum(flow, number)
     down, total = map(flow.bound_instruction, chain)
@@ -211,7 +213,7 @@ FUSED: Mapping[str, Sequence[FusionBinder]] = {
     "mul_mat_id": (
         _fuse_expert_gated_units,
         _fuse_expert_and_shared_gated_units,
-        _fuse_weighted_expert_sum,
+        _fuse_down_projections_and_weighted_sum,
         _fuse_weighted_expert_and_shared_sum,
     ),
 }

@@ -57,7 +57,7 @@ def _has_tensor_core_kernel(w: Operand) -> bool:
     return is_complete_packed_weight(w) or w.dtype in tiled.FLOAT_DTYPES
 
 
-def _choose_tensor_core_launcher(
+def _choose_tensor_core_launcher_and_rows(
     launches: LaunchBuilder, call: BoundInstruction, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[int, TiledLauncher]:
     """Choose the launch function of a tiled matmul on tensor cores, and the maximum rows of x of its tiles.
@@ -82,11 +82,11 @@ def _choose_tensor_core_launcher(
         return tile.entries, partial(
             tiled.launch_tiled_tensor_core_matmul, launches, w, tile=tile, shares=shares, terms=terms
         )
-    shape = packed.choose_tile_shape(w, entries, matrices)
-    return 8 * shape[0], partial(packed.launch_int8_tiled_matmul, launches, w, shape=shape)
+    shape = packed.choose_largest_tile_filling_device(w, entries, matrices)
+    return 8 * shape[0], partial(packed.quantise_and_launch_tiled_matmul, launches, w, shape=shape)
 
 
-def launch_gemv(
+def launch_gemv_of_any_weights(
     launches: LaunchBuilder,
     products: WeightsAndResults,
     x: Operand,
@@ -136,8 +136,8 @@ def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
         count = math.prod(w.shape[:-2])
         # Every index is valid, so the fault fields stay 0.
         route: list[LaunchWord] = [1, 1, launches.upload_constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
-        return launch_gemv(launches, [(w, out)], x, len(matrices), tokens, route)
-    size, many = _choose_tensor_core_launcher(launches, call, w, tokens, len(matrices), is_even=True)
+        return launch_gemv_of_any_weights(launches, [(w, out)], x, len(matrices), tokens, route)
+    size, many = _choose_tensor_core_launcher_and_rows(launches, call, w, tokens, len(matrices), is_even=True)
     tiles = [
         (matrix, entry * tokens + first, min(size, tokens - first), 0)
         for entry, matrix in enumerate(matrices.tolist())
@@ -161,11 +161,11 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
     compute_row_stride(x), compute_row_stride(out)
     experts, total, slots = w.shape[0], _count_all_experts(call), math.prod(call.operand(2).shape)
-    spread, choice = make_routing_fields(launches, call)
+    spread, choice = make_slot_map_and_choice_fields(launches, call)
     if has_few_slots_per_expert(call) or not _has_tensor_core_kernel(w):
         require_supported(slots <= MAX_GRID_SIZE, f"{slots} slots are too many for one launch")
-        return launch_gemv(launches, [(w, out)], x, slots, 1, [*spread, *choice])
-    size, many = _choose_tensor_core_launcher(launches, call, w, slots / total, experts, is_even=False)
+        return launch_gemv_of_any_weights(launches, [(w, out)], x, slots, 1, [*spread, *choice])
+    size, many = _choose_tensor_core_launcher_and_rows(launches, call, w, slots / total, experts, is_even=False)
     count = experts + 1 + slots // size
     require_supported(count <= MAX_GRID_SIZE, f"{count} tiles are too many for one launch")
     tiles, order = launches.allocate_scratch((count, 4), DType.I32), launches.allocate_scratch((slots,), DType.I32)
@@ -186,7 +186,9 @@ def has_few_slots_per_expert(call: BoundInstruction) -> bool:
     return math.prod(call.operand(2).shape) <= max(MAX_GEMV_ROWS, _count_all_experts(call) // 2)
 
 
-def make_routing_fields(launches: LaunchBuilder, call: BoundInstruction) -> tuple[list[LaunchWord], list[LaunchWord]]:
+def make_slot_map_and_choice_fields(
+    launches: LaunchBuilder, call: BoundInstruction
+) -> tuple[list[LaunchWord], list[LaunchWord]]:
     """Return the fields that route tokens to experts: the map from slots to rows of x, and the C struct `Choice`.
 
     A slot is one pair of a token and a chosen expert.

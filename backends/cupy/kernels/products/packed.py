@@ -9,7 +9,7 @@ from itertools import accumulate
 from .....graph.dtypes import DType
 from ....base import Tensor, contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import build_merged_iteration_axes
+from ...binding.iteration_axes import build_merged_tiling_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.device_limits import DEFAULT_SHARED_BYTES
@@ -103,7 +103,7 @@ def _count_row_units(w: Operand) -> int:
 # ----------------------------------------------------------------------------------------------------- products
 
 
-def _choose_gemv_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
+def _choose_gemv_rows_and_blocks(dtype: DType, tokens: int) -> tuple[int, int]:
     """Return the tile of a GEMV warp: the number of weight rows, and of 32-column blocks, that it processes at a time.
 
     The struct ``Part`` in C++ has the same numbers.
@@ -150,7 +150,7 @@ def launch_gemv(
         other_entries: The number of additional entries.
     """
     count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
-    rows, columns = _choose_gemv_warp_tile(w.dtype, count)
+    rows, columns = _choose_gemv_rows_and_blocks(w.dtype, count)
     groups = [count_blocks(matrix.shape[-2], rows) for matrix, _ in products]
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[LaunchWord]] = [
@@ -195,7 +195,7 @@ def launch_gemv_with_expert_sum(
         out: Results [tokens, rows].
         summed: The factors of the products, and the weight of an additional product.
     """
-    rows, columns = _choose_gemv_warp_tile(w.dtype, 1)
+    rows, columns = _choose_gemv_rows_and_blocks(w.dtype, 1)
     tokens, entries, groups = out.shape[0], summed.products_per_token, count_blocks(w.shape[-2], rows)
     even = count_blocks(groups, max(1, launches.multiprocessor_count // tokens))
     of_block = entries * max(1, min(even, MAX_BLOCK_RESULTS // (rows * entries)))
@@ -234,7 +234,7 @@ def launch_gemv_with_expert_sum(
     )
 
 
-def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
+def choose_largest_tile_filling_device(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
     """Choose the largest tile shape for which there are enough tiles to fill a device.
 
     Args:
@@ -258,7 +258,7 @@ def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, i
     )
 
 
-def launch_int8_tiled_matmul(
+def quantise_and_launch_tiled_matmul(
     launches: LaunchBuilder,
     w: Operand,
     x: Operand,
@@ -275,7 +275,7 @@ def launch_int8_tiled_matmul(
         x: Activations [rows, columns].
         out: Results [rows, weight rows].
         tiles: The table of tiles [tiles, 4], int32.
-        shape: The tile shape of `choose_tile_shape`.
+        shape: The tile shape of `choose_largest_tile_filling_device`.
         route: The fields of the routing.
     """
     codes, scales = _quantise_activations(launches, x)
@@ -349,7 +349,11 @@ def _launch_row_dequantisation(
     """
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
-    axes = build_merged_iteration_axes((count,), []) if ids is None else build_merged_iteration_axes(ids.shape, [ids])
+    axes = (
+        build_merged_tiling_iteration_axes((count,), [])
+        if ids is None
+        else build_merged_tiling_iteration_axes(ids.shape, [ids])
+    )
     walk: list[LaunchWord] = [0] * 11 if ids is None else axes.make_address_and_stride_fields(0, ids)
     words = [
         table,

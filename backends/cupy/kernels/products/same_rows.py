@@ -12,7 +12,7 @@ from ....fusion.operands import Operand, require_supported
 from ....fusion.patterns import match_gated_unit
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord
-from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv
+from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv_of_any_weights
 from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 
 
@@ -50,7 +50,7 @@ def _launch_matmuls_of_same_rows_as_gemv(
     # The kernel does not write the second result of a unit.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
     products = [(call.operand(0), as_matrix(out)) for call, out in zip(calls, results, strict=True)]
-    launch_gemv(launches, products, x, 1, tokens, route, unit)
+    launch_gemv_of_any_weights(launches, products, x, 1, tokens, route, unit)
 
 
 def as_matrix(out: Operand) -> Operand:
