@@ -134,7 +134,7 @@ class AnswerParser:
             if self._mode == mode and (not self._pending or len(self._pending) == length):
                 return
 
-    def _decide_kind_of_beginning(self) -> Iterator[AnswerDelta]:
+    def _parse_begin(self) -> Iterator[AnswerDelta]:
         """Parse the beginning of the answer: decide whether it is a thought, a bare tool call or content."""
         text = self._pending.lstrip()
         if self._may_think and text.startswith(OPEN_THOUGHT):
