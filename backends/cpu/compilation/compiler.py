@@ -6,6 +6,7 @@ processor and the versions of the compilers, so stale code never runs.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import sys
@@ -89,6 +90,16 @@ def kernel(body: KernelBody) -> Kernel:
 
 
 _compile_lock = threading.RLock()
+
+
+@cache
+def _wait_for_compilations_at_exit() -> None:
+    """Let the interpreter end only after a running compilation, and start none after that.
+
+    A daemon thread may compile when the main thread ends. LLVM aborts the process if its objects are freed meanwhile.
+    The first compilation calls this function, because callbacks at exit run in reverse order and llvmlite has its own.
+    """
+    atexit.register(_compile_lock.acquire)
 
 
 @thread_safe_cache
@@ -297,6 +308,9 @@ SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper"
 
 def _compile_and_cache(definition: Kernel) -> bytes:
     """Compile a kernel to object code, and cache the code for later processes."""
+    import llvmlite.binding  # noqa: F401
+
+    _wait_for_compilations_at_exit()
     with log_compilation(definition.name):
         code = _emit_object_code(definition)
         if file := _find_kernel_cache_file(definition):
