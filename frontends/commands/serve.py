@@ -27,7 +27,7 @@ from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import open_model, read_text_without_final_newline, require_usable_model_files
 from ..run_config import RunConfig, options_of
-from ..serving.drafts import MAX_DRAFT_TOKENS
+from ..serving.drafting.drafter import MAX_DRAFT_TOKENS
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
@@ -188,11 +188,11 @@ def run(args: argparse.Namespace) -> int:
 
 def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
     """Raise `ModelError` for flags that do not go together with the flags of drafts."""
-    if args.draft is None and args.draft_max is not None:
-        raise ModelError("a server drafts with a draft model alone; give one with -md, or leave out --draft-max")
-    others = {"--log-requests": args.log_requests, "--dry-run": args.dry_run, "mpiexec": args.world.size > 1}
-    if args.draft is not None and (flags := [flag for flag, value in others.items() if value]):
-        raise ModelError(f"{flags[0]} does not support a draft model; leave out -md or {flags[0]}")
+    drafts = {"-md": args.draft is not None, "--draft-max": args.draft_max is not None}
+    others = {"--log-requests": args.log_requests is not None, "--dry-run": args.dry_run}
+    given, refused = [[flag for flag, is_given in flags.items() if is_given] for flags in (drafts, others)]
+    if given and refused:
+        raise ModelError(f"{refused[0]} does not support drafts; leave out {' and '.join(given)}, or {refused[0]}")
 
 
 def follow_server_on_rank_0(args: argparse.Namespace) -> int:
@@ -204,7 +204,7 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
         signal.signal(number, signal.SIG_IGN)
     from ... import __version__
     from ..serving.served_model import ServedModel, has_no_generation
-    from ..serving.thread import make_served_pool
+    from ..serving.thread import list_pools, make_served_pool
 
     model, name = open_served_model(args)
     with model:
@@ -212,7 +212,8 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
         if has_no_generation(model):
             served.rank_calls.follow_rank_0([served])
         else:
-            served.rank_calls.follow_rank_0([served, make_served_pool(model, args.parallel, served.rank_calls)])
+            pool = make_served_pool(model, args.parallel, served.rank_calls)
+            served.rank_calls.follow_rank_0([served, *list_pools(pool)])
     return 0
 
 

@@ -19,7 +19,10 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState
-from .drafts import DraftingSlotPool, SlotDrafter
+from .drafting.drafter import SlotDrafter
+from .drafting.drafting_pool import DraftingSlotPool
+from .drafting.model_drafter import ModelSlotDrafter
+from .drafting.mtp_drafter import MtpSlotDrafter, MtpSlotPool
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
@@ -381,14 +384,28 @@ class EngineThread(ServedModel):
 def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> SlotPool:
     """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool.
 
-    If the model has a draft model, the pool evaluates drafts.
+    If the model has a draft model or MTP blocks, the pool evaluates drafts.
     """
     root, small = model.session, model.draft_session
     draft_tokens = min(model.draft_max, root.batch - 1)
-    if small is None or not draft_tokens:
+    if not draft_tokens or (small is None and not root.model.mtp_block_count):
         return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
-    drafter = SlotDrafter(SlotPool(small, slots, context=small.context, batch=small.batch), draft_tokens)
-    return DraftingSlotPool(root, slots, context=root.context, batch=root.batch, drafter=drafter, rank_calls=rank_calls)
+
+    def make_drafter(pool: MtpSlotPool) -> SlotDrafter:
+        if small is None:
+            return MtpSlotDrafter(pool, draft_tokens)
+        own = SlotPool(small, slots, context=small.context, batch=small.batch, rank_calls=rank_calls)
+        return ModelSlotDrafter(own, draft_tokens)
+
+    return DraftingSlotPool(
+        root, slots, context=root.context, batch=root.batch, make_drafter=make_drafter, rank_calls=rank_calls
+    )
+
+
+def list_pools(pool: SlotPool) -> list[SlotPool]:
+    """List a pool from `make_served_pool`, and the pool of its draft model, if it has one."""
+    own = pool.drafter.own_pool if isinstance(pool, DraftingSlotPool) else None
+    return [pool] if own is None else [pool, own]
 
 
 def _describe_error(error: BaseException) -> str:
