@@ -30,7 +30,7 @@ from ...given.serving.schedules import (
     run_schedule,
 )
 
-DRAFTED_REQUESTS, DRAFTED_SLOTS = 40, 4
+DRAFTED_REQUESTS, DRAFTED_SLOTS = 40, 12
 MTP_CASES = {
     "delta net": ("qwen35", 1, 3),
     "latent": ("deepseek2-moe", 1, 1),
