@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...graph.errors import format_install_hint
+from ...graph.errors import DeviceLostError, format_install_hint
 from ...graph.storage.files import open_log, require_writable
 from ...scheduler import describe_memory_problem
 from ..config_options import list_options
@@ -188,11 +188,10 @@ def run(args: argparse.Namespace) -> int:
 
 def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
     """Raise `ModelError` for flags that do not go together with the flags of drafts."""
-    drafts = {"-md": args.draft is not None, "--draft-max": args.draft_max is not None}
     others = {"--log-requests": args.log_requests is not None, "--dry-run": args.dry_run}
-    given, refused = [[flag for flag, is_given in flags.items() if is_given] for flags in (drafts, others)]
-    if given and refused:
-        raise ModelError(f"{refused[0]} does not support drafts; leave out {' and '.join(given)}, or {refused[0]}")
+    refused = [flag for flag, is_given in others.items() if is_given]
+    if refused and (args.draft is not None or args.draft_max is not None):
+        raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
 
 
 def follow_server_on_rank_0(args: argparse.Namespace) -> int:
@@ -254,11 +253,11 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
                 version=__version__,
                 log=log,
                 on_failure=end_server,
-                on_restart=_announce_restart,
+                on_restart=partial(_announce, "the engine was built anew after a failure:"),
             )
         lower_gc_threshold()
         try:
-            announce = partial(_announce_url, name)
+            announce = partial(_announce, f"serves {name} at")
             code = run_server(service, options, announce, listeners=listeners)
         finally:
             service.close(0.0)
@@ -267,15 +266,13 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             traceback.print_exception(service.error)
         if failures:
             write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
+        if isinstance(service.error, DeviceLostError):
+            os._exit(1)  # the device also refuses the calls that free its memory
         return 1 if failures else code
 
 
-def _announce_url(name: str, url: str) -> None:
-    write_line_to_stderr(f"hocket: serves {name} at {url}")
-
-
-def _announce_restart(why: str) -> None:
-    write_line_to_stderr(f"hocket: the engine was built anew after a failure: {why}")
+def _announce(what: str, details: str) -> None:
+    write_line_to_stderr(f"hocket: {what} {details}")
 
 
 def lower_gc_threshold() -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ...backends.capabilities import require_no_lost_device
 from ...backends.cpu.target_cpu import find_compile_target
 from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...scheduler import Plan
@@ -102,6 +103,10 @@ class ServedModel:
         parts = [version, compute_model_digest(session.model), self._model.plan.digest(), find_compile_target().name]
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
+
+    def require_no_lost_device(self) -> None:
+        """Raise `DeviceLostError` if a device of the model refuses all further calls of this process."""
+        require_no_lost_device(self._model.session.group)
 
     @on_all_ranks
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -18,6 +19,7 @@ from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
+from ..inference.prefill_chunks import F32
 from ..inference.saved_state import SavedSessionState
 from .drafting.drafter import SlotDrafter
 from .drafting.drafting_pool import DraftingSlotPool
@@ -189,6 +191,27 @@ class EngineThread(ServedModel):
     def cancel(self, request: str) -> None:
         self._orders.put(lambda: self._engine.cancel(request))
 
+    def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
+        with self._engine_ended_by_lost_device():
+            return super().embed(texts, normalise=normalise)
+
+    def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+        with self._engine_ended_by_lost_device():
+            return super().rank(query, documents)
+
+    @contextmanager
+    def _engine_ended_by_lost_device(self) -> Iterator[None]:
+        """Return a context in which the loss of a device, in the thread of a caller, ends the engine."""
+        try:
+            yield
+        except Exception:  # a backend may raise anything; it is raised again
+            self._orders.put(self._require_no_lost_device)
+            raise
+
+    def _require_no_lost_device(self) -> list[Event]:
+        self.require_no_lost_device()
+        return []
+
     @property
     def max_slot_file_bytes(self) -> int:
         return self._pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES
@@ -266,6 +289,9 @@ class EngineThread(ServedModel):
 
         An exception ends the requests of its step. After a run that failed for one request alone, that request has
         ended already. Then the engine is built anew only if its devices no longer run steps.
+
+        Raises:
+            DeviceLostError: A device refuses all further calls of this process, so a new engine would fail as well.
         """
         engine = self._engine
         try:
@@ -273,6 +299,7 @@ class EngineThread(ServedModel):
         except RanksError:  # all ranks end
             raise
         except Exception as error:  # a backend may raise anything, and other requests must not end with this one
+            self.require_no_lost_device()
             in_step = engine.requests_in_step or {*engine.status.slot_requests}
             self._restart(in_step, _describe_error(error), error)
             return
@@ -282,6 +309,7 @@ class EngineThread(ServedModel):
         free = [slot for slot in engine.failed_slots if not engine.status.slot_requests[slot]]
         engine.failed_slots.clear()
         if free and not self._pool.can_devices_run_test_prompt(free[0]):
+            self.require_no_lost_device()
             self._restart((), "the devices run no steps any more", None)
 
     def _restart(self, failed_requests: Collection[str], why: str, error: Exception | None) -> None:
@@ -335,6 +363,7 @@ class EngineThread(ServedModel):
         except RanksError:  # all ranks end
             raise
         except Exception as error:  # a backend may raise anything; a request that needs this step gets the error
+            self.require_no_lost_device()
             LOGGER.warning("steps for longer texts are not compiled in advance: %s", _describe_error(error))
             self._preparations = iter(())
         return False

@@ -216,8 +216,8 @@ def test_accepted_tokens_are_counted_for_clients() -> None:
     ("flags", "message"),
     [
         (["--draft-max", "3"], "has no block that guesses further tokens (MTP); name a draft model with -md FILE"),
-        (["-md", TINY, "--log-requests", "log"], "--log-requests does not support drafts; leave out -md, or --log"),
-        (["--draft-max", "3", "--dry-run"], "--dry-run does not support drafts; leave out --draft-max, or --dry-run"),
+        (["-md", TINY, "--log-requests", "log"], "--log-requests does not support drafts; leave out -md and --draft-max, or"),
+        (["--draft-max", "3", "--dry-run"], "--dry-run does not support drafts; leave out -md and --draft-max, or"),
     ],
 )
 def test_flags_that_drafts_exclude(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
