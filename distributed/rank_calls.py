@@ -54,9 +54,7 @@ def on_all_ranks(
 
     @wraps(method)
     def call_on_all_ranks(target: _Target, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        return target.rank_calls.call(
-            lambda: method(target, *args, **kwargs), name_call(target, method), args, kwargs
-        )
+        return target.rank_calls.call(lambda: method(target, *args, **kwargs), name_call(target, method), args, kwargs)
 
     vars(call_on_all_ranks)[MARK] = True
     return call_on_all_ranks

@@ -256,7 +256,9 @@ def test_a_stream_with_an_error_that_stays_is_a_lost_device(driver):
         driver.synchronise(ON)
     assert driver.find_device_loss(ON) == "700"  # the real error has a name
     backend = DriverBackend(driver)
-    with pytest.raises(DeviceLostError, match="^cuda:0 refuses all calls of this process: 700; start the process anew$"):
+    with pytest.raises(
+        DeviceLostError, match=r"^cuda:0 refuses all calls of this process: 700; start the process anew$"
+    ):
         require_no_lost_device([(backend, ON)])
 
 

@@ -185,4 +185,6 @@ def test_a_lost_device_ends_the_streams_and_the_process_with_one_line() -> None:
     assert b"refuses all calls of this process: cudaErrorIllegalAddress" in events[-1]
     assert code == 1
     assert len(lines) == 1
-    assert lines[0].startswith("hocket: the engine has failed: DeviceLostError: cpu:0 refuses all calls of this process")
+    assert lines[0].startswith(
+        "hocket: the engine has failed: DeviceLostError: cpu:0 refuses all calls of this process"
+    )

@@ -74,5 +74,5 @@ class DraftChoice:
         self._pauses[slot] = min(2 ** self._wrong_steps[slot] - 1, MAX_PAUSE)
 
     def forget_slot(self, slot: int) -> None:
-        """Forget the acceptance of a slot, whose text is a new one."""
+        """Forget the acceptance of a slot, which has another text now."""
         self._accepted[slot], self._wrong_steps[slot], self._pauses[slot] = float(self._max_tokens), 0, 0

@@ -19,8 +19,10 @@ class SlotDrafter(Protocol):
 
     max_tokens: int
     """The draft tokens of a slot."""
-    own_pool: SlotPool | None
-    """The slots of the drafter's own model; None if the served model drafts."""
+
+    @property
+    def own_pool(self) -> SlotPool | None:
+        """The slots of the drafter's own model; None if the served model drafts."""
 
     def draft_tokens(self, known: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
         """Propose the most probable next tokens of some slots; a slot may get none.

@@ -224,6 +224,7 @@ class DraftingSlotPool(MtpSlotPool):
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells to another slot, and drop its drafts of another text; see `SlotPool.copy_cache_cells`."""
         self._evaluated.pop(target, None)
+        self._choice.forget_slot(target)
         super().copy_cache_cells(source, target, tokens)
 
     def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:

@@ -75,7 +75,9 @@ class ModelSlotDrafter:
         shared = count_common_prefix_tokens(read, tokens[:-1])
         if shared == len(read):
             return
-        is_lost = self.own_pool.has_recurrent_states or (slack is not None and len(read) + self.max_tokens - shared > slack)
+        is_lost = self.own_pool.has_recurrent_states or (
+            slack is not None and len(read) + self.max_tokens - shared > slack
+        )
         if is_lost:
             self.own_pool.clear_recurrent_states(slot)
             self._states.pop(slot, None)
@@ -94,7 +96,9 @@ class ModelSlotDrafter:
 
     def predict_draft_seconds(self, count: int, length: int) -> float:
         window = self.own_pool.open_window_session(0, count)
-        reading = window.make_step(self.catch_up_bucket, min(length + self.catch_up_bucket, window.context), window.sequences)
+        reading = window.make_step(
+            self.catch_up_bucket, min(length + self.catch_up_bucket, window.context), window.sequences
+        )
         drafting = window.make_step(1, min(length + self.max_tokens, window.context), window.sequences)
         return window.plan(reading).cost.total + (self.max_tokens - 1) * window.plan(drafting).cost.total
 

@@ -197,7 +197,7 @@ def test_accepted_tokens_are_counted_for_clients() -> None:
         plain = complete(client, **body)
         assert "draft_n" not in plain["timings"]
         assert "completion_tokens_details" not in client.post("/v1/completions", json=CLIENT_BODY).json()["usage"]
-    with open_client(None, draft=TINY) as client:
+    with open_client(None, draft=TINY, draft_max=3) as client:
         answer = complete(client, **body)
         usage = client.post("/v1/completions", json=CLIENT_BODY).json()["usage"]["completion_tokens_details"]
         metrics = client.get("/metrics").text
@@ -216,7 +216,10 @@ def test_accepted_tokens_are_counted_for_clients() -> None:
     ("flags", "message"),
     [
         (["--draft-max", "3"], "has no block that guesses further tokens (MTP); name a draft model with -md FILE"),
-        (["-md", TINY, "--log-requests", "log"], "--log-requests does not support drafts; leave out -md and --draft-max, or"),
+        (
+            ["-md", TINY, "--log-requests", "log"],
+            "--log-requests does not support drafts; leave out -md and --draft-max, or",
+        ),
         (["--draft-max", "3", "--dry-run"], "--dry-run does not support drafts; leave out -md and --draft-max, or"),
     ],
 )

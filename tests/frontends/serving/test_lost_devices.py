@@ -1,4 +1,4 @@
-"""A device that refuses all calls of the process ends the engine at once: no restart can help, and clients learn why."""
+"""A device that refuses all calls of the process ends the engine at once, and clients learn why."""
 
 from __future__ import annotations
 
