@@ -35,7 +35,10 @@ _Result = TypeVar("_Result")
 
 
 class HasRankCalls(Protocol):
-    """An object with methods that run on all ranks."""
+    """An object with methods that run on all ranks.
+
+    Two objects that inherit the same method need different attributes `rank_label`, which are part of its name.
+    """
 
     rank_calls: RankCalls
 
@@ -70,11 +73,8 @@ def list_calls(targets: Sequence[HasRankCalls]) -> dict[str, Callable[..., objec
 
 
 def name_call(target: object, method: Callable[..., object]) -> str:
-    """Name a call for all ranks, by the class of its object and by its method, as in ``DraftingSlotPool:SlotPool.f``.
-
-    Two objects of different classes may inherit the same method.
-    """
-    return f"{type(target).__name__}:{method.__qualname__}"
+    """Name a call for all ranks by its method. The `rank_label` of an object tells it from others of the same class."""
+    return f"{getattr(target, 'rank_label', '')}{method.__qualname__}"
 
 
 class RankCalls:

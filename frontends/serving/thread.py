@@ -23,7 +23,7 @@ from ..inference.prefill_chunks import F32
 from ..inference.saved_state import SavedSessionState
 from .drafting.drafter import SlotDrafter
 from .drafting.drafting_pool import DraftingSlotPool
-from .drafting.model_drafter import ModelSlotDrafter
+from .drafting.model_drafter import DraftModelSlotPool, ModelSlotDrafter
 from .drafting.mtp_drafter import MtpSlotDrafter, MtpSlotPool
 from .engine import Engine
 from .prefix_cache import PrefixCache
@@ -423,7 +423,7 @@ def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> S
     def make_drafter(pool: MtpSlotPool) -> SlotDrafter:
         if small is None:
             return MtpSlotDrafter(pool, draft_tokens)
-        own = SlotPool(small, slots, context=small.context, batch=small.batch, rank_calls=rank_calls)
+        own = DraftModelSlotPool(small, slots, context=small.context, batch=small.batch, rank_calls=rank_calls)
         return ModelSlotDrafter(own, draft_tokens)
 
     return DraftingSlotPool(

@@ -9,6 +9,12 @@ from ..slots import SlotPool, SlotStates
 from .drafter import MAX_DRAFT_TOKENS, choose_draft_bucket
 
 
+class DraftModelSlotPool(SlotPool):
+    """The slots of a draft model, whose calls on all ranks have names of their own."""
+
+    rank_label = "draft model: "
+
+
 class ModelSlotDrafter:
     """Drafts tokens for slots by a small model; see `SlotDrafter` for the members.
 

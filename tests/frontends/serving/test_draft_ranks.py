@@ -16,7 +16,7 @@ from hocket.frontends.models import Model
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.drafting.drafter import SlotDrafter
 from hocket.frontends.serving.drafting.drafting_pool import DraftingSlotPool
-from hocket.frontends.serving.drafting.model_drafter import ModelSlotDrafter
+from hocket.frontends.serving.drafting.model_drafter import DraftModelSlotPool, ModelSlotDrafter
 from hocket.frontends.serving.drafting.mtp_drafter import MtpSlotDrafter, MtpSlotPool
 from hocket.frontends.serving.slots import SlotPool
 
@@ -44,7 +44,7 @@ def run_requests(pool: SlotPool) -> Recorded:
 
 def make_model_drafter(name: str, world: World, calls: RankCalls) -> Callable[[MtpSlotPool], SlotDrafter]:
     small = Session(open_model(path_of(name)), on=ONE_RANK, world=world)
-    own = SlotPool(small, SLOTS, context=CONTEXT, batch=BATCH, rank_calls=calls)
+    own = DraftModelSlotPool(small, SLOTS, context=CONTEXT, batch=BATCH, rank_calls=calls)
     return lambda pool: ModelSlotDrafter(own, DRAFT_TOKENS)
 
 

@@ -48,9 +48,10 @@ def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftingSlotPool, "predict_break_even_acceptance", lambda *_: 0.0)
 
 
-def write_mtp_model(name: str, folder: Path, blocks: int) -> Model:
+def write_mtp_model(name: str, folder: Path, blocks: int, pull: float = 30.0) -> Model:
+    """Write a model whose tokens decide most of the next token, the more the larger `pull` is."""
     source = path_of(name) if name == "qwen35" else architectures.write_model(name, folder)
-    return with_blocks_ahead(folder / "ahead.gguf", source, 30.0, blocks)
+    return with_blocks_ahead(folder / "ahead.gguf", source, pull, blocks)
 
 
 def make_mtp_pool(model: Model, draft_tokens: int, slots: int = DRAFTED_SLOTS) -> DraftingSlotPool:
@@ -112,7 +113,7 @@ def test_the_row_after_a_prefix_is_found_and_no_other() -> None:
 
 def test_a_text_that_moves_to_another_slot_keeps_its_drafts(tmp_path: Path) -> None:
     """The caches of the MTP blocks and the rows that they read move with it."""
-    model = write_mtp_model("glm4moe-moe", tmp_path, 2)
+    model = write_mtp_model("glm4moe-moe", tmp_path, 2, pull=1.0)
     prompt = [token % model.vocabulary_size for token in prompt_of("llama")[:40]]
     pool, known = make_mtp_pool(model, 3), (*prompt, 7)
     pool.read_prompt(0, [5, *prompt[:39]], [])  # another text, of the same length

@@ -21,6 +21,17 @@ PROCESS_SCRIPT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hocket.cli import main; sys.exit(main(sys.argv[2:]))"
 )
 COMMAND = (sys.executable, "-c", PROCESS_SCRIPT, str(ROOT.parent))
+FREE_DRAFTS_SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hocket.cli import main
+from hocket.frontends.serving.drafting.drafting_pool import DraftingSlotPool
+
+DraftingSlotPool.predict_break_even_acceptance = lambda *_: 0.0
+sys.exit(main(sys.argv[2:]))
+"""
+"""The same, in which drafts are tried although plans predict that they are not worth their time."""
+FREE_DRAFTS_COMMAND = (sys.executable, "-c", FREE_DRAFTS_SCRIPT, str(ROOT.parent))
 LOST_DEVICE_SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -39,9 +50,14 @@ class ServerProcess:
     """A process of ``hocket serve`` at a port; the words `launcher` come before its command."""
 
     def __init__(
-        self, port: int, words: Sequence[str], launcher: Sequence[str] = (), command: Sequence[str] = COMMAND
+        self,
+        port: int,
+        words: Sequence[str],
+        launcher: Sequence[str] = (),
+        command: Sequence[str] = COMMAND,
+        model: Path = MODEL,
     ) -> None:
-        command = [*launcher, *command, "serve", str(MODEL), "--port", str(port), *words]
+        command = [*launcher, *command, "serve", str(model), "--port", str(port), *words]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
@@ -77,8 +93,9 @@ def run_server(
     words: Sequence[str] = ("-np", "2", "-c", "256"),
     launcher: Sequence[str] = (),
     command: Sequence[str] = COMMAND,
+    model: Path = MODEL,
 ) -> Iterator[ServerProcess]:
-    server = ServerProcess(port, words, launcher, command)
+    server = ServerProcess(port, words, launcher, command, model)
     try:
         yield server
     finally:
