@@ -126,7 +126,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
     slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})"
-    drafts = f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS})"
+    drafts = (
+        f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS}); without -md, MTP"
+    )
     names = SESSION_OPTIONS | options_of("generate")
     add_option_flags(sub, names, context={"help": slot_tokens}, draft_max={"help": drafts})
     add_cache_folder_flag(sub)
@@ -244,7 +246,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         if has_no_generation(model):
             if log is not None:
                 raise ModelError("--log-requests is for models that generate text; an encoder has no steps to log")
-            service = EncoderService(model, name=name, version=__version__)
+            service = EncoderService(model, name=name, version=__version__, on_failure=end_server)
         else:
             service = EngineThread(
                 model,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -19,7 +18,6 @@ from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
-from ..inference.prefill_chunks import F32
 from ..inference.saved_state import SavedSessionState
 from .drafting.drafter import SlotDrafter
 from .drafting.drafting_pool import DraftingSlotPool
@@ -191,22 +189,8 @@ class EngineThread(ServedModel):
     def cancel(self, request: str) -> None:
         self._orders.put(lambda: self._engine.cancel(request))
 
-    def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
-        with self._engine_ended_by_lost_device():
-            return super().embed(texts, normalise=normalise)
-
-    def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
-        with self._engine_ended_by_lost_device():
-            return super().rank(query, documents)
-
-    @contextmanager
-    def _engine_ended_by_lost_device(self) -> Iterator[None]:
-        """Return a context in which the loss of a device, in the thread of a caller, ends the engine."""
-        try:
-            yield
-        except Exception:  # a backend may raise anything; it is raised again
-            self._orders.put(self._require_no_lost_device)
-            raise
+    def check_devices_after_failure(self) -> None:
+        self._orders.put(self._require_no_lost_device)
 
     def _require_no_lost_device(self) -> list[Event]:
         self.require_no_lost_device()

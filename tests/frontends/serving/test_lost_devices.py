@@ -10,9 +10,10 @@ from starlette.testclient import TestClient
 
 from hocket import Model
 from hocket.backends.cpu.backend import CpuBackend
+from hocket.frontends.serving.served_model import EncoderService
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
-from hocket.graph.errors import BackendError, DeviceLostError
+from hocket.graph.errors import BackendError, DeviceLostError, HocketError
 from hocket.server.app import create_app
 from hocket.server.options import ServerOptions
 from hocket.server.state import RETRY_SECONDS
@@ -65,6 +66,22 @@ def test_a_device_that_is_lost_while_vectors_are_computed_ends_the_engine(monkey
             service.embed([[5, 6, 7]], normalise=True)
         wait_until(lambda: failures)
         assert failures == [f"DeviceLostError: {LOST}"]
+
+
+def test_a_lost_device_ends_the_service_of_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[str] = []
+    with Model(None, context=128, batch=32) as model:
+        service = EncoderService(model, name="m", version="0", on_failure=failures.append)
+        with pytest.raises(HocketError, match="text 1 of 1 has no tokens"):
+            service.embed([[]], normalise=True)
+        assert not service.engine_end_reason  # the error of a request is no loss
+        is_lost = lose_devices_after_tokens(0, monkeypatch)
+        is_lost.set()
+        with pytest.raises(BackendError, match="cannot end what was launched"):
+            service.embed([[5, 6, 7]], normalise=True)
+        assert failures == [service.engine_end_reason] == [LOST]
+        assert isinstance(service.error, DeviceLostError)
+        is_lost.clear()
 
 
 def test_a_fault_that_does_not_stay_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

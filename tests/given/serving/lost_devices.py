@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hocket.backends import capabilities
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph.errors import BackendError
 from hocket.scheduler import Executor
@@ -44,5 +45,6 @@ def lose_devices_after_tokens(runs: int, patch: pytest.MonkeyPatch | None = None
 
     plant(Executor, "run")
     plant(Store, "state")
+    patch.setattr(capabilities, "CanLoseDevices", CpuBackend)  # a protocol would keep its answer for later tests
     patch.setattr(CpuBackend, "find_device_loss", lambda self, on: REASON if is_lost.is_set() else "", raising=False)
     return is_lost
