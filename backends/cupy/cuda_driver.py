@@ -353,7 +353,7 @@ class CudaDriver:
         return self._query_stream(on) != NOT_READY  # done, or failed
 
     def find_device_loss(self, on: Device) -> str:
-        self._query_stream(on)  # an error that does not stay is given once
+        self._query_stream(on)  # an error that does not stay comes once
         status = self._query_stream(on)
         return "" if status in (0, NOT_READY) else str(self.cupy.cuda.runtime.CUDARuntimeError(status))
 

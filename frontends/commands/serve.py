@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
 def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
     """Raise `ModelError` for flags that do not go together with the flags of drafts."""
     others = {"--log-requests": args.log_requests is not None, "--dry-run": args.dry_run}
-    refused = [flag for flag, is_given in others.items() if is_given]
+    refused = [flag for flag, is_set in others.items() if is_set]
     if refused and (args.draft is not None or args.draft_max is not None):
         raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
 

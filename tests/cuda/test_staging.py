@@ -263,7 +263,7 @@ def test_a_stream_with_an_error_that_stays_is_a_lost_device(driver):
 
 
 @pytest.mark.parametrize("statuses", [(700, 0), (700, 600)])
-def test_an_error_that_is_given_once_is_no_loss(driver, monkeypatch, statuses):
+def test_an_error_that_comes_once_is_no_loss(driver, monkeypatch, statuses):
     found = iter(statuses)
     monkeypatch.setattr(Stream, "query", lambda self: next(found))
     assert driver.find_device_loss(ON) == ""

@@ -31,8 +31,8 @@ class DraftChoice:
     """Chooses the slots that get drafts.
 
     A slot begins with the assumption that all its draft tokens are right. After a step with wrong drafts alone, it
-    pauses for a number of tokens, which doubles with each such step in a row. A slot whose drafts are not worth their
-    time pauses for `MAX_PAUSE` tokens.
+    pauses for a number of tokens, which doubles with each such step in a row. A slot with drafts that are not worth
+    their time pauses for `MAX_PAUSE` tokens.
 
     Args:
         slots: Number of slots.

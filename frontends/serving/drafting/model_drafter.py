@@ -10,7 +10,7 @@ from .drafter import MAX_DRAFT_TOKENS, choose_draft_bucket
 
 
 class DraftModelSlotPool(SlotPool):
-    """The slots of a draft model, whose calls on all ranks have names of their own."""
+    """The slots of a draft model. Their calls on all ranks have names of their own."""
 
     rank_label = "draft model: "
 

@@ -31,13 +31,13 @@ class DraftInputRows:
     rows: F32
 
     def find_row(self, length: int) -> F32 | None:
-        """Return the row f32[1, columns] after the first `length` tokens of the slot; None if it is not known."""
+        """Return the row f32[1, columns] after the first `length` tokens of the slot; None for an unknown row."""
         at = length - self.start - 1
         return self.rows[at : at + 1] if 0 <= at < len(self.rows) else None
 
 
 class MtpSlotPool(SlotPool):
-    """A pool of slots that keeps what MTP blocks read; without MTP blocks it is a `SlotPool`.
+    """A pool of slots that keeps the rows for MTP blocks; without MTP blocks it is a `SlotPool`.
 
     The logits do not depend on these rows. A slot without a row, as after a restored file, gets worse drafts for a
     few tokens.
@@ -94,7 +94,7 @@ class MtpSlotPool(SlotPool):
     def draft_with_mtp_blocks(
         self, first: int, count: int, lengths: list[int], tokens: list[list[int]], draft_tokens: int
     ) -> list[list[int]]:
-        """Draft the next tokens of the slots of a window, and return those of each slot; none for an idle slot.
+        """Draft the next tokens of the slots of a window, and return the drafts of each slot; an idle slot has none.
 
         Args:
             first: The first slot of the window.
@@ -116,7 +116,7 @@ class MtpSlotPool(SlotPool):
 
     @on_all_ranks
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
-        """Copy KV-cache cells to another slot, with those of MTP blocks; see `SlotPool.copy_cache_cells`."""
+        """Copy KV-cache cells to another slot, also for MTP blocks; see `SlotPool.copy_cache_cells`."""
         super().copy_cache_cells(source, target, tokens)
         store, count, rows = self.all_slots_session.store, self.all_slots_session.sequences, self._draft_input_rows
         for name in self._mtp_cache_names:

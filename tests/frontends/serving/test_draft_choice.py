@@ -39,10 +39,10 @@ def test_a_slot_whose_drafts_do_not_pay_pauses_and_is_tried_again() -> None:
             choice.record_accepted_tokens(0, 1)  # right ones, but too few
             drafted.append(token)
     gaps = [b - a for a, b in pairwise(drafted)]
-    trial = gaps.index(MAX_PAUSE + 2) + 1
-    assert gaps[: trial - 1] == [1] * (trial - 1)
-    assert trial < 10
-    assert gaps[trial:].count(MAX_PAUSE + 2) >= 1
+    first_pause = gaps.index(MAX_PAUSE + 2)
+    assert gaps[:first_pause] == [1] * first_pause
+    assert first_pause < 9
+    assert gaps[first_pause + 1 :].count(MAX_PAUSE + 2) >= 1
 
 
 def test_a_slot_whose_drafts_pay_goes_on() -> None:

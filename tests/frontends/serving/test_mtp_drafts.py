@@ -49,7 +49,7 @@ def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_mtp_model(name: str, folder: Path, blocks: int, pull: float = 30.0) -> Model:
-    """Write a model whose tokens decide most of the next token, the more the larger `pull` is."""
+    """Write a model in which a token decides most of the next token, the more the larger `pull` is."""
     source = path_of(name) if name == "qwen35" else architectures.write_model(name, folder)
     return with_blocks_ahead(folder / "ahead.gguf", source, pull, blocks)
 

@@ -27,8 +27,8 @@ def open_client(
     draft_max: int | None = None,
     **options: Any,
 ) -> Iterator[TestClient]:
-    with Model(model, context=128, batch=32, draft=draft, draft_max=draft_max) as opened:
-        service = EngineThread(opened, EngineOptions(2, 4), name="m", version="0")
+    with Model(model, context=128, batch=32, draft=draft, draft_max=draft_max) as served:
+        service = EngineThread(served, EngineOptions(2, 4), name="m", version="0")
         settings = ServerOptions(slot_save_path="" if folder is None else str(folder), **options)
         app = create_app(service, settings)
         try:
