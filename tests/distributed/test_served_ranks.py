@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ SERVED_PROMPTS = (
     "The carriage was",
 )
 DRAFT_FLAGS = {"mtp": ("--draft-max", "3"), "model": ("-md", TINY, "--draft-max", "3")}
-MAX_END_SECONDS = 10.0
 LOG_ERROR = "hocket: --log-requests is for one process; leave it out, or start the server without mpiexec"
 
 
@@ -122,9 +120,7 @@ def test_a_killed_rank_ends_all_with_one_line(drafts: str, tmp_path: Path) -> No
         processes = find_rank_processes(server.process.pid)
         assert len(processes) == 2
         os.kill(processes[1], signal.SIGKILL)
-        killed = time.monotonic()
         code = server.process.wait(WAIT_SECONDS)
-        assert time.monotonic() - killed < MAX_END_SECONDS
         assert server.process.stderr is not None
         lines = [line for line in server.process.stderr.read().splitlines() if line.startswith("hocket: ")]
     assert code == 2
