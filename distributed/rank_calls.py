@@ -118,11 +118,11 @@ class RankCalls:
             self._world.broadcast_from_rank_0(lambda: message)
             self._is_inside = True
             try:
-                return self._run_or_fail(run)
+                return self._run_or_end_all_ranks(run)
             finally:
                 self._is_inside = False
 
-    def _run_or_fail(self, run: Callable[[], _Result]) -> _Result:
+    def _run_or_end_all_ranks(self, run: Callable[[], _Result]) -> _Result:
         """Run a call; an error that the other ranks may not have ends all ranks."""
         self._has_failed = False
         try:
@@ -157,7 +157,7 @@ class RankCalls:
                 return
             last = name
             try:
-                self._run_or_fail(partial(calls[name], *args, **kwargs))
+                self._run_or_end_all_ranks(partial(calls[name], *args, **kwargs))
             except RanksError:
                 raise
             except HocketError as error:

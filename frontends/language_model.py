@@ -20,7 +20,7 @@ from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, int
 from ..scheduler import Plan, format_bytes
 from .adapters import FILE_KIND
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
-from .config_options import describe_options, takes_config
+from .config_options import format_options_as_args_section, takes_config
 from .errors import ModelError
 from .generation import speculative
 from .generation.generate import GenerationParams, generate_texts, sample_tokens_of_all_sequences, stream_text
@@ -241,7 +241,7 @@ class Model:
         self, lease: SessionLease, params: GenerationParams
     ) -> speculative.SpeculativeDecoder | None:
         """Make the decoder that drafts tokens with MTP blocks or a draft model; `None` without draft options."""
-        if (root := self._drafting) is None and not self._model.mtp_block_count:
+        if (root := self._drafting) is None and not self._model.used_mtp_block_count:
             return None
         if params.pinned_tokens is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
@@ -443,8 +443,8 @@ class Model:
         with self._lock:
             first = self.session  # raises after `close`
             if self._shared_engine is None or self._shared_engine.failure:
-                self._shared_engine = SharedEngine(first, shares_states=self._idle_sessions.withdraw_first())
+                self._shared_engine = SharedEngine(first, shares_states=self._idle_sessions.withdraw_first_if_unused())
             return self._shared_engine
 
 
-Model.__doc__ = f"{Model.__doc__}\n    Args:\n{describe_options(RunConfig)}"
+Model.__doc__ = f"{Model.__doc__}\n    Args:\n{format_options_as_args_section(RunConfig)}"

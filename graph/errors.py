@@ -8,7 +8,7 @@ class HocketError(Exception):
     """
 
 
-def format_install_hint(extra: str) -> str:
+def format_install_command(extra: str) -> str:
     """Return the command that installs an optional dependency of hocket; no package index has hocket."""
     return f'run python -m pip install -e ".[{extra}]" in a clone of hocket'
 

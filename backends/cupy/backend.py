@@ -222,7 +222,7 @@ class RecordedProgram:
         self._buffers, self._comm = buffers, comm
         self._owned_buffers: list[Any] = list(buffers)  # launches hold addresses, no references
         self._constants: dict[bytes, int] = {}
-        self._fault_buffer = self._upload_array(np.zeros(FAULT_RECORD.shape, np.int64))
+        self._fault_buffer = self._upload_array_for_program_lifetime(np.zeros(FAULT_RECORD.shape, np.int64))
         self._read_fault = driver.make_reader([self._fault_buffer], [FAULT_RECORD])
         self._builder = LaunchBuilder(
             self._upload_deduplicated_constant,
@@ -244,7 +244,7 @@ class RecordedProgram:
         self._recorded_steps: dict[object, Sequence[SingleStep]] = {}
         self._step_runs: dict[object, Sequence[Callable[[], None]]] = {}
         self._wrap_call: Callable[[NumberedCall], NumberedCall] = lambda call: call
-        self._collectives = ProgramCollectives(comm, driver, on, self._upload_array, memberships)
+        self._collectives = ProgramCollectives(comm, driver, on, self._upload_array_for_program_lifetime, memberships)
         if self._collectives.is_ready:
             self._record_launches()
         else:
@@ -317,7 +317,7 @@ class RecordedProgram:
         except DeviceMissedCollectiveError as error:
             raise self._make_missed_collective_error(error) from error
         except StepError as error:
-            self._clear_fault_record()
+            self._await_launches_and_clear_faults()
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: the number of finished launches is unknown
             if isinstance(why, DeviceMissedCollectiveError):
@@ -343,7 +343,7 @@ class RecordedProgram:
     def _make_missed_collective_error(self, why: DeviceMissedCollectiveError) -> StepError:
         """Make the `StepError` of a run if a device missed a collective. It reports all instructions as ended."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}  # delete graphs before their communicator
-        self._clear_fault_record()
+        self._await_launches_and_clear_faults()
         (node,) = (
             p.instruction.node for p in self._parts if isinstance(p, CollectiveStep) and p.sequence == why.sequence
         )
@@ -387,19 +387,19 @@ class RecordedProgram:
 
         return number, partial(time_steps, self._recorded_steps[run]) if run in self._recorded_steps else time_call
 
-    def _clear_fault_record(self) -> None:
+    def _await_launches_and_clear_faults(self) -> None:
         """Clear the fault record after all launches have run."""
         self._read_fault()()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
     def _read_and_clear_fault(self, fault_record: Array) -> tuple[int, str]:
         """Return the instruction index and the message of the recorded fault, and clear the fault record."""
-        self._clear_fault_record()
+        self._await_launches_and_clear_faults()
         which, value = fault_record.tolist()
         number, text = self._builder.faults[which - 1]
         return number, text.format(value=value)
 
-    def _upload_array(self, array: Array) -> Any:
+    def _upload_array_for_program_lifetime(self, array: Array) -> Any:
         """Upload an array to device memory and return the buffer, which is kept as long as this program exists."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.int8)
         buffer = self.driver.alloc(data.nbytes, self.on)
@@ -411,7 +411,7 @@ class RecordedProgram:
         """Upload a constant and return its device address. Equal constants share one address."""
         key = array.tobytes()
         if key not in self._constants:
-            self._constants[key] = self.driver.address(self._upload_array(array))
+            self._constants[key] = self.driver.address(self._upload_array_for_program_lifetime(array))
         return self._constants[key]
 
     def _record_pending_steps(self) -> None:
@@ -425,13 +425,13 @@ class RecordedProgram:
         spec = self.program.buffers[t.buffer]
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
 
-    def _make_view_for_host_copy(self, t: Tensor) -> Any:
+    def _view_or_dequantise_for_host_copy(self, t: Tensor) -> Any:
         """Return a view of `t` for copies to the host: in its buffer, or in a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
         weight = self._make_operand(t)
         assert weight.declared_spec is not None
-        buffer = self._upload_array(np.zeros(weight.declared_spec.size, np.float32))
+        buffer = self._upload_array_for_program_lifetime(np.zeros(weight.declared_spec.size, np.float32))
         bound = self._builder
         bound.scratch_address, bound.scratch_bytes = self.driver.address(buffer), 0
         floats = dequantise_weight(bound, weight)
@@ -439,7 +439,7 @@ class RecordedProgram:
 
     def _bind_host_collective(self, i: Instruction) -> list[Callable[[], object]]:
         """Bind a collective in host memory: copy operands to the host, run it there, and copy results back."""
-        src: list[Any] = [None if t is None else self._make_view_for_host_copy(t) for t in i.src]
+        src: list[Any] = [None if t is None else self._view_or_dequantise_for_host_copy(t) for t in i.src]
         self._record_pending_steps()
         dst = [self.driver.view(self._buffers[t.buffer], t) for t in i.dst]
         there, here = [None if x is None else as_host_array(x) for x in src], [as_host_array(x) for x in dst]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...graph.errors import BackendError, format_install_hint
+from ...graph.errors import BackendError, format_install_command
 from ..base import Array, Device, Tensor
 from ..capabilities import KernelEfficiencies
 from ..thread_safe_cache import thread_safe_cache
@@ -46,7 +46,7 @@ from .device.host_transfers import DeviceArray, HostTransfers, convert_cuda_erro
 from .device.nccl import load_nccl
 from .kernel_efficiency import read_kernel_efficiencies
 
-CUPY_INSTALL_HINT = f"{format_install_hint('cuda13')} (cuda12 for drivers before 580)"
+CUPY_INSTALL_HINT = f"{format_install_command('cuda13')} (cuda12 for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """The number of this CUfunction_attribute."""
 PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
@@ -426,7 +426,7 @@ class SimulatedGpuDriver(CudaDriver):
         return self._of_all
 
 
-class SimulatedGpuBackend(DriverBackend):
+class PlanOnlyGpuBackend(DriverBackend):
     """A backend that serves plans and runs nothing. Its simulated devices need not exist."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
@@ -442,7 +442,7 @@ class CudaBackend(DriverBackend):
 
     def make_simulated_backend(self, model: str) -> DriverBackend:
         """Make a simulated backend for plans on devices of compute capability `model`, such as ``90``."""
-        return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_kernel_limits(model)))
+        return PlanOnlyGpuBackend(SimulatedGpuDriver(CudaDriver, find_kernel_limits(model)))
 
     def read_kernel_efficiencies(self) -> KernelEfficiencies:
         """Return the measured efficiencies of kernel families."""

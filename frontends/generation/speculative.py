@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import LazyMetadataArray
-from ..inference.rewind import make_checkpoint, restore_checkpoint, rewind_last_step
+from ..inference.rewind import keep_first_tokens_of_last_step, make_checkpoint, restore_checkpoint
 from ..inference.session import Session
 from ..models import Batch, Model, Step
 
@@ -120,7 +120,7 @@ def make_mtp_draft_step(session: Session, length: int, draft_index: int) -> Step
         length: The tokens of the longest sequence after the step.
         draft_index: The number of the draft token.
     """
-    block = min(draft_index, session.model.mtp_block_count - 1)
+    block = min(draft_index, session.model.used_mtp_block_count - 1)
     return session.make_step(1, length, session.sequences, "guess", block)
 
 
@@ -214,7 +214,7 @@ class SpeculativeDecoder:
     def discard_rejected_drafts(self) -> None:
         """Discard the rejected draft tokens of the last run from the session."""
         if self._accepted_count < len(self._evaluated_tokens):
-            rewind_last_step(self.session, self._accepted_count)
+            keep_first_tokens_of_last_step(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
     def compile_plans(self, prompt_tokens: int) -> None:

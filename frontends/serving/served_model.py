@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ...backends.capabilities import require_no_lost_device
-from ...backends.cpu.target_cpu import find_compile_target
+from ...backends.cpu.target_cpu import find_host_or_requested_target
 from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ...graph.errors import DeviceLostError
 from ...scheduler import Plan
@@ -102,7 +102,12 @@ class ServedModel:
     def _compute_fingerprint(self, version: str) -> str:
         """Compute a digest of the version, the model, the plan of a token, the processor's features and the devices."""
         session = self._model.session
-        parts = [version, compute_model_digest(session.model), self._model.plan.digest(), find_compile_target().name]
+        parts = [
+            version,
+            compute_model_digest(session.model),
+            self._model.plan.digest(),
+            find_host_or_requested_target().name,
+        ]
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
 

@@ -401,7 +401,7 @@ def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> S
     """
     root, small = model.session, model.draft_session
     draft_tokens = min(model.draft_max, root.batch - 1)
-    if not draft_tokens or (small is None and not root.model.mtp_block_count):
+    if not draft_tokens or (small is None and not root.model.used_mtp_block_count):
         return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
 
     def make_drafter(pool: MtpSlotPool) -> SlotDrafter:

@@ -31,7 +31,7 @@ from ..device.driver import (
     StartRead,
     flatten_steps,
 )
-from .compile_host import load_emulated_library, require_host_compiler_path
+from .compile_host import load_emulated_library, require_gxx_path
 from .guard_pages import (
     Bytes,
     GuardedMemoryPool,
@@ -117,7 +117,7 @@ class EmulatedDriver:
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        require_host_compiler_path()
+        require_gxx_path()
         return Device(self.kind, index, None, self.description, memory_of=HOST_MEMORY)
 
     def limits(self, on: Device) -> KernelLimits:
