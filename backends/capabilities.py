@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ..graph.errors import DeviceLostError
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..graph.spec import Spec
@@ -36,6 +37,24 @@ class SupportsDeviceClasses(Protocol):
 
     def classify_device(self, on: Device) -> Hashable:
         """Return a key that is equal for all devices of one class: devices that can run the same nodes."""
+
+
+@runtime_checkable
+class CanLoseDevices(Protocol):
+    """A backend with devices that may refuse all further calls of this process after a fault, as GPUs do."""
+
+    def find_device_loss(self, on: Device) -> str:
+        """Return the error that all calls of a device give from now on, or an empty text if it works.
+
+        The call does not wait for the device.
+        """
+
+
+def require_no_lost_device(group: Iterable[tuple[Backend, Device]]) -> None:
+    """Raise `DeviceLostError` if a device of a group refuses all further calls of this process."""
+    for backend, device in group:
+        if isinstance(backend, CanLoseDevices) and (why := backend.find_device_loss(device)):
+            raise DeviceLostError(f"{device} refuses all calls of this process: {why}; start the process anew")
 
 
 def find_class_of_equal_devices(backend: Backend, on: Device) -> Hashable:

@@ -35,7 +35,10 @@ _Result = TypeVar("_Result")
 
 
 class HasRankCalls(Protocol):
-    """An object with methods that run on all ranks."""
+    """An object with methods that run on all ranks.
+
+    Two objects that inherit the same method need different attributes `rank_label`, which are part of its name.
+    """
 
     rank_calls: RankCalls
 
@@ -54,16 +57,24 @@ def on_all_ranks(
 
     @wraps(method)
     def call_on_all_ranks(target: _Target, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        return target.rank_calls.call(lambda: method(target, *args, **kwargs), method.__qualname__, args, kwargs)
+        return target.rank_calls.call(lambda: method(target, *args, **kwargs), name_call(target, method), args, kwargs)
 
     vars(call_on_all_ranks)[MARK] = True
     return call_on_all_ranks
 
 
 def list_calls(targets: Sequence[HasRankCalls]) -> dict[str, Callable[..., object]]:
-    """Return the methods of some objects that run on all ranks, by qualified name."""
-    members = ((target, getattr(type(target), name)) for target in targets for name in dir(type(target)))
-    return {m.__qualname__: m.__get__(target) for target, m in members if hasattr(m, MARK)}
+    """Return the methods of some objects that run on all ranks, by the name that `name_call` gives them.
+
+    Methods that a derived class has overridden are among them, because they may be called by ``super``.
+    """
+    members = ((target, m) for target in targets for kind in type(target).__mro__ for m in vars(kind).values())
+    return {name_call(target, m): m.__get__(target) for target, m in members if hasattr(m, MARK)}
+
+
+def name_call(target: object, method: Callable[..., object]) -> str:
+    """Name a call for all ranks by its method. The `rank_label` of an object tells it from others of the same class."""
+    return f"{getattr(target, 'rank_label', '')}{method.__qualname__}"
 
 
 class RankCalls:
@@ -87,7 +98,7 @@ class RankCalls:
 
         Args:
             run: Makes the call on this rank.
-            name: The qualified name of the method.
+            name: The name of the call, from `name_call`.
             args: Its arguments without the object.
             kwargs: Its keyword arguments.
 
@@ -166,7 +177,7 @@ def encode_call(name: str, args: Sequence[object], kwargs: Mapping[str, object],
     """Encode a call as bytes, for `decode_call`.
 
     Args:
-        name: The qualified name of the method.
+        name: The name of the call.
         args: JSON values, or mappings from names to arrays.
         kwargs: JSON values.
         has_failed: Whether the call before has ended by an error of its arguments.

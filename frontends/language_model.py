@@ -234,8 +234,8 @@ class Model:
         speculative.require_same_vocabulary(self._model, model)
         if not (self._model.is_causal and model.is_causal):
             raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
-        context = min(self.session.context, model.context_length)
-        return open_session(model, on=self._group, context=context, batch=self.session.batch)
+        context, world = min(self.session.context, model.context_length), self.session.world
+        return open_session(model, on=self._group, context=context, batch=self.session.batch, world=world)
 
     def _create_speculative_decoder(
         self, lease: SessionLease, params: GenerationParams

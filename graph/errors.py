@@ -25,6 +25,13 @@ class BackendError(HocketError):
     """An error of a backend or a device: it is missing, is out of memory, or failed in a kernel."""
 
 
+class DeviceLostError(BackendError):
+    """The error that a device refuses all calls of this process, as after an illegal address on a GPU.
+
+    Only a new process can use the device again.
+    """
+
+
 class StepError(BackendError):
     """An error in one instruction of a device program; the message names the node and the device.
 

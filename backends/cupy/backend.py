@@ -146,16 +146,13 @@ class DriverBackend:
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error of a node that rounds intermediate values, or `None` if it computes in float32."""
         is_exact = node.attrs.get("exact") is not False
-        if node.op in MATMUL_OPS and self.is_exact:
-            return None
         if node.op in MATMUL_OPS:
-            return tiled.find_activation_rounding_error(node.inputs[0].dtype, is_exact)
+            return None if self.is_exact else tiled.find_activation_rounding_error(node.inputs[0].dtype, is_exact)
         if not is_exact:
             return 2.0**-8
         if node.op == "attention":
-            q, k, v = (
-                known.spec for value in node.inputs[:3] if (known := self._to_unbound_operand(value)) is not None
-            )
+            operands = map(self._to_unbound_operand, node.inputs[:3])
+            q, k, v = (operand.spec for operand in operands if operand is not None)
             return attention.find_attention_rounding_error(q.shape, k, v)
         return None
 
@@ -183,6 +180,9 @@ class DriverBackend:
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> RecordedProgram:
         return RecordedProgram(program, buffers, on, comm, self.driver, self._memberships)
+
+    def find_device_loss(self, on: Device) -> str:
+        return self.driver.find_device_loss(on)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         return [*list_kernel_calls(program, self.driver.limits(on))]

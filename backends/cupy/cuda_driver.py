@@ -350,7 +350,15 @@ class CudaDriver:
         return load_or_compile_cubin(source, f"sm_{capability}{'a' if capability in SUFFIX_A_CAPABILITIES else ''}")
 
     def is_idle(self, on: Device) -> bool:
-        return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # done, or failed
+        return self._query_stream(on) != NOT_READY  # done, or failed
+
+    def find_device_loss(self, on: Device) -> str:
+        self._query_stream(on)  # an error that does not stay comes once
+        status = self._query_stream(on)
+        return "" if status in (0, NOT_READY) else str(self.cupy.cuda.runtime.CUDARuntimeError(status))
+
+    def _query_stream(self, on: Device) -> int:
+        return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr))
 
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded runs one after the other, and return the device seconds of each, measured by CUDA events."""

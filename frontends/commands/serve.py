@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...graph.errors import format_install_command
+from ...graph.errors import DeviceLostError, format_install_command
 from ...graph.storage.files import open_log, require_writable
 from ...scheduler import describe_memory_problem
 from ..config_options import list_options
@@ -27,7 +27,7 @@ from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import open_model, read_text_without_bom_and_newline, require_usable_model_files
 from ..run_config import RunConfig, options_of
-from ..serving.drafts import MAX_DRAFT_TOKENS
+from ..serving.drafting.drafter import MAX_DRAFT_TOKENS
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
@@ -126,7 +126,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-v", "--verbose", action="store_true", help="answers to chats have the prompt in __verbose")
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
     slot_tokens = f"tokens of each slot, 0: as many as the model allows ({DEFAULT_CONTEXT})"
-    drafts = f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS})"
+    drafts = (
+        f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS}); without -md, MTP"
+    )
     names = SESSION_OPTIONS | options_of("generate")
     add_option_flags(sub, names, context={"help": slot_tokens}, draft_max={"help": drafts})
     add_cache_folder_flag(sub)
@@ -188,11 +190,10 @@ def run(args: argparse.Namespace) -> int:
 
 def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
     """Raise `ModelError` for flags that do not go together with the flags of drafts."""
-    if args.draft is None and args.draft_max is not None:
-        raise ModelError("a server drafts with a draft model alone; give one with -md, or leave out --draft-max")
-    others = {"--log-requests": args.log_requests, "--dry-run": args.dry_run, "mpiexec": args.world.size > 1}
-    if args.draft is not None and (flags := [flag for flag, value in others.items() if value]):
-        raise ModelError(f"{flags[0]} does not support a draft model; leave out -md or {flags[0]}")
+    others = {"--log-requests": args.log_requests is not None, "--dry-run": args.dry_run}
+    refused = [flag for flag, is_set in others.items() if is_set]
+    if refused and (args.draft is not None or args.draft_max is not None):
+        raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
 
 
 def follow_server_on_rank_0(args: argparse.Namespace) -> int:
@@ -204,7 +205,7 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
         signal.signal(number, signal.SIG_IGN)
     from ... import __version__
     from ..serving.served_model import ServedModel, has_no_generation
-    from ..serving.thread import make_served_pool
+    from ..serving.thread import list_pools, make_served_pool
 
     model, name = open_served_model(args)
     with model:
@@ -212,7 +213,8 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
         if has_no_generation(model):
             served.rank_calls.follow_rank_0([served])
         else:
-            served.rank_calls.follow_rank_0([served, make_served_pool(model, args.parallel, served.rank_calls)])
+            pool = make_served_pool(model, args.parallel, served.rank_calls)
+            served.rank_calls.follow_rank_0([served, *list_pools(pool)])
     return 0
 
 
@@ -244,7 +246,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         if has_no_generation(model):
             if log is not None:
                 raise ModelError("--log-requests is for models that generate text; an encoder has no steps to log")
-            service = EncoderService(model, name=name, version=__version__)
+            service = EncoderService(model, name=name, version=__version__, on_failure=end_server)
         else:
             service = EngineThread(
                 model,
@@ -253,11 +255,11 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
                 version=__version__,
                 log=log,
                 on_failure=end_server,
-                on_restart=_announce_restart,
+                on_restart=partial(_announce, "the engine was built anew after a failure:"),
             )
         run_cyclic_gc_more_often()
         try:
-            announce = partial(_announce_url, name)
+            announce = partial(_announce, f"serves {name} at")
             code = run_server(service, options, announce, listeners=listeners)
         finally:
             service.close(0.0)
@@ -266,15 +268,13 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             traceback.print_exception(service.error)
         if failures:
             write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
+        if isinstance(service.error, DeviceLostError):
+            os._exit(1)  # the device also refuses the calls that free its memory
         return 1 if failures else code
 
 
-def _announce_url(name: str, url: str) -> None:
-    write_line_to_stderr(f"hocket: serves {name} at {url}")
-
-
-def _announce_restart(why: str) -> None:
-    write_line_to_stderr(f"hocket: the engine was built anew after a failure: {why}")
+def _announce(what: str, details: str) -> None:
+    write_line_to_stderr(f"hocket: {what} {details}")
 
 
 def run_cyclic_gc_more_often() -> None:

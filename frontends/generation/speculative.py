@@ -21,7 +21,7 @@ from ..errors import ModelError
 from ..gguf import LazyMetadataArray
 from ..inference.rewind import keep_first_tokens_of_last_step, make_checkpoint, restore_checkpoint
 from ..inference.session import Session
-from ..models import Batch, Model
+from ..models import Batch, Model, Step
 
 DEFAULT_DRAFT_TOKENS = 4
 """Default number of draft tokens per run."""
@@ -100,29 +100,68 @@ class MtpDrafter:
 
         The session must have evaluated all tokens of `known` except the last one.
         """
-        session, token, tokens = self.session, known[-1], list[int]()
-        seen, at = session.mtp_rows[0][-1:], session.lengths[0]
-        with session.store.device_lock:
-            while len(tokens) < count:
-                step = session.make_step(1, at + 1, 1, "guess", self.choose_block_for_draft(len(tokens)))
-                outputs = session.executor(step).run(
-                    session.model.inputs(step, Batch([[token]], [at], draft_inputs=seen))
-                )
-                token, seen, at = int(outputs["logits"].argmax()), outputs["hidden"], at + 1
-                tokens.append(token)
+        session = self.session
+        (tokens,) = draft_tokens_with_mtp(session, [known[-1:]], session.lengths, session.mtp_rows[0][-1:], count)
         return tokens
 
     def compile_plans(self, prompt_tokens: int, count: int) -> None:
         for length in (1, prompt_tokens + count):
-            for turn in {self.choose_block_for_draft(draft_index) for draft_index in range(count)}:
-                self.session.executor(self.session.make_step(1, self.session.lengths[0] + length, 1, "guess", turn))
+            for step in list_mtp_draft_steps(self.session, self.session.lengths[0] + length, count):
+                self.session.executor(step)
 
-    def choose_block_for_draft(self, draft_index: int) -> int:
-        """Return the number of the MTP block that predicts draft token `draft_index` (from 0).
 
-        Each block predicts one draft token. The last block also predicts all later ones.
-        """
-        return min(draft_index, self.session.model.used_mtp_block_count - 1)
+def make_mtp_draft_step(session: Session, length: int, draft_index: int) -> Step:
+    """Return the step that drafts the token `draft_index` (from 0) of each sequence with an MTP block.
+
+    Each block drafts one token. The last block also drafts all later ones.
+
+    Args:
+        session: The session; its model has MTP blocks.
+        length: The tokens of the longest sequence after the step.
+        draft_index: The number of the draft token.
+    """
+    block = min(draft_index, session.model.used_mtp_block_count - 1)
+    return session.make_step(1, length, session.sequences, "guess", block)
+
+
+def list_mtp_draft_steps(session: Session, length: int, count: int) -> list[Step]:
+    """List the steps that draft `count` tokens, with a longest sequence of `length` tokens after each of them."""
+    return [make_mtp_draft_step(session, length, draft_index) for draft_index in range(count)]
+
+
+def draft_tokens_with_mtp(
+    session: Session,
+    tokens: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    draft_inputs: npt.NDArray[np.float32],
+    count: int,
+) -> list[list[int]]:
+    """Draft the most probable next tokens of each sequence with the MTP blocks of the model.
+
+    Args:
+        session: The session; its model has MTP blocks.
+        tokens: The sampled token of each sequence, which is not evaluated yet; none for an idle sequence.
+        lengths: The evaluated tokens of each sequence.
+        draft_inputs: The rows that the blocks read with the sampled tokens, f32[sequences, draft_input_columns].
+        count: The draft tokens of each sequence.
+
+    Returns:
+        `count` tokens for each sequence; none for an idle one.
+    """
+    drafts: list[list[int]] = [[] for _ in tokens]
+    new, lengths = [list(one) for one in tokens], list(lengths)
+    with session.store.device_lock:
+        for draft_index in range(count):
+            longest = max(length + len(one) for length, one in zip(lengths, new, strict=True))
+            step = make_mtp_draft_step(session, longest, draft_index)
+            inputs = session.model.inputs(step, Batch(new, lengths, draft_inputs=draft_inputs))
+            outputs = session.executor(step).run(inputs)
+            draft_inputs = outputs["hidden"]
+            for i in [i for i, one in enumerate(new) if one]:
+                new[i] = [int(outputs["logits"][i].argmax())]
+                drafts[i] += new[i]
+                lengths[i] += 1
+    return drafts
 
 
 class SpeculativeDecoder:

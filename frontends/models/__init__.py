@@ -184,8 +184,11 @@ class Model:
 
         States of MTP blocks, copies for rewinding, and the next token of a decode step do not.
         """
-        guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.used_mtp_block_count))
-        return state != NEXT_TOKEN_STATE and not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
+        return state != NEXT_TOKEN_STATE and not state.endswith((SNAPSHOTS, WINDOWS)) and not self.is_mtp_state(state)
+
+    def is_mtp_state(self, state: str) -> bool:
+        """Return whether a state is a cache of an MTP block."""
+        return state.endswith(tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.used_mtp_block_count)))
 
     def require_context_within_training(self, context: int, subject: str = "context") -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for.

@@ -6,15 +6,18 @@ An encoder has no others: `EncoderService`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from ...backends.capabilities import require_no_lost_device
 from ...backends.cpu.target_cpu import find_host_or_requested_target
 from ...distributed.rank_calls import RankCalls, on_all_ranks
+from ...graph.errors import DeviceLostError
 from ...scheduler import Plan
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer
@@ -108,12 +111,35 @@ class ServedModel:
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
 
-    @on_all_ranks
+    def require_no_lost_device(self) -> None:
+        """Raise `DeviceLostError` if a device of the model refuses all further calls of this process."""
+        require_no_lost_device(self._model.session.group)
+
+    def check_devices_after_failure(self) -> None:
+        """End the service if a device was lost in a call of `embed` or `rank`; the plain class has nothing to end."""
+
+    @contextmanager
+    def _devices_checked_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # a backend may raise anything; it is raised again
+            self.check_devices_after_failure()
+            raise
+
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
+        with self._devices_checked_after_failure():
+            return self._embed_on_all_ranks(texts, normalise=normalise)
+
+    def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+        with self._devices_checked_after_failure():
+            return self._rank_on_all_ranks(query, documents)
+
+    @on_all_ranks
+    def _embed_on_all_ranks(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
         return self._model.embed(texts, normalise=normalise)
 
     @on_all_ranks
-    def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+    def _rank_on_all_ranks(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
         return rank_documents(self._model, query, documents)
 
 
@@ -124,10 +150,31 @@ def has_no_generation(model: LoadedModel) -> bool:
 
 
 class EncoderService(ServedModel):
-    """Serves the vectors and scores of an encoder, without an engine; see `ModelService` for its members."""
+    """Serves the vectors and scores of an encoder, without an engine; see `ModelService` for its members.
 
-    is_compiled_and_ready, seconds_since_heartbeat, engine_end_reason = True, 0.0, ""
-    error: BaseException | None = None
+    Args:
+        model: The model.
+        name: The name of the model for clients.
+        version: The version of hocket, for the fingerprint.
+        on_failure: Called with the reason, in the thread of a caller, if a device is lost.
+    """
+
+    is_compiled_and_ready, seconds_since_heartbeat = True, 0.0
+
+    def __init__(
+        self, model: LoadedModel, *, name: str, version: str, on_failure: Callable[[str], None] = lambda why: None
+    ) -> None:
+        super().__init__(model, name=name, version=version)
+        self._on_failure, self.engine_end_reason = on_failure, ""
+        self.error: BaseException | None = None
+        """The loss of a device, which has ended the service."""
+
+    def check_devices_after_failure(self) -> None:
+        try:
+            self.require_no_lost_device()
+        except DeviceLostError as error:
+            self.error, self.engine_end_reason = error, str(error)
+            self._on_failure(self.engine_end_reason)
 
     @property
     def status(self) -> EngineStatus:

@@ -19,7 +19,10 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState
-from .drafts import DraftingSlotPool, SlotDrafter
+from .drafting.drafter import SlotDrafter
+from .drafting.drafting_pool import DraftingSlotPool
+from .drafting.model_drafter import DraftModelSlotPool, ModelSlotDrafter
+from .drafting.mtp_drafter import MtpSlotDrafter, MtpSlotPool
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
@@ -186,6 +189,13 @@ class EngineThread(ServedModel):
     def cancel(self, request: str) -> None:
         self._orders.put(lambda: self._engine.cancel(request))
 
+    def check_devices_after_failure(self) -> None:
+        self._orders.put(self._require_no_lost_device)
+
+    def _require_no_lost_device(self) -> list[Event]:
+        self.require_no_lost_device()
+        return []
+
     @property
     def max_slot_file_bytes(self) -> int:
         return self._pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES
@@ -263,6 +273,9 @@ class EngineThread(ServedModel):
 
         An exception ends the requests of its step. After a run that failed for one request alone, that request has
         ended already. Then the engine is built anew only if its devices no longer run steps.
+
+        Raises:
+            DeviceLostError: A device refuses all further calls of this process, so a new engine would fail as well.
         """
         engine = self._engine
         try:
@@ -270,6 +283,7 @@ class EngineThread(ServedModel):
         except RanksError:  # all ranks end
             raise
         except Exception as error:  # a backend may raise anything, and other requests must not end with this one
+            self.require_no_lost_device()
             in_step = engine.requests_in_step or {*engine.status.slot_requests}
             self._restart(in_step, _describe_error(error), error)
             return
@@ -279,6 +293,7 @@ class EngineThread(ServedModel):
         free = [slot for slot in engine.failed_slots if not engine.status.slot_requests[slot]]
         engine.failed_slots.clear()
         if free and not self._pool.can_devices_run_test_prompt(free[0]):
+            self.require_no_lost_device()
             self._restart((), "the devices run no steps any more", None)
 
     def _restart(self, failed_requests: Collection[str], why: str, error: Exception | None) -> None:
@@ -332,6 +347,7 @@ class EngineThread(ServedModel):
         except RanksError:  # all ranks end
             raise
         except Exception as error:  # a backend may raise anything; a request that needs this step gets the error
+            self.require_no_lost_device()
             LOGGER.warning("steps for longer texts are not compiled in advance: %s", _describe_error(error))
             self._preparations = iter(())
         return False
@@ -381,14 +397,28 @@ class EngineThread(ServedModel):
 def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> SlotPool:
     """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool.
 
-    If the model has a draft model, the pool evaluates drafts.
+    If the model has a draft model or MTP blocks, the pool evaluates drafts.
     """
     root, small = model.session, model.draft_session
     draft_tokens = min(model.draft_max, root.batch - 1)
-    if small is None or not draft_tokens:
+    if not draft_tokens or (small is None and not root.model.used_mtp_block_count):
         return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
-    drafter = SlotDrafter(SlotPool(small, slots, context=small.context, batch=small.batch), draft_tokens)
-    return DraftingSlotPool(root, slots, context=root.context, batch=root.batch, drafter=drafter, rank_calls=rank_calls)
+
+    def make_drafter(pool: MtpSlotPool) -> SlotDrafter:
+        if small is None:
+            return MtpSlotDrafter(pool, draft_tokens)
+        own = DraftModelSlotPool(small, slots, context=small.context, batch=small.batch, rank_calls=rank_calls)
+        return ModelSlotDrafter(own, draft_tokens)
+
+    return DraftingSlotPool(
+        root, slots, context=root.context, batch=root.batch, make_drafter=make_drafter, rank_calls=rank_calls
+    )
+
+
+def list_pools(pool: SlotPool) -> list[SlotPool]:
+    """List a pool from `make_served_pool`, and the pool of its draft model, if it has one."""
+    own = pool.drafter.own_pool if isinstance(pool, DraftingSlotPool) else None
+    return [pool] if own is None else [pool, own]
 
 
 def _describe_error(error: BaseException) -> str:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from hocket.backends.base import Device, Tensor, contiguous_strides
+from hocket.backends.capabilities import require_no_lost_device
 from hocket.backends.cupy import cuda_driver
+from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device import host_transfers
 from hocket.graph.dtypes import DType
+from hocket.graph.errors import BackendError, DeviceLostError
 
 from ..given.fakes.fake_cupy import Event, Stream, fake_cupy
 
@@ -243,3 +246,24 @@ def test_results_larger_than_the_pinned_memory_arrive_whole(driver):
     buffer = driver.alloc(1024, ON)
     driver.view(buffer, tensor)[...] = values
     assert (driver.make_reader([buffer], [tensor])()()[0] == values).all()
+
+
+def test_a_stream_with_an_error_that_stays_is_a_lost_device(driver):
+    view_of(driver, (4,))
+    assert driver.find_device_loss(ON) == ""
+    driver.stream(ON).put(lambda: 1 / 0)
+    with pytest.raises(BackendError, match="start the process anew"):
+        driver.synchronise(ON)
+    assert driver.find_device_loss(ON) == "700"  # the real error has a name
+    backend = DriverBackend(driver)
+    with pytest.raises(
+        DeviceLostError, match=r"^cuda:0 refuses all calls of this process: 700; start the process anew$"
+    ):
+        require_no_lost_device([(backend, ON)])
+
+
+@pytest.mark.parametrize("statuses", [(700, 0), (700, 600)])
+def test_an_error_that_comes_once_is_no_loss(driver, monkeypatch, statuses):
+    found = iter(statuses)
+    monkeypatch.setattr(Stream, "query", lambda self: next(found))
+    assert driver.find_device_loss(ON) == ""

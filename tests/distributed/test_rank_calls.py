@@ -78,6 +78,35 @@ def test_all_ranks_make_the_calls_of_rank_0():
     assert all(recorder.calls == recorders[0].calls for recorder in recorders)
 
 
+class LabelledRecorder(Recorder):
+    """A recorder of the same methods with names of their own, which overrides one of them on rank 0."""
+
+    rank_label = "other: "
+
+    def add(self, *args, **kwargs):
+        """Record a further argument."""
+        return super().add("more", *args, **kwargs)
+
+
+def test_two_objects_with_the_same_methods_follow_their_own_calls():
+    """The other ranks make the inner call of a method that was overridden, and not the override."""
+
+    def one(world):
+        first = Recorder(world)
+        second = LabelledRecorder(world)
+        second.rank_calls = first.rank_calls
+        if world.rank:
+            first.rank_calls.follow_rank_0([first, second])
+        else:
+            first.add(1)
+            second.add(2)
+            first.rank_calls.end()
+        return [recorder.calls for recorder in (first, second)]
+
+    ranks = in_threads(2, one)
+    assert ranks[0] == ranks[1] == [[("add", (1,), {})], [("add", ("more", 2), {})]]
+
+
 def test_arrays_arrive_bit_by_bit():
     def lead(recorder):
         recorder.add("before", STATES, {"a": [1]}, STATES)

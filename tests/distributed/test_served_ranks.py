@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from ..given.models.goldens import TINY
+from ..given.models.rewritten import with_blocks_ahead
 from ..given.open_requests import read_until
 from ..given.ranks.mpi import MPIEXEC, hocket_in, left_behind, needs_mpi
-from ..given.serving.server_process import COMPLETION, ServerProcess, run_server
+from ..given.serving.server_process import COMPLETION, FREE_DRAFTS_COMMAND, ServerProcess, run_server
 from ..given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = [needs_mpi, pytest.mark.long]
@@ -27,6 +28,7 @@ SERVED_PROMPTS = (
     "Emma",
     "The carriage was",
 )
+DRAFT_FLAGS = {"mtp": ("--draft-max", "3"), "model": ("-md", TINY, "--draft-max", "3")}
 LOG_ERROR = "hocket: --log-requests is for one process; leave it out, or start the server without mpiexec"
 
 
@@ -95,8 +97,24 @@ def test_a_signal_drains_and_ends_all_ranks(ranks: ServerProcess) -> None:
     assert not left_behind(ALIAS)
 
 
-def test_a_killed_rank_ends_all_with_one_line() -> None:
-    with run_server(words=(*SERVER_FLAGS, "--devices", "cpu:0"), launcher=LAUNCHER) as server:
+@pytest.mark.parametrize("drafts", DRAFT_FLAGS)
+def test_answers_with_drafts_are_those_without(drafts: str, tmp_path: Path) -> None:
+    model = with_blocks_ahead(tmp_path / "ahead.gguf", Path(TINY), 30.0).gguf.path
+    with run_server(words=(*SERVER_FLAGS, "--devices", "cpu:0,cpu:1"), model=model) as alone:
+        expected = complete_all(alone)
+    flags = (*SERVER_FLAGS, "--devices", "cpu:0", *DRAFT_FLAGS[drafts])
+    with run_server(words=flags, launcher=LAUNCHER, command=FREE_DRAFTS_COMMAND, model=model) as ranks:
+        assert complete_all(ranks) == expected
+        answer = ranks.post("/completion", {**COMPLETION, "n_predict": 20}).json()
+    assert answer["timings"]["draft_n"] > 0
+    assert (answer["timings"]["draft_n_accepted"] > 0) == (drafts == "mtp")
+
+
+@pytest.mark.parametrize("drafts", ["none", *DRAFT_FLAGS])
+def test_a_killed_rank_ends_all_with_one_line(drafts: str, tmp_path: Path) -> None:
+    model = with_blocks_ahead(tmp_path / "ahead.gguf", Path(TINY), 30.0).gguf.path
+    flags = (*SERVER_FLAGS, "--devices", "cpu:0", *DRAFT_FLAGS.get(drafts, ()))
+    with run_server(words=flags, launcher=LAUNCHER, command=FREE_DRAFTS_COMMAND, model=model) as server:
         with server.open_stream(n_predict=100) as stream:
             assert stream.recv(65536).startswith(b"HTTP/1.1 200")
         processes = find_rank_processes(server.process.pid)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ..given.open_requests import read_until
-from ..given.serving.server_process import COMMAND, COMPLETION, ServerProcess, run_server
+from ..given.serving.server_process import COMMAND, COMPLETION, LOST_DEVICE_COMMAND, ServerProcess, run_server
 from ..given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -167,3 +167,24 @@ def test_a_log_outlives_a_killed_process(tmp_path: Path) -> None:
     assert (replayed.returncode, replayed.stderr) == (0, "")
     assert "2 requests" in replayed.stdout
     assert os.stat(log).st_mode & 0o777 == 0o600
+
+
+def test_a_lost_device_ends_the_streams_and_the_process_with_one_line() -> None:
+    """Only a new process can use such a device, so the exit code lets a supervisor start one."""
+    with run_server(command=LOST_DEVICE_COMMAND) as server:
+        with server.open_stream(n_predict=100) as stream:
+            data = b""
+            with suppress(ConnectionError):
+                while part := stream.recv(65536):
+                    data += part
+        code = server.process.wait(WAIT_SECONDS)
+        assert server.process.stderr is not None
+        lines = server.process.stderr.read().splitlines()
+    events = [line for line in data.splitlines() if line.startswith((b"data: ", b"error: "))]
+    assert len(events) > 3
+    assert b"refuses all calls of this process: cudaErrorIllegalAddress" in events[-1]
+    assert code == 1
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "hocket: the engine has failed: DeviceLostError: cpu:0 refuses all calls of this process"
+    )

@@ -312,6 +312,9 @@ class Driver(Protocol):
     def is_idle(self, on: Device) -> bool:
         """Return whether the stream of a device is idle: all launches have ended or failed."""
 
+    def find_device_loss(self, on: Device) -> str:
+        """Return the error that all calls of a device give from now on; see `CanLoseDevices.find_device_loss`."""
+
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded runs one after the other, and return the device seconds of each.
 

@@ -204,6 +204,9 @@ class EmulatedDriver:
     def is_idle(self, on: Device) -> bool:
         return True
 
+    def find_device_loss(self, on: Device) -> str:
+        return ""
+
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded runs one after the other, and return the seconds of each by the host clock."""
         marks = [time.perf_counter()]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from hocket.cli import main
-from hocket.distributed import SINGLE_PROCESS
-from hocket.distributed.rank_calls import RankCalls
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
-from hocket.frontends.serving import drafts
-from hocket.frontends.serving.drafts import MAX_DRAFT_TOKENS, DraftingSlotPool, SlotDrafter
+from hocket.frontends.serving.drafting import drafting_pool
+from hocket.frontends.serving.drafting.drafter import MAX_DRAFT_TOKENS
+from hocket.frontends.serving.drafting.drafting_pool import DraftingSlotPool
+from hocket.frontends.serving.drafting.model_drafter import ModelSlotDrafter
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, GenerationRequest
 from hocket.frontends.serving.slot_files import SlotFiles
@@ -45,12 +45,18 @@ DRAFT_CASES = {
 """The model, the draft model, and the draft tokens of a run."""
 
 
-class PartlyWrongDrafter(SlotDrafter):
+@pytest.fixture(autouse=True)
+def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is as large as the model, so its drafts would not be worth their time."""
+    monkeypatch.setattr(DraftingSlotPool, "predict_break_even_acceptance", lambda *_: 0.0)
+
+
+class PartlyWrongDrafter(ModelSlotDrafter):
     """A drafter that replaces some draft tokens by wrong ones, at places that follow from the text."""
 
     def draft_tokens(self, known: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
         found = super().draft_tokens(known)
-        vocabulary = self.pool.all_slots_session.model.vocabulary_size
+        vocabulary = self.own_pool.all_slots_session.model.vocabulary_size
         for slot, tokens in found.items():
             at = sum(known[slot]) % (self.max_tokens + 1)
             tokens[at:] = [(token + 1) % vocabulary for token in tokens[at:]]
@@ -66,8 +72,7 @@ def make_drafting_pool(name: str, draft: str, draft_tokens: int, slots: int = DR
         slots,
         context=CONTEXT,
         batch=BATCH,
-        drafter=drafter,
-        rank_calls=RankCalls(SINGLE_PROCESS),
+        make_drafter=lambda pool: drafter,
     )
 
 
@@ -76,7 +81,7 @@ def make_drafting_pool(name: str, draft: str, draft_tokens: int, slots: int = DR
 def test_a_schedule_with_drafts_has_the_bits_of_each_request_alone_without(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "MAX_DRAFTED_WINDOW", 16)
+    monkeypatch.setattr(drafting_pool, "MAX_DRAFTED_WINDOW", 16)
     name, draft, draft_tokens = DRAFT_CASES[case]
     rng = np.random.default_rng(49)
     pool = make_drafting_pool(name, draft, draft_tokens)
@@ -104,9 +109,9 @@ def test_a_schedule_with_drafts_has_the_bits_of_each_request_alone_without(
 
 def test_wrong_drafts_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses last 1, 3, 7, 15, 31 and 63 tokens; right drafts end them."""
-    monkeypatch.setattr(SlotDrafter, "draft_tokens", lambda self, known: {slot: [1, 1, 1] for slot in known})
+    monkeypatch.setattr(ModelSlotDrafter, "draft_tokens", lambda self, known: {slot: [1, 1, 1] for slot in known})
     pool = make_drafting_pool("llama", "llama", 3)
-    monkeypatch.setattr(pool, "_drafter", SlotDrafter(pool._drafter.pool, 3))
+    monkeypatch.setattr(pool, "drafter", ModelSlotDrafter(pool.drafter.own_pool, 3))
     known: list[int] = []
 
     def count_drafted_steps(tokens: list[int]) -> int:
@@ -192,7 +197,7 @@ def test_accepted_tokens_are_counted_for_clients() -> None:
         plain = complete(client, **body)
         assert "draft_n" not in plain["timings"]
         assert "completion_tokens_details" not in client.post("/v1/completions", json=CLIENT_BODY).json()["usage"]
-    with open_client(None, draft=TINY) as client:
+    with open_client(None, draft=TINY, draft_max=3) as client:
         answer = complete(client, **body)
         usage = client.post("/v1/completions", json=CLIENT_BODY).json()["usage"]["completion_tokens_details"]
         metrics = client.get("/metrics").text
@@ -210,9 +215,12 @@ def test_accepted_tokens_are_counted_for_clients() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--draft-max", "3"], "a server drafts with a draft model alone; give one with -md, or leave out --draft-max"),
-        (["-md", TINY, "--log-requests", "log"], "--log-requests does not support a draft model; leave out -md or"),
-        (["-md", TINY, "--dry-run"], "--dry-run does not support a draft model; leave out -md or --dry-run"),
+        (["--draft-max", "3"], "has no block that guesses further tokens (MTP); name a draft model with -md FILE"),
+        (
+            ["-md", TINY, "--log-requests", "log"],
+            "--log-requests does not support drafts; leave out -md and --draft-max, or",
+        ),
+        (["--draft-max", "3", "--dry-run"], "--dry-run does not support drafts; leave out -md and --draft-max, or"),
     ],
 )
 def test_flags_that_drafts_exclude(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +230,7 @@ def test_flags_that_drafts_exclude(flags: list[str], message: str, capsys: pytes
 
 def test_drafts_end_before_the_context_and_are_few() -> None:
     pool = make_drafting_pool("llama", "llama", 20)
-    assert pool._drafter.max_tokens == MAX_DRAFT_TOKENS
+    assert pool.drafter.max_tokens == MAX_DRAFT_TOKENS
     prompt = (prompt_of("llama") * 3)[: CONTEXT - 3]
     known: list[int] = []
     for start in range(0, len(prompt), BATCH):

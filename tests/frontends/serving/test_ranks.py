@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from hocket.distributed import World
 from hocket.distributed.rank_calls import RankCalls
 from hocket.frontends.errors import ModelError
-from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.inference.session import Session
 from hocket.frontends.language_model import Model
 from hocket.frontends.open_model import open_model
 from hocket.frontends.run_config import RunConfig
@@ -25,31 +24,20 @@ from hocket.frontends.serving.slots import SlotPool
 from ...given.models.goldens import path_of
 from ...given.ranks.thread_link import in_threads
 from ...given.serving.engine_runs import BATCH, CONTEXT, prompt_of
+from ...given.serving.rank_pools import ONE_RANK, TWO_DEVICES, LeadResult, lead_pool
 from ...given.serving.schedules import count_ends, draw_requests, list_tokens, make_schedule_engine, run_schedule
 
-LeadResult = TypeVar("LeadResult")
 SLOTS, REQUESTS = 4, 10
-ONE_RANK = DeviceGroup(devices=("cpu:0",), split_mode="tensor", threads=1)
-"""The group that each of two ranks names; together it is `TWO_DEVICES`."""
-TWO_DEVICES = DeviceGroup(devices=("cpu:0", "cpu:1"), split_mode="tensor", threads=1)
 
 
-def lead_pool(name: str, lead: Callable[[SlotPool], LeadResult]) -> LeadResult:
-    """Return the result of `lead` on rank 0 of two, while the other rank follows."""
+def lead_slots(name: str, lead: Callable[[SlotPool], LeadResult]) -> LeadResult:
+    """Return the result of `lead` with the slots of a model on two ranks."""
 
-    def run(world: World) -> LeadResult | None:
-        calls = RankCalls(world)
+    def make(world: World, calls: RankCalls) -> SlotPool:
         session = Session(open_model(path_of(name)), on=ONE_RANK, world=world)
-        pool = SlotPool(session, SLOTS, context=CONTEXT, batch=BATCH, rank_calls=calls)
-        if world.rank:
-            calls.follow_rank_0([pool])
-            return None
-        result = lead(pool)
-        calls.end()
-        return result
+        return SlotPool(session, SLOTS, context=CONTEXT, batch=BATCH, rank_calls=calls)
 
-    result: LeadResult = in_threads(2, run)[0]
-    return result
+    return lead_pool(make, lead)
 
 
 def make_alone(name: str) -> SlotPool:
@@ -70,7 +58,7 @@ def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str) -> None:
         assert engine.status.sums.cached_tokens > 0
         return recorded.digests, {request.id: list_tokens(events, request.id) for request in requests}
 
-    (alone, texts), (ranks, rank_texts) = run(make_alone(name)), lead_pool(name, run)
+    (alone, texts), (ranks, rank_texts) = run(make_alone(name)), lead_slots(name, run)
     assert rank_texts == texts
     common = alone.keys() & ranks.keys()
     assert {key: ranks[key] for key in common} == {key: alone[key] for key in common}
@@ -98,7 +86,7 @@ def test_slots_are_saved_and_restored_on_ranks(name: str) -> None:
             key: array.tobytes() for key, array in state.arrays.items()
         }
 
-    assert lead_pool(name, save_and_restore) == save_and_restore(make_alone(name))
+    assert lead_slots(name, save_and_restore) == save_and_restore(make_alone(name))
 
 
 def test_vectors_of_texts_on_ranks_are_those_of_one_process() -> None:

@@ -19,9 +19,16 @@ BODY = {"prompt": TEXT_TOKENS, "n_predict": 6, "temperature": 0, "ignore_eos": T
 
 
 @contextmanager
-def open_client(folder: Path | None, *, draft: str | None = None, **options: Any) -> Iterator[TestClient]:
-    with Model(None, context=128, batch=32, draft=draft, draft_max=3 if draft else None) as model:
-        service = EngineThread(model, EngineOptions(2, 4), name="m", version="0")
+def open_client(
+    folder: Path | None,
+    *,
+    model: str | None = None,
+    draft: str | None = None,
+    draft_max: int | None = None,
+    **options: Any,
+) -> Iterator[TestClient]:
+    with Model(model, context=128, batch=32, draft=draft, draft_max=draft_max) as served:
+        service = EngineThread(served, EngineOptions(2, 4), name="m", version="0")
         settings = ServerOptions(slot_save_path="" if folder is None else str(folder), **options)
         app = create_app(service, settings)
         try:

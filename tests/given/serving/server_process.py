@@ -21,14 +21,43 @@ PROCESS_SCRIPT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hocket.cli import main; sys.exit(main(sys.argv[2:]))"
 )
 COMMAND = (sys.executable, "-c", PROCESS_SCRIPT, str(ROOT.parent))
+FREE_DRAFTS_SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hocket.cli import main
+from hocket.frontends.serving.drafting.drafting_pool import DraftingSlotPool
+
+DraftingSlotPool.predict_break_even_acceptance = lambda *_: 0.0
+sys.exit(main(sys.argv[2:]))
+"""
+"""The same, in which drafts are tried although plans predict that they are not worth their time."""
+FREE_DRAFTS_COMMAND = (sys.executable, "-c", FREE_DRAFTS_SCRIPT, str(ROOT.parent))
+LOST_DEVICE_SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hocket.cli import main
+from hocket.tests.given.serving.lost_devices import lose_devices_after_tokens
+
+lose_devices_after_tokens(4)
+sys.exit(main(sys.argv[2:]))
+"""
+"""The same, with a device that is lost while a request generates."""
+LOST_DEVICE_COMMAND = (sys.executable, "-c", LOST_DEVICE_SCRIPT, str(ROOT.parent))
 COMPLETION = {"prompt": "It is a truth universally acknowledged", "temperature": 0, "ignore_eos": True, "n_predict": 40}
 
 
 class ServerProcess:
     """A process of ``hocket serve`` at a port; the words `launcher` come before its command."""
 
-    def __init__(self, port: int, words: Sequence[str], launcher: Sequence[str] = ()) -> None:
-        command = [*launcher, *COMMAND, "serve", str(MODEL), "--port", str(port), *words]
+    def __init__(
+        self,
+        port: int,
+        words: Sequence[str],
+        launcher: Sequence[str] = (),
+        command: Sequence[str] = COMMAND,
+        model: Path = MODEL,
+    ) -> None:
+        command = [*launcher, *command, "serve", str(model), "--port", str(port), *words]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
@@ -60,9 +89,13 @@ class ServerProcess:
 
 @contextmanager
 def run_server(
-    port: int = 0, words: Sequence[str] = ("-np", "2", "-c", "256"), launcher: Sequence[str] = ()
+    port: int = 0,
+    words: Sequence[str] = ("-np", "2", "-c", "256"),
+    launcher: Sequence[str] = (),
+    command: Sequence[str] = COMMAND,
+    model: Path = MODEL,
 ) -> Iterator[ServerProcess]:
-    server = ServerProcess(port, words, launcher)
+    server = ServerProcess(port, words, launcher, command, model)
     try:
         yield server
     finally:
