@@ -83,7 +83,7 @@ KEYS_BY_PURPOSE: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{arch}.rope.scaling.original_context_length {arch}.rope.scaling.finetuned "
             "{arch}.rope.scaling.yarn_log_multiplier {arch}.rope.scaling.yarn_ext_factor "
             "{arch}.rope.scaling.yarn_attn_factor {arch}.rope.scaling.yarn_beta_fast "
-            "{arch}.rope.scaling.yarn_beta_slow",
+            "{arch}.rope.scaling.yarn_beta_slow {arch}.rope.scaling.yarn_truncate",
         ),
         "recurrent layers and n-grams": (
             READ,

@@ -63,7 +63,7 @@ def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_
         ({"config": {"num_attention_heads": True}}, "num_attention_heads is True; need an integer"),
         ({"config": {"num_attention_heads": 3}}, "need 3 heads"),
         ({"config": {"hidden_act": "relu"}}, "hidden_act is 'relu'"),
-        ({"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, "rope_type 'dynamic' is not supported"),
+        ({"config": {"rope_scaling": {"type": "proportional"}}}, "rope_type 'proportional' is not supported"),
         ({"config": {"tie_word_embeddings": False}}, "lm_head.weight is missing"),
         ({"config": {"quantization_config": {"quant_method": "gptq"}}}, "quant_method 'gptq' is not supported"),
     ],
