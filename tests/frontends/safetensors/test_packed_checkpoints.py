@@ -123,8 +123,10 @@ def test_mxfp4_experts_keep_their_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantisation", "left_out", "message"),
     [
-        ({"quant_method": "awq"}, "", "quant_method 'awq' is not supported; need fp8, mxfp4"),
-        ({"quant_method": "fp8"}, "", "weight_block_size is []; fp8 needs two positive integers"),
+        ({"quant_method": "awq"}, "", "quant_method 'awq' is not supported; need fp8, compressed-tensors"),
+        ({"quant_method": "fp8"}, "", "has the shape [2, 6], which does not fit blocks"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "", "need 'float-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "", "quant_algo of modelopt is 'NVFP4'; need 'FP8'"),
         ({"quant_method": "fp8", "weight_block_size": [32, True]}, "", "needs two positive integers"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8]}, "", "has the shape [2, 6], which does not fit blocks"),
         ({}, "_scale_inv", "down_proj.weight has no scales"),
