@@ -20,6 +20,7 @@ from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.writer import WRITTEN_VERSION
+from .completeness import require_complete_layers, require_stated_sizes
 from .derived_tensor import derive_tensor
 from .families import (
     DELTA_NET_ARCHITECTURES,
@@ -79,6 +80,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
     family = choose_family(config)
     stored = read_shards(folder, DTYPES | STORED_DTYPES.get(read_quantisation_method(config), {}), skipped=SKIPPED_NAME)
     tensors = _map_tensors(family, config, join_blocks_and_scales(config, stored))
+    require_complete_layers(config, tensors)
+    require_stated_sizes(config, tensors)
     tensors |= make_rope_divisor_tensors(family, config)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:

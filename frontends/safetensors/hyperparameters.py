@@ -31,7 +31,7 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
         "context_length": config.require_positive_integer("max_position_embeddings"),
         "embedding_length": config.require_positive_integer("hidden_size"),
     }
-    if arch != "qwen35moe" or config.get_nonnegative_integer("intermediate_size"):
+    if arch not in EXPERT_ARCHITECTURES or config.get_nonnegative_integer("intermediate_size"):
         pairs["feed_forward_length"] = config.require_positive_integer("intermediate_size")
     pairs["attention.head_count"] = heads
     pairs["attention.head_count_kv"] = config.get_nonnegative_integer("num_key_value_heads", heads) or heads

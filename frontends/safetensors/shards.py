@@ -91,6 +91,12 @@ def read_shard(
     start = LENGTH_FIELD.size + length
     header = parse_json(file.data[LENGTH_FIELD.size : start], path)
     names = [name for name in header.pairs if name != "__metadata__" and not skipped.fullmatch(name)]
+    for name in filter(skipped.fullmatch, header.pairs):
+        end = header.get_object_or_empty(name).get_list_or_empty("data_offsets")[-1:]
+        if type(end[0] if end else None) is int and start + end[0] > file.size:  # type: ignore[operator]  # an integer
+            raise file.make_error(
+                f"ends at byte {file.size}, but tensor {format_name_for_message(name)} at a later one"
+            )
     if len(names) > MAX_TENSORS:
         raise file.make_error(f"announces {len(names)} tensors; at most {MAX_TENSORS} are accepted")
     tensors = sorted(
