@@ -170,15 +170,12 @@ def make_rope_divisor_tensors(family: FolderFamily, config: JsonObject) -> dict[
     """
     rope, size = read_rope_parameters(config), read_rotated_size(family, config)
     kind = rope.get_text("rope_type", "")
+    divisors: dict[str, np.ndarray | Sequence[float]] = {}
     if kind == "llama3":
-        divisors = {"rope_freqs.weight": _compute_llama3_divisors(rope, size)}
+        divisors["rope_freqs.weight"] = _compute_llama3_divisors(rope, size)
     elif kind == "longrope":
-        divisors = {
-            f"rope_factors_{length}.weight": _read_divisors(rope, f"{length}_factor", size // 2)
-            for length in ("long", "short")
-        }
-    else:
-        divisors = {}
+        for length in ("long", "short"):
+            divisors[f"rope_factors_{length}.weight"] = _read_divisors(rope, f"{length}_factor", size // 2)
     return {name: _make_constant_tensor(config, name, values) for name, values in divisors.items()}
 
 
@@ -212,7 +209,7 @@ def _make_constant_tensor(config: JsonObject, name: str, values: np.ndarray | Se
     data = mmap.mmap(-1, elements.nbytes)
     data[:] = elements.tobytes()
     # release() of anonymous memory would lose the elements, so they are returned at each read
-    file = MappedFile(config.path, data, elements.nbytes, zlib.crc32(elements))
+    file = MappedFile(config.path, data, elements.nbytes, zlib.crc32(elements.tobytes()))
     source = Tensor(name, elements.shape, DType.F32, file, 0)
     return derive_tensor(
         source, name, shape=source.shape, dtype=DType.F32, change="rope factors", compute=lambda _: elements

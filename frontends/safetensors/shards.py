@@ -93,10 +93,8 @@ def read_shard(
     names = [name for name in header.pairs if name != "__metadata__" and not skipped.fullmatch(name)]
     for name in filter(skipped.fullmatch, header.pairs):
         end = header.get_object_or_empty(name).get_list_or_empty("data_offsets")[-1:]
-        if type(end[0] if end else None) is int and start + end[0] > file.size:  # type: ignore[operator]  # an integer
-            raise file.make_error(
-                f"ends at byte {file.size}, but tensor {format_name_for_message(name)} at a later one"
-            )
+        if not end or type(end[0]) is not int or start + end[0] > file.size:
+            raise file.make_error(f"ends at byte {file.size}, before the end of tensor {format_name_for_message(name)}")
     if len(names) > MAX_TENSORS:
         raise file.make_error(f"announces {len(names)} tensors; at most {MAX_TENSORS} are accepted")
     tensors = sorted(

@@ -85,7 +85,8 @@ def _encode_value(value: Pair) -> bytes:
     if value and isinstance(value[0], str):
         kind, items = MetadataType.STRING, b"".join(map(encode_length_prefixed_string, value))  # type: ignore[arg-type]  # strings
     else:
-        kinds = {bool: MetadataType.BOOL, float: MetadataType.FLOAT32}
-        kind = kinds.get(type(value[0]), MetadataType.INT32) if value else MetadataType.INT32
+        first = value[0] if value else 0
+        kind = MetadataType.FLOAT32 if isinstance(first, float) else MetadataType.INT32
+        kind = MetadataType.BOOL if isinstance(first, bool) else kind
         items = np.asarray(value, kind.storage_dtype).tobytes()
     return COUNT_FIELD.pack(MetadataType.ARRAY.number) + struct.pack("<IQ", kind.number, len(value)) + items
