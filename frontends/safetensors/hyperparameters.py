@@ -1,7 +1,7 @@
 """The hyperparameters of a folder as metadata pairs of GGUF, as llama.cpp's converter writes them.
 
 GGUF files of llama.cpp have no keys for some properties of transformers. Then hocket writes a key that llama.cpp
-ignores: a list ``attention.sliding_window_pattern`` in further architectures, ``expert_weights_norm``,
+ignores: a list ``attention.sliding_window_pattern`` in further architectures, ``norm_topk_prob``,
 ``attention.scale``, ``swiglu_clamp_exp``, and ``rope.scaling.yarn_truncate``.
 """
 
@@ -113,7 +113,7 @@ def _read_expert_pairs(config: JsonObject) -> dict[str, Pair]:
     if shared := config.get_nonnegative_integer("shared_expert_intermediate_size"):
         pairs["expert_shared_feed_forward_length"] = shared
     if not config.get_boolean("norm_topk_prob", False):
-        pairs["expert_weights_norm"] = False
+        pairs["norm_topk_prob"] = False
     return pairs
 
 
