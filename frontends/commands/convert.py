@@ -17,7 +17,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_writable(args.output)
-    open_model(args.folder)  # refuses a folder of which no model can be built
+    open_model(args.folder)  # raises if the folder is no complete model
     tensors, size = write_folder_as_gguf(args.folder, args.output)
     write_line_to_stderr(f"{args.output}: {tensors} tensors, {size} bytes")
     return 0

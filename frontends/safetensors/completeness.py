@@ -12,7 +12,7 @@ from ..gguf import Tensor
 from .json_files import JsonObject
 
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)")
-SIZES = {
+STATED_SIZES = {
     "token_embd.weight": ("vocab_size", 1),
     "ffn_gate.weight": ("intermediate_size", 1),
     "ffn_down_shexp.weight": ("shared_expert_intermediate_size", 0),
@@ -52,7 +52,7 @@ def require_stated_sizes(config: JsonObject, tensors: Mapping[str, Tensor]) -> N
     """
     for name, tensor in tensors.items():
         match = BLOCK_NAME.fullmatch(name)
-        key, is_row_count = SIZES.get(match[2] if match else name, ("", 0))
+        key, is_row_count = STATED_SIZES.get(match[2] if match else name, ("", 0))
         stated = config.get_nonnegative_integer(key) if key else None
         if stated and tensor.shape[-2 if is_row_count else -1 :][:1] != (stated,):
             raise config.make_error(f"{key} is {stated}, but tensor {name} has the shape {list(tensor.shape)}")
