@@ -77,7 +77,7 @@ def matmul(weights: ModelWeights, name: str, x: Value, features: int) -> Value:
     return ops.mul_mat(matrix, x, name=name)
 
 
-def apply_attention_output_gate(
+def apply_attention_output_gate_if_present(
     weights: ModelWeights,
     frame: StepGraphBuilder,
     block: str,
@@ -96,7 +96,7 @@ def apply_attention_output_gate(
         gate: The function of the gate, a key of `OUTPUT_GATES`.
     """
     name, heads = f"{block}.attn_gate", attention_output.shape[2]
-    if not weights.has_tensor(f"{name}.weight"):
+    if not weights.has_used_tensor(f"{name}.weight"):
         return attention_output
     shape = weights.tensor_shape(f"{name}.weight")
     each = shape[0] // heads if len(shape) > 1 else 1
@@ -137,7 +137,7 @@ def soft_cap(x: Value, cap: float) -> Value:
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / cap)), scale=cap)
 
 
-def sparsify_gates_below_threshold(x: Value, deviations: float) -> Value:
+def subtract_gate_threshold_and_clamp(x: Value, deviations: float) -> Value:
     """Subtract a threshold from each gate value of ``x`` f32[n, k], and set negative results to 0.
 
     The threshold of a row is its mean plus ``deviations`` standard deviations. Gemma team, Gemma 3n, 2025; graph:
@@ -186,7 +186,7 @@ class Activation:
     """The activation function of an FFN: ``silu`` or another key of the tables above.
 
     - ``limit``, if not 0, clamps both factors of SiLU or ``oai``; with ``first`` it clamps the gate before SiLU.
-    - ``gate_cutoff``, if not 0, applies `sparsify_gates_below_threshold` before the activation.
+    - ``gate_cutoff``, if not 0, applies `subtract_gate_threshold_and_clamp` before the activation.
     - ``xielu`` holds the attributes of `ops.xielu`.
     - The kind ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``. The second factor is
       ``up`` if ``linear`` is 0 (Kimi K3).
@@ -207,7 +207,7 @@ class Activation:
         return PLAIN_ACTIVATIONS[self.kind](x, name=name)
 
     def apply_gated(self, gate: Value, up: Value, name: str) -> Value:
-        gate = sparsify_gates_below_threshold(gate, self.gate_cutoff) if self.gate_cutoff else gate
+        gate = subtract_gate_threshold_and_clamp(gate, self.gate_cutoff) if self.gate_cutoff else gate
         if self.kind == "situ":
             activated_gate = ops.mul(soft_cap(gate, self.beta), ops.sigmoid(gate))
             return ops.mul(activated_gate, soft_cap(up, self.linear) if self.linear else up, name=name)
@@ -247,7 +247,7 @@ def apply_feed_forward(
     width = x.shape[-1]
     down, name = f"{block}.ffn_down{suffix}", f"{block}.ffn_glu{suffix}"
     features = weights.tensor_shape(f"{down}.weight")[-1]
-    if weights.has_tensor(f"{block}.ffn_gate{suffix}.weight"):
+    if weights.has_used_tensor(f"{block}.ffn_gate{suffix}.weight"):
         gate = linear(weights, f"{block}.ffn_gate{suffix}", x, features, bias_first=True)
         up = linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True)
         inner = unit.apply_gated(gate, up, name)
@@ -258,7 +258,7 @@ def apply_feed_forward(
         inner = unit.apply(linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True), name)
         divisors = weights.optional_leaf(f"{block}.ffn.act.scales", (features,))
         inner = inner if divisors is None else ops.div(inner, divisors)
-    if weights.has_tensor(f"{block}.ffn_sub_norm{suffix}.weight"):
+    if weights.has_used_tensor(f"{block}.ffn_sub_norm{suffix}.weight"):
         inner = norm(weights, f"{block}.ffn_sub_norm{suffix}", inner)
     return linear(weights, down, inner, width, bias_first=True)
 

@@ -124,7 +124,7 @@ def run_expert_layer(
         y = ops.add(
             y, ops.scale(run_group_shared_experts(weights, block, y, experts, scores), scale=experts.group_scale)
         )
-    if weights.has_tensor(f"{block}.ffn_down_shexp.weight"):
+    if weights.has_used_tensor(f"{block}.ffn_down_shexp.weight"):
         y = ops.add(y, run_shared_expert(weights, block, x, experts), name=f"{block}.ffn_moe_shared")
         if experts.family.special_routing == "halved":
             y = ops.scale(y, scale=0.5)
@@ -144,10 +144,10 @@ def run_experts_between_projections(
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
         ("ffn_latent_down", "", "ffn_latent_up"),
     ):
-        if weights.has_tensor(f"{block}.{down}.weight"):
+        if weights.has_used_tensor(f"{block}.{down}.weight"):
             y = matmul(weights, f"{block}.{down}", x, weights.tensor_shape(f"{block}.{down}.weight")[0])
             y = run_routed_experts(weights, block, y, experts, scores)
-            if norm and weights.has_tensor(f"{block}.{norm}.weight"):
+            if norm and weights.has_used_tensor(f"{block}.{norm}.weight"):
                 y = experts.norm(weights, f"{block}.{norm}", y)
             return matmul(weights, f"{block}.{up}", y, x.shape[-1])
     return run_routed_experts(weights, block, x, experts, scores)
@@ -304,9 +304,9 @@ def run_selected_experts(
         return z if bias is None else ops.add_id(z, bias, ids)
 
     glu, unit = f"{block}.ffn_{name}_glu", experts.activation
-    if weights.has_tensor(f"{block}.ffn_gate_up_{suffix}.weight"):
+    if weights.has_used_tensor(f"{block}.ffn_gate_up_{suffix}.weight"):
         inner = unit.apply_to_fused_gate_up(product("gate_up", x, 2 * features), glu)
-    elif weights.has_tensor(f"{block}.ffn_gate_{suffix}.weight"):
+    elif weights.has_used_tensor(f"{block}.ffn_gate_{suffix}.weight"):
         inner = unit.apply_gated(product("gate", x, features), product("up", x, features), glu)
     else:
         inner = unit.apply(product("up", x, features), glu)

@@ -57,7 +57,7 @@ class Rope:
         n_dims = keys.read_count_or_default(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
             raise keys.make_key_error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
-        base = cls.read_frequency_base(keys, "rope.freq_base")
+        base = cls.read_required_frequency_base(keys, "rope.freq_base")
         scaling = keys.read_choice("rope.scaling.type", "linear", SCALING_KINDS)
         factor = (
             keys.read_positive_zero_as_none("rope.scaling.factor")
@@ -81,22 +81,22 @@ class Rope:
             1.0 / factor,
             ext_factor=ext_factor,
             attn_factor=attn_factor * _compute_attn_factor_correction(keys, factor, multiplier),
-            beta_fast=keys.read_positive("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=keys.read_positive("rope.scaling.yarn_beta_slow", 1.0),
+            beta_fast=keys.read_positive_float32("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.read_positive_float32("rope.scaling.yarn_beta_slow", 1.0),
             original_context=read_original_context_length(keys),
             truncate=keys.read_flag("rope.scaling.yarn_truncate", True),
         )
 
-    def with_half_rotated_columns(self, keys: ArchitectureMetadata) -> Rope:
+    def with_half_as_many_rotated_columns(self, keys: ArchitectureMetadata) -> Rope:
         """Return the same RoPE with half as many rotated columns; raise `ModelError` if this number is odd."""
         if self.n_dims % 4:
             raise keys.make_key_error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
-    def read_frequency_base(keys: ArchitectureMetadata, name: str, default: float = 10000.0) -> float:
+    def read_required_frequency_base(keys: ArchitectureMetadata, name: str, default: float = 10000.0) -> float:
         """Read the frequency base from the key ``name``; raise `ModelError` unless it is above 1."""
-        base = keys.read_positive(name, default)
+        base = keys.read_positive_float32(name, default)
         if base <= 1.0:
             raise keys.make_key_error(name, f"is {base}; need a number above 1")
         return base
@@ -127,7 +127,7 @@ def find_frequency_divisors(
     length = "long" if frame.step.context > original_context else "short"
     for stem in ("rope_freqs", f"rope_factors_{length}"):
         for name in (f"{stem}.weight", f"{block}.{stem}.weight"):
-            if weights.has_tensor(name):
+            if weights.has_used_tensor(name):
                 whole = weights(name, weights.tensor_shape(name))
                 count = rope.n_dims // 2
                 return whole if whole.shape == (count,) else ops.slice_(whole, axis=0, start=0, stop=count)
@@ -160,7 +160,7 @@ def read_original_context_length(keys: ArchitectureMetadata) -> int:
     return keys.read_count_or_default("rope.scaling.original_context_length", keys.read_count("context_length"))
 
 
-def choose_rope_mode(keys: ArchitectureMetadata, rope: str) -> str:
+def choose_normal_or_neox_rope(keys: ArchitectureMetadata, rope: str) -> str:
     """Choose the RoPE mode of a model: ``normal`` or ``neox``.
 
     For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In
