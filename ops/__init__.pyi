@@ -441,6 +441,7 @@ def rope(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     original_context: int = 0,
+    truncate: bool = True,
     offset: int = 0,
     name: str = "",
 ) -> Value:
@@ -448,8 +449,8 @@ def rope(
 
     The angle of pair i is ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``. Pairs are neighbours (2i, 2i+1) in
     mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from `offset`. `n_dims` elements are rotated.
-    `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023). ggml: ``ROPE``; Su et
-    al., 2021.
+    `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023). `truncate` rounds the
+    ends of the ramp between scaled and unscaled angles to whole pairs, as ggml does. ggml: ``ROPE``; Su et al., 2021.
     """
 
 def rope_multi(
@@ -467,6 +468,7 @@ def rope_multi(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     original_context: int = 0,
+    truncate: bool = True,
     offset: int = 0,
     name: str = "",
 ) -> Value:

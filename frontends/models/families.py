@@ -295,7 +295,10 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
             scale_of=46,
         ),
         "gemma3": replace(
-            GEMMA2, windows=AttentionWindowPattern(period=6, base=10000.0, uses_rope_scaling=False), scale_of=62
+            GEMMA2,
+            windows=AttentionWindowPattern(period=6, base=10000.0, uses_rope_scaling=False),
+            factors_in_global_layers_only=True,
+            scale_of=62,
         ),
         "gemma3n": replace(
             GEMMA2,

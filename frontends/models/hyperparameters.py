@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ...graph import Value
 from ...graph.lazy_dataclass import dataclass
+from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
 from .inputs.step import TOKEN_KIND, Batch, RingRowNumberInput, Step
@@ -76,6 +77,16 @@ class HyperConnectionTraits:
     eps: float
     iterations: int
     magnitude: float
+
+    @classmethod
+    def from_keys(cls, keys: ArchitectureMetadata) -> HyperConnectionTraits:
+        """Read the hyperparameters from the metadata; without keys there is one stream."""
+        return cls(
+            keys.read_count_or_default("hyper_connection.count", 1),
+            keys.read_positive_zero_as_none("hyper_connection.epsilon") or 0.0,
+            keys.read_count_or_default("hyper_connection.sinkhorn_iterations", 1),
+            keys.read_positive_zero_as_none("hyper_connection.magnitude") or 1.0,
+        )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ KEYS_BY_PURPOSE: Mapping[str, tuple[str, str]] = MappingProxyType(
             READ,
             "{arch}.leading_dense_block_count {arch}.expert_count {arch}.expert_used_count {arch}.expert_group_count "
             "{arch}.expert_group_used_count {arch}.expert_weights_scale {arch}.expert_weights_norm "
-            "{arch}.expert_gating_func {arch}.expert_group_scale {arch}.experts_per_group "
+            "{arch}.norm_topk_prob {arch}.expert_gating_func {arch}.expert_group_scale {arch}.experts_per_group "
             "{arch}.interleave_moe_layer_step {arch}.swiglu_clamp_exp {arch}.swiglu_clamp_shexp "
             "{arch}.hidden_activation {arch}.activation.situ_beta {arch}.activation.situ_linear_beta xielu.alpha_p "
             "xielu.alpha_n xielu.beta xielu.eps",
@@ -83,7 +83,7 @@ KEYS_BY_PURPOSE: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{arch}.rope.scaling.original_context_length {arch}.rope.scaling.finetuned "
             "{arch}.rope.scaling.yarn_log_multiplier {arch}.rope.scaling.yarn_ext_factor "
             "{arch}.rope.scaling.yarn_attn_factor {arch}.rope.scaling.yarn_beta_fast "
-            "{arch}.rope.scaling.yarn_beta_slow",
+            "{arch}.rope.scaling.yarn_beta_slow {arch}.rope.scaling.yarn_truncate",
         ),
         "recurrent layers and n-grams": (
             READ,

@@ -61,7 +61,7 @@ def read_hyperparameters(keys: ArchitectureMetadata, family: FamilyTraits) -> Hy
         blocks_of=collect_token_blocks(blocks),
         ngrams=NgramEmbedding.from_keys(keys, count),
         windows=compute_window_of_each_cached_block(dict(enumerate(blocks))),
-        streams=reader.read_stream_traits(),
+        streams=HyperConnectionTraits.from_keys(keys),
         selected_tokens=math.prod(keys.read_count(f"attention.indexer.{name}") for name in family.sparse_keys.split())
         if family.sparse_keys
         else 0,
@@ -172,15 +172,6 @@ class HyperparameterReader:
         keys = {"banked": "attn_res.block_size", "cycles": "hrm.layers_per_stack"}
         return self.keys.read_count(keys[self.family.residuals]) if self.family.residuals in keys else 1
 
-    def read_stream_traits(self) -> HyperConnectionTraits:
-        keys = self.keys
-        return HyperConnectionTraits(
-            keys.read_count_or_default("hyper_connection.count", 1),
-            keys.read_positive_zero_as_none("hyper_connection.epsilon") or 0.0,
-            keys.read_count_or_default("hyper_connection.sinkhorn_iterations", 1),
-            keys.read_positive_zero_as_none("hyper_connection.magnitude") or 1.0,
-        )
-
     def read_scale_factor(self, key: str, default: float | str | None) -> float:
         if default is None:
             return 1.0
@@ -199,6 +190,8 @@ class HyperparameterReader:
     def _read_window_sizes(self) -> tuple[int, ...]:
         """Read the attention window of each layer in tokens, its own token included; 0 for full attention."""
         traits, keys = self.family.windows, self.keys
+        if traits is None and keys.is_list("attention.sliding_window_pattern"):  # as hocket converts folders
+            traits = AttentionWindowPattern()
         if traits is None or (traits.required_layers and self.count != traits.required_layers):
             return (0,) * self.count
         declared_window = keys.read_count("attention.sliding_window", traits.default, minimum=0)
@@ -428,9 +421,9 @@ class HyperparameterReader:
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
             return rope.with_half_as_many_rotated_columns(keys) if family.half_rotation else rope
-        assert family.windows is not None
-        base = Rope.read_required_frequency_base(keys, "rope.freq_base_swa", family.windows.base or rope.base)
-        return replace(rope, base=base) if family.windows.uses_rope_scaling else Rope(rope.n_dims, rope.mode, base)
+        windows = family.windows or AttentionWindowPattern()
+        base = Rope.read_required_frequency_base(keys, "rope.freq_base_swa", windows.base or rope.base)
+        return replace(rope, base=base) if windows.uses_rope_scaling else Rope(rope.n_dims, rope.mode, base)
 
     def uses_rope(self, i: int) -> bool:
         """Return whether layer i has RoPE."""

@@ -1,9 +1,14 @@
-"""The experts of gpt-oss folders: all experts of a layer are one tensor, in which gate and up projection alternate."""
+"""Experts of folders with one tensor for all experts of a layer, and with one tensor for each expert.
+
+A tensor of all experts holds the gate and the up projection. In gpt-oss their rows alternate, and float weights are
+transposed. In Qwen folders the gate rows of an expert precede its up rows.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import partial
+from hashlib import sha256
 
 import numpy as np
 
@@ -13,17 +18,17 @@ from ..gguf import Tensor
 from .derived_tensor import derive_tensor
 
 EXPERTS_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
-PARTS = {"gate_up": (("gate", slice(0, None, 2)), ("up", slice(1, None, 2))), "down": (("down", slice(None)),)}
-"""By name in the folder: the name of each projection in GGUF, and its rows."""
+EXPERT_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
 
 
-def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the expert tensors of GGUF for a tensor of a gpt-oss folder; empty if it has no experts.
+def split_joined_experts(architecture: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the expert tensors of GGUF for a tensor of all experts of a layer; empty if it is no such tensor.
 
     Args:
+        architecture: The architecture in GGUF.
         name: Name in the folder.
-        tensor: A bias [experts, rows], a float weight [experts, columns, rows], or an MXFP4 weight [experts, rows,
-            columns].
+        tensor: A bias [experts, rows] or a weight [experts, rows, columns]. Float weights of gpt-oss are [experts,
+            columns, rows].
 
     Raises:
         ModelError: The tensor has another number of axes, or rows that are no pairs.
@@ -31,10 +36,15 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     match = EXPERTS_NAME.fullmatch(name)
     if match is None:
         return {}
-    layer, kind, is_bias = int(match[1]), match[2], match[3] is not None
-    if len(tensor.shape) != (2 if is_bias else 3) or (kind == "gate_up" and _list_axes(tensor, is_bias)[1] % 2):
-        raise tensor.file.make_error(f"tensor {name} has the shape {list(tensor.shape)}; need experts of pairs of rows")
-    experts, rows, *columns = _list_axes(tensor, is_bias)
+    layer, kind, is_bias, is_gpt_oss = int(match[1]), match[2], match[3] is not None, architecture == "gpt-oss"
+    if len(tensor.shape) != (2 if is_bias else 3) or (is_bias and not is_gpt_oss):
+        raise _make_shape_error(name, tensor)
+    is_transposed = is_gpt_oss and not is_bias and not tensor.dtype.is_quantised
+    experts, rows, *columns = (tensor.shape[i] for i in ((0, 2, 1) if is_transposed else range(len(tensor.shape))))
+    if kind == "gate_up" and rows % 2:
+        raise _make_shape_error(name, tensor)
+    halves = (slice(0, None, 2), slice(1, None, 2)) if is_gpt_oss else (slice(0, rows // 2), slice(rows // 2, rows))
+    parts = zip(("gate", "up"), halves, strict=True) if kind == "gate_up" else (("down", slice(None)),)
     dtype = DType.F32 if is_bias else tensor.dtype
     return {
         (own := f"blk.{layer}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}"): derive_tensor(
@@ -43,23 +53,36 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
             shape=(experts, len(range(rows)[chosen]), *columns),
             dtype=dtype,
             change=f"{part} rows as {dtype}",
-            compute=partial(_take_rows, tensor.dtype, dtype, chosen, _is_transposed(tensor, is_bias)),
+            compute=partial(_take_rows, tensor.dtype, dtype, chosen, is_transposed),
         )
-        for part, chosen in PARTS[kind]
+        for part, chosen in parts
     }
 
 
-def _is_transposed(tensor: Tensor, is_bias: bool) -> bool:
-    """Return whether a tensor is stored as [experts, columns, rows], as float weights are."""
-    return not is_bias and not tensor.dtype.is_quantised
+def stack_experts(name: str, count: int, experts: list[Tensor]) -> Tensor:
+    """Return the matrices of all experts of a layer as one tensor [experts, rows, columns], stacked when it is read.
+
+    Raises:
+        ModelError: The number of experts is not `count`, or they differ in shape or dtype.
+    """
+    first = experts[0]
+    if len(experts) != count or any((e.shape, e.dtype) != (first.shape, first.dtype) for e in experts):
+        raise first.file.make_error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
+    origins = sha256(repr([e.cache_identity for e in experts]).encode()).hexdigest()
+
+    def stack(_: np.ndarray) -> np.ndarray:
+        stacked = np.stack([e.stored_elements for e in experts])
+        for expert in experts:
+            expert.release_memory()
+        return stacked
+
+    return derive_tensor(
+        first, name, shape=(count, *first.shape), dtype=first.dtype, change=f"stack of {origins}", compute=stack
+    )
 
 
-def _list_axes(tensor: Tensor, is_bias: bool) -> tuple[int, ...]:
-    """Return the shape of a tensor in the order (experts, rows, columns); a bias has no columns."""
-    if _is_transposed(tensor, is_bias):
-        experts, columns, rows = tensor.shape
-        return experts, rows, columns
-    return tensor.shape
+def _make_shape_error(name: str, tensor: Tensor) -> Exception:
+    return tensor.file.make_error(f"tensor {name} has the shape {list(tensor.shape)}; need experts of pairs of rows")
 
 
 def _take_rows(source: DType, dtype: DType, chosen: slice, is_transposed: bool, elements: np.ndarray) -> np.ndarray:

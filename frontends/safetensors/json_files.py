@@ -15,6 +15,9 @@ from ..gguf.mapped_file import format_name_for_message
 MAX_JSON_BYTES = 1 << 28
 """Bytes of the largest accepted JSON file; a tokenizer of 256,000 tokens has about 32 MiB."""
 
+GGUF_REMEDY = "use a GGUF file of the model"
+"""The remedy for a folder with a property that hocket does not support."""
+
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
@@ -84,9 +87,9 @@ class JsonObject:
             raise self.make_error(f"{key} is {reprlib.repr(value)}; need a list")
         return value
 
-    def make_error(self, problem: str) -> ModelError:
-        """Return a one-line error about this file."""
-        return ModelError(f"{format_name_for_message(str(self.path))}: {problem}; download the folder again")
+    def make_error(self, problem: str, remedy: str = "download the folder again") -> ModelError:
+        """Return a one-line error about this file: its path, the problem and a remedy."""
+        return ModelError(f"{format_name_for_message(str(self.path))}: {problem}; {remedy}")
 
 
 def read_json(path: Path) -> JsonObject:

@@ -74,26 +74,29 @@ def read_delta_net_heads(config: JsonObject) -> DeltaNetHeads:
     )
     if values % keys:
         raise config.make_error(f"linear_num_value_heads is {values}; need a multiple of linear_num_key_heads, {keys}")
-    return DeltaNetHeads(keys, values, key_size, value_size, config.get_text("model_type", "") == "qwen3_5_text")
+    return DeltaNetHeads(keys, values, key_size, value_size, config.get_text("model_type", "") != "qwen3_next")
 
 
 def read_delta_net_pairs(config: JsonObject) -> dict[str, Pair]:
     """Return the metadata of delta nets, without the prefix of the architecture.
 
+    The list ``attention.recurrent_layers`` is there if layers with full attention have no fixed interval.
+
     Raises:
-        ModelError: Full attention is not in each layer of a fixed interval.
+        ModelError: A number is missing, or a layer has another kind.
     """
     heads, layers = read_delta_net_heads(config), config.require_positive_integer("num_hidden_layers")
     kinds = config.get_list_or_empty("layer_types")
     interval = config.get_nonnegative_integer("full_attention_interval") or (
         kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
     )
-    need = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    if kinds not in ([], need):
-        raise config.make_error(
-            f"layer_types: every layer {interval} needs full_attention, the others linear_attention"
-        )
-    return {
+    if kinds and (len(kinds) < layers or not {*map(str, kinds)} <= {"full_attention", "linear_attention"}):
+        raise config.make_error(f"layer_types needs full_attention or linear_attention for each of {layers} layers")
+    is_recurrent = [kind == "linear_attention" for kind in kinds[:layers]]
+    irregular: dict[str, Pair] = {}
+    if is_recurrent and is_recurrent != [(i + 1) % interval != 0 for i in range(layers)]:
+        irregular["attention.recurrent_layers"] = is_recurrent
+    return irregular | {
         "ssm.conv_kernel": config.require_positive_integer("linear_conv_kernel_dim"),
         "ssm.state_size": heads.key_size,
         "ssm.group_count": heads.keys,

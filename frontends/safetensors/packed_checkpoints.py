@@ -1,6 +1,7 @@
 """Weights that a folder has in two tensors: blocks of eight-bit floats (FP8) or four-bit floats (MXFP4), and scales.
 
-FP8 weights, as DeepSeek and Qwen publish them, become float32. MXFP4 weights, as in gpt-oss, keep their bits.
+FP8 weights have one scale for each block, row or matrix. They become bfloat16 if all scales are powers of two, which
+is exact, and float32 otherwise. MXFP4 weights, as in gpt-oss, keep their bits.
 """
 
 from __future__ import annotations
@@ -12,15 +13,22 @@ import numpy.typing as npt
 
 from ...graph.dtypes import DType
 from ...ops.block_layouts import HALF_OF_E4M3
-from ...ops.quantisation import dequantise
+from ...ops.quantisation import dequantise, encode_array
 from ..gguf import Tensor
 from ..gguf.mapped_file import format_name_for_message
 from .derived_tensor import derive_tensor
 from .json_files import JsonObject
 
-STORED_DTYPES = {"fp8": {"F8_E4M3": DType.I8}, "mxfp4": {"U8": DType.I8}}
+FP8, MXFP4 = {"F8_E4M3": DType.I8}, {"U8": DType.I8}
+STORED_DTYPES = {"fp8": FP8, "compressed-tensors": FP8, "modelopt": FP8, "mxfp4": MXFP4}
 """By ``quant_method`` of ``config.json``: further dtypes of safetensors that the folder may have, read as bytes."""
-SCALE_SUFFIX, BLOCKS_SUFFIX, SCALES_SUFFIX = "_scale_inv", "_blocks", "_scales"
+FP8_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+ACTIVATION_SCALE_SUFFIXES = (".input_scale", ".activation_scale")
+"""Tensors for activations in FP8, which hocket does not use: its activations are float32."""
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+ORIGINAL_REMEDY = "use the original weights"
+EXPANDED_ROWS = 256
+"""Rows of an FP8 weight that are dequantised at a time, if its blocks have fewer."""
 MXFP4_BYTES = DType.MXFP4.block_bytes - 1
 """Bytes of the codes of an MXFP4 block; a scale of one byte precedes them in GGUF."""
 
@@ -39,7 +47,7 @@ def read_quantisation_method(config: JsonObject) -> str:
     """Return ``quant_method`` of ``config.json``, or an empty text for unquantised weights.
 
     Raises:
-        ModelError: The method is not supported, or FP8 weights have no blocks.
+        ModelError: The method or its format is not supported.
     """
     quantisation = config.get_object_or_empty("quantization_config")
     if not quantisation.pairs:
@@ -47,27 +55,34 @@ def read_quantisation_method(config: JsonObject) -> str:
     method = quantisation.get_text("quant_method", "")
     if method not in STORED_DTYPES:
         raise config.make_error(
-            f"quant_method {method[:40]!r} is not supported; need {', '.join(STORED_DTYPES)}, or the original weights"
+            f"quant_method {method[:40]!r} is not supported; need {', '.join(STORED_DTYPES)}", ORIGINAL_REMEDY
         )
-    if method == "fp8":
-        _read_block_shape(config)
+    needed = {"compressed-tensors": ("format", "float-quantized"), "modelopt": ("quant_algo", "FP8")}
+    key, need = needed.get(method, ("", ""))
+    if key and (found := quantisation.get_text(key, "")) != need:
+        raise config.make_error(f"{key} of {method} is {found[:40]!r}; need {need!r}", ORIGINAL_REMEDY)
     return method
 
 
-def _read_block_shape(config: JsonObject) -> tuple[int, int]:
-    shape = config.get_object_or_empty("quantization_config").get_list_or_empty("weight_block_size")
-    if len(shape) != 2 or any(type(n) is not int or not 0 < n < 1 << 31 for n in shape):
+def _read_block_shape(config: JsonObject) -> tuple[int, int] | None:
+    """Return the rows and columns of a block with one scale; None if scales belong to rows or whole matrices."""
+    quantisation = config.get_object_or_empty("quantization_config")
+    shape = quantisation.get_list_or_empty("weight_block_size")
+    for group in quantisation.get_object_or_empty("config_groups").pairs.values():
+        weights = JsonObject(config.path, group).get_object_or_empty("weights") if isinstance(group, dict) else config
+        shape = shape or weights.get_list_or_empty("block_structure")
+    if not shape:
+        return None
+    rows, columns = shape if len(shape) == 2 else (0, 0)
+    if type(rows) is not int or type(columns) is not int or not (0 < rows < 1 << 31 and 0 < columns < 1 << 31):
         raise config.make_error(f"weight_block_size is {shape!r:.60}; fp8 needs two positive integers")
-    rows, columns = shape
-    assert isinstance(rows, int)
-    assert isinstance(columns, int)
     return rows, columns
 
 
 def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Join each packed weight with the tensor of its scales to one tensor, which is computed when it is read.
 
-    FP8 weights become float32, and MXFP4 weights become blocks of GGUF. Other tensors stay.
+    FP8 weights become floats, and MXFP4 weights become blocks of GGUF. Scales of activations are left out.
 
     Args:
         config: The contents of ``config.json``.
@@ -77,22 +92,36 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
         ModelError: Blocks have no scales, or scales of another shape.
     """
     method = read_quantisation_method(config)
-    joined = dict(stored)
-    for name, tensor in stored.items():
-        if method == "fp8" and name.endswith(SCALE_SUFFIX):
-            weight = name.removesuffix(SCALE_SUFFIX)
-            joined[weight] = _dequantise_fp8(config, _require_byte_tensor_of_scales(tensor, stored, weight), tensor)
-            del joined[name]
-        elif method == "mxfp4" and name.endswith(SCALES_SUFFIX):
-            weight = name.removesuffix(SCALES_SUFFIX)
-            joined[weight] = _join_mxfp4(
-                _require_byte_tensor_of_scales(tensor, stored, weight + BLOCKS_SUFFIX), tensor, weight
-            )
-            del joined[name], joined[weight + BLOCKS_SUFFIX]
+    joined = {name: tensor for name, tensor in stored.items() if not name.endswith(ACTIVATION_SCALE_SUFFIXES)}
+    if method == "mxfp4":
+        for name in [name for name in joined if name.endswith(SCALES_SUFFIX)]:
+            scales, weight = joined.pop(name), name.removesuffix(SCALES_SUFFIX)
+            blocks = _require_byte_tensor_of_scales(scales, stored, weight + BLOCKS_SUFFIX)
+            joined[weight] = _join_mxfp4(blocks, scales, weight)
+            del joined[weight + BLOCKS_SUFFIX]
+    elif method:
+        scales_by_weight = {
+            name.removesuffix(end): joined.pop(name)
+            for end in FP8_SCALE_SUFFIXES
+            for name in [*joined]
+            if name.endswith(end)
+        }
+        dtype = DType.BF16 if all(map(_are_powers_of_two, scales_by_weight.values())) else DType.F32
+        for weight, scales in scales_by_weight.items():
+            blocks = _require_byte_tensor_of_scales(scales, stored, weight)
+            joined[weight] = _dequantise_fp8(config, blocks, scales, dtype)
     for name, tensor in joined.items():
         if tensor.dtype is DType.I8:
             raise tensor.file.make_error(f"tensor {format_name_for_message(name)} has no scales")
     return joined
+
+
+def _are_powers_of_two(scales: Tensor) -> bool:
+    """Return whether products of FP8 weights with these scales are exact in bfloat16."""
+    factors = dequantise(scales.stored_elements, scales.dtype)
+    are_exact = bool(np.all((np.frexp(factors)[0] == 0.5) & (factors > 2.0**-60) & (factors < 2.0**60)))
+    scales.release_memory()
+    return are_exact
 
 
 def _require_byte_tensor_of_scales(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
@@ -105,29 +134,48 @@ def _require_byte_tensor_of_scales(scales: Tensor, stored: dict[str, Tensor], na
     return blocks
 
 
-def _dequantise_fp8(config: JsonObject, weight: Tensor, scales: Tensor) -> Tensor:
-    """Return an FP8 weight as a float32 tensor: each block of rows and columns has its own scale."""
-    block_rows, block_columns = _read_block_shape(config)
+def _dequantise_fp8(config: JsonObject, weight: Tensor, scales: Tensor, dtype: DType) -> Tensor:
+    """Return an FP8 weight as a tensor of `dtype`; each block, row or matrix has its own scale."""
     *leading, rows, columns = weight.shape if len(weight.shape) > 1 else (1, *weight.shape)
-    if scales.shape != (*leading, -(-rows // block_rows), -(-columns // block_columns)):
+    sizes = [(rows, columns), (1, columns)]  # of a whole matrix and of a row
+    if block := _read_block_shape(config):
+        sizes.insert(0, block)
+    for block_rows, block_columns in sizes:
+        counts = (*leading, -(-rows // block_rows), -(-columns // block_columns))
+        if tuple(n for n in scales.shape if n > 1) == tuple(n for n in counts if n > 1):
+            break
+    else:
         raise _make_shape_error(weight, scales)
     return derive_tensor(
         weight,
         weight.name,
         shape=weight.shape,
-        dtype=DType.F32,
-        change=f"float32 of fp8 blocks {block_rows}x{block_columns} with scales of {scales.cache_identity}",
-        compute=partial(_compute_fp8_values, scales, block_rows, block_columns),
+        dtype=dtype,
+        change=f"{dtype} of fp8 blocks {block_rows}x{block_columns} with scales of {scales.cache_identity}",
+        compute=partial(_compute_fp8_values, scales, counts, block_rows, block_columns, dtype),
     )
 
 
-def _compute_fp8_values(scales: Tensor, block_rows: int, block_columns: int, elements: np.ndarray) -> np.ndarray:
-    values = E4M3_VALUES[elements.view(np.uint8)]
-    rows, columns = values.shape[-2:]
-    factors = np.repeat(dequantise(scales.stored_elements, scales.dtype), block_columns, axis=-1)[..., :columns]
-    for first in range(0, rows, block_rows):
-        values[..., first : first + block_rows, :] *= factors[..., first // block_rows, None, :]
-    return values
+def _compute_fp8_values(
+    scales: Tensor,
+    counts: tuple[int, ...],
+    block_rows: int,
+    block_columns: int,
+    dtype: DType,
+    elements: np.ndarray,
+) -> np.ndarray:
+    stored = elements.view(np.uint8)
+    rows, columns = stored.shape[-2:] if stored.ndim > 1 else (1, *stored.shape)
+    out = np.empty(stored.shape, dtype.storage)
+    bytes_, results = (array.reshape(*counts[:-2], rows, columns) for array in (stored, out))
+    factors = dequantise(scales.stored_elements, scales.dtype).reshape(counts)
+    factors = np.repeat(factors, block_columns, axis=-1)[..., :columns]
+    step = max(1, EXPANDED_ROWS // block_rows) * block_rows
+    for first in range(0, rows, step):  # a step has whole blocks
+        part = np.s_[..., first : min(first + step, rows), :]
+        of_rows = np.arange(first, min(first + step, rows)) // block_rows
+        results[part] = encode_array(E4M3_VALUES[bytes_[part]] * factors[..., of_rows, :], dtype)
+    return out
 
 
 def _join_mxfp4(blocks: Tensor, scales: Tensor, name: str) -> Tensor:

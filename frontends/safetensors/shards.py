@@ -5,6 +5,7 @@ Every size and offset is compared with the size of the file before a read. A vio
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from itertools import pairwise
@@ -20,12 +21,21 @@ from .json_files import JsonObject, parse_json, read_json
 
 MAX_HEADER_BYTES = 100_000_000
 """Bytes of the longest accepted header; the limit of the safetensors library."""
+NO_NAME = re.compile(r"(?!)")
+"""A pattern that matches no name."""
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"F32": DType.F32, "F16": DType.F16, "BF16": DType.BF16}
 
 
-def read_shards(folder: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str, Tensor]:
+def read_shards(
+    folder: Path, dtypes: Mapping[str, DType] = DTYPES, skipped: re.Pattern[str] = NO_NAME
+) -> dict[str, Tensor]:
     """Return the tensors of all safetensors files that the index of a folder names, or of its only file.
+
+    Args:
+        folder: The model folder.
+        dtypes: The accepted dtypes by their names in safetensors.
+        skipped: A pattern of the names of tensors that are left out, of any dtype and shape.
 
     Raises:
         ModelError: There is no file, or a file or the index is damaged.
@@ -38,7 +48,7 @@ def read_shards(folder: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str,
                 f"{format_name_for_message(str(folder))}: has no model.safetensors and no {INDEX_NAME}; "
                 "download the weights as safetensors"
             )
-        return read_shard(path, dtypes)
+        return read_shard(path, dtypes, skipped)
     index = read_json(index_path)
     weight_map = index.get_object_or_empty("weight_map").pairs
     names: dict[str, None] = {}
@@ -48,21 +58,23 @@ def read_shards(folder: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str,
         names[file_name] = None
     tensors: dict[str, Tensor] = {}
     for file_name in sorted(names):
-        for name, tensor in read_shard(folder / file_name, dtypes).items():
+        for name, tensor in read_shard(folder / file_name, dtypes, skipped).items():
             if weight_map.get(name) != file_name:
                 raise tensor.file.make_error(
                     f"tensor {format_name_for_message(name)} is not in this file by {INDEX_NAME}"
                 )
             tensors[name] = tensor
-    if missing := [name for name in weight_map if name not in tensors]:
+    if missing := [name for name in weight_map if name not in tensors and not skipped.fullmatch(name)]:
         raise index.make_error(
             f"tensor {format_name_for_message(missing[0])} is in no file; {len(missing)} tensors are missing"
         )
     return tensors
 
 
-def read_shard(path: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str, Tensor]:
-    """Return the tensors of one safetensors file, in the order of their bytes.
+def read_shard(
+    path: Path, dtypes: Mapping[str, DType] = DTYPES, skipped: re.Pattern[str] = NO_NAME
+) -> dict[str, Tensor]:
+    """Return the tensors of one safetensors file, in the order of their bytes; the arguments are as in `read_shards`.
 
     Raises:
         ModelError: The file is damaged; a tensor overlaps another one, or has a dtype that is not in `dtypes`.
@@ -78,7 +90,11 @@ def read_shard(path: Path, dtypes: Mapping[str, DType] = DTYPES) -> dict[str, Te
         )
     start = LENGTH_FIELD.size + length
     header = parse_json(file.data[LENGTH_FIELD.size : start], path)
-    names = [name for name in header.pairs if name != "__metadata__"]
+    names = [name for name in header.pairs if name != "__metadata__" and not skipped.fullmatch(name)]
+    for name in filter(skipped.fullmatch, header.pairs):
+        end = header.get_object_or_empty(name).get_list_or_empty("data_offsets")[-1:]
+        if not end or type(end[0]) is not int or start + end[0] > file.size:
+            raise file.make_error(f"ends at byte {file.size}, before the end of tensor {format_name_for_message(name)}")
     if len(names) > MAX_TENSORS:
         raise file.make_error(f"announces {len(names)} tensors; at most {MAX_TENSORS} are accepted")
     tensors = sorted(

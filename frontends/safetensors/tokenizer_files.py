@@ -1,18 +1,19 @@
 """The tokenizer of a model folder as GGUF metadata: ``tokenizer.json`` or ``tokenizer.model``, settings, chat template.
 
-Two kinds are read: BPE over bytes, and SentencePiece BPE with byte tokens. The regular expressions of a pre-tokenizer
-decide its name. The score of a SentencePiece token is the negated rank of its first merge.
+Three kinds are read: BPE over bytes, SentencePiece BPE with byte tokens, and unigrams. The regular expressions of a
+pre-tokenizer decide its name. The score of a SentencePiece token is the negated rank of its first merge.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS
-from .json_files import MAX_JSON_BYTES, JsonObject, read_json
+from .json_files import GGUF_REMEDY, MAX_JSON_BYTES, JsonObject, read_json
 from .sentencepiece_model import read_sentencepiece_model
 from .write_gguf import Pair
 
@@ -20,6 +21,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Values of ``tokenizer.ggml.token_type``."""
 GPT2_PATTERN = PRE_TOKENIZERS["gpt-2"].patterns[0]
 """The pattern of the pre-tokenizer ByteLevel with ``use_regex``."""
+MISSING_SCORE = -1e3
+"""Score of an id without a token."""
 SPACE_MARK = "▁"
 SENTENCEPIECE_NAME = "tokenizer.model"
 KEY = "tokenizer.ggml."
@@ -48,10 +51,15 @@ def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> d
     whole = read_json(path)
     model = whole.get_object_or_empty("model")
     kind = model.get_text("type", "BPE")
+    if kind == "Unigram":
+        return _read_unigrams(whole, model, settings, config, vocabulary) | _read_chat_template(folder, settings)
     if kind != "BPE":
-        raise whole.make_error(f"model.type is {format_name_for_message(kind)!r}, which is not supported; need BPE")
+        raise whole.make_error(
+            f"model.type is {format_name_for_message(kind)!r}, which is not supported; need BPE or Unigram", GGUF_REMEDY
+        )
     is_sentencepiece = model.get_boolean("byte_fallback", False)
-    tokens, types = _read_tokens(whole, model, vocabulary, is_sentencepiece)
+    numbers = model.get_object_or_empty("vocab").pairs
+    tokens, types = _read_tokens(whole, numbers, vocabulary, is_sentencepiece, model.get_text("unk_token", ""))
     merges = _read_merges(model)
     pairs: dict[str, Pair] = {f"{KEY}model": "llama" if is_sentencepiece else "gpt2"}
     pairs[f"{KEY}pre"] = "default" if is_sentencepiece else _find_pre_tokenizer_by_patterns(whole, model)
@@ -80,7 +88,7 @@ def _read_sentencepiece(folder: Path, config: JsonObject, settings: JsonObject, 
         )
     padding = range(len(model.texts), vocabulary)
     tokens = [*model.texts, *(f"[PAD{i}]" for i in padding)]
-    scores, types = [*model.scores, *(-1e3 for _ in padding)], [*model.kinds, *(UNUSED for _ in padding)]
+    scores, types = [*model.scores, *(MISSING_SCORE for _ in padding)], [*model.kinds, *(UNUSED for _ in padding)]
     for number, entry in settings.get_object_or_empty("added_tokens_decoder").pairs.items():
         if not isinstance(entry, dict):
             raise settings.make_error("added_tokens_decoder has an element that is no object")
@@ -106,18 +114,77 @@ def _read_sentencepiece(folder: Path, config: JsonObject, settings: JsonObject, 
     }
 
 
+def _read_unigrams(
+    whole: JsonObject, model: JsonObject, settings: JsonObject, config: JsonObject, vocabulary: int
+) -> dict[str, Pair]:
+    """Return the metadata pairs of a unigram model: tokens with scores, and the character map of SentencePiece."""
+    entries = model.get_list_or_empty("vocab")
+    scores = [MISSING_SCORE] * vocabulary
+    numbers: dict[str, object] = {}
+    for i, entry in enumerate(entries):
+        text, score = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if not isinstance(text, str) or not isinstance(score, int | float) or text in numbers or i >= vocabulary:
+            raise whole.make_error(f"model.vocab has the entry {entry!a:.60}; need {vocabulary} texts with scores")
+        numbers[text], scores[i] = i, float(score)
+    unknown = model.get_nonnegative_integer("unk_id")
+    unknown_text = "" if unknown is None else next((text for text, i in numbers.items() if i == unknown), "")
+    tokens, types = _read_tokens(whole, numbers, vocabulary, model.get_boolean("byte_fallback", False), unknown_text)
+    if unknown_text:
+        types[tokens.index(unknown_text)] = UNKNOWN
+    pairs: dict[str, Pair] = {
+        f"{KEY}model": "t5",
+        f"{KEY}pre": "default",
+        f"{KEY}tokens": tokens,
+        f"{KEY}scores": scores,
+        f"{KEY}token_type": types,
+    }
+    pairs |= _read_special_tokens(settings, config, {text: i for i, text in enumerate(tokens)})
+    if unknown is not None:
+        pairs[f"{KEY}unknown_token_id"] = unknown
+    pairs |= _read_bos_eos_addition_pairs(whole, settings)
+    pairs[f"{KEY}add_space_prefix"] = _has_space_prefix(whole)
+    steps = _list_normalizers(whole)
+    pairs[f"{KEY}remove_extra_whitespaces"] = any(_collapses_spaces(step) for step in steps)
+    for step in steps:
+        if step.get_text("type", "") == "Precompiled":
+            pairs[f"{KEY}precompiled_charsmap"] = _decode_character_map(step)
+        elif step.get_text("type", "") not in ("Replace", "Strip", "Prepend"):
+            raise whole.make_error(f"the normalizer {step.get_text('type', '')[:40]!r} is not supported", GGUF_REMEDY)
+    return pairs
+
+
+def _list_normalizers(whole: JsonObject) -> list[JsonObject]:
+    normalizer = whole.get_object_or_empty("normalizer")
+    parts = normalizer.get_list_or_empty("normalizers")
+    if not parts:
+        return [normalizer] if normalizer.pairs else []
+    return [JsonObject(whole.path, part) for part in parts if isinstance(part, dict)]
+
+
+def _collapses_spaces(step: JsonObject) -> bool:
+    """Return whether a normalizer replaces several spaces by one."""
+    pattern = step.get_object_or_empty("pattern").pairs.get("Regex") if step.get_text("type", "") == "Replace" else None
+    return pattern in (" {2,}", r"\s{2,}")
+
+
+def _decode_character_map(step: JsonObject) -> bytes:
+    try:
+        return b64decode(step.get_text("precompiled_charsmap", ""), validate=True)
+    except ValueError:
+        raise step.make_error("precompiled_charsmap is no base64") from None
+
+
 def _read_tokens(
-    whole: JsonObject, model: JsonObject, vocabulary: int, is_sentencepiece: bool
+    whole: JsonObject, numbers: Mapping[str, object], vocabulary: int, is_sentencepiece: bool, unknown: str
 ) -> tuple[list[str], list[int]]:
     tokens = [f"[PAD{i}]" for i in range(vocabulary)]
     types = [UNUSED] * vocabulary
-    for text, number in model.get_object_or_empty("vocab").pairs.items():
+    for text, number in numbers.items():
         i = _require_id(whole, text, number, vocabulary)
         if types[i] != UNUSED:
             raise whole.make_error(f"tokens {tokens[i]!a:.50} and {text!a:.50} both have the id {i}")
         is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         tokens[i], types[i] = text, BYTE if is_byte else NORMAL
-    unknown = model.get_text("unk_token", "")
     for entry in whole.get_list_or_empty("added_tokens"):
         if type(entry) is not dict:
             raise whole.make_error("added_tokens has an element that is no object")
@@ -224,10 +291,8 @@ def _has_space_prefix(whole: JsonObject) -> bool:
 
     It does so with a Prepend normalizer, or with Metaspace and a prefix.
     """
-    normalizer, rule = whole.get_object_or_empty("normalizer"), whole.get_object_or_empty("pre_tokenizer")
-    kinds = {normalizer.get_text("type", "")}
-    kinds |= {str(part.get("type")) for part in normalizer.get_list_or_empty("normalizers") if isinstance(part, dict)}
-    return "Prepend" in kinds or (
+    rule = whole.get_object_or_empty("pre_tokenizer")
+    return any(step.get_text("type", "") == "Prepend" for step in _list_normalizers(whole)) or (
         rule.get_text("type", "") == "Metaspace" and rule.get_text("prepend_scheme", "always") != "never"
     )
 
@@ -246,6 +311,8 @@ def _read_chat_template(folder: Path, settings: JsonObject) -> dict[str, Pair]:
                 f"{format_name_for_message(str(path))}: is no readable UTF-8 text; download it again"
             ) from None
     template = settings.pairs.get("chat_template")
+    if template is None and (folder / "chat_template.json").exists():  # of models of pictures and texts
+        template = read_json(folder / "chat_template.json").pairs.get("chat_template")
     pairs: dict[str, Pair] = {}
     if isinstance(template, str):
         pairs["tokenizer.chat_template"] = template

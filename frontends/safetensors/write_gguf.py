@@ -20,12 +20,15 @@ from ..gguf.writer import TensorDescription, encode_length_prefixed_string, enco
 WRITE_BYTES = 1 << 24
 """Bytes of a tensor that are written at a time."""
 
-Pair: TypeAlias = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[float]
+Pair: TypeAlias = int | float | bool | str | bytes | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 """A metadata value before it is encoded; a list has elements of one type."""
 
 
 def encode_metadata_pairs(pairs: Mapping[str, Pair]) -> dict[str, bytes]:
-    """Encode metadata pairs as GGUF bytes: integers as uint32, numbers as float32, lists of integers as int32."""
+    """Encode metadata pairs as GGUF bytes: integers as uint32, numbers as float32, lists of integers as int32.
+
+    Booleans and bytes have one byte each.
+    """
     return {key: encode_length_prefixed_string(key) + _encode_value(value) for key, value in pairs.items()}
 
 
@@ -72,6 +75,9 @@ def _split_tensor_bytes(tensor: Tensor) -> Iterator[np.ndarray]:
 def _encode_value(value: Pair) -> bytes:
     if isinstance(value, str):
         return COUNT_FIELD.pack(MetadataType.STRING.number) + encode_length_prefixed_string(value)
+    if isinstance(value, bytes):
+        kind = MetadataType.UINT8
+        return COUNT_FIELD.pack(MetadataType.ARRAY.number) + struct.pack("<IQ", kind.number, len(value)) + value
     if isinstance(value, (bool, int, float)):
         kind = {bool: MetadataType.BOOL, int: MetadataType.UINT32, float: MetadataType.FLOAT32}[type(value)]
         assert kind.scalar_format is not None
@@ -79,6 +85,8 @@ def _encode_value(value: Pair) -> bytes:
     if value and isinstance(value[0], str):
         kind, items = MetadataType.STRING, b"".join(map(encode_length_prefixed_string, value))  # type: ignore[arg-type]  # strings
     else:
-        kind = MetadataType.FLOAT32 if value and isinstance(value[0], float) else MetadataType.INT32
+        first = value[0] if value else 0
+        kind = MetadataType.FLOAT32 if isinstance(first, float) else MetadataType.INT32
+        kind = MetadataType.BOOL if isinstance(first, bool) else kind
         items = np.asarray(value, kind.storage_dtype).tobytes()
     return COUNT_FIELD.pack(MetadataType.ARRAY.number) + struct.pack("<IQ", kind.number, len(value)) + items

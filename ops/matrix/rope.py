@@ -60,6 +60,7 @@ def _check_rope(
         *expand_template('x=f32[5,3,16], pos=i32[5], n_dims=8, offset={o}, mode="{mode}"', o=(2, 8), mode=ROPE_MODES),
         "x=f32[0,3,16], pos=i32[0], n_dims=0",
         "x=f32[5,3,16], pos=i32[5], n_dims=16, freq_scale=0.25, ext_factor=1.0, attn_factor=1.2, original_context=64",
+        "x=f32[5,3,16], pos=i32[5], n_dims=16, freq_scale=0.25, ext_factor=1.0, original_context=64, truncate=false",
     ),
     errors=(
         ("x=f32[5,3,16], pos=i32[4], n_dims=16", "t is 5"),
@@ -85,14 +86,15 @@ def rope(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     original_context: int = 0,
+    truncate: bool = True,
     offset: int = 0,
 ) -> Array:
     """Apply rotary position embedding: rotate pairs of elements of each head by angles that grow with the position.
 
     The angle of pair i is ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``. Pairs are neighbours (2i, 2i+1) in
     mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from `offset`. `n_dims` elements are rotated.
-    `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023). ggml: ``ROPE``; Su et
-    al., 2021.
+    `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023). `truncate` rounds the
+    ends of the ramp between scaled and unscaled angles to whole pairs, as ggml does. ggml: ``ROPE``; Su et al., 2021.
     """
     half = n_dims // 2
     attrs: Attrs = {
@@ -103,6 +105,7 @@ def rope(
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,
         "original_context": original_context,
+        "truncate": truncate,
     }
     inverse, magnitude = compute_rope_frequencies(half, attrs)
     if factors is not None:
@@ -203,6 +206,7 @@ def rope_multi(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     original_context: int = 0,
+    truncate: bool = True,
     offset: int = 0,
 ) -> Array:
     """Apply rotary position embedding with four positions per token: time, height, width and a further one.
@@ -225,6 +229,7 @@ def rope_multi(
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,
         "original_context": original_context,
+        "truncate": truncate,
     }
     plane, index = map_pairs_to_positions_and_frequencies(n_dims if mode == "vision" else n_dims // 2, sections, mode)
     inverse, magnitude = compute_rope_frequencies(n_dims // 2, attrs, index)
@@ -286,6 +291,8 @@ def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Arra
     def pair(rotations: float) -> float:
         return half * math.log(context / (rotations * 2 * math.pi)) / math.log(base)
 
-    low = max(0.0, math.floor(pair(fast)))
-    high = min(2 * half - 1.0, math.ceil(pair(slow)))
+    low, high = pair(fast), pair(slow)
+    if attrs["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(0.0, low), min(2 * half - 1.0, high)
     return 1.0 - np.clip((np.arange(count) - low) / max(0.001, high - low), 0.0, 1.0)

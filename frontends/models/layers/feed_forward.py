@@ -185,7 +185,7 @@ OUTPUT_GATES: Mapping[str, Callable[..., Value]] = MappingProxyType(
 class Activation:
     """The activation function of an FFN: ``silu`` or another key of the tables above.
 
-    - ``limit``, if not 0, clamps both factors of SiLU; with ``first`` it clamps the gate before its activation.
+    - ``limit``, if not 0, clamps both factors of SiLU or ``oai``; with ``first`` it clamps the gate before SiLU.
     - ``gate_cutoff``, if not 0, applies `subtract_gate_threshold_and_clamp` before the activation.
     - ``xielu`` holds the attributes of `ops.xielu`.
     - The kind ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``. The second factor is
@@ -211,6 +211,8 @@ class Activation:
         if self.kind == "situ":
             activated_gate = ops.mul(soft_cap(gate, self.beta), ops.sigmoid(gate))
             return ops.mul(activated_gate, soft_cap(up, self.linear) if self.linear else up, name=name)
+        if self.limit and self.kind == "oai":
+            return ops.swiglu_oai(gate, up, limit=self.limit, name=name)
         if not self.limit or self.kind != "silu":
             return GATED_ACTIVATIONS[self.kind](gate, up, name=name)
         if self.first:

@@ -80,6 +80,7 @@ class ExpertLayerHyperparameters:
         normalised = family.normalises_routing
         if normalised is None:
             normalised = keys.read_flag("expert_weights_norm", False)
+        normalised = keys.read_flag("norm_topk_prob", normalised)
         both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.special_routing
         limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
         routed, shared = (

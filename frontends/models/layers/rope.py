@@ -31,6 +31,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     original_context: int = 0
+    truncate: bool = True
 
     @classmethod
     def from_keys(
@@ -83,6 +84,7 @@ class Rope:
             beta_fast=keys.read_positive_float32("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.read_positive_float32("rope.scaling.yarn_beta_slow", 1.0),
             original_context=read_original_context_length(keys),
+            truncate=keys.read_flag("rope.scaling.yarn_truncate", True),
         )
 
     def with_half_as_many_rotated_columns(self, keys: ArchitectureMetadata) -> Rope:

@@ -63,8 +63,19 @@ def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_
         ({"config": {"num_attention_heads": True}}, "num_attention_heads is True; need an integer"),
         ({"config": {"num_attention_heads": 3}}, "need 3 heads"),
         ({"config": {"hidden_act": "relu"}}, "hidden_act is 'relu'"),
-        ({"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, "rope_type 'dynamic' is not supported"),
+        ({"config": {"rope_scaling": {"type": "proportional"}}}, "rope_type 'proportional' is not supported"),
         ({"config": {"tie_word_embeddings": False}}, "lm_head.weight is missing"),
+        ({"config": {"num_hidden_layers": 2}}, "layer 1 has no tensor"),
+        ({"config": {"vocab_size": 401}}, "vocab_size is 401, but tensor token_embd.weight has the shape [400, 8]"),
+        ({"config": {"intermediate_size": 13}}, "intermediate_size is 13, but tensor blk.0.ffn_gate.weight"),
+        (
+            {"config": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}}},
+            "short_factor has 1 entries; need 2 positive numbers",
+        ),
+        (
+            {"entries": {"vision_tower.a": {"dtype": "I64", "shape": [1], "data_offsets": [6400, 1 << 40]}}},
+            "before the end of tensor vision_tower.a",
+        ),
         ({"config": {"quantization_config": {"quant_method": "gptq"}}}, "quant_method 'gptq' is not supported"),
     ],
 )
@@ -79,6 +90,18 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path):
     folder = write_folder(tmp_path / "bad")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     with pytest.raises(ModelError, match="announces a header of 4611686018427387904 bytes"):
+        open_folder(folder)
+
+
+def test_a_layer_without_a_tensor_that_other_layers_have_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "bad")
+    data = (folder / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    del header["model.layers.0.mlp.gate_proj.weight"]
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    with pytest.raises(ModelError, match="layer 0 has up_proj, but no gate_proj"):
         open_folder(folder)
 
 
@@ -117,8 +140,22 @@ def make_sentencepiece_tokenizer():
     return tokenizer
 
 
+def make_unigram_tokenizer():
+    letters = [(letter, -3.0 - 0.01 * i) for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz▁,'1")]
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), *letters, ("▁the", -4.0), ("he", -4.5), ("ll", -4.2), ("▁hello", -5.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
 @pytest.mark.parametrize(
-    ("make", "kind"), [(make_byte_tokenizer, ("gpt2", "qwen2")), (make_sentencepiece_tokenizer, ("llama", "default"))]
+    ("make", "kind"),
+    [
+        (make_byte_tokenizer, ("gpt2", "qwen2")),
+        (make_sentencepiece_tokenizer, ("llama", "default")),
+        (make_unigram_tokenizer, ("t5", "default")),
+    ],
 )
 def test_a_tokenizer_file_has_the_ids_of_hf_tokenizers(make, kind, tmp_path):
     folder, golden = write_folder(tmp_path / "tiny"), make()

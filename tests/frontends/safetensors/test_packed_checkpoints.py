@@ -48,27 +48,35 @@ def decode_e4m3(byte: int) -> float:
     return -magnitude if byte & 128 else magnitude
 
 
-def write_fp8(folder: Path, model: Any) -> Path:
-    """Write the projections as FP8 in blocks, and give the model the dequantised weights."""
+def write_fp8(
+    folder: Path, model: Any, block: tuple[int, int] = BLOCK, suffix: str = "_scale_inv", **options: Any
+) -> Path:
+    """Write the projections as FP8 in blocks, and give the model the dequantised weights.
+
+    A block of 0 rows or columns is the whole matrix. `are_powers` rounds the scales up to powers of two.
+    """
+    are_powers = options.pop("are_powers", False)
     tensors: dict[str, Any] = {}
     for name, parameter in model.state_dict().items():
         if not name.endswith("_proj.weight"):
             tensors[name] = parameter.clone().contiguous()
             continue
         rows, columns = parameter.shape
-        counts = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+        sizes = (block[0] or rows, block[1] or columns)
+        counts = (-(-rows // sizes[0]), -(-columns // sizes[1]))
         scales = torch.empty(counts)
         stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
         golden = np.empty((rows, columns))
         for i, j in np.ndindex(*counts):
-            part = np.s_[i * BLOCK[0] : (i + 1) * BLOCK[0], j * BLOCK[1] : (j + 1) * BLOCK[1]]
-            scales[i, j] = parameter[part].abs().max() / 448
+            part = np.s_[i * sizes[0] : (i + 1) * sizes[0], j * sizes[1] : (j + 1) * sizes[1]]
+            largest = parameter[part].abs().max() / 448
+            scales[i, j] = 2.0 ** torch.ceil(torch.log2(largest)) if are_powers else largest
             stored[part] = (parameter[part] / scales[i, j]).to(torch.float8_e4m3fn)
             values = np.vectorize(decode_e4m3)(stored[part].view(torch.uint8).numpy().astype(int))
             golden[part] = values * np.float64(scales[i, j])
         parameter.copy_(torch.from_numpy(golden))
-        tensors |= {name: stored, f"{name}_scale_inv": scales}
-    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
+        tensors |= {name: stored, f"{name}{suffix}": scales.reshape(()) if counts == (1, 1) else scales}
+    quantisation = options or {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
     return save(folder, model, tensors, quantisation)
 
 
@@ -112,6 +120,43 @@ def test_fp8_weights_are_dequantised_with_the_scale_of_their_block(changes: dict
     check_logits(write_fp8(tmp_path / "folder", model), model, tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(
+    ("block", "suffix", "quantisation"),
+    [
+        ((0, 0), "_scale_inv", {"quant_method": "fp8", "activation_scheme": "static"}),
+        ((0, 0), "_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+        ((1, 0), "_scale", {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+        (
+            BLOCK,
+            "_scale",
+            {
+                **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+                "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [*BLOCK]}}},
+            },
+        ),
+    ],
+    ids=["whole matrix", "modelopt", "rows", "compressed blocks"],
+)
+def test_fp8_scales_belong_to_matrices_rows_or_blocks(
+    block: tuple[int, int], suffix: str, quantisation: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model("Llama", **LLAMA)
+    folder = write_fp8(tmp_path / "folder", model, block, suffix, **quantisation)
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    of_activations = {"model.layers.0.mlp.up_proj.input_scale": torch.tensor(2.0)}
+    safetensors_torch.save_file(tensors | of_activations, folder / "model.safetensors")
+    check_logits(folder, model, tmp_path / "model.gguf")
+
+
+def test_fp8_weights_with_powers_of_two_as_scales_are_exact_in_bf16(tmp_path: Path) -> None:
+    model = make_model("Llama", **LLAMA)
+    folder = write_fp8(tmp_path / "folder", model, are_powers=True)
+    check_logits(folder, model, tmp_path / "model.gguf")
+    tensor = open_folder(folder).tensors["blk.0.ffn_down.weight"]
+    assert str(tensor.dtype) == "bf16"
+    assert np.array_equal(tensor.dequantise(), model.model.layers[0].mlp.down_proj.weight.detach().numpy())
+
+
 def test_mxfp4_experts_keep_their_bits(tmp_path: Path) -> None:
     model = make_model("GptOss", **GPT_OSS)
     folder = write_mxfp4(tmp_path / "folder", model)
@@ -123,8 +168,10 @@ def test_mxfp4_experts_keep_their_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantisation", "left_out", "message"),
     [
-        ({"quant_method": "awq"}, "", "quant_method 'awq' is not supported; need fp8, mxfp4"),
-        ({"quant_method": "fp8"}, "", "weight_block_size is []; fp8 needs two positive integers"),
+        ({"quant_method": "awq"}, "", "quant_method 'awq' is not supported; need fp8, compressed-tensors"),
+        ({"quant_method": "fp8"}, "", "has the shape [2, 6], which does not fit blocks"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "", "need 'float-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "", "quant_algo of modelopt is 'NVFP4'; need 'FP8'"),
         ({"quant_method": "fp8", "weight_block_size": [32, True]}, "", "needs two positive integers"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8]}, "", "has the shape [2, 6], which does not fit blocks"),
         ({}, "_scale_inv", "down_proj.weight has no scales"),
