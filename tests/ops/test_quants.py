@@ -246,5 +246,5 @@ def test_numbers_are_rounded_once(dtype: DType) -> None:
 
 
 def test_a_type_without_quantiser_is_a_one_line_error() -> None:
-    with pytest.raises(GraphError, match=r"^cannot round to q4_K in a graph; need one of [^\n]+$"):
-        encode_array(np.zeros((1, 256), np.float32), DType.Q4_K)
+    with pytest.raises(GraphError, match=r"^cannot round to iq3_s in a graph; need one of [^\n]+$"):
+        encode_array(np.zeros((1, 256), np.float32), DType.IQ3_S)
