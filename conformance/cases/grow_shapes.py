@@ -41,6 +41,8 @@ ROWS = 4099
 """A prime row count above every tile and thread block, so that a fault may affect one row only."""
 MAX_ELEMENTS = 1 << 18
 """Maximum elements of an operand or a result."""
+LONG_AXIS = MAX_ELEMENTS
+"""Entries of the longest axis, as in test-backend-ops of ggml: a row of it needs several passes of any thread block."""
 FEW_ELEMENTS = 1 << 13
 """Maximum elements of an operand for which every layout and metamorphic check is tested.
 
@@ -71,7 +73,8 @@ def grow_cases_from_samples(op: Op) -> tuple[Case, ...]:
     for step in list(_vary_leading_axes(op, first)):
         grown.update((make_case(op, p), None) for p in _vary_dtypes(op, step))
     tall = next((make_case(op, p) for p in map(partial(_enlarge_to_many_rows, op), bases) if p is not None), None)
-    chosen = {**samples, **({} if tall is None else {tall: None})}
+    long = next((make_case(op, p) for p in map(partial(_enlarge_to_long_axis, op), bases) if p is not None), None)
+    chosen = {**samples, **{case: None for case in (tall, long) if case is not None}}
     for case in _order_by_novelty([c for c in grown if c not in chosen]):
         if len(chosen) >= len(samples) + MAX_POINTS:
             break
@@ -385,6 +388,23 @@ def _drop_one_optional_operand(op: Op, point: Point) -> Iterator[Point]:
             changed = {k: v for k, v in point.items() if k != operand.name}
             if is_legal_point(op, changed):
                 yield changed
+
+
+def _enlarge_to_long_axis(op: Op, point: Point) -> Point | None:
+    """Return a variant of a call with one axis of `LONG_AXIS` entries and all other axes short; None if none is legal.
+
+    Dimensions of the last axis of the first operand are tried first, as most kernels process rows.
+    """
+    known = resolve_point_sizes(op, point)
+    if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
+        return None
+    names = [*reversed(known[1].by_name)]
+    for name in names:
+        for rest in (dict.fromkeys(names, 1), known[1].by_name):
+            grown = resize_point(op, point, {**rest, name: LONG_AXIS}, (), "whole")
+            if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) >= LONG_AXIS:
+                return grown
+    return None
 
 
 def _enlarge_to_many_rows(op: Op, point: Point) -> Point | None:
