@@ -171,7 +171,9 @@ def _quantise_q2_k(x: F32) -> np.ndarray:
         part.reshape(-1, 16) for part in _search_scale_and_minimum(columns, np.abs(columns), 3, -0.5, 16, np.abs)
     )
     top, deepest = scales.max(1, keepdims=True), minima.max(1, keepdims=True)
-    ls, lm = (np.rint(_divide_or_zero(np.float32(15), m) * s) for m, s in ((top, scales), (deepest, minima)))
+    ls, lm = (
+        _round_to_codes(_divide_or_zero(np.float32(15), m) * s, 0, 15) for m, s in ((top, scales), (deepest, minima))
+    )
     d, dmin = top / np.float32(15), deepest / np.float32(15)
     codes = _choose_codes(columns, (_to_half(d) * ls).ravel(), (_to_half(dmin) * lm).ravel(), 0, 3)
     blocks = build_block_records(DType.Q2_K, _pack_low_2_bits(codes), d=d, dmin=dmin)
@@ -204,7 +206,7 @@ def _quantise_q4_or_q5_k(dtype: DType, top: int, first: float, count: int, x: F3
     )
     highest, deepest = scales.max(1, keepdims=True), minima.max(1, keepdims=True)
     ls, lm = (
-        np.minimum(np.rint(_divide_or_zero(np.float32(63), m) * s), 63)
+        _round_to_codes(_divide_or_zero(np.float32(63), m) * s, 0, 63)
         for m, s in ((highest, scales), (deepest, minima))
     )
     d, dmin = highest / np.float32(63), deepest / np.float32(63)
@@ -224,7 +226,7 @@ def _quantise_q6_k(x: F32) -> np.ndarray:
     scales = _search_scale(columns, 32).reshape(-1, 16)
     peak = _find_peak(scales.T)[:, None]
     factor = _divide_or_zero(np.float32(-128), np.where(np.abs(peak) < ZERO_MAGNITUDE, np.float32(0), peak))
-    l = np.minimum(np.rint(factor * scales), 127)
+    l = _round_to_codes(factor * scales, -128, 127)
     d = _divide_or_zero(np.float32(1), factor)
     codes = _choose_codes(columns, (_to_half(d) * l).ravel(), np.float32(0), -32, 31)
     blocks = build_block_records(DType.Q6_K, pack_nibbles(codes, 128), d=d)

@@ -9,7 +9,7 @@ constexpr float ZERO_MAGNITUDE = 1e-15f;  // no larger magnitude counts
 __device__ __forceinline__ float as_half(float x) { return half_to_float(float_to_half(x)); }
 __device__ __forceinline__ float ratio(float x, float y) { return y != 0.0f ? x / y : 0.0f; }
 __device__ __forceinline__ float code_of(float x, float low, float high) {
-    return x != x ? 0.0f : fminf(fmaxf(rintf(x), low), high);
+    return x != x ? 0.0f : fminf(fmaxf(rintf(x), low), high) + 0.0f;  // no minus zero
 }
 template <int SIZE> __device__ __forceinline__ float peak_of(const float (&x)[SIZE]) {
     float peak = 0.0f;
@@ -17,10 +17,10 @@ template <int SIZE> __device__ __forceinline__ float peak_of(const float (&x)[SI
         if (fabsf(x[i]) > fabsf(peak)) peak = x[i];
     return peak;
 }
-// Of the lanes that have a sub-block, the first scale of the largest magnitude.
+// Of the lanes that have a sub-block, the first scale of the largest magnitude; NaN is larger than all others.
 __device__ __forceinline__ float peak_of_lanes(float scale) {
-    const float most = warp_max(fabsf(scale));
-    const u32 found = __ballot_sync(ALL_LANES, fabsf(scale) == most);
+    const float size = scale != scale ? INFINITY : fabsf(scale), most = warp_max(size);
+    const u32 is_nan = __ballot_sync(ALL_LANES, scale != scale), found = is_nan ? is_nan : __ballot_sync(ALL_LANES, size == most);
     return __shfl_sync(ALL_LANES, scale, found ? __ffs((int)found) - 1 : 0);
 }
 struct Sums {  // of products of weights, numbers and codes
@@ -80,8 +80,8 @@ template <int OF, int TOP, int FIRST, int COUNT, int LEVELS, bool ABSOLUTE> stru
         float scale = 0.0f, least = 0.0f;
         if (mine) search(x, scale, least);
         const float top = fmaxf(warp_max(scale), 0.0f), deepest = fmaxf(warp_max(-least), 0.0f), levels = LEVELS;
-        const float d = __fmul_rn(as_half(top / levels), fminf(rintf(__fmul_rn(ratio(levels, top), scale)), levels));
-        const float low = __fmul_rn(as_half(deepest / levels), fminf(rintf(__fmul_rn(ratio(levels, deepest), -least)), levels));
+        const float d = __fmul_rn(as_half(top / levels), code_of(__fmul_rn(ratio(levels, top), scale), 0.0f, levels));
+        const float low = __fmul_rn(as_half(deepest / levels), code_of(__fmul_rn(ratio(levels, deepest), -least), 0.0f, levels));
         for (int i = 0; i < SIZE; i++)
             x[i] = __fadd_rn(__fmul_rn(code_of(ratio(__fadd_rn(x[i], low), d), 0.0f, TOP), d), -low);
     }
@@ -96,7 +96,8 @@ template <int MIDDLE, int LEVELS, class Search> struct Signed {
         const float factor = ratio(-(float)LEVELS, peak_of_lanes(scale));
         const float level = code_of(__fmul_rn(factor, scale), -LEVELS, LEVELS - 1);
         const float d = __fmul_rn(as_half(ratio(1.0f, factor)), level);
-        for (int i = 0; i < SIZE; i++) x[i] = __fmul_rn(code_of(ratio(x[i], d), -MIDDLE, MIDDLE - 1), d);
+        for (int i = 0; i < SIZE; i++)
+            x[i] = __fmul_rn(d != 0.0f ? code_of(x[i] / d, -MIDDLE, MIDDLE - 1) : -(float)MIDDLE, d);
     }
 };
 // Q3_K: one code after the other is changed if that lowers the error.
