@@ -6,8 +6,8 @@ A super-block has sub-blocks of 16 or 32 elements, each with a scale of few bits
 2. Round the scales to multiples of the scale of the super-block.
 3. Choose the nearest codes for the rounded scales.
 
-Sources: ``quantize_row_*_ref`` of ggml-quants.c, with the same float32 operations in the same order. The bytes differ in
-sub-blocks with a scale of 0 only: their codes have no effect. In this module a sub-block is a column: [elements, n].
+Sources: ``quantize_row_*_ref`` of ggml-quants.c, with the same float32 operations in the same order. The bytes differ
+in sub-blocks with a scale of 0 only: their codes have no effect. In this module a sub-block is a column: [elements, n].
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def _search_scale(x: F32, middle: int) -> F32:
     weighted = x * x * x
     scale = best = np.zeros_like(peak)
     for step in (0, *range(-QX_STEPS, 0), *range(1, QX_STEPS + 1)):
-        codes = _round_to_codes(_divide_or_zero(-(np.float32(middle) + TENTH * np.float32(step)), peak) * x, -middle, middle - 1)
+        codes = _round_to_codes(
+            _divide_or_zero(-(np.float32(middle) + TENTH * np.float32(step)), peak) * x, -middle, middle - 1
+        )
         sum_lx, sum_l2 = _sum_in_order(weighted * codes), _sum_in_order(x * x * codes * codes)
         is_better = (sum_l2 > 0) & ((sum_lx * sum_lx > best * sum_l2) | (step == 0))
         scale = np.where(is_better, _divide_or_zero(sum_lx, sum_l2), scale)
@@ -185,12 +187,12 @@ def _quantise_q3_k(x: F32) -> np.ndarray:
     columns = _split_sub_blocks(x, 16)
     scales = _search_q3_scale(columns).reshape(-1, 16)
     factor = _divide_or_zero(np.float32(-32), _find_peak(scales.T)[:, None])
-    l = _round_to_codes(factor * scales, -32, 31)
+    levels = _round_to_codes(factor * scales, -32, 31)
     d = _divide_or_zero(np.float32(1), factor)
-    codes = _choose_codes(columns, (_to_half(d) * l).ravel(), np.float32(0), -4, 3)
+    codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -4, 3)
     blocks = build_block_records(DType.Q3_K, _pack_low_2_bits(codes), d=d)
     blocks["qh"] = _pack_bit_planes(codes >> 2)
-    stored = (l + 32).astype(np.uint8)
+    stored = (levels + 32).astype(np.uint8)
     blocks["scales"][:, :8] = (stored[:, :8] & 15) | (stored[:, 8:] & 15) << 4
     blocks["scales"][:, 8:] = pack_2_bits((stored >> 4).reshape(-1, 4, 4))
     return blocks
@@ -202,7 +204,9 @@ def _quantise_q4_or_q5_k(dtype: DType, top: int, first: float, count: int, x: F3
     weights = np.sqrt(_sum_in_order(columns * columns) / np.float32(32)) + np.abs(columns)
     scales, minima = (
         part.reshape(-1, 8)
-        for part in _search_scale_and_minimum(columns, weights, top, first, count, lambda difference: difference * difference)
+        for part in _search_scale_and_minimum(
+            columns, weights, top, first, count, lambda difference: difference * difference
+        )
     )
     highest, deepest = scales.max(1, keepdims=True), minima.max(1, keepdims=True)
     ls, lm = (
@@ -226,12 +230,12 @@ def _quantise_q6_k(x: F32) -> np.ndarray:
     scales = _search_scale(columns, 32).reshape(-1, 16)
     peak = _find_peak(scales.T)[:, None]
     factor = _divide_or_zero(np.float32(-128), np.where(np.abs(peak) < ZERO_MAGNITUDE, np.float32(0), peak))
-    l = _round_to_codes(factor * scales, -128, 127)
+    levels = _round_to_codes(factor * scales, -128, 127)
     d = _divide_or_zero(np.float32(1), factor)
-    codes = _choose_codes(columns, (_to_half(d) * l).ravel(), np.float32(0), -32, 31)
+    codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -32, 31)
     blocks = build_block_records(DType.Q6_K, pack_nibbles(codes, 128), d=d)
     blocks["qh"] = _pack_low_2_bits(codes >> 4)
-    blocks["scales"] = l.astype(np.int8)
+    blocks["scales"] = levels.astype(np.int8)
     return blocks
 
 
@@ -262,12 +266,10 @@ def _quantise_iq4_xs(x: F32) -> np.ndarray:
     columns = _split_sub_blocks(x, 32)
     scales = _search_book_scale(columns).reshape(-1, 8)
     d = -_find_peak(scales.T)[:, None] / np.float32(32)
-    l = _round_to_codes(_divide_or_zero(np.float32(1), d) * scales, -32, 31)
-    codes = _find_book_indices(_divide_or_zero(np.float32(1), (d * l).ravel()) * columns)
-    blocks = build_block_records(
-        DType.IQ4_XS, pack_nibbles(codes.astype(np.uint8).T.reshape(-1, SUPER_BLOCK)), d=d
-    )
-    stored = (l + 32).astype(np.uint16)
+    levels = _round_to_codes(_divide_or_zero(np.float32(1), d) * scales, -32, 31)
+    codes = _find_book_indices(_divide_or_zero(np.float32(1), (d * levels).ravel()) * columns)
+    blocks = build_block_records(DType.IQ4_XS, pack_nibbles(codes.astype(np.uint8).T.reshape(-1, SUPER_BLOCK)), d=d)
+    stored = (levels + 32).astype(np.uint16)
     blocks["scales_l"] = (stored[:, ::2] & 15) | (stored[:, 1::2] & 15) << 4
     blocks["scales_h"] = np.bitwise_or.reduce(stored >> 4 << np.arange(0, 16, 2, dtype=np.uint16), axis=1)
     return blocks

@@ -391,19 +391,22 @@ def _drop_one_optional_operand(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _enlarge_to_long_axis(op: Op, point: Point) -> Point | None:
-    """Return a variant of a call with one axis of `LONG_AXIS` entries and all other axes short; None if none is legal.
+    """Return a variant of a call in which the last axis of the first operand has `LONG_AXIS` entries.
 
-    Dimensions of the last axis of the first operand are tried first, as most kernels process rows.
+    All other dimensions are 1 or, if that is illegal, unchanged. The result is None if neither is legal, and for
+    recurrences, which take minutes for one.
     """
     known = resolve_point_sizes(op, point)
-    if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
+    if known is None or op.sequential or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None
-    names = [*reversed(known[1].by_name)]
-    for name in names:
-        for rest in (dict.fromkeys(names, 1), known[1].by_name):
-            grown = resize_point(op, point, {**rest, name: LONG_AXIS}, (), "whole")
-            if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) >= LONG_AXIS:
-                return grown
+    last = known[2][0].dims[-1].factors[-1:] if known[2] and known[2][0].dims else ()
+    sizes = known[1].by_name
+    long = {name: LONG_AXIS for name in last if name in sizes}
+    leading = () if long else (LONG_AXIS,)
+    for rest in (dict.fromkeys(sizes, 1), sizes):
+        grown = resize_point(op, point, {**rest, **long}, leading, "whole")
+        if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) >= LONG_AXIS:
+            return grown
     return None
 
 
