@@ -52,8 +52,8 @@ def select_relevant_layouts(case: Case) -> tuple[str, ...]:
 def generate_full_cases(op: Op) -> tuple[Case, ...]:
     """Return all cases of one op, each once, in a fixed order.
 
-    Each point is tested in every layout and with every input kind, except the one with a long axis. Small points are tested with every metamorphic
-    check.
+    Each point is tested in every layout and with every input kind, except the one with a long axis. Small points are
+    tested with every metamorphic check.
     """
     cases: dict[Case, None] = {}
     crossed = 0

@@ -94,7 +94,8 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
 def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     """Round numbers to `dtype` and convert them to its storage format: the inverse of `decode_array`.
 
-    Quantised blocks become bytes [..., row bytes]; `block_quantisers` and `super_block_quantisers` explain their rounding.
+    Quantised blocks become bytes [..., row bytes]; the modules `block_quantisers` and `super_block_quantisers` explain
+    their rounding.
 
     Raises:
         GraphError: the dtype has no quantiser.

@@ -215,9 +215,9 @@ def softmax(
     """Compute the softmax of scaled and masked scores, ``softmax(x * scale + slope * mask)``. ggml: ``SOFT_MAX_EXT``.
 
     x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the slope of
-    ALiBi if `max_bias` > 0 (Press et al., 2022). `mask_heads` is as in `attention`: ``one`` mask for all heads, ``each``
-    head has its own, or ``tiled``: head i has mask ``i mod m``, as in ggml. A row that is masked completely gives zeros. A sink adds to the
-    denominator of its head only.
+    ALiBi if `max_bias` > 0 (Press et al., 2022). `mask_heads` states the masks of heads: ``one`` mask for all heads,
+    ``each`` head has its own, or ``tiled``: head i has mask ``i mod m``, as in ggml. A row that is masked completely
+    gives zeros. A sink adds to the denominator of its head only.
     """
     scores = x * scale
     if mask is not None and slopes is not None:
