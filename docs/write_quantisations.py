@@ -39,8 +39,8 @@ WRITTEN_VALUES = """
 
 {written}
 
-The other quantised dtypes need importances, and are refused. `concat` joins values of these dtypes, and `attention` and
-`lightning_indexer` read keys of these dtypes. The dtypes of `-ctk` and `-ctv` are f32, f16, bf16 and the first {cached}.
+The other quantised dtypes need importances, and are refused. `concat` joins values of these dtypes. `attention` and
+`lightning_indexer` read keys of these dtypes. `-ctk` and `-ctv` take f32, f16, bf16 and the first {cached}.
 
 - `cpu` keeps states in blocks. Compiled kernels read and write the dtypes of `-ctk`. NumPy does so for the other
   dtypes, and encodes only the rows that a run writes.

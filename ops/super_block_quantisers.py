@@ -191,15 +191,15 @@ def _quantise_q3_k(x: F32) -> np.ndarray:
     d = _divide_or_zero(np.float32(1), factor)
     codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -4, 3)
     blocks = build_block_records(DType.Q3_K, _pack_low_2_bits(codes), d=d)
-    blocks["qh"] = _pack_bit_planes(codes >> 2)
+    blocks["qh"] = _pack_bit_planes(codes >> np.uint8(2))
     stored = (levels + 32).astype(np.uint8)
     blocks["scales"][:, :8] = (stored[:, :8] & 15) | (stored[:, 8:] & 15) << 4
-    blocks["scales"][:, 8:] = pack_2_bits((stored >> 4).reshape(-1, 4, 4))
+    blocks["scales"][:, 8:] = pack_2_bits((stored >> np.uint8(4)).reshape(-1, 4, 4))
     return blocks
 
 
 def _quantise_q4_or_q5_k(dtype: DType, top: int, first: float, count: int, x: F32) -> np.ndarray:
-    """Quantise to Q4_K or Q5_K; `top`, `first` and `count` are those of `_search_scale_and_minimum`."""
+    """Quantise to Q4_K or Q5_K; `_search_scale_and_minimum` explains `top`, `first` and `count`."""
     columns = _split_sub_blocks(x, 32)
     weights = np.sqrt(_sum_in_order(columns * columns) / np.float32(32)) + np.abs(columns)
     scales, minima = (
@@ -217,7 +217,7 @@ def _quantise_q4_or_q5_k(dtype: DType, top: int, first: float, count: int, x: F3
     codes = _choose_codes(columns, (_to_half(d) * ls).ravel(), (_to_half(dmin) * lm).ravel(), 0, top)
     blocks = build_block_records(dtype, pack_nibbles(codes, 64), d=d, dmin=dmin)
     if dtype is DType.Q5_K:
-        blocks["qh"] = _pack_bit_planes(codes >> 4)
+        blocks["qh"] = _pack_bit_planes(codes >> np.uint8(4))
     s, m = ls.astype(np.uint8), lm.astype(np.uint8)
     blocks["scales"][:, :4] = s[:, :4] | s[:, 4:] >> 4 << 6
     blocks["scales"][:, 4:8] = m[:, :4] | m[:, 4:] >> 4 << 6
@@ -234,7 +234,7 @@ def _quantise_q6_k(x: F32) -> np.ndarray:
     d = _divide_or_zero(np.float32(1), factor)
     codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -32, 31)
     blocks = build_block_records(DType.Q6_K, pack_nibbles(codes, 128), d=d)
-    blocks["qh"] = _pack_low_2_bits(codes >> 4)
+    blocks["qh"] = _pack_low_2_bits(codes >> np.uint8(4))
     blocks["scales"] = levels.astype(np.int8)
     return blocks
 

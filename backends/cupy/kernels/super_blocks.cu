@@ -17,10 +17,10 @@ template <int SIZE> __device__ __forceinline__ float peak_of(const float (&x)[SI
         if (fabsf(x[i]) > fabsf(peak)) peak = x[i];
     return peak;
 }
-// Of the lanes that have a sub-block, the first scale of the largest magnitude; NaN is larger than all others.
+// The first scale of the largest magnitude among the lanes; NaN is larger than all others.
 __device__ __forceinline__ float peak_of_lanes(float scale) {
-    const float size = scale != scale ? INFINITY : fabsf(scale), most = warp_max(size);
-    const u32 is_nan = __ballot_sync(ALL_LANES, scale != scale), found = is_nan ? is_nan : __ballot_sync(ALL_LANES, size == most);
+    const float size = scale != scale ? INFINITY : fabsf(scale), magnitude = warp_max(size);
+    const u32 is_nan = __ballot_sync(ALL_LANES, scale != scale), found = is_nan ? is_nan : __ballot_sync(ALL_LANES, size == magnitude);
     return __shfl_sync(ALL_LANES, scale, found ? __ffs((int)found) - 1 : 0);
 }
 struct Sums {  // of products of weights, numbers and codes
@@ -40,25 +40,25 @@ template <int OF, int TOP, int FIRST, int COUNT, int LEVELS, bool ABSOLUTE> stru
     static __device__ __forceinline__ float error_of(float w, float difference) {
         return __fmul_rn(w, ABSOLUTE ? fabsf(difference) : __fmul_rn(difference, difference));
     }
-    static __device__ void search(const float (&x)[SIZE], float &scale, float &least) {
+    static __device__ void search(const float (&x)[SIZE], float &scale, float &minimum) {
         float high = x[0], mean = 0.0f, sum_w = 0.0f, sum_x = 0.0f, best = 0.0f;
-        least = fminf(x[0], 0.0f);
+        minimum = fminf(x[0], 0.0f);
         for (int i = 0; i < SIZE; i++)
-            high = fmaxf(high, x[i]), least = fminf(least, x[i]), mean = __fadd_rn(mean, __fmul_rn(x[i], x[i]));
+            high = fmaxf(high, x[i]), minimum = fminf(minimum, x[i]), mean = __fadd_rn(mean, __fmul_rn(x[i], x[i]));
         mean = ABSOLUTE ? 0.0f : sqrtf(mean / (float)SIZE);
         const auto weight = [&](int i) { return ABSOLUTE ? fabsf(x[i]) : __fadd_rn(mean, fabsf(x[i])); };
         scale = 0.0f;
-        if (high == least) return;
-        const float inverse = (float)TOP / __fadd_rn(high, -least);
+        if (high == minimum) return;
+        const float inverse = (float)TOP / __fadd_rn(high, -minimum);
         scale = ratio(1.0f, inverse);
         for (int i = 0; i < SIZE; i++) {
-            const float code = code_of(__fmul_rn(inverse, __fadd_rn(x[i], -least)), 0.0f, TOP);
+            const float code = code_of(__fmul_rn(inverse, __fadd_rn(x[i], -minimum)), 0.0f, TOP);
             sum_w = __fadd_rn(sum_w, weight(i)), sum_x = __fadd_rn(sum_x, __fmul_rn(weight(i), x[i]));
-            best = __fadd_rn(best, error_of(weight(i), __fadd_rn(__fadd_rn(__fmul_rn(scale, code), least), -x[i])));
+            best = __fadd_rn(best, error_of(weight(i), __fadd_rn(__fadd_rn(__fmul_rn(scale, code), minimum), -x[i])));
         }
         for (int step = 0; step < COUNT; step++) {
             const float factor = __fadd_rn(__fadd_rn(0.1f * (float)FIRST, __fmul_rn(0.1f, (float)step)), (float)TOP);
-            const float by = ratio(factor, __fadd_rn(high, -least)), from = least;
+            const float by = ratio(factor, __fadd_rn(high, -minimum)), from = minimum;
             const auto code = [&](int i) { return code_of(__fmul_rn(by, __fadd_rn(x[i], -from)), 0.0f, TOP); };
             float sum_l = 0.0f, sum_l2 = 0.0f, sum_xl = 0.0f, error = 0.0f;
             for (int i = 0; i < SIZE; i++) {
@@ -69,19 +69,19 @@ template <int OF, int TOP, int FIRST, int COUNT, int LEVELS, bool ABSOLUTE> stru
             const float determinant = __fadd_rn(__fmul_rn(sum_w, sum_l2), -__fmul_rn(sum_l, sum_l));
             if (!(determinant > 0.0f)) continue;
             float new_scale = __fadd_rn(__fmul_rn(sum_w, sum_xl), -__fmul_rn(sum_x, sum_l)) / determinant;
-            float new_least = __fadd_rn(__fmul_rn(sum_l2, sum_x), -__fmul_rn(sum_l, sum_xl)) / determinant;
-            if (new_least > 0.0f) new_least = 0.0f, new_scale = ratio(sum_xl, sum_l2);
+            float new_minimum = __fadd_rn(__fmul_rn(sum_l2, sum_x), -__fmul_rn(sum_l, sum_xl)) / determinant;
+            if (new_minimum > 0.0f) new_minimum = 0.0f, new_scale = ratio(sum_xl, sum_l2);
             for (int i = 0; i < SIZE; i++)
-                error = __fadd_rn(error, error_of(weight(i), __fadd_rn(__fadd_rn(__fmul_rn(new_scale, code(i)), new_least), -x[i])));
-            if (error < best) best = error, scale = new_scale, least = new_least;
+                error = __fadd_rn(error, error_of(weight(i), __fadd_rn(__fadd_rn(__fmul_rn(new_scale, code(i)), new_minimum), -x[i])));
+            if (error < best) best = error, scale = new_scale, minimum = new_minimum;
         }
     }
     static __device__ __forceinline__ void round(float (&x)[SIZE], bool mine) {
-        float scale = 0.0f, least = 0.0f;
-        if (mine) search(x, scale, least);
-        const float top = fmaxf(warp_max(scale), 0.0f), deepest = fmaxf(warp_max(-least), 0.0f), levels = LEVELS;
+        float scale = 0.0f, minimum = 0.0f;
+        if (mine) search(x, scale, minimum);
+        const float top = fmaxf(warp_max(scale), 0.0f), deepest = fmaxf(warp_max(-minimum), 0.0f), levels = LEVELS;
         const float d = __fmul_rn(as_half(top / levels), code_of(__fmul_rn(ratio(levels, top), scale), 0.0f, levels));
-        const float low = __fmul_rn(as_half(deepest / levels), code_of(__fmul_rn(ratio(levels, deepest), -least), 0.0f, levels));
+        const float low = __fmul_rn(as_half(deepest / levels), code_of(__fmul_rn(ratio(levels, deepest), -minimum), 0.0f, levels));
         for (int i = 0; i < SIZE; i++)
             x[i] = __fadd_rn(__fmul_rn(code_of(ratio(__fadd_rn(x[i], low), d), 0.0f, TOP), d), -low);
     }
