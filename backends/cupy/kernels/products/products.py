@@ -100,9 +100,8 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
 def _bind_out_prod(launches: LaunchBuilder, call: BoundInstruction) -> None:
     """Bind the product ``b.T @ a`` as the matmul of the transposed operands."""
     a, b = call.operand(0), as_float(launches, call.operand(1))
-    launch_strided_matmul(
-        launches, *map(_transpose, (as_float(launches, a) if a.dtype.is_quantised else a, b)), call.out
-    )
+    a = as_float(launches, a) if a.dtype.is_quantised else a
+    launch_strided_matmul(launches, _transpose(a), _transpose(b), call.out)
 
 
 def _transpose(x: Operand) -> Operand:
