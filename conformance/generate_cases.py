@@ -86,10 +86,12 @@ def select_quick_cases(op: Op) -> tuple[Case, ...]:
     seen: set[object] = set()
     chosen: dict[Case, None] = {}
     ordered = sorted(generate_full_cases(op), key=_compute_selection_order)
-    for features in (_list_single_traits, _list_layout_dtype_traits, _list_trait_pairs):
+    for features in (_list_single_traits, _list_layout_operand_dtype_traits, _list_trait_pairs):
         for case in ordered:
             if case not in chosen and (new := features(case)) - seen and len(chosen) < MAX_QUICK_CASES:
-                seen |= new | _list_single_traits(case) | _list_layout_dtype_traits(case) | _list_trait_pairs(case)
+                seen |= (
+                    new | _list_single_traits(case) | _list_layout_operand_dtype_traits(case) | _list_trait_pairs(case)
+                )
                 chosen[case] = None
     return tuple(chosen)
 
@@ -108,7 +110,7 @@ def _compute_selection_order(case: Case) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _list_point_dtype_and_attribute_traits(
+def _list_point_operand_and_attribute_traits(
     op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a point as traits."""
@@ -118,10 +120,10 @@ def _list_point_dtype_and_attribute_traits(
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
-def _list_case_dtype_and_attribute_traits(case: Case) -> tuple[tuple[object, ...], ...]:
+def _list_case_operand_and_attribute_traits(case: Case) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
-    return _list_point_dtype_and_attribute_traits(case.op_declaration, case.operands, attrs)
+    return _list_point_operand_and_attribute_traits(case.op_declaration, case.operands, attrs)
 
 
 def _list_single_traits(case: Case) -> set[object]:
@@ -132,13 +134,13 @@ def _list_single_traits(case: Case) -> set[object]:
     if case.check != "reference":
         return {("check", case.check)}
     return {
-        *_list_case_dtype_and_attribute_traits(case),
+        *_list_case_operand_and_attribute_traits(case),
         *_list_shape_traits(case.operands),
         (case.layout, case.inputs),
     }
 
 
-def _list_layout_dtype_traits(case: Case) -> set[object]:
+def _list_layout_operand_dtype_traits(case: Case) -> set[object]:
     """Return the combinations of layout, operand and dtype of a case; none for a metamorphic check."""
     if case.check != "reference":
         return set()
@@ -147,7 +149,7 @@ def _list_layout_dtype_traits(case: Case) -> set[object]:
 
 def _list_trait_pairs(case: Case) -> set[object]:
     """Return all pairs of traits of a case; the quick run covers pairs after all single traits."""
-    traits = _list_case_dtype_and_attribute_traits(case)
+    traits = _list_case_operand_and_attribute_traits(case)
     attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
@@ -195,11 +197,11 @@ def generate_cases_of_matching_ops(
     for name in (*REGISTRY, *REGISTRY.faults):
         is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
         if is_selected:
-            for case in _generate_or_report_fault(name, full):
+            for case in _generate_cases_or_failing_case(name, full):
                 yield case.with_settings(seed=seed) if seed else case
 
 
-def _generate_or_report_fault(name: str, full: bool) -> Sequence[Case]:
+def _generate_cases_or_failing_case(name: str, full: bool) -> Sequence[Case]:
     """Return the cases of an op; for an op with a fault in its declaration, one case that fails with the reason."""
     if find_declaration_fault(name):
         return (Case(name, (), check=DECLARATION_CHECK),)

@@ -52,7 +52,7 @@ def _round_half_away(x: F32) -> F32:
     return np.nan_to_num(whole + np.copysign(np.float32(1), x) * (np.abs(x - whole) >= HALF))
 
 
-def _find_largest_magnitude(x: F32) -> F32:
+def _find_largest_absolute_value(x: F32) -> F32:
     """Return the largest magnitude of each block: [n, elements] to [n, 1]."""
     return np.abs(x).max(1, keepdims=True)
 
@@ -77,7 +77,7 @@ def _pack_fifth_bits(codes: U8) -> U8:
 
 
 def _quantise_q8_0(x: F32) -> np.ndarray:
-    d = _find_largest_magnitude(x) / np.float32(127)
+    d = _find_largest_absolute_value(x) / np.float32(127)
     codes = np.clip(_round_half_away(x * _safe_reciprocal(d)), -127, 127)
     return build_block_records(DType.Q8_0, codes.astype(np.int8), d=d)
 
@@ -172,7 +172,7 @@ def _quantise_q1_0(x: F32) -> np.ndarray:
 
 def _round_to_ternary(x: F32) -> tuple[U8, F32]:
     """Return codes 0, 1, 2 for -1, 0, 1 times the largest magnitude of a block, and this magnitude."""
-    d = _find_largest_magnitude(x)
+    d = _find_largest_absolute_value(x)
     return (np.clip(_round_half_away(x * _safe_reciprocal(d)), -1, 1) + 1).astype(np.uint8), d
 
 

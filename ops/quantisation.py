@@ -193,7 +193,7 @@ def _unpack_bit_planes(qh: U8) -> U8:
     return (packed >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
 
 
-def _unpack_fifth_bits(qh: U8) -> U8:
+def _unpack_fifth_bits_as_16(qh: U8) -> U8:
     """Return the contribution of the fifth bit to 32 codes, 16 or 0: packed bits [n, 4] to [n, 32]."""
     bits = np.unpackbits(np.ascontiguousarray(qh), axis=1, bitorder="little")
     bits <<= 4
@@ -232,13 +232,13 @@ def _expand_q4_1(b: np.ndarray, out: F32) -> None:
 
 
 def _expand_q5_0(b: np.ndarray, out: F32) -> None:
-    q = _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"])
+    q = _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits_as_16(b["qh"])
     _multiply_scale(q.view(np.int8) - np.int8(16), _as_float32_column(b["d"]), out)
 
 
 def _expand_q5_1(b: np.ndarray, out: F32) -> None:
     _multiply_scale(
-        _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"]), _as_float32_column(b["d"]), out
+        _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits_as_16(b["qh"]), _as_float32_column(b["d"]), out
     )
     out += _as_float32_column(b["dmin"])
 

@@ -33,7 +33,7 @@ from .kernels.packed.weight_packing import (
     make_pack_weight_rows_kernel,
 )
 from .simd.vectors import LANES
-from .tuning.prefetch_tuning import tune_program_prefetch
+from .tuning.prefetch_tuning import tune_uncached_program_prefetch
 
 QUANTISED_ACTIVATION_OPS = frozenset(("mul_mat", "mul_mat_id"))
 """Ops that quantise activations to 8 bits, in blocks of 16, if the weight is packed."""
@@ -158,7 +158,7 @@ class CpuBackend(NumpyBackend):
                 return plain
             if tensor not in copies:
                 copies[tensor] = (
-                    _dequantise_packed_weight_view(program, buffers, tensor)
+                    _dequantise_weight_for_ops_without_kernel(program, buffers, tensor)
                     if plain is None
                     else dequantise(plain, tensor.dtype)
                 )
@@ -196,7 +196,7 @@ class CpuBackend(NumpyBackend):
 
         from .execution.program_binding import bind_program  # imports all kernels
 
-        tune_program_prefetch(program, buffers)
+        tune_uncached_program_prefetch(program, buffers)
         return bind_program(program, buffers, on, self._thread_pool, comm, in_python)
 
     def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
@@ -226,7 +226,7 @@ def _copy_from_float32(floats: Array, stored: Array, dtype: DType) -> None:
     stored[...] = encode_array(floats, dtype)
 
 
-def _dequantise_packed_weight_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
+def _dequantise_weight_for_ops_without_kernel(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
     """Dequantise a view of a packed weight to float32, for ops without a kernel that reads packed weights."""
     spec = program.buffers[tensor.buffer].declared_spec
     assert spec is not None

@@ -101,7 +101,7 @@ class Case:
         return any(0 in s.shape for _, s in self.operands)
 
     @property
-    def needs_signed_zeros(self) -> bool:
+    def needs_signed_zeros_and_subnormals(self) -> bool:
         """Whether a result must keep the sign of zeros and must not flush subnormal numbers to zero.
 
         The op declares this. Quantised operands are exempt, because a dequantised number is itself a product.
@@ -137,7 +137,7 @@ class Case:
         return any(s.dtype.is_quantised for _, s in self.operands)
 
     @property
-    def report_layout(self) -> str:
+    def layout_counted_in_reports(self) -> str:
         """The layout under which reports count the case; ``zero-size`` for a case without elements."""
         return "zero-size" if self.is_empty else self.layout
 

@@ -68,10 +68,10 @@ def grow_cases_from_samples(op: Op) -> tuple[Case, ...]:
     samples = dict.fromkeys(make_case(op, point) for point in bases)
     grown: dict[Case, None] = {}
     for point in _select_evenly_spaced(bases, MAX_BASE_SAMPLES):
-        grown.update((make_case(op, p), None) for p in _vary_sample(op, point, bases))
+        grown.update((make_case(op, p), None) for p in _vary_property_or_all_dimensions(op, point, bases))
     first = next((point for point in bases if not make_case(op, point).is_empty), bases[0]) if bases else {}
-    for step in list(_vary_leading_axes(op, first)):
-        grown.update((make_case(op, p), None) for p in _vary_dtypes(op, step))
+    for step in list(_vary_leading_axes_and_broadcasts(op, first)):
+        grown.update((make_case(op, p), None) for p in _vary_dtype_of_one_or_all(op, step))
     tall = next((make_case(op, p) for p in map(partial(_enlarge_to_many_rows, op), bases) if p is not None), None)
     long = next((make_case(op, p) for p in map(partial(_enlarge_to_long_axis, op), bases) if p is not None), None)
     chosen = {**samples, **{case: None for case in (tall, long) if case is not None}}
@@ -125,15 +125,15 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
     yield from later
 
 
-def _vary_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
+def _vary_property_or_all_dimensions(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
     """Yield variants of the sample call `point`: one property changed, or all dimensions changed at once.
 
     `bases` are all sample calls of `op`; they supply values of attributes.
     """
     yield from _vary_one_dimension(op, point)
-    yield from _vary_all_dimensions_at_once(op, point)
-    yield from _vary_leading_axes(op, point)
-    yield from _vary_dtypes(op, point)
+    yield from _randomise_all_dimensions_at_once(op, point)
+    yield from _vary_leading_axes_and_broadcasts(op, point)
+    yield from _vary_dtype_of_one_or_all(op, point)
     yield from _vary_attributes(op, point, bases)
     yield from _drop_one_optional_operand(op, point)
 
@@ -254,18 +254,18 @@ def _vary_one_dimension(op: Op, point: Point) -> Iterator[Point]:
     known = resolve_point_sizes(op, point)
     if known is None:
         return
-    named, leading, coupled = dict(known[1].by_name), known[1].leading, find_coupled_dimensions(known[2])
+    named, leading, coupled = dict(known[1].by_name), known[1].leading, find_dimensions_avoiding_size_two(known[2])
     for name in named:
         for size in (*DIMENSION_SIZES, 0):
             if (name == op.sequential and size > MAX_TOKENS) or (size == 2 and name in coupled):
                 continue
-            for unit in _compute_dimension_unit(known[2], point, name):
+            for unit in _compute_whole_block_unit(known[2], point, name):
                 grown = resize_point(op, point, {**named, name: -(-size // unit) * unit}, leading)
                 if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) <= FEW_ELEMENTS * 4:
                     yield grown
 
 
-def find_coupled_dimensions(operands: Sequence[Operand]) -> set[str]:
+def find_dimensions_avoiding_size_two(operands: Sequence[Operand]) -> set[str]:
     """Return the coupled dimensions, which must not get size 2 unless a sample has it.
 
     In a coupled dimension, each result element depends on all entries. Two numbers minus their mean are equal except
@@ -274,16 +274,19 @@ def find_coupled_dimensions(operands: Sequence[Operand]) -> set[str]:
     return {f for o in operands for d in o.dims if d.role is DimensionRole.COUPLED for f in d.factors}
 
 
-def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
+def _randomise_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
     """Yield variants of a call in which all dimensions and the leading axes change at once, to random sizes."""
     known = resolve_point_sizes(op, point)
     if known is None:
         return
-    rng, coupled = np.random.default_rng(crc32(repr(sorted(point)).encode())), find_coupled_dimensions(known[2])
+    rng, coupled = (
+        np.random.default_rng(crc32(repr(sorted(point)).encode())),
+        find_dimensions_avoiding_size_two(known[2]),
+    )
     for _ in range(MIXED_POINTS):
         named = {}
         for name in known[1].by_name:
-            (unit,) = _compute_dimension_unit(known[2], point, name)
+            (unit,) = _compute_whole_block_unit(known[2], point, name)
             size = int(rng.choice((1, 3, 5, 7, 8, 13, 33) if name in coupled else (1, 2, 3, 5, 7, 8, 13, 33)))
             named[name] = -(-size // unit) * unit
         leading = LEADING_AXES[rng.integers(len(LEADING_AXES))]
@@ -292,7 +295,7 @@ def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
             yield grown
 
 
-def _compute_dimension_unit(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
+def _compute_whole_block_unit(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
     """Return the unit in which the size of dimension `name` may change: whole quantisation blocks of all operands.
 
     Returns:
@@ -311,7 +314,7 @@ def _count_elements_of_largest_operand(point: Point) -> int:
     return max((s.size for s in point.values() if isinstance(s, Spec)), default=0)
 
 
-def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
+def _vary_leading_axes_and_broadcasts(op: Op, point: Point) -> Iterator[Point]:
     """Yield variants of a call with other leading axes, and with other broadcasts of the operands over them."""
     known = resolve_point_sizes(op, point)
     if known is None or all(o.leading is LeadingAxesBroadcast.NONE for o in known[2]):
@@ -325,7 +328,7 @@ def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
                 yield grown
 
 
-def _vary_dtypes(op: Op, point: Point) -> Iterator[Point]:
+def _vary_dtype_of_one_or_all(op: Op, point: Point) -> Iterator[Point]:
     """Yield variants of a call with other dtypes: of one operand, or one dtype for all operands that allow it."""
     known = resolve_point_sizes(op, point)
     if known is None:

@@ -83,7 +83,7 @@ def generate_random_operands(case: Case) -> dict[str, Array]:
     for name, spec in specs.items():
         legal, differ = op.ranges.get(name), count_axes_with_distinct_ids(op, attrs, name)
         if spec.dtype.is_quantised:
-            array = _generate_blocks(spec, rng)
+            array = _generate_blocks_of_small_values(spec, rng)
         elif spec.dtype.is_integer:
             array = _generate_integers(spec, legal, differ, sizes, case.inputs, rng)
         else:
@@ -91,8 +91,8 @@ def generate_random_operands(case: Case) -> dict[str, Array]:
             if case.inputs == "nan" and has_unquantised_floats(spec):
                 array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
             if case.inputs == "special" and has_unquantised_floats(spec):
-                array = _insert_special_values(
-                    array, make_special_values(op, name, spec.dtype), spec, op.signed_zeros, rng
+                array = _insert_specials_in_half_or_rows(
+                    array, make_infinities_zeros_and_subnormals(op, name, spec.dtype), spec, op.signed_zeros, rng
                 )
         tied = find_layout_or_contiguous(spec, case.layout, differ).broadcast_axis
         if tied is not None:
@@ -140,7 +140,7 @@ def can_dequantise(dtype: DType) -> bool:
     return True
 
 
-def _generate_blocks(spec: Spec, rng: np.random.Generator) -> Array:
+def _generate_blocks_of_small_values(spec: Spec, rng: np.random.Generator) -> Array:
     """Generate random quantised blocks; blocks that have a value of magnitude 8 or more, or NaN, are replaced.
 
     Raises:
@@ -186,7 +186,7 @@ def _generate_integers(
     return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
 
 
-def make_special_values(op: Op, operand: str, dtype: DType) -> Array:
+def make_infinities_zeros_and_subnormals(op: Op, operand: str, dtype: DType) -> Array:
     """Return the special values of a float operand: both infinities, both zeros and subnormal numbers.
 
     Zeros and subnormal numbers are left out if the op has sums and 0 is no legal value of the operand. A sum of
@@ -201,7 +201,7 @@ def make_special_values(op: Op, operand: str, dtype: DType) -> Array:
     return np.asarray(round_to_dtype(np.concatenate([above, -above]), rounded_dtype), np.float64)
 
 
-def _insert_special_values(
+def _insert_specials_in_half_or_rows(
     values: Array, special: Array, spec: Spec, everywhere: bool, rng: np.random.Generator
 ) -> Array:
     """Insert special values into half of the entries, or into one entry of each row if not `everywhere`.

@@ -37,12 +37,12 @@ class OperandLayout:
     broadcast_axis: int | None = None
 
 
-def _make_contiguous_layout(spec: Spec) -> OperandLayout:
+def _make_whole_leaf_layout(spec: Spec) -> OperandLayout:
     """Return the layout of an operand that is a whole leaf."""
     return OperandLayout(spec, lambda leaf: leaf, lambda units: units)
 
 
-def _make_offset_layout(spec: Spec) -> OperandLayout:
+def _make_minimally_aligned_layout(spec: Spec) -> OperandLayout:
     """Return a contiguous layout with an offset of one unit: the address is aligned to one element only."""
     block = spec.dtype.block
     leaf = Spec((spec.size + 2 * block,), spec.dtype)
@@ -70,7 +70,7 @@ def _make_gapped_layout(spec: Spec) -> OperandLayout | None:
     return OperandLayout(leaf, view, lambda array: array[..., 2 : 2 + units])
 
 
-def _make_permuted_layout(spec: Spec) -> OperandLayout | None:
+def _make_reversed_axes_layout(spec: Spec) -> OperandLayout | None:
     """Return a layout with the axes in reverse order in memory; None if fewer than two axes can be reversed.
 
     A last axis of quantisation blocks stays last.
@@ -84,7 +84,7 @@ def _make_permuted_layout(spec: Spec) -> OperandLayout | None:
     return OperandLayout(leaf, lambda value: ops.permute(value, axes=axes), lambda units: np.transpose(units, axes))
 
 
-def _make_broadcast_layout(spec: Spec, distinct_axes: int) -> OperandLayout | None:
+def _make_layout_repeating_first_long_axis(spec: Spec, distinct_axes: int) -> OperandLayout | None:
     """Return a layout with stride 0 along the first axis longer than 1, or None if the operand cannot have it.
 
     An axis of quantisation blocks and the last `distinct_axes` axes cannot have stride 0.
@@ -119,19 +119,21 @@ def find_layout_by_name(spec: Spec, layout: str, distinct_axes: int = 0) -> Oper
         distinct_axes: number of last axes within which entries must differ, so that they do not share memory.
     """
     if layout in ("contiguous", "inplace", "twin", "overlap"):
-        return _make_contiguous_layout(spec)
+        return _make_whole_leaf_layout(spec)
     if 0 in spec.shape and layout == "broadcast":
         return None
     if layout == "broadcast":
-        return _make_broadcast_layout(spec, distinct_axes)
-    return {"offset": _make_offset_layout, "sliced": _make_gapped_layout, "permuted": _make_permuted_layout}[layout](
-        spec
-    )
+        return _make_layout_repeating_first_long_axis(spec, distinct_axes)
+    return {
+        "offset": _make_minimally_aligned_layout,
+        "sliced": _make_gapped_layout,
+        "permuted": _make_reversed_axes_layout,
+    }[layout](spec)
 
 
 def find_layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout:
     """Return the layout with the name `layout`, or the contiguous layout if the operand cannot have it."""
-    return find_layout_by_name(spec, layout, distinct_axes) or _make_contiguous_layout(spec)
+    return find_layout_by_name(spec, layout, distinct_axes) or _make_whole_leaf_layout(spec)
 
 
 def find_in_place_operand_and_duplicate(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:

@@ -14,7 +14,12 @@ from ...fusion.dataflow import Dataflow, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...fusion.patterns import match_scaled_norm
 from ..binding.fused_binding import FusionBinder
-from ..binding.iteration_axes import MAX_ITERATION_AXES, IterationAxes, as_row_starts, build_merged_iteration_axes
+from ..binding.iteration_axes import (
+    MAX_ITERATION_AXES,
+    IterationAxes,
+    as_row_starts,
+    build_merged_tiling_iteration_axes,
+)
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelInstance, KernelSource
 from .elementwise import as_float
@@ -38,7 +43,7 @@ def choose_row_threads(columns: int) -> int:
 
 
 def _build_row_axes(x: Operand, out: Operand) -> IterationAxes:
-    return build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
+    return build_merged_tiling_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out)])
 
 
 def _launch_row_kernel(
@@ -76,7 +81,7 @@ def _bind_rms_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
     )
 
 
-def _launch_scaled_rms_norm(
+def _launch_scaled_norm_with_optional_sum(
     launches: LaunchBuilder, x: Operand, y: Operand | None, scaled: BoundInstruction, norm: BoundInstruction, w: Operand
 ) -> None:
     """Launch an RMS norm of x, or of x + y, times a weight vector `w`.
@@ -103,7 +108,7 @@ def _launch_scaled_rms_norm(
     if total is not None:
         require_no_alias(total, [w, out], [x, y])
     heads = [as_row_starts(o or out) for o in (x, y, total, out)]
-    axes = build_merged_iteration_axes(x.shape[:-1], heads)
+    axes = build_merged_tiling_iteration_axes(x.shape[:-1], heads)
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],
@@ -121,7 +126,7 @@ def _fuse_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) 
     """Fuse an RMS norm and its scaling by a weight vector: ``rms_norm(x) * w``."""
     chain = match_scaled_norm(flow, number)
     norm, scaled = map(flow.bound_instruction, chain)
-    _launch_scaled_rms_norm(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
+    _launch_scaled_norm_with_optional_sum(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
     return chain
 
 
@@ -134,7 +139,7 @@ def _fuse_sum_and_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, numbe
     x, y = total.operand(0), total.operand(1)
     if not y.is_dense:
         x, y = y, x
-    _launch_scaled_rms_norm(launches, x, y, scaled, flow.bound_instruction(norm), scaled.operand(1))
+    _launch_scaled_norm_with_optional_sum(launches, x, y, scaled, flow.bound_instruction(norm), scaled.operand(1))
     return number, norm, factor
 
 
@@ -205,7 +210,7 @@ def _bind_softmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
     if sinks is not None:
         extra[2] = as_float(launches, sinks)
     one_a_head = [_view_elements(e, 0, (heads, 1), (e.strides[0], 0)) for e in extra[1:] if e is not None]
-    axes = build_merged_iteration_axes(x.shape[:-1], [*operands, *one_a_head])
+    axes = build_merged_tiling_iteration_axes(x.shape[:-1], [*operands, *one_a_head])
     words: list[LaunchWord] = [x.shape[-1], x.strides[-1], steps, _read_number(call, "scale"), *axes.axes_struct_fields]
     words += [*axes.make_address_and_stride_fields(0, x), *axes.make_address_and_stride_fields(1, out)]
     position = 2
@@ -265,7 +270,7 @@ def _bind_count_equal(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 def _bind_argmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, out = as_float(launches, call.operand(0)), call.out
-    axes = build_merged_iteration_axes(x.shape[:-1], [as_row_starts(x), out])
+    axes = build_merged_tiling_iteration_axes(x.shape[:-1], [as_row_starts(x), out])
     words: list[LaunchWord] = [
         x.shape[-1],
         x.strides[-1],

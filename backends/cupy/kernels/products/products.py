@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import IterationAxes, build_merged_iteration_axes, split_tiled_axes_for_broadcast
+from ...binding.iteration_axes import IterationAxes, build_merged_tiling_iteration_axes, split_tiled_axes_for_broadcast
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import CUDA_TYPE_NAMES, MAX_ELEMENTS, as_float
@@ -49,7 +49,7 @@ def build_matmul_batch_axes(w: Operand, x: Operand, out: Operand) -> IterationAx
         out: Results [..., m, n].
     """
     heads = [as_matrix_starts(o) for o in (w, x, out)]
-    return build_merged_iteration_axes(*split_tiled_axes_for_broadcast(x.shape[:-2], heads, tiled_index=0))
+    return build_merged_tiling_iteration_axes(*split_tiled_axes_for_broadcast(x.shape[:-2], heads, tiled_index=0))
 
 
 def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand) -> None:
@@ -125,7 +125,7 @@ def _choose_k_split(k: int, tiles: int) -> tuple[int, int]:
 def _bind_solve_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
     a, b, out = as_float(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     n, m = out.shape[-2:]
-    axes = build_merged_iteration_axes(out.shape[:-2], [as_matrix_starts(o) for o in (a, b, out)])
+    axes = build_merged_tiling_iteration_axes(out.shape[:-2], [as_matrix_starts(o) for o in (a, b, out)])
     count = axes.element_count * m
     require_supported(count < MAX_ELEMENTS, f"{count} columns are too many for one launch")
     words: list[LaunchWord] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.axes_struct_fields]
