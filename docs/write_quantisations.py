@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 import hocket
 from hocket import ops
@@ -13,7 +14,7 @@ from hocket.frontends.models import ARCHITECTURES
 from hocket.frontends.quantisation.file_types import FILE_TYPES
 from hocket.frontends.quantisation.type_choice import fit_dtype_to_columns
 from hocket.graph import DType, Node, Spec
-from hocket.graph.dtypes import FLOAT_DTYPES
+from hocket.graph.dtypes import CACHE_DTYPES, FLOAT_DTYPES, STATE_DTYPES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "quantisations.md"
@@ -30,6 +31,20 @@ ops accept each of these dtypes on every backend, sharded over devices or not.
 
 | dtype | weights per block | bits | {backends} |
 |---|---|---|{rules}
+"""
+WRITTEN_VALUES = """
+## Write quantised values in a graph
+
+`cast` and `set_rows` round to these dtypes, as GGML's CPU backend does:
+
+{written}
+
+The other quantised dtypes need importances, and are refused. `concat` joins values of these dtypes. `attention` and
+`lightning_indexer` read keys of these dtypes. `-ctk` and `-ctv` take f32, f16, bf16 and the first {cached}.
+
+- `cpu` keeps states in blocks. Compiled kernels read and write the dtypes of `-ctk`. NumPy does so for the other
+  dtypes, and encodes only the rows that a run writes.
+- `cuda` and `numpy` keep quantised states as float32. `set_rows` does not round such a row; `cast` does.
 """
 WRITTEN_FILES = """
 ## Write a file of smaller weights
@@ -122,7 +137,12 @@ def page() -> str:
         backends=" | ".join(BACKEND_BY_COLUMN),
         rules="---|" * len(BACKEND_BY_COLUMN),
     )
-    return head + "".join(format_dtypes()) + WRITTEN_FILES.format(rows="".join(format_file_types())) + TAIL
+    written = [f"`{dtype}`" for dtype in STATE_DTYPES if dtype.is_quantised]
+    values = WRITTEN_VALUES.format(
+        written=fill(", ".join(written), 120), cached=sum(dtype.is_quantised for dtype in CACHE_DTYPES)
+    )
+    files = WRITTEN_FILES.format(rows="".join(format_file_types()))
+    return head + "".join(format_dtypes()) + values + files + TAIL
 
 
 def format_file_types() -> Iterator[str]:

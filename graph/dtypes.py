@@ -115,8 +115,15 @@ CACHE_DTYPES = (
     *(DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.IQ4_NL),
 )
 """The dtypes of cached keys and values, as in llama.cpp; quantised ones have blocks of 32 numbers."""
-STATE_DTYPES = (*CACHE_DTYPES, DType.MXFP4, DType.NVFP4, DType.Q1_0, DType.Q2_0, DType.TQ1_0, DType.TQ2_0)
-"""The dtypes of states into which a run can write rows; the rows are rounded to that dtype."""
+STATE_DTYPES = (
+    *CACHE_DTYPES,
+    *(DType.MXFP4, DType.NVFP4, DType.Q1_0, DType.Q2_0, DType.TQ1_0, DType.TQ2_0),
+    *(DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.IQ4_XS),
+)
+"""The dtypes of states into which a run can write rows; the rows are rounded to that dtype.
+
+They are the dtypes to which GGML's CPU backend can round. It cannot round to IQ1, IQ2 and IQ3, which need importances.
+"""
 DTYPE_BY_NAME = {d.text: d for d in DType}
 DTYPE_BY_GGML_NUMBER = {d.ggml: d for d in DType}
 DTYPE_BY_NUMPY_NAME = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {

@@ -112,7 +112,8 @@ def calculate(a: Value, b: Value, *, kind: str, name: str = "") -> Value:
 def cast(x: Value, *, dtype: DTypeLike, name: str = "") -> Value:
     """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type.
 
-    For a quantised dtype the range of a block determines its scale, as in ggml (`ops.block_quantisers`).
+    A quantised dtype has the scales that GGML's CPU backend chooses (`ops.block_quantisers` by the range of a block,
+    `ops.super_block_quantisers` by a search).
     """
 
 def causal_mask(pos: Value, *, cells: int, window: int = 0, name: str = "") -> Value:
@@ -380,6 +381,12 @@ def norm(x: Value, *, eps: float = 1e-05, name: str = "") -> Value:
     Rows are the last axis. ggml: ``NORM``; Ba et al., 2016.
     """
 
+def out_prod(a: Value, b: Value, *, name: str = "") -> Value:
+    """Sum the outer products of the rows of `b` and of `a`: ``b.T @ a``. ggml: ``OUT_PROD``.
+
+    Leading axes of `a` divide the leading axes of `b`, as the weights of `mul_mat` do.
+    """
+
 def pad(x: Value, *, left: Sequence[int], right: Sequence[int], circular: bool = False, name: str = "") -> Value:
     """Pad each axis i with ``left[i]`` zeros before and ``right[i]`` zeros after its entries. ggml: ``PAD``.
 
@@ -559,13 +566,15 @@ def softmax(
     *,
     scale: float = 1.0,
     max_bias: float = 0.0,
+    mask_heads: str = "one",
     name: str = "",
 ) -> Value:
     """Compute the softmax of scaled and masked scores, ``softmax(x * scale + slope * mask)``. ggml: ``SOFT_MAX_EXT``.
 
     x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the slope of
-    ALiBi if `max_bias` > 0 (Press et al., 2022). A row that is masked completely gives zeros. A sink adds to the
-    denominator of its head only.
+    ALiBi if `max_bias` > 0 (Press et al., 2022). `mask_heads` states the masks of heads: ``one`` mask for all heads,
+    ``each`` head has its own, or ``tiled``: head i has mask ``i mod m``, as in ggml. A row that is masked completely
+    gives zeros. A sink adds to the denominator of its head only.
     """
 
 def softplus(x: Value, *, name: str = "") -> Value:

@@ -32,7 +32,7 @@ def _safe_reciprocal(scale: F32) -> F32:
     return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
 
 
-def _build_block_records(dtype: DType, qs: npt.NDArray[np.generic], **columns: npt.NDArray[np.generic]) -> np.ndarray:
+def build_block_records(dtype: DType, qs: npt.NDArray[np.generic], **columns: npt.NDArray[np.generic]) -> np.ndarray:
     """Build the structured array of quantised blocks from the codes `qs` [n, ...] and one number per block [n, 1]."""
     blocks = np.empty(len(qs), BLOCK_LAYOUTS[dtype])
     blocks["qs"] = qs
@@ -63,7 +63,7 @@ def _find_peak(x: F32) -> F32:
     return np.where(-low < high, high, low)
 
 
-def _pack_nibbles(codes: U8, width: int = 32) -> U8:
+def pack_nibbles(codes: U8, width: int = 32) -> U8:
     """Pack two codes of 4 bits into a byte: codes i and ``i + width / 2`` of each `width` neighbours."""
     parts = (codes & np.uint8(15)).reshape(len(codes), codes.shape[1] // width, 2, width // 2)
     packed: U8 = parts[:, :, 0] | parts[:, :, 1] << np.uint8(4)
@@ -79,14 +79,14 @@ def _pack_fifth_bits(codes: U8) -> U8:
 def _quantise_q8_0(x: F32) -> np.ndarray:
     d = _find_largest_absolute_value(x) / np.float32(127)
     codes = np.clip(_round_half_away(x * _safe_reciprocal(d)), -127, 127)
-    return _build_block_records(DType.Q8_0, codes.astype(np.int8), d=d)
+    return build_block_records(DType.Q8_0, codes.astype(np.int8), d=d)
 
 
 def _quantise_without_minimum(dtype: DType, middle: int, x: F32) -> np.ndarray:
     """Quantise blocks to a scale and codes from 0 to ``2 * middle - 1``; the code `middle` means 0."""
     d = _find_peak(x) / np.float32(-middle)
     codes = _truncate_to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
-    return _with_fifth_bits(_build_block_records(dtype, _pack_nibbles(codes), d=d), codes)
+    return _with_fifth_bits(build_block_records(dtype, pack_nibbles(codes), d=d), codes)
 
 
 def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
@@ -94,7 +94,7 @@ def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = (high - low) / np.float32(top)
     codes = _truncate_to_codes((x - low) * _safe_reciprocal(d) + HALF, top)
-    return _with_fifth_bits(_build_block_records(dtype, _pack_nibbles(codes), d=d, dmin=low), codes)
+    return _with_fifth_bits(build_block_records(dtype, pack_nibbles(codes), d=d, dmin=low), codes)
 
 
 def _with_fifth_bits(blocks: np.ndarray, codes: U8) -> np.ndarray:
@@ -128,7 +128,7 @@ def _quantise_iq4_nl(x: F32) -> np.ndarray:
     weighted = x * x * values
     square = _sum_by_halves(weighted * values)
     d = np.divide(_sum_by_halves(weighted * x), square, out=np.zeros_like(square), where=square != 0)
-    return _build_block_records(DType.IQ4_NL, _pack_nibbles(codes), d=d)
+    return build_block_records(DType.IQ4_NL, pack_nibbles(codes), d=d)
 
 
 def _round_to_4_bit_floats(x: F32, half_scale: F32) -> U8:
@@ -144,7 +144,7 @@ def _quantise_mxfp4(x: F32) -> np.ndarray:
     largest = np.fmax.reduce(np.abs(x), axis=1, keepdims=True, initial=np.float32(0))  # NaN becomes 0
     e = np.maximum((largest.view(np.uint32) >> 23).astype(np.int64) - 2, 0).astype(np.uint32)
     half = np.where(e < 2, np.uint32(0x00200000) << e, (e - 1) << 23).astype(np.uint32).view(np.float32)
-    return _build_block_records(DType.MXFP4, _pack_nibbles(_round_to_4_bit_floats(x, half)), e=e)
+    return build_block_records(DType.MXFP4, pack_nibbles(_round_to_4_bit_floats(x, half)), e=e)
 
 
 def _quantise_nvfp4(x: F32) -> np.ndarray:
@@ -155,19 +155,19 @@ def _quantise_nvfp4(x: F32) -> np.ndarray:
     table = HALF_OF_E4M3[: MAX_E4M3_INDEX + 1]
     scales = np.searchsorted((table[1:] + table[:-1]) / 2, target, side="right").astype(np.uint8)
     codes = _round_to_4_bit_floats(groups, HALF_OF_E4M3[scales][..., None])
-    blocks = _build_block_records(DType.NVFP4, _pack_nibbles(codes.reshape(len(x), 64), 16))
+    blocks = build_block_records(DType.NVFP4, pack_nibbles(codes.reshape(len(x), 64), 16))
     blocks["scales"] = scales
     return blocks
 
 
-def _pack_2_bits_along_axis_1(codes: U8) -> U8:
+def pack_2_bits_along_axis_1(codes: U8) -> U8:
     """Pack four codes of 2 bits, which are neighbours along axis 1, into a byte: [n, 4, m] to [n, m]."""
     return np.bitwise_or.reduce(codes << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=1)
 
 
 def _quantise_q1_0(x: F32) -> np.ndarray:
     d = _sum_by_halves(np.abs(x)) / np.float32(x.shape[1])
-    return _build_block_records(DType.Q1_0, np.packbits(x >= 0, axis=1, bitorder="little"), d=d)
+    return build_block_records(DType.Q1_0, np.packbits(x >= 0, axis=1, bitorder="little"), d=d)
 
 
 def _round_to_ternary(x: F32) -> tuple[U8, F32]:
@@ -178,13 +178,13 @@ def _round_to_ternary(x: F32) -> tuple[U8, F32]:
 
 def _quantise_q2_0(x: F32) -> np.ndarray:
     codes, d = _round_to_ternary(x)
-    return _build_block_records(DType.Q2_0, _pack_2_bits_along_axis_1(codes.reshape(len(x), 16, 4).swapaxes(1, 2)), d=d)
+    return build_block_records(DType.Q2_0, pack_2_bits_along_axis_1(codes.reshape(len(x), 16, 4).swapaxes(1, 2)), d=d)
 
 
 def _quantise_tq2_0(x: F32) -> np.ndarray:
     codes, d = _round_to_ternary(x)
-    packed = _pack_2_bits_along_axis_1(codes.reshape(len(x) * 2, 4, 32)).reshape(len(x), 64)
-    return _build_block_records(DType.TQ2_0, packed, d=d)
+    packed = pack_2_bits_along_axis_1(codes.reshape(len(x) * 2, 4, 32)).reshape(len(x), 64)
+    return build_block_records(DType.TQ2_0, packed, d=d)
 
 
 def _pack_ternary(codes: U8) -> U8:
@@ -204,7 +204,7 @@ def _quantise_tq1_0(x: F32) -> np.ndarray:
     first, second, rest = np.split(codes, [160, 240], axis=1)
     parts = [first.reshape(-1, 5, 32), second.reshape(-1, 5, 16), rest.reshape(-1, 4, 4)]
     packed = np.concatenate([_pack_ternary(part) for part in parts], axis=1)
-    blocks = _build_block_records(DType.TQ1_0, packed[:, :48], d=d)
+    blocks = build_block_records(DType.TQ1_0, packed[:, :48], d=d)
     blocks["qh"] = packed[:, 48:]
     return blocks
 

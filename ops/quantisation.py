@@ -1,7 +1,7 @@
 """Stored elements as float32 numbers, and back: the quantisation blocks of GGML, f16 and bf16.
 
 A quantised row is a sequence of blocks of fixed size, which `block_layouts` describes. `EXPANDERS` has the function
-from records to numbers of each dtype, and `block_quantisers` the functions from numbers to records. Dequantised numbers
+from records to numbers of each dtype, and `QUANTISERS` the function from numbers to records. Dequantised numbers
 equal the numbers of the ``gguf`` package bit for bit: each element has the same float32 operations in the same order.
 """
 
@@ -15,8 +15,11 @@ import numpy.typing as npt
 from ..graph.dtypes import DType
 from ..graph.errors import GraphError
 from .block_layouts import BLOCK_LAYOUTS, F32, FP4_VALUES_TIMES_2, HALF_OF_E4M3, IQ4_NL_CODE_BOOK, U8
-from .block_quantisers import QUANTISERS
+from .block_quantisers import QUANTISERS as BLOCK_QUANTISERS
+from .super_block_quantisers import SUPER_BLOCK_QUANTISERS
 
+QUANTISERS = {**BLOCK_QUANTISERS, **SUPER_BLOCK_QUANTISERS}
+"""By dtype to which numbers can be rounded, a function from float32 [n, elements of a block] to block records [n]."""
 ExpandBlocks = Callable[[np.ndarray, F32], None]
 """A function of block records [n] that writes float32 [n, elements of a block]."""
 
@@ -91,7 +94,8 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
 def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     """Round numbers to `dtype` and convert them to its storage format: the inverse of `decode_array`.
 
-    Quantised blocks become bytes [..., row bytes]; `block_quantisers` explains their rounding.
+    Quantised blocks become bytes [..., row bytes]; the modules `block_quantisers` and `super_block_quantisers` explain
+    their rounding.
 
     Raises:
         GraphError: the dtype has no quantiser.

@@ -165,19 +165,28 @@ class CpuBackend(NumpyBackend):
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
-            """Make the NumPy calls of an instruction; rows of narrow dtypes are copied to float32 and back."""
+            """Make the NumPy calls of an instruction; rows of narrow dtypes are copied to float32 and back.
+
+            The rows of a quantised state that `set_rows` leaves are not decoded: some dtypes would not keep them.
+            """
+            table = i.dst[0] if i.op == "set_rows" and i.src[0] == i.dst[0] and i.dst[0].dtype.is_quantised else None
             narrow_tensors = [
                 t
                 for t in (*i.src, *i.dst)
-                if t and t.dtype in NARROW_STATE_DTYPES and kinds[t.buffer] not in LOADED_LEAVES
+                if t and t.dtype in NARROW_STATE_DTYPES and kinds[t.buffer] not in LOADED_LEAVES and t != table
             ]
-            floats = {t: np.empty(t.shape, np.float32) for t in narrow_tensors}
-            calls = self.bind_instruction(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
-            lie = {t: self.view(buffers[t.buffer], t) for t in floats}
-            before = [partial(_copy_to_float32, lie[t], floats[t], t.dtype) for t in floats]
+            arrays = {t: np.empty(t.shape, np.float32) for t in narrow_tensors}
+            lie = {t: self.view(buffers[t.buffer], t) for t in arrays}
+            before = [partial(_copy_to_float32, lie[t], arrays[t], t.dtype) for t in arrays]
             after = [
-                partial(_copy_from_float32, floats[t], lie[t], t.dtype) for t in dict.fromkeys(i.dst) if t in floats
+                partial(_copy_from_float32, arrays[t], lie[t], t.dtype) for t in dict.fromkeys(i.dst) if t in arrays
             ]
+            if table is not None and (rows := i.src[1]) is not None:
+                floats = arrays[rows] if rows in arrays else view(rows)
+                arrays[table] = self.view(buffers[table.buffer], table)
+                arrays[rows] = np.empty((*rows.shape[:-1], arrays[table].shape[-1]), np.uint8)
+                before.append(partial(_copy_from_float32, floats, arrays[rows], table.dtype))
+            calls = self.bind_instruction(i, buffers, lambda t: arrays[t] if t in arrays else view(t), comm)
             return [*before, *calls, *after]
 
         if self._thread_pool is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -39,6 +40,12 @@ def bind_mul_mat(call: HostInstruction) -> Calls:
     rows = max(1, MAX_WIDENED_ENTRIES // max(1, w.shape[-1]))
     starts = range(0, w.shape[-2], rows)
     return [partial(multiply_in_float64, x, w[..., at : at + rows, :], out[..., at : at + rows]) for at in starts]
+
+
+def bind_out_prod(call: HostInstruction) -> Calls:
+    """Bind the product ``b.T @ a`` as the matrix product of the transposed operands."""
+    a, b = (np.swapaxes(call.operand(i), -1, -2) for i in range(2))
+    return bind_mul_mat(replace(call, src=[a, b]))
 
 
 def multiply_in_float64(x: Array, w: Array, out: Array) -> None:
@@ -111,5 +118,6 @@ def _count_expert_scratch(node: Node) -> int:
 
 KERNELS: Mapping[str, Binding] = {
     "mul_mat": without_scratch(bind_mul_mat),
+    "out_prod": without_scratch(bind_out_prod),
     "mul_mat_id": Binding(bind_mul_mat_id, _count_expert_scratch),
 }

@@ -16,7 +16,7 @@ from ...graph.spec import Spec
 from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
 
-LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
+LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin", "overlap")
 INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
 
 DECLARATION_CHECK = "declaration"

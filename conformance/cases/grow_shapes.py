@@ -41,6 +41,8 @@ ROWS = 4099
 """A prime row count above every tile and thread block, so that a fault may affect one row only."""
 MAX_ELEMENTS = 1 << 18
 """Maximum elements of an operand or a result."""
+LONG_AXIS = MAX_ELEMENTS
+"""Entries of the longest axis, as in test-backend-ops of ggml: a row of it needs several passes of any thread block."""
 FEW_ELEMENTS = 1 << 13
 """Maximum elements of an operand for which every layout and metamorphic check is tested.
 
@@ -71,7 +73,8 @@ def grow_cases_from_samples(op: Op) -> tuple[Case, ...]:
     for step in list(_vary_leading_axes_and_broadcasts(op, first)):
         grown.update((make_case(op, p), None) for p in _vary_dtype_of_one_or_all(op, step))
     tall = next((make_case(op, p) for p in map(partial(_enlarge_to_many_rows, op), bases) if p is not None), None)
-    chosen = {**samples, **({} if tall is None else {tall: None})}
+    long = next((make_case(op, p) for p in map(partial(_enlarge_to_long_axis, op), bases) if p is not None), None)
+    chosen = {**samples, **{case: None for case in (tall, long) if case is not None}}
     for case in _order_by_novelty([c for c in grown if c not in chosen]):
         if len(chosen) >= len(samples) + MAX_POINTS:
             break
@@ -388,6 +391,26 @@ def _drop_one_optional_operand(op: Op, point: Point) -> Iterator[Point]:
             changed = {k: v for k, v in point.items() if k != operand.name}
             if is_legal_point(op, changed):
                 yield changed
+
+
+def _enlarge_to_long_axis(op: Op, point: Point) -> Point | None:
+    """Return a variant of a call in which the last axis of the first operand has `LONG_AXIS` entries.
+
+    All other dimensions are 1 or, if that is illegal, unchanged. The result is None if neither is legal, and for
+    recurrences, which take minutes for one.
+    """
+    known = resolve_point_sizes(op, point)
+    if known is None or op.sequential or 0 in known[1].leading or 0 in known[1].by_name.values():
+        return None
+    last = known[2][0].dims[-1].factors[-1:] if known[2] and known[2][0].dims else ()
+    sizes = known[1].by_name
+    long = {name: LONG_AXIS for name in last if name in sizes}
+    leading = () if long else (LONG_AXIS,)
+    for rest in (dict.fromkeys(sizes, 1), sizes):
+        grown = resize_point(op, point, {**rest, **long}, leading, "whole")
+        if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) >= LONG_AXIS:
+            return grown
+    return None
 
 
 def _enlarge_to_many_rows(op: Op, point: Point) -> Point | None:

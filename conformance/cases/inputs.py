@@ -98,9 +98,10 @@ def generate_random_operands(case: Case) -> dict[str, Array]:
         if tied is not None:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
         operands[name] = array
-    if case.layout == "twin":
+    if case.layout in ("twin", "overlap"):
         one, other = find_in_place_operand_and_duplicate(op, specs, case.attributes_with_defaults) or ("", "")
-        operands[other] = operands[one]
+        shifted = np.append(operands[one].reshape(-1)[1:], operands[other].reshape(-1)[-1:])
+        operands[other] = operands[one] if case.layout == "twin" else shifted.reshape(operands[one].shape)
     return operands
 
 

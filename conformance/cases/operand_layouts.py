@@ -97,6 +97,19 @@ def _make_layout_repeating_first_long_axis(spec: Spec, distinct_axes: int) -> Op
     return OperandLayout(leaf, lambda value: ops.broadcast(value, shape=spec.shape), lambda units: units, axis)
 
 
+def make_overlapping_layouts(spec: Spec) -> tuple[OperandLayout, OperandLayout]:
+    """Return the layouts of two operands in one leaf; the second operand begins one element after the first."""
+    leaf = Spec((spec.size + 1,), spec.dtype)
+
+    def make_layout(start: int) -> OperandLayout:
+        def view(value: Value) -> Value:
+            return ops.reshape(ops.slice_(value, axis=0, start=start, stop=start + spec.size), shape=spec.shape)
+
+        return OperandLayout(leaf, view, lambda array: array[start : start + spec.size].reshape(spec.shape, copy=False))
+
+    return make_layout(0), make_layout(1)
+
+
 def find_layout_by_name(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout | None:
     """Return the layout of an operand that has the name `layout` (see `LAYOUTS`); None if the operand cannot have it.
 
@@ -105,7 +118,7 @@ def find_layout_by_name(spec: Spec, layout: str, distinct_axes: int = 0) -> Oper
         layout: name of the layout.
         distinct_axes: number of last axes within which entries must differ, so that they do not share memory.
     """
-    if layout in ("contiguous", "inplace", "twin"):
+    if layout in ("contiguous", "inplace", "twin", "overlap"):
         return _make_whole_leaf_layout(spec)
     if 0 in spec.shape and layout == "broadcast":
         return None
@@ -124,7 +137,7 @@ def find_layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -
 
 
 def find_in_place_operand_and_duplicate(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
-    """Find two operands of an elementwise op that a test may bind to one value; return their names, or None.
+    """Find two operands of an elementwise op that may share memory in a test; return their names, or None.
 
     The first operand can be updated in place. Both have equal specs and equal legal values.
     """

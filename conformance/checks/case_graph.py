@@ -27,6 +27,7 @@ from ..cases.operand_layouts import (
     build_leaf_array,
     find_in_place_operand_and_duplicate,
     find_layout_or_contiguous,
+    make_overlapping_layouts,
 )
 
 LIVE_LEAF_PREFIX = "kept."
@@ -37,26 +38,32 @@ RESULT_PREFIX = "result."
 
 @dataclass(frozen=True, slots=True)
 class CaseGraph:
-    """A case as a graph with one node of the op; `operand_layouts` has the layout of each operand in its leaf."""
+    """A case as a graph with one node of the op.
+
+    `operand_layouts` has the layout of each operand in its leaf, and `leaf_names` the names of leaves of other operands
+    in which an operand lies.
+    """
 
     case: Case
     graph: Graph
     node: Node
     operand_layouts: Mapping[str, OperandLayout]
     weights: frozenset[str]
+    leaf_names: Mapping[str, str]
 
     def build_leaf_arrays(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
-        """Build the array of each leaf from its operand; entries outside of the operand are `filler`.
+        """Build the array of each leaf from its operands; entries outside of the operands are `filler`.
 
         Integers have -1 as filler, and quantised blocks zeros.
         """
-        arrays = {}
+        arrays: dict[str, Array] = {}
         for name, placed in self.operand_layouts.items():
             units = operands[name]
             padding = np.zeros((), units.dtype) if units.dtype.kind == "V" else np.asarray(filler)
             if units.dtype.kind in "iu":
                 padding = np.asarray(-1)
-            arrays[name] = build_leaf_array(units, placed, padding)
+            leaf = self.leaf_names.get(name, name)
+            arrays[leaf] = build_leaf_array(units, placed, arrays.get(leaf, padding))
         return arrays
 
     def encode_weights(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
@@ -84,10 +91,19 @@ def build_case_graph(case: Case) -> CaseGraph:
         is_weight |= name in cached and spec.dtype in (DType.F16, DType.BF16)
         leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
         layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
-    if case.layout == "twin" and (pair := find_in_place_operand_and_duplicate(op, case.specs, attrs)) is not None:
+    leaf_names = {}
+    pair = find_in_place_operand_and_duplicate(op, case.specs, attrs) if case.layout in ("twin", "overlap") else None
+    if pair is not None:
         one, other = pair
-        operands[other] = leaves[one]
-        del layouts[other], leaves[other]
+        del leaves[other]
+        if case.layout == "twin":
+            operands[other] = leaves[one]
+            del layouts[other]
+        else:
+            layouts[one], layouts[other] = make_overlapping_layouts(case.specs[one])
+            leaves[one] = g.input(one, layouts[one].leaf.shape, layouts[one].leaf.dtype)
+            operands |= {name: layouts[name].view(leaves[one]) for name in pair}
+            leaf_names[other] = one
     parts: dict[str, Any] = {**operands, **dict(case.attrs)}
     built = op(**parts)
     results = (built,) if isinstance(built, Value) else built
@@ -97,7 +113,7 @@ def build_case_graph(case: Case) -> CaseGraph:
     outputs = {f"{RESULT_PREFIX}{i}": v for i, v in enumerate(results)}
     outputs |= {f"{LIVE_LEAF_PREFIX}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
     weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")
-    return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights)
+    return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights, leaf_names)
 
 
 def build_verified_device_plan(graph: Graph, backend: Backend, device: Device) -> DevicePlan:

@@ -17,7 +17,7 @@ CHECK_NAME = "zeros"
 def list_zero_checks(case: Case) -> tuple[str, ...]:
     """Return the names of the zero checks that apply to a case, such as ``zeros-gate``."""
     specs = case.specs
-    if case.layout == "twin" or any(s.dtype.is_quantised for s in specs.values()):
+    if case.layout in ("twin", "overlap") or any(s.dtype.is_quantised for s in specs.values()):
         return ()
     joints = [j for j in case.op_declaration.zeros if all(n in specs and specs[n].size for n in j.split("+"))]
     return tuple(f"{CHECK_NAME}-{joint}" for joint in joints)

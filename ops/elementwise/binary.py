@@ -159,7 +159,7 @@ def _choose_cast_signature_key(attrs: Attrs) -> str:
         *expand_template("x=f32[3,256], dtype={to}", to=tuple(str(d) for d in STATE_DTYPES if d.is_quantised)),
     ),
     errors=(
-        ("x=f32[256], dtype=q4_K", "cannot cast to q4_K"),
+        ("x=f32[256], dtype=iq3_s", "cannot cast to iq3_s"),
         ("x=f32[48], dtype=q8_0", "the last axis must be a multiple"),
         ("x=f32[32], dtype=3", "dtype is 3"),
     ),
@@ -168,7 +168,8 @@ def _choose_cast_signature_key(attrs: Attrs) -> str:
 def cast(x: Array, *, dtype: DType) -> Array:
     """Convert the numbers to another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type.
 
-    For a quantised dtype the range of a block determines its scale, as in ggml (`ops.block_quantisers`).
+    A quantised dtype has the scales that GGML's CPU backend chooses (`ops.block_quantisers` by the range of a block,
+    `ops.super_block_quantisers` by a search).
     """
     return round_to_dtype(x, dtype)
 

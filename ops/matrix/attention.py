@@ -115,7 +115,7 @@ def _compute_fraction_of_cells_in_window(node: Node) -> float:
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16]", "scale is missing"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], scale=1.0, softcap=-1.0", "softcap is -1.0; it must be 0"),
         ("q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], scale=1.0, max_bias=1e-300", "max_bias is 1e-300; it must be 0"),
-        ("q=f32[3,4,256], k=q4_K[9,2,256], v=f32[9,2,32], scale=1.0", "k is q4_K"),
+        ("q=f32[3,4,256], k=iq3_s[9,2,256], v=f32[9,2,32], scale=1.0", "k is iq3_s"),
         (
             'q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[3,3,7], mask_heads="tiled", scale=1.0',
             "mask has 3 heads",

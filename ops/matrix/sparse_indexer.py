@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 
+from ...graph.dtypes import CACHE_DTYPES
 from ..declaration.broadcasting import tile_to_shape
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
 
 
 @op(
-    "q[..., t, *h, *d], k[..., s, *d], weights[..., t, *h], mask[~..., t, s] -> [..., t, s]: f32",
+    "q[..., t, *h, *d], k[..., s, *d]: written, weights[..., t, *h], mask[~..., t, s] -> [..., t, s]: f32",
     linear=("weights+mask",),
     infinite=("-mask",),
     is_required=False,
@@ -24,6 +25,10 @@ from ..declaration.samples import LegalRange, expand_template
             h=(1, 3),
             x=("f32", "f16"),
             s=(1, 7),
+        ),
+        *expand_template(
+            "q=f32[4,3,64], k={x}[9,64], weights=f32[4,3], mask=f16[4,9]",
+            x=tuple(str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised),
         ),
         "q=f32[4,3,2,8], k=f32[4,9,8], weights=f32[4,3,2], mask=f32[2,3,9]",
         "q=f32[0,2,8], k=f32[9,8], weights=f32[0,2], mask=f32[0,9]",

@@ -149,21 +149,31 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
 def _arrange_scores(operands: Sequence[Any], attrs: Attrs) -> Sequence[Any]:
     """Return the operands of the softmax expression: scores, mask, sinks and ALiBi slopes.
 
-    All of them broadcast to the axes of the scores, [..., heads, tokens, keys].
+    All of them repeat as tiles to the axes of the scores, [..., heads, tokens, keys].
     """
     x, mask, sinks = (*operands, None, None)[:3]
     sinks = None if sinks is None else sinks[:, None, None]
     if mask is None:
         return x, None, sinks, None
     slopes = alibi_slopes(x.shape[-3], float_attribute(attrs, "max_bias")).astype(x.dtype)
-    return x, mask[..., None, :, :], sinks, slopes[:, None, None]
+    return x, mask[..., None, :, :] if attrs["mask_heads"] == "one" else mask, sinks, slopes[:, None, None]
+
+
+def _check_mask_heads(h: int, m: int | None = None, **_: object) -> str | None:
+    has_remainder = m is not None and (h % m if m else h)
+    return f"mask has {m} heads, which do not divide the {h} of x" if has_remainder else None
 
 
 @op(
-    "x[..., h, t, *s], mask[~..., t, s]?: float, sinks[h]? -> [..., h, t, s]",
+    {
+        name: f"x[..., h, t, *s], mask[~..., {axes}]?: float, sinks[h]? -> [..., h, t, s]"
+        for name, axes in (("one", "t, s"), ("each", "h, t, s"), ("tiled", "*m, t, s"))
+    },
+    signature_key="mask_heads",
     inplace="x",
+    check=_check_mask_heads,
     arrange=_arrange_scores,
-    unsharded_dimensions=lambda attrs: ("h",) if attrs["max_bias"] else (),
+    unsharded_dimensions=lambda attrs: ("h",) if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else (),
     flops=lambda h, t, s, **_: 5 * h * t * s,
     samples=(
         "x=f32[2,3,5]",
@@ -172,8 +182,19 @@ def _arrange_scores(operands: Sequence[Any], attrs: Attrs) -> Sequence[Any]:
         "x=f32[4,2,3,5], mask=f16[2,3,5], scale=0.5",
         "x=f32[2,3,5], mask=f32[3,5], sinks=f32[2]",
         "x=f32[2,3,5], mask=f32[3,5], sinks=f32[2], max_bias=8.0",
+        *expand_template(
+            'x=f32[4,6,3,5], mask={y}[{b},{m},3,5], mask_heads="{how}", max_bias={bias}',
+            y=("f32", "f16"),
+            b=(2,),
+            m=(6,),
+            how=("each", "tiled"),
+            bias=(0.0, 8.0),
+        ),
+        *expand_template('x=f32[6,3,5], mask=f32[{m},3,5], sinks=f32[6], mask_heads="tiled"', m=(1, 2, 3)),
     ),
     errors=(
+        ('x=f32[3,3,5], mask=f32[2,3,5], mask_heads="tiled"', "mask has 2 heads"),
+        ('x=f32[3,3,5], mask=f32[2,3,5], mask_heads="each"', "h is 3"),
         ("x=f32[2,3,5], mask=f32[3,4]", "s is 5"),
         ("x=f32[2,3,5], sinks=f32[3]", "h is 2"),
         ("x=f32[5]", "rank 1"),
@@ -189,12 +210,14 @@ def softmax(
     *,
     scale: float = 1.0,
     max_bias: float = 0.0,
+    mask_heads: str = "one",
 ) -> Scalar:
     """Compute the softmax of scaled and masked scores, ``softmax(x * scale + slope * mask)``. ggml: ``SOFT_MAX_EXT``.
 
     x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the slope of
-    ALiBi if `max_bias` > 0 (Press et al., 2022). A row that is masked completely gives zeros. A sink adds to the
-    denominator of its head only.
+    ALiBi if `max_bias` > 0 (Press et al., 2022). `mask_heads` states the masks of heads: ``one`` mask for all heads,
+    ``each`` head has its own, or ``tiled``: head i has mask ``i mod m``, as in ggml. A row that is masked completely
+    gives zeros. A sink adds to the denominator of its head only.
     """
     scores = x * scale
     if mask is not None and slopes is not None:

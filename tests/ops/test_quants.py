@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -188,6 +189,23 @@ def test_numbers_become_the_blocks_of_gguf(dtype: DType) -> None:
         assert np.array_equal(encode_array(numbers, dtype), expected)
 
 
+GGML_CHECKSUMS = {
+    DType.Q2_K: 1009733225,
+    DType.Q3_K: 428621907,
+    DType.Q4_K: 3264099846,
+    DType.Q5_K: 2421209599,
+    DType.Q6_K: 3081207835,
+    DType.IQ4_XS: 26416759,
+}
+"""CRC-32 of the numbers that ``quantize_row_*_ref`` of ggml (0.25.3) makes of `make_rows_of_all_magnitudes(1024)`."""
+
+
+@pytest.mark.parametrize("dtype", GGML_CHECKSUMS)
+def test_numbers_of_super_blocks_are_rounded_as_ggml_does(dtype: DType) -> None:
+    rounded = decode_array(encode_array(make_rows_of_all_magnitudes(1024), dtype), dtype)
+    assert crc32((rounded + np.float32(0)).tobytes()) == GGML_CHECKSUMS[dtype]  # without minus zeros
+
+
 def round_block_to_code_book(x: np.ndarray) -> np.ndarray:
     """``quantize_row_iq4_nl_ref``, one number at a time in float64."""
     values = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -246,5 +264,5 @@ def test_numbers_are_rounded_once(dtype: DType) -> None:
 
 
 def test_a_type_without_quantiser_is_a_one_line_error() -> None:
-    with pytest.raises(GraphError, match=r"^cannot round to q4_K in a graph; need one of [^\n]+$"):
-        encode_array(np.zeros((1, 256), np.float32), DType.Q4_K)
+    with pytest.raises(GraphError, match=r"^cannot round to iq3_s in a graph; need one of [^\n]+$"):
+        encode_array(np.zeros((1, 256), np.float32), DType.IQ3_S)

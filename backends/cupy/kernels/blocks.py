@@ -29,15 +29,33 @@ RULES: Mapping[DType, str] = MappingProxyType(
     }
 )
 """The C++ struct that rounds a block of each dtype."""
+SUPER_BLOCK_RULES: Mapping[DType, str] = MappingProxyType(
+    {
+        DType.Q2_K: "WithMinimum<16, 3, -5, 16, 15, true>",
+        DType.Q3_K: "Signed<4, 32, OneByOne>",
+        DType.Q4_K: "WithMinimum<32, 15, -10, 21, 63, false>",
+        DType.Q5_K: "WithMinimum<32, 31, -5, 16, 63, false>",
+        DType.Q6_K: "Signed<32, 128, Nineteen>",
+        DType.IQ4_XS: "BookWithScales",
+    }
+)
+"""The C++ struct that rounds a super-block of each dtype."""
 SOURCE = KernelSource("blocks.cu", tuple(f"round_blocks<{rule}>" for rule in dict.fromkeys(RULES.values())))
-SOURCES = (SOURCE,)
+SUPER_BLOCK_SOURCE = KernelSource(
+    "super_blocks.cu", tuple(f"round_super_blocks<{rule}>" for rule in SUPER_BLOCK_RULES.values())
+)
+SOURCES = (SOURCE, SUPER_BLOCK_SOURCE)
+KERNELS = {dtype: SOURCE[f"round_blocks<{rule}>"] for dtype, rule in RULES.items()} | {
+    dtype: SUPER_BLOCK_SOURCE[f"round_super_blocks<{rule}>"] for dtype, rule in SUPER_BLOCK_RULES.items()
+}
+"""The kernel that rounds blocks of each dtype."""
 THREADS, LANES = 128, 32
 """Threads of a thread block; a warp rounds one quantisation block."""
 
 
 def _launch_rounding(launches: LaunchBuilder, x: Operand, out: Operand, dtype: DType) -> None:
     """Launch the rounding of `x` to blocks of `dtype`; the result is float32."""
-    require_supported(dtype in RULES, f"casts to {dtype} are missing")
+    require_supported(dtype in KERNELS, f"casts to {dtype} are missing")
     require_supported(out.is_dense, f"casts to {dtype} with a strided result are missing")
     if not (x.dtype is DType.F32 and x.is_dense):
         launch_cast(launches, x, out)
@@ -45,7 +63,7 @@ def _launch_rounding(launches: LaunchBuilder, x: Operand, out: Operand, dtype: D
     count = math.prod(out.shape) // dtype.block
     if count:
         blocks = count_blocks(count, THREADS // LANES)
-        launches.add_launch(SOURCE[f"round_blocks<{RULES[dtype]}>"], blocks, THREADS, [count, x, out])
+        launches.add_launch(KERNELS[dtype], blocks, THREADS, [count, x, out])
 
 
 def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:

@@ -201,8 +201,9 @@ def _bind_softmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
     if mask is not None:
         mask = as_float(launches, mask)
         steps, row = mask.strides[-1], as_row_starts(mask)
-        with_heads = (*row.shape[:-1], 1, row.shape[-1]), (*row.strides[:-1], 0, row.strides[-1])
-        extra[0], row = mask, _view_elements(row, 0, *with_heads)
+        if call.attrs["mask_heads"] == "one":
+            row = _view_elements(row, 0, (*row.shape[:-1], 1, row.shape[-1]), (*row.strides[:-1], 0, row.strides[-1]))
+        extra[0] = mask
         operands.append(row)
         if max_bias > 0.0:
             extra[1] = launches.upload_constant(alibi_slopes(heads, max_bias).astype(np.float32))

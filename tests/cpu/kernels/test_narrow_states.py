@@ -61,6 +61,22 @@ def test_rows_are_rounded_to_the_nearest(dtype):
     assert np.array_equal(np.array(run.store.state("s"))[:8], expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [str(dtype) for dtype in STATE_DTYPES if dtype.is_quantised])
+def test_other_rows_keep_their_bits(dtype):
+    """Some dtypes would not keep rows that are decoded and encoded again."""
+    rng, width = np.random.default_rng(0), 256
+    old = state("s", (5, width), dtype)
+    new = ops.set_rows(old, input("rows", (4, width)), input("ids", (4,), "i32"))
+    run = hocket.load(hocket.plan(Graph({"y": new}, {old: new}), "cpu:0"), {})
+    run.run({"rows": rng.standard_normal((4, width)).astype(np.float32), "ids": np.arange(4, dtype=np.int32)})
+    before = np.array(run.store.state("s"))
+    run.run({"rows": np.zeros((4, width), np.float32), "ids": np.full(4, 4, np.int32)})
+    after = np.array(run.store.state("s"))
+    assert before[:4].any()
+    assert np.array_equal(after[:4], before[:4])
+    assert not after[4].any()
+
+
 def in_eight_bits(x):
     """Return groups of 32 numbers as integers up to 127, ties away from zero."""
     blocks = x.reshape(-1, 32)

@@ -97,6 +97,19 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
     return None
 
 
+def _bind_out_prod(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    """Bind the product ``b.T @ a`` as the matmul of the transposed operands."""
+    a, b = call.operand(0), as_float(launches, call.operand(1))
+    a = as_float(launches, a) if a.dtype.is_quantised else a
+    launch_strided_matmul(launches, _transpose(a), _transpose(b), call.out)
+
+
+def _transpose(x: Operand) -> Operand:
+    """Return a view of `x` in which the last two axes are exchanged."""
+    shape, strides = ((*axes[:-2], axes[-1], axes[-2]) for axes in (x.shape, x.strides))
+    return replace(x, tensor=replace(x.tensor, shape=shape, strides=strides))
+
+
 def _choose_k_split(k: int, tiles: int) -> tuple[int, int]:
     """Choose the split-K of a matmul: how many blocks share the sum over k, and how many columns each block gets.
 
@@ -120,4 +133,4 @@ def _bind_solve_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
     launches.add_launch(SOURCE["solve_triangular"], count_blocks(count, 64), 64, words)
 
 
-BINDINGS: Mapping[str, OpBinder] = {"solve_tri": _bind_solve_tri}
+BINDINGS: Mapping[str, OpBinder] = {"out_prod": _bind_out_prod, "solve_tri": _bind_solve_tri}
