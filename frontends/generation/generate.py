@@ -17,15 +17,13 @@ from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
 from ..inference.device_tokens import (
-    CandidateSchedule,
     DeviceArgmaxToken,
-    DeviceTokenSchedule,
     TokenCandidates,
     can_choose_tokens_on_device,
-    choose_candidate_count,
-    make_candidate_step,
+    make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
+from ..inference.launch_ahead import DeviceTokenSchedule
 from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
@@ -284,10 +282,9 @@ def _choose_device_schedule(
     ahead: SpeculativeDecoder | None,
     known: Sequence[Sequence[int]],
 ) -> DeviceScheduleMaker | None:
-    """Choose the schedule of a generation in which the device chooses or selects tokens; None if the host needs logits.
+    """Choose the schedule of a generation in which the device chooses tokens; None if the host needs logits.
 
-    The device chooses if the choice is the largest logit of the model. It selects candidates if the choice reads few of
-    the largest logits.
+    The device chooses if the choice is the largest logit of the model, or reads few of the largest logits.
     """
     sampling = params.sampling
     if (
@@ -300,9 +297,13 @@ def _choose_device_schedule(
         return None
     if sampling.takes_largest_logit:
         return DeviceTokenSchedule
-    if (largest := sampling.largest_logits_needed) is None:
+    if sampling.largest_logits_needed is None:
         return None
-    return lambda session, _: CandidateSchedule(session, largest, lambda i: sampling.list_changed_tokens(known[i]))
+    return lambda session, around: DeviceTokenSchedule(
+        session,
+        around,
+        lambda i, is_ahead: sampling.describe_choice(params.seed, known[i], len(known[i]) - (not is_ahead)),
+    )
 
 
 def make_full_context_error(context: int, new_tokens: int) -> ModelError:
@@ -372,9 +373,9 @@ def compile_generation_plans(
         if on_device is DeviceTokenSchedule:
             step = make_step_choosing_tokens_on_device(session, length)
         elif on_device is not None:
-            named = len(params.sampling.list_changed_tokens(prompt))
-            if count := choose_candidate_count(session, params.sampling.largest_logits_needed, named):
-                step = make_candidate_step(session, length, count)
+            choice = params.sampling.describe_choice(params.seed, prompt, len(prompt))
+            if made := make_sampled_step(session, length, [choice] * session.sequences):
+                step, _ = made
         session.executor(step)
         if ahead is not None:
             ahead.compile_plans(len(prompt))

@@ -27,10 +27,11 @@ from .inputs.family import FamilyTraits
 from .inputs.graph_builder import NEXT_TOKEN_STATE, StepGraphBuilder
 from .inputs.graph_builder import SNAPSHOTS as SNAPSHOTS
 from .inputs.graph_builder import WINDOWS as WINDOWS
-from .inputs.step import PLAIN_KINDS
+from .inputs.step import MASKED_KIND, PLAIN_KINDS
 from .inputs.step import Batch as Batch
 from .inputs.step import Step as Step
 from .inputs.step import build_step_inputs as build_step_inputs
+from .inputs.token_choice import STEP_LOGITS_STATE, build_masked_selection
 from .inputs.weights import ModelWeights as ModelWeights
 from .layers.rwkv import RwkvDecoder
 from .metadata_keys import require_supported_metadata_values
@@ -182,10 +183,10 @@ class Model:
     def is_sequence_state(self, state: str) -> bool:
         """Return whether a state belongs to the sequences.
 
-        States of MTP blocks, copies for rewinding, and the next token of a decode step do not.
+        States of MTP blocks, copies for rewinding, and the next token and the logits of a decode step do not.
         """
         guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count))
-        return state != NEXT_TOKEN_STATE and not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
+        return state not in (NEXT_TOKEN_STATE, STEP_LOGITS_STATE) and not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def require_context_within_training(self, context: int, subject: str = "context") -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for.
@@ -212,6 +213,8 @@ class Model:
         frame = StepGraphBuilder(
             step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions
         )
+        if step.output_kind == MASKED_KIND:
+            return build_masked_selection(frame, self.vocabulary_size)
         plain = step.output_kind in PLAIN_KINDS
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()

@@ -17,9 +17,15 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.validation import format_value
 from ...errors import ModelError
 
-TOKEN_KIND, CANDIDATE_KIND = "token", "candidates"
-"""The output kinds of decode steps that choose tokens on the device, or select candidates for the host to sample."""
-PLAIN_KINDS = frozenset({"logits", "hidden", TOKEN_KIND, CANDIDATE_KIND})
+TOKEN_KIND, SAMPLED_KIND = "token", "sampled"
+"""The output kinds of decode steps that choose tokens on the device, for the next step."""
+CANDIDATE_KIND, HELD_KIND, MASKED_KIND = "candidates", "held", "masked"
+"""The output kinds of steps that select candidates for the host: at once, or in two steps around a grammar mask."""
+STATE_TOKEN_KINDS = frozenset({TOKEN_KIND, SAMPLED_KIND})
+"""The output kinds of steps that read their tokens from a state."""
+SELECTING_KINDS = frozenset({SAMPLED_KIND, CANDIDATE_KIND, MASKED_KIND})
+"""The output kinds of steps that select candidates."""
+PLAIN_KINDS = frozenset({"logits", "hidden", CANDIDATE_KIND, HELD_KIND, MASKED_KIND}) | STATE_TOKEN_KINDS
 """The output kinds of steps without MTP blocks."""
 MAX_CACHE_ROW = 2**31 - 1
 """Largest index of a cache row, which is an i32."""
@@ -64,6 +70,11 @@ class Step:
       sequence. It reads the token from a state, and sets the state to the token that it chooses.
     - ``candidates``: the ``candidate_count`` tokens with the largest logits and these logits, and the logits of
       ``named_token_count`` tokens that an input names.
+    - ``sampled``: as ``candidates``, and a token that the device samples among them. As with ``token``, the step reads
+      its token from a state, and sets the state to the sampled token.
+    - ``held``: nothing. A state has the logits, for a step of the kind ``masked``.
+    - ``masked``: as ``candidates``, from the logits of the last step of the kind ``held`` and without the tokens that
+      an input excludes. The step runs no model.
     - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
     - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
     - ``all``: as ``both``, with the logits of all MTP blocks.
@@ -84,15 +95,15 @@ class Step:
             size = getattr(self, name)
             if type(size) is not int or not 1 <= size <= MAX_CACHE_ROW:
                 raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
-        if self.output_kind == TOKEN_KIND and not self.tokens == 1 <= self.outputs == self.sequences:
+        if self.output_kind in STATE_TOKEN_KINDS and not self.tokens == 1 <= self.outputs == self.sequences:
             raise ModelError(
                 f"step: {self.tokens} new tokens and {self.outputs} outputs of {self.sequences} sequences; the output "
-                "kind token needs one new token and one output per sequence"
+                f"kind {self.output_kind} needs one new token and one output per sequence"
             )
-        if (self.output_kind == CANDIDATE_KIND) != (self.candidate_count > 0) or self.named_token_count < 0:
+        if (self.output_kind in SELECTING_KINDS) != (self.candidate_count > 0) or self.named_token_count < 0:
             raise ModelError(
-                f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kind candidates, "
-                "and no other, needs at least 1"
+                f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kinds "
+                f"{', '.join(sorted(SELECTING_KINDS))}, and no others, need at least 1"
             )
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")

@@ -178,7 +178,7 @@ def test_the_host_samples_from_candidates_as_from_all_logits(params: dict[str, A
             prompts, stop = [[5], [], [9, 8]], frozenset({sampled[4].token})
         assert any(one.logits is NO_LOGITS for one in sampled) is not needs_logits
         kinds = {step.output_kind for step in session.planned_steps}
-        assert kinds == ({"logits"} if needs_logits else {"logits", "candidates"})
+        assert kinds == ({"logits"} if needs_logits else {"logits", "sampled"})
         logits = session.evaluate([[3], [4], []])
         found.append((known, session.lengths, [one.tolist() for one in logits]))
     assert found[0] == found[1]
