@@ -225,7 +225,7 @@ def test_a_nan_that_is_no_candidate_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
     def spoil(self: Model, step: Step) -> Graph:
         graph = build(self, step)
-        if step.output_kind != "candidates":
+        if step.output_kind != "sampled":
             return graph
         return Graph(
             {
