@@ -5,6 +5,9 @@ llama-server calls this a lazy grammar. A call that begins in another form than 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from ...graph.lazy_dataclass import dataclass
 from ..gguf.tokenization.tokenizer import Tokenizer
 from .grammar import F32, Grammar, GrammarState
@@ -63,6 +66,14 @@ class LazyGrammarState:
             ModelError: As `GrammarState.mask_logits`.
         """
         return logits if self._object is None else self._object.mask_logits(logits)
+
+    def compute_mask(self, token_count: int) -> npt.NDArray[np.uint32] | None:
+        """Compute the mask as `GrammarState.compute_mask` inside an object; None elsewhere, where all is allowed.
+
+        Raises:
+            ModelError: As `GrammarState.mask_logits`.
+        """
+        return None if self._object is None else self._object.compute_mask(token_count)
 
     def accept_token_and_can_continue(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return True, because free text may always follow.

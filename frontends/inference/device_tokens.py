@@ -5,12 +5,13 @@
 - A sampled token: the host also reads the candidates, a few hundred tokens with their logits, and chooses among them in
   float64 as among all tokens. The choice of the host is the token of the text. The device has chosen the same token, or
   a launched step is undone (`launch_ahead`). So a seed gives the same text on all devices.
-- A token of a grammar: the step selects candidates, and the host chooses.
+- A token of a grammar: the host computes the mask of allowed tokens while the model runs. A second step masks the
+  logits and selects candidates, and the host chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ...backends.capabilities import HasSeparateMemory
 from ...ops.reduction.token_sampling import SAMPLING_NUMBERS
 from ...scheduler import DeferredInterrupts
 from ..models import Batch, Step
-from ..models.inputs.step import CANDIDATE_KIND, SAMPLED_KIND, TOKEN_KIND
+from ..models.inputs.step import HELD_KIND, MASKED_KIND, SAMPLED_KIND, TOKEN_KIND
 from .prefill_chunks import F32, PrefillChunk, next_power_of_two
 from .session import Session
 
@@ -122,11 +123,6 @@ def choose_candidate_count(session: Session, largest: int | None, named: int) ->
     return CandidateCount(min(count, session.model.vocabulary_size), named)
 
 
-def make_candidate_step(session: Session, length: int, count: CandidateCount) -> Step:
-    """Return the decode step that selects candidates on the device. The step is in the context bucket of `length`."""
-    return _with_candidates(session.make_step(1, length, session.sequences, kind="logits"), CANDIDATE_KIND, count)
-
-
 @lru_cache(maxsize=64)
 def _with_candidates(step: Step, kind: str, count: CandidateCount) -> Step:
     return replace(step, output_kind=kind, candidate_count=count.largest, named_token_count=count.named)
@@ -165,38 +161,71 @@ def make_sampled_step(
     return _with_candidates(step, SAMPLED_KIND, count), inputs
 
 
-def evaluate_to_candidates(
-    session: Session, tokens: PrefillChunk, count: CandidateCount, named: Sequence[Sequence[int]]
-) -> list[TokenCandidates]:
-    """Append at most one token to each sequence, and return the candidates for its next token.
+def evaluate_to_masked_candidates(
+    session: Session,
+    tokens: PrefillChunk,
+    choices: Sequence[TokenChoice | None],
+    compute_mask: Callable[[int], npt.NDArray[np.uint32] | None],
+) -> list[TokenCandidates] | None:
+    """Append at most one token to each sequence, and return the candidates among the tokens that a mask allows.
+
+    The masks are computed while the device runs the model. An error of `compute_mask` leaves the step done.
 
     Args:
         session: A session that `can_choose_tokens_on_device`.
         tokens: The new token of each sequence; an idle sequence has none, and its candidates have no meaning.
-        count: The sizes of the step.
-        named: For each sequence the tokens that are candidates in any case.
+        choices: The choice for each sequence, None for an idle one.
+        compute_mask: Returns the mask of a sequence that is not idle, a bit for each allowed token; None allows all.
+
+    Returns:
+        The candidates, or None, without a step, if all logits must be read.
     """
     with session.store.device_lock:
         session.require_evaluable_tokens(tokens)
-        ids = make_named_token_rows(session, count, named)
-        step = make_candidate_step(session, find_longest_length_after(session.lengths, tokens), count)
-        inputs = session.model.inputs(step, Batch(tokens, session.lengths))
-        inputs |= {"named_ids": ids} if count.named else {}
+        steps = make_masked_steps(session, find_longest_length_after(session.lengths, tokens), choices)
+        if steps is None:
+            return None
+        executor, selection = map(session.executor, steps)
+        inputs = session.model.inputs(steps[0], Batch(tokens, session.lengths))
+        ids = np.zeros((session.sequences, steps[1].named_token_count), np.int32)
+        for row, choice, new in zip(ids, choices, tokens, strict=True):
+            if choice is not None and choice.changed is not None:
+                row[: len(choice.changed) + len(new)] = *choice.changed, *new
         with DeferredInterrupts():  # states and lengths belong together
-            results = session.executor(step).run(inputs)
+            run = executor.launch(inputs)
             session.reversible_step = None
+            try:
+                bits = np.full((session.sequences, -(-session.model.vocabulary_size // 32)), -1, np.int32)
+                for i, new in enumerate(tokens):
+                    if new and (mask := compute_mask(i)) is not None:
+                        bits[i] = 0
+                        bits[i, : mask.size] = mask.view(np.int32)
+                chosen = selection.launch({"token_bits": bits} | ({"named_ids": ids} if ids.size else {}))
+            except BaseException:
+                run.finish()
+                session.advance_by(tokens)
+                raise
+            run.finish(chosen)
             session.advance_by(tokens)
-    return list_candidates(results, ids)
+            return list_candidates(chosen.finish(), ids)
 
 
-def make_named_token_rows(
-    session: Session, count: CandidateCount, named: Sequence[Sequence[int]]
-) -> npt.NDArray[np.int32]:
-    """Return the named tokens of each sequence as rows i32[B, `count.named`], filled up with token 0."""
-    ids = np.zeros((session.sequences, count.named), np.int32)
-    for row, tokens_of_row in zip(ids, named, strict=True):
-        row[: len(tokens_of_row)] = tokens_of_row
-    return ids
+def make_masked_steps(session: Session, length: int, choices: Sequence[TokenChoice | None]) -> tuple[Step, Step] | None:
+    """Return the step that holds its logits, and the step that selects candidates among them.
+
+    The second step is the same in all context buckets. The result is None if all logits must be read.
+
+    Args:
+        session: A session that `can_choose_tokens_on_device`.
+        length: The largest length after the step.
+        choices: The choice for each sequence, None for an idle one.
+    """
+    largest = max(1 if choice is None else choice.limit for choice in choices)
+    named = max(0 if choice is None or choice.changed is None else len(choice.changed) + 1 for choice in choices)
+    if (count := choose_candidate_count(session, largest, named)) is None:
+        return None
+    held, first = (session.make_step(1, n, session.sequences, kind="logits") for n in (length, 1))
+    return replace(held, output_kind=HELD_KIND), _with_candidates(first, MASKED_KIND, count)
 
 
 def find_longest_length_after(lengths: Sequence[int], tokens: PrefillChunk) -> int:
@@ -204,9 +233,7 @@ def find_longest_length_after(lengths: Sequence[int], tokens: PrefillChunk) -> i
     return max(length + len(new) for length, new in zip(lengths, tokens, strict=True))
 
 
-def list_candidates(
-    results: Mapping[str, npt.NDArray[Any]], named_ids: npt.NDArray[np.int32]
-) -> list[TokenCandidates]:
+def list_candidates(results: Mapping[str, npt.NDArray[Any]], named_ids: npt.NDArray[np.int32]) -> list[TokenCandidates]:
     """Return the candidates of each sequence from the outputs of a step, whose further tokens are `named_ids`."""
     candidates = []
     for token, top, own, logits in zip(

@@ -31,6 +31,7 @@ from .device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
     TokenChoice,
+    evaluate_to_masked_candidates,
     find_longest_length_after,
     list_candidates,
     make_sampled_step,
@@ -57,11 +58,10 @@ class LaunchAheadDecoder:
 
     Args:
         session: A session that `can_choose_tokens_on_device`.
-        describe: Describes the choice of each sequence; None chooses the largest logit.
     """
 
-    def __init__(self, session: Session, describe: DescribeChoice | None) -> None:
-        self._session, self._describe = session, describe
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._shares_devices = False
         self._launched: _LaunchedStep | None = None
         """The step after the last finished one, if it is launched."""
@@ -69,7 +69,7 @@ class LaunchAheadDecoder:
         """The tokens and the lengths with which the launched step continues: those of the last step and after it."""
 
     def run_step(
-        self, tokens: PrefillChunk, *, is_last: bool = False
+        self, tokens: PrefillChunk, describe: DescribeChoice | None, *, is_last: bool = False
     ) -> Sequence[DeviceArgmaxToken | TokenCandidates] | None:
         """Append at most one token to each sequence, and return the choice of each; None if it needs all logits.
 
@@ -77,6 +77,7 @@ class LaunchAheadDecoder:
 
         Args:
             tokens: The new token of each sequence.
+            describe: Describes the choice of each sequence; None chooses the largest logit.
             is_last: Whether no step follows.
         """
         session, launched = self._session, self._launched
@@ -87,11 +88,11 @@ class LaunchAheadDecoder:
         with DeferredInterrupts(), lock.accept_launched(launched and launched.run) as is_launched:
             self._shares_devices |= launched is not None and not is_launched
             if launched is None or not is_launched:
-                launched = self._launch_step(tokens)
+                launched = self._launch_step(tokens, describe)
             if launched is None:
                 return None
             session.reversible_step = None
-            following = None if is_last else self._launch_following_step(launched, tokens)
+            following = None if is_last else self._launch_following_step(launched, tokens, describe)
             results = launched.run.finish(following and following.run)
             session.advance_by(tokens)
             if following is not None:
@@ -108,15 +109,15 @@ class LaunchAheadDecoder:
             return answers
 
     def _make_step(
-        self, tokens: PrefillChunk, lengths: Sequence[int], is_ahead: bool
+        self, tokens: PrefillChunk, lengths: Sequence[int], describe: DescribeChoice | None, is_ahead: bool
     ) -> tuple[Step, dict[str, npt.NDArray[Any]]] | None:
         """Return the step with these new tokens, and its inputs; None if the host needs all logits."""
         session, longest = self._session, find_longest_length_after(lengths, tokens)
         more: dict[str, npt.NDArray[Any]] = {}
-        if self._describe is None:
+        if describe is None:
             step = make_step_choosing_tokens_on_device(session, longest)
         else:
-            choices = [self._describe(i, is_ahead) if new else None for i, new in enumerate(tokens)]
+            choices = [describe(i, is_ahead) if new else None for i, new in enumerate(tokens)]
             if (made := make_sampled_step(session, longest, choices)) is None:
                 return None
             step, more = made
@@ -126,18 +127,20 @@ class LaunchAheadDecoder:
         named_ids = None if step.output_kind == TOKEN_KIND else inputs.get("named_ids", np.zeros((step.sequences, 0)))
         return _LaunchedStep(executor.launch(inputs), step, executor, named_ids)
 
-    def _launch_step(self, tokens: PrefillChunk) -> _LaunchedStep | None:
+    def _launch_step(self, tokens: PrefillChunk, describe: DescribeChoice | None) -> _LaunchedStep | None:
         """Launch a step with these tokens, which are written to the device; None if the host needs all logits."""
         session = self._session
         session.require_evaluable_tokens(tokens)
-        if (made := self._make_step(tokens, session.lengths, False)) is None:
+        if (made := self._make_step(tokens, session.lengths, describe, False)) is None:
             return None
         executor = session.executor(made[0])
         first_tokens = [new[0] if len(new) else 0 for new in tokens]
         session.store.state(NEXT_TOKEN_STATE)[...] = np.array(first_tokens, np.int32)
         return self._launch(executor, *made)
 
-    def _launch_following_step(self, launched: _LaunchedStep, tokens: PrefillChunk) -> _LaunchedStep | None:
+    def _launch_following_step(
+        self, launched: _LaunchedStep, tokens: PrefillChunk, describe: DescribeChoice | None
+    ) -> _LaunchedStep | None:
         """Launch the step after a launched one, in which the same sequences have new tokens.
 
         The result is None if the step is not to be launched. After an error the sequences have the tokens of the
@@ -151,7 +154,7 @@ class LaunchAheadDecoder:
         if find_longest_length_after(lengths, chosen) > session.context:
             return None
         try:
-            made = self._make_step(chosen, lengths, True)
+            made = self._make_step(chosen, lengths, describe, True)
             return None if made is None or made[0] != launched.step else self._launch(launched.executor, *made)
         except BaseException:
             launched.run.finish()
@@ -174,12 +177,12 @@ class DeviceTokenSchedule:
     Args:
         session: The session.
         around: Its end undoes the launched step.
-        describe: As for `LaunchAheadDecoder`.
+        describe: As for `LaunchAheadDecoder.run_step`.
     """
 
     def __init__(self, session: Session, around: ExitStack, describe: DescribeChoice | None = None) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
-        self._session, self._decoder = session, LaunchAheadDecoder(session, describe)
+        self._session, self._describe, self._decoder = session, describe, LaunchAheadDecoder(session)
         self._tokens: PrefillChunk = ()
         self._is_last = False
         around.callback(self._decoder.undo_launched_step)
@@ -188,5 +191,35 @@ class DeviceTokenSchedule:
         self._tokens, self._is_last = tokens, is_last
 
     def finish_oldest_step(self) -> Sequence[DeviceArgmaxToken | TokenCandidates | F32]:
-        answers = self._decoder.run_step(self._tokens, is_last=self._is_last)
+        answers = self._decoder.run_step(self._tokens, self._describe, is_last=self._is_last)
+        return self._session.evaluate(self._tokens) if answers is None else answers
+
+
+class MaskedSchedule:
+    """A decode schedule for one session with grammars; all sequences are one group, and no step is launched ahead.
+
+    `finish_oldest_step` returns the `TokenCandidates` that the grammars allow, or logits if they would be too many.
+
+    Args:
+        session: The session.
+        describe: As for `LaunchAheadDecoder.run_step`.
+        compute_mask: As for `evaluate_to_masked_candidates`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        describe: DescribeChoice,
+        compute_mask: Callable[[int], npt.NDArray[np.uint32] | None],
+    ) -> None:
+        self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
+        self._session, self._describe, self._compute_mask = session, describe, compute_mask
+        self._tokens: PrefillChunk = ()
+
+    def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
+        self._tokens = tokens
+
+    def finish_oldest_step(self) -> Sequence[TokenCandidates | F32]:
+        choices = [self._describe(i, False) if new else None for i, new in enumerate(self._tokens)]
+        answers = evaluate_to_masked_candidates(self._session, self._tokens, choices, self._compute_mask)
         return self._session.evaluate(self._tokens) if answers is None else answers

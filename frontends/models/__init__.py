@@ -186,7 +186,9 @@ class Model:
         States of MTP blocks, copies for rewinding, and the next token and the logits of a decode step do not.
         """
         guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count))
-        return state not in (NEXT_TOKEN_STATE, STEP_LOGITS_STATE) and not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
+        return state not in (NEXT_TOKEN_STATE, STEP_LOGITS_STATE) and not state.endswith(
+            (SNAPSHOTS, WINDOWS, *guessing)
+        )
 
     def require_context_within_training(self, context: int, subject: str = "context") -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for.

@@ -38,7 +38,7 @@ class Decoder:
         """Build the graph of all blocks, the last norm and the output matrix.
 
         The output is ``logits``. Encoders, and steps with the output kind ``hidden``, return ``hidden`` rows instead.
-        Steps with the output kind ``token``, ``sampled`` or ``candidates`` return the tokens that they choose or select.
+        Steps with the output kind ``token`` or ``sampled`` return the tokens that they choose.
         """
         x = self.apply_output_norm(self.embed_and_run_all_blocks())
         if self.family.run_mode == "encoder":

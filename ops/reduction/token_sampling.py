@@ -96,9 +96,11 @@ def _sample_row(logits: Array, ids: Array, limit: int, numbers: Array, bias: Arr
 def _check_sizes(n: int, s: int, m: int = 0, **_: object) -> str | None:
     if s != len(SAMPLING_NUMBERS):
         return f"numbers has {s} entries; it must have {len(SAMPLING_NUMBERS)}"
-    return f"there are {n} candidates and changes of {m}; need at least 1 candidate, and no more changes" * (
-        not n or m > n
-    ) or None
+    return (
+        f"there are {n} candidates and changes of {m}; need at least 1 candidate, and no more changes"
+        * (not n or m > n)
+        or None
+    )
 
 
 @op(

@@ -9,7 +9,7 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....ops.reduction.token_sampling import SAMPLING_NUMBERS
 from .graph_builder import NEXT_TOKEN_STATE, StepGraphBuilder
-from .step import CANDIDATE_KIND, HELD_KIND, SAMPLED_KIND, TOKEN_KIND
+from .step import HELD_KIND, SAMPLED_KIND, TOKEN_KIND
 
 STEP_LOGITS_STATE = "step_logits"
 """The state f32[B, vocabulary] with the logits of the last step of the output kind ``held``."""
@@ -26,20 +26,12 @@ def choose_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Valu
     return {"token": chosen, "logit": ops.reshape(largest, shape=chosen.shape)}
 
 
-def select_candidates(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
-    """Select the tokens from which the host samples, from ``logits`` f32[B, vocabulary]; return the step's outputs.
+def _select_candidates(frame: StepGraphBuilder, logits: Value) -> tuple[dict[str, Value], Value]:
+    """Select candidates from ``logits`` f32[B, vocabulary]; return outputs, and all their tokens i32[B, n + m].
 
     - ``token`` i32[B]: the largest logit. A NaN counts as the largest, so this is a NaN if there is one.
     - ``ids`` i32[B, n] and ``logits`` f32[B, n + m]: the n tokens with the largest logits, in descending order.
-      Then come the logits of the m tokens in the input ``named_ids`` i32[B, m].
-    """
-    return _select_candidates(frame, logits)[0]
-
-
-def _select_candidates(frame: StepGraphBuilder, logits: Value) -> tuple[dict[str, Value], Value]:
-    """Return the outputs of `select_candidates`, and the tokens of all candidates, i32[B, n + m].
-
-    Among the named tokens of a sampled step is the token that it has read, as the last one.
+      Then come the logits of the tokens in the input ``named_ids`` and, in a sampled step, of the token that it reads.
     """
     ids = chosen = ops.top_k(logits, k=frame.step.candidate_count, name="candidate_ids")
     if count := frame.step.named_token_count:
@@ -53,7 +45,7 @@ def _select_candidates(frame: StepGraphBuilder, logits: Value) -> tuple[dict[str
 def sample_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
     """Sample the next token of each sequence, from ``logits`` f32[B, vocabulary]; return the step's outputs.
 
-    The outputs are those of `select_candidates` and ``sampled`` i32[B], the tokens. The inputs have the names of
+    The outputs are those of `_select_candidates` and ``sampled`` i32[B], the tokens. The inputs have the names of
     operands of the op `sample_token`.
     """
     outputs, ids = _select_candidates(frame, logits)
@@ -81,14 +73,13 @@ def build_masked_selection(frame: StepGraphBuilder, vocabulary: int) -> Graph:
     sequences = frame.step.sequences
     bits = input("token_bits", (sequences, -(-vocabulary // 32)), DType.I32)
     logits = ops.mask_bits(state(STEP_LOGITS_STATE, (sequences, vocabulary)), bits, name="masked_logits")
-    return frame.build_graph(select_candidates(frame, logits))
+    return frame.build_graph(_select_candidates(frame, logits)[0])
 
 
 SELECTIONS: Mapping[str, Callable[[StepGraphBuilder, Value], dict[str, Value]]] = MappingProxyType(
     {
         TOKEN_KIND: choose_next_tokens,
         SAMPLED_KIND: sample_next_tokens,
-        CANDIDATE_KIND: select_candidates,
         HELD_KIND: hold_logits,
     }
 )

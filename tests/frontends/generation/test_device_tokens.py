@@ -25,9 +25,9 @@ from hocket.frontends.generation.generate import (
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.device_tokens import (
-    CandidateCount,
+    TokenChoice,
     can_choose_tokens_on_device,
-    make_candidate_step,
+    make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
 from hocket.frontends.inference.saved_state import load_state, save_state
@@ -207,15 +207,16 @@ def test_candidates_are_few_bytes_in_few_launches() -> None:
     session = open_session("cuda-emulated:0")
     plain = session.make_step(1, 8)
     launches, nbytes = {}, {}
-    for named in (0, 64):
-        step = make_candidate_step(session, 8, CandidateCount(64 + named, named))
+    for named, changed in ((0, None), (64, [5])):
+        step, inputs = make_sampled_step(session, 8, [TokenChoice(40, changed=changed, bias=[1.0], occurrences=[1])])
+        assert sum(array.nbytes for array in inputs.values()) == 4 + 56 + (4 * named + 8 * (named + 1)) * (named > 0)
         nbytes[named] = sum(value.spec.nbytes for value in session.plan(step).graph.outputs.values())
         launches[named] = len(session.executor(step).list_kernel_names()) - len(
             session.executor(plain).list_kernel_names()
         )
-    assert nbytes == {0: 4 + 8 * 64, 64: 4 + 8 * 128 + 4 * 64}
-    assert launches[0] <= 6
-    assert launches[64] <= 7
+    assert nbytes == {0: 8 + 8 * 64, 64: 8 + 8 * 128 + 4 * 65}
+    assert launches[0] <= 7
+    assert launches[64] <= 9
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -39,9 +39,7 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> list[LaunchedRun]:
 
 
 def open_session(device: str, sequences: int = 3) -> Session:
-    return Session(
-        open_model(None), on=DeviceGroup(devices=(device,)), context=64, sequences=sequences, batch=64
-    )
+    return Session(open_model(None), on=DeviceGroup(devices=(device,)), context=64, sequences=sequences, batch=64)
 
 
 def sample(session: Session, sampling: Sampling, seed: int, *, limit: int = 6, needs_logits: bool = False) -> Any:
