@@ -171,11 +171,9 @@ class GrammarState:
         """
         self._matcher.unsafe_compute_mask_ptr(self._mask_words.ctypes.data, self._mask_words.nbytes)
         self._require_valid_state()
-        words, count = np.zeros(-(-token_count // 32), np.uint32), min(self._token_count, token_count)
-        own = -(-count // 32)
-        words[:own] = self._mask_words[:own]
-        if count % 32:
-            words[own - 1] &= np.uint32((1 << count % 32) - 1)
+        words = np.zeros(-(-token_count // 32), np.uint32)
+        allowed = make_full_mask(min(self._token_count, token_count))
+        words[: allowed.size] = allowed & self._mask_words[: allowed.size]
         if not words.any():
             raise ModelError("the grammar allows no token of this model here; choose another")
         return words
@@ -207,6 +205,14 @@ class GrammarState:
                 f"({_join_messages_to_line([messages])}); "
                 "simplify it, for example its patternProperties"
             )
+
+
+def make_full_mask(token_count: int) -> npt.NDArray[np.uint32]:
+    """Make the mask that allows the first `token_count` tokens; see `GrammarState.compute_mask`."""
+    words = np.full(-(-token_count // 32), 0xFFFFFFFF, np.uint32)
+    if token_count % 32:
+        words[-1] = (1 << token_count % 32) - 1
+    return words
 
 
 def _join_messages_to_line(messages: list[str]) -> str:

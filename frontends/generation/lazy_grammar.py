@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...graph.lazy_dataclass import dataclass
 from ..gguf.tokenization.tokenizer import Tokenizer
-from .grammar import F32, Grammar, GrammarState
+from .grammar import F32, Grammar, GrammarState, make_full_mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +67,13 @@ class LazyGrammarState:
         """
         return logits if self._object is None else self._object.mask_logits(logits)
 
-    def compute_mask(self, token_count: int) -> npt.NDArray[np.uint32] | None:
-        """Compute the mask as `GrammarState.compute_mask` inside an object; None elsewhere, where all is allowed.
+    def compute_mask(self, token_count: int) -> npt.NDArray[np.uint32]:
+        """Compute the mask as `GrammarState.compute_mask` inside an object; elsewhere it allows all tokens.
 
         Raises:
             ModelError: As `GrammarState.mask_logits`.
         """
-        return None if self._object is None else self._object.compute_mask(token_count)
+        return make_full_mask(token_count) if self._object is None else self._object.compute_mask(token_count)
 
     def accept_token_and_can_continue(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return True, because free text may always follow.

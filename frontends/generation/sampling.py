@@ -269,7 +269,10 @@ class Sampling:
 
         Raises:
             ModelError: As `choose_token`.
+            HocketError: The mask of allowed tokens has failed.
         """
+        if candidates.mask_error is not None:
+            raise candidates.mask_error
         require_finite_logit(*candidates.largest)
         ids, logits = candidates.list_in_token_order()
         changes = self

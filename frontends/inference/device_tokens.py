@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.capabilities import HasSeparateMemory
+from ...graph.errors import HocketError
 from ...ops.reduction.token_sampling import SAMPLING_NUMBERS
 from ...scheduler import DeferredInterrupts
 from ..models import Batch, Step
@@ -46,11 +47,13 @@ class TokenCandidates(NamedTuple):
 
     - `largest`: the token with the largest logit, or a NaN.
     - `ids`, `logits`: the tokens in no order, some of them twice, and their logits.
+    - `mask_error`: the error of the mask of allowed tokens, which the choice raises.
     """
 
     largest: DeviceArgmaxToken
     ids: npt.NDArray[np.int32]
     logits: F32
+    mask_error: HocketError | None = None
 
     def list_in_token_order(self) -> tuple[npt.NDArray[np.int32], F32]:
         """Return the tokens in ascending order, each once, and their logits."""
@@ -165,17 +168,17 @@ def evaluate_to_masked_candidates(
     session: Session,
     tokens: PrefillChunk,
     choices: Sequence[TokenChoice | None],
-    compute_mask: Callable[[int], npt.NDArray[np.uint32] | None],
+    compute_mask: Callable[[int], npt.NDArray[np.uint32]],
 ) -> list[TokenCandidates] | None:
     """Append at most one token to each sequence, and return the candidates among the tokens that a mask allows.
 
-    The masks are computed while the device runs the model. An error of `compute_mask` leaves the step done.
+    The masks are computed while the device runs the model. An error of one is a part of the candidates.
 
     Args:
         session: A session that `can_choose_tokens_on_device`.
         tokens: The new token of each sequence; an idle sequence has none, and its candidates have no meaning.
         choices: The choice for each sequence, None for an idle one.
-        compute_mask: Returns the mask of a sequence that is not idle, a bit for each allowed token; None allows all.
+        compute_mask: Returns the mask of a sequence that is not idle, with a bit for each allowed token.
 
     Returns:
         The candidates, or None, without a step, if all logits must be read.
@@ -196,10 +199,14 @@ def evaluate_to_masked_candidates(
             session.reversible_step = None
             try:
                 bits = np.full((session.sequences, -(-session.model.vocabulary_size // 32)), -1, np.int32)
-                for i, new in enumerate(tokens):
-                    if new and (mask := compute_mask(i)) is not None:
-                        bits[i] = 0
-                        bits[i, : mask.size] = mask.view(np.int32)
+                errors: dict[int, HocketError] = {}
+                for i in (i for i, new in enumerate(tokens) if new):
+                    try:
+                        mask = compute_mask(i).view(np.int32)
+                    except HocketError as error:
+                        errors[i] = error
+                    else:
+                        bits[i, : mask.size], bits[i, mask.size :] = mask, 0
                 chosen = selection.launch({"token_bits": bits} | ({"named_ids": ids} if ids.size else {}))
             except BaseException:
                 run.finish()
@@ -207,7 +214,8 @@ def evaluate_to_masked_candidates(
                 raise
             run.finish(chosen)
             session.advance_by(tokens)
-            return list_candidates(chosen.finish(), ids)
+            rows = list_candidates(chosen.finish(), ids)
+            return [row._replace(mask_error=errors.get(i)) for i, row in enumerate(rows)]
 
 
 def make_masked_steps(session: Session, length: int, choices: Sequence[TokenChoice | None]) -> tuple[Step, Step] | None:

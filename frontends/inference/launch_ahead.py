@@ -9,8 +9,8 @@ the device does:
    step and runs the begun one.
 
 Sequences have no tokens of a launched step: lengths change in `run_step` alone. All other users of the devices take
-their lock, which undoes the launched step first (`DeviceLock`): another text, a reset, a save of the states. A step that
-needs another plan than the step before it is not launched ahead. No step is launched after the last one, nor after
+their lock, which undoes the launched step first (`DeviceLock`): another text, a reset, a save of the states. A step
+that needs another plan than the step before it is not launched ahead. No step is launched after the last one, nor after
 another user of the devices has undone one, because its next step would be undone too.
 """
 
@@ -100,7 +100,9 @@ class LaunchAheadDecoder:
                 self._launched = following
             if launched.named_ids is None:
                 chosen = results["token"].tolist()
-                answers = [*map(DeviceArgmaxToken, chosen, results["logit"].tolist())]
+                answers: Sequence[DeviceArgmaxToken | TokenCandidates] = [
+                    *map(DeviceArgmaxToken, chosen, results["logit"].tolist())
+                ]
             else:
                 chosen, read = results["sampled"].tolist(), [[*new, 0][:1] for new in tokens]
                 own = np.concatenate((launched.named_ids, np.array(read, np.int32)), axis=1)
@@ -171,8 +173,8 @@ class LaunchAheadDecoder:
 class DeviceTokenSchedule:
     """A decode schedule for one session in which the device chooses the tokens; all sequences are one group.
 
-    `finish_oldest_step` returns for each sequence a `DeviceArgmaxToken` or, with `describe`, `TokenCandidates`, of which
-    the device has chosen one. It returns logits if the candidates would be too many.
+    `finish_oldest_step` returns for each sequence a `DeviceArgmaxToken` or, with `describe`, `TokenCandidates`, of
+    which the device has chosen one. It returns logits if the candidates would be too many.
 
     Args:
         session: The session.
@@ -210,7 +212,7 @@ class MaskedSchedule:
         self,
         session: Session,
         describe: DescribeChoice,
-        compute_mask: Callable[[int], npt.NDArray[np.uint32] | None],
+        compute_mask: Callable[[int], npt.NDArray[np.uint32]],
     ) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
         self._session, self._describe, self._compute_mask = session, describe, compute_mask

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ..inference.device_tokens import TokenCandidates, can_choose_tokens_on_device, evaluate_to_masked_candidates
+from ..generation.grammar import make_full_mask
+from ..inference.device_tokens import (
+    DeviceArgmaxToken,
+    TokenCandidates,
+    can_choose_tokens_on_device,
+    evaluate_to_masked_candidates,
+)
 from ..inference.launch_ahead import LaunchAheadDecoder
 from ..inference.session import Session
 from .step_runner import CandidateNeeds
@@ -45,17 +52,23 @@ class CandidateDecoder:
                 a grammar needs its tokens first.
         """
         vocabulary = window.model.vocabulary_size
-        is_small = all(one.selects_among_all(vocabulary) for one in needs.values())
-        if not is_small or not can_choose_tokens_on_device(window):
+        masks = any(one.compute_mask for one in needs.values())
+        if not can_choose_tokens_on_device(window) or not (
+            masks or all(one.count_tokens(vocabulary) == vocabulary for one in needs.values())
+        ):
             return None
         slots = range(first, first + window.sequences)
         window.lengths = [len(before.get(slot, ())) for slot in slots]
         new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
-        if any(one.compute_mask for one in needs.values()):
+        rows: Sequence[DeviceArgmaxToken | TokenCandidates] | None
+        if masks:
             choices = [needs[slot].describe(False) if slot in tokens else None for slot in slots]
-            rows = evaluate_to_masked_candidates(
-                window, new, choices, lambda i: _compute_mask(needs[first + i], vocabulary)
-            )
+
+            def compute_mask(i: int) -> npt.NDArray[np.uint32]:
+                own = needs[first + i]
+                return (own.compute_mask or make_full_mask)(own.count_tokens(vocabulary))
+
+            rows = evaluate_to_masked_candidates(window, new, choices, compute_mask)
         else:
             owners = window, tuple(needs[slot].request if slot in tokens else "" for slot in slots)
             if self._ahead is None or self._owners != owners:
@@ -63,10 +76,4 @@ class CandidateDecoder:
             rows = self._ahead.run_step(
                 new, lambda i, is_ahead: needs[first + i].describe(is_ahead), is_last=not is_followed
             )
-        return None if rows is None else {slot: rows[slot - first] for slot in tokens}
-
-
-def _compute_mask(needs: CandidateNeeds, vocabulary: int) -> npt.NDArray[np.uint32] | None:
-    if needs.compute_mask is None:
-        return None
-    return needs.compute_mask(vocabulary if needs.token_count is None else min(needs.token_count, vocabulary))
+        return None if rows is None else {slot: cast(TokenCandidates, rows[slot - first]) for slot in tokens}

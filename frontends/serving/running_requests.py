@@ -8,10 +8,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from ...backends.cpu.top_k import find_top_k
-from ...graph.errors import HocketError
 from ..generation.grammar import GrammarState
 from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.device_tokens import TokenCandidates, TokenChoice
@@ -50,8 +48,7 @@ class RunningRequest:
     `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated. `context_tokens` are the
     prompt and the sampled tokens, for penalties and seeds. `repeated_tokens` are the tokens that its client has
     already, which are taken in place of sampled ones after a restart of the engine. `drafted_tokens` counts the draft
-    tokens that its steps have evaluated, and `accepted_tokens` the sampled ones of them. `mask_error` is the error of its
-    grammar in the present step.
+    tokens that its steps have evaluated, and `accepted_tokens` the sampled ones of them.
     """
 
     request: GenerationRequest
@@ -69,19 +66,6 @@ class RunningRequest:
     reported_tokens: int = -1
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    mask_error: HocketError | None = None
-
-    def compute_mask_or_keep_error(self, token_count: int) -> npt.NDArray[np.uint32] | None:
-        """Compute the mask of the next token, as `GrammarState.compute_mask`; None after an error, which is kept.
-
-        The error ends this request alone, when its token is chosen. The step goes on for the other requests.
-        """
-        assert self.grammar is not None
-        try:
-            return self.grammar.compute_mask(token_count)
-        except HocketError as error:
-            self.mask_error = error
-            return None
 
     @property
     def unread_tokens(self) -> int:
@@ -221,7 +205,7 @@ def _find_candidate_needs(one: RunningRequest) -> CandidateNeeds | None:
     return CandidateNeeds(
         request.id,
         describe,
-        None if one.grammar is None else one.compute_mask_or_keep_error,
+        None if one.grammar is None else one.grammar.compute_mask,
         request.params.token_count,
     )
 
@@ -248,8 +232,6 @@ def choose_token(one: RunningRequest, logits: StepOutput) -> int:
     params = one.request.params
     rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else _UNUSED_RNG
     if isinstance(logits, TokenCandidates):
-        if one.mask_error is not None:
-            raise one.mask_error
         return params.sampling.choose_candidate(logits, rng, one.context_tokens)
     logits = logits[: params.token_count]
     masked = logits if one.grammar is None else one.grammar.mask_logits(logits)

@@ -26,19 +26,18 @@ class CandidateNeeds(NamedTuple):
 
     - `request`: the id of the request.
     - `describe`: describes the choice of the token after the next one or, if true, of the token after that.
-    - `compute_mask`: returns the mask of the tokens that a grammar allows among a number of tokens, or None for all of
-      them; without a grammar it is None.
+    - `compute_mask`: returns the mask of the tokens that a grammar allows among a number of tokens; None without one.
     - `token_count`: the size of the vocabulary, if rows of the logits are longer; else None.
     """
 
     request: str
     describe: Callable[[bool], TokenChoice]
-    compute_mask: Callable[[int], npt.NDArray[np.uint32] | None] | None
+    compute_mask: Callable[[int], npt.NDArray[np.uint32]] | None
     token_count: int | None
 
-    def selects_among_all(self, vocabulary: int) -> bool:
-        """Whether the choice is among all logits of a row, or among those that a mask leaves."""
-        return self.compute_mask is not None or self.token_count is None or self.token_count >= vocabulary
+    def count_tokens(self, vocabulary: int) -> int:
+        """Return the number of tokens among the `vocabulary` logits of a row."""
+        return vocabulary if self.token_count is None else min(self.token_count, vocabulary)
 
 
 def choose_smallest_aligned_slot_window(slots: Sequence[int]) -> tuple[int, int]:
