@@ -277,6 +277,8 @@ def _sample_sequences(
             # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
+            if isinstance(steps, DeviceTokenSchedule | MaskedSchedule):
+                timing.token_path = steps.describe_token_path()
             yield from start_next_step(running_groups.popleft(), answers)
 
 

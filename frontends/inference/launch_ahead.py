@@ -65,6 +65,8 @@ class LaunchAheadDecoder:
         self._shares_devices = False
         self._launched: _LaunchedStep | None = None
         """The step after the last finished one, if it is launched."""
+        self.step_count, self.accepted_count = 0, 0
+        """The number of steps, and the number of those that were launched ahead."""
         self._begun: tuple[PrefillChunk, tuple[int, ...]] = (), ()
         """The tokens and the lengths with which the launched step continues: those of the last step and after it."""
 
@@ -87,6 +89,7 @@ class LaunchAheadDecoder:
         lock = session.store.device_lock
         with DeferredInterrupts(), lock.accept_launched(launched and launched.run) as is_launched:
             self._shares_devices |= launched is not None and not is_launched
+            self.accepted_count += is_launched
             if launched is None or not is_launched:
                 launched = self._launch_step(tokens, describe)
             if launched is None:
@@ -95,6 +98,7 @@ class LaunchAheadDecoder:
             following = None if is_last else self._launch_following_step(launched, tokens, describe)
             results = launched.run.finish(following and following.run)
             session.advance_by(tokens)
+            self.step_count += 1
             if following is not None:
                 lock.leave_launched(following.run)
                 self._launched = following
@@ -192,6 +196,13 @@ class DeviceTokenSchedule:
     def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         self._tokens, self._is_last = tokens, is_last
 
+    def describe_token_path(self) -> str:
+        """Describe how the tokens so far were chosen: the steps with tokens of the device, and those ahead."""
+        decoder = self._decoder
+        how = "largest logits" if self._describe is None else "samples"
+        ahead = f"{decoder.accepted_count} of {decoder.step_count} steps launched ahead"
+        return f"{how} on the device, {ahead}" if decoder.step_count else "all logits read"
+
     def finish_oldest_step(self) -> Sequence[DeviceArgmaxToken | TokenCandidates | F32]:
         answers = self._decoder.run_step(self._tokens, self._describe, is_last=self._is_last)
         return self._session.evaluate(self._tokens) if answers is None else answers
@@ -220,6 +231,10 @@ class MaskedSchedule:
 
     def begin_step(self, group: int, tokens: PrefillChunk, *, is_last: bool = False) -> None:
         self._tokens = tokens
+
+    def describe_token_path(self) -> str:
+        """Describe how the tokens are chosen."""
+        return "grammar masks on the device"
 
     def finish_oldest_step(self) -> Sequence[TokenCandidates | F32]:
         choices = [self._describe(i, False) if new else None for i, new in enumerate(self._tokens)]

@@ -137,9 +137,10 @@ def sample_token(
     """Sample a token of each row of candidates by bias, penalties, top-k, top-p, min-p and temperature, in this order.
 
     A candidate has a token in `ids` and its logit. A token that occurs several times is one candidate. `limit` is the
-    k of top-k. `numbers` has the bits of the float64 numbers `SAMPLING_NUMBERS`; ``uniform``, from 0 to 1, selects the
-    token. `bias` and `occurrences` belong to the last candidates: biases are added to the logit of the token, and each
-    occurrence is one among the recent tokens. A NaN counts as -inf. llama.cpp: ``llama_sampler_chain``, 2024.
+    k of top-k. `numbers` has the bits of float64 numbers: temperature, top_p, min_p, the penalties for repetition,
+    presence and frequency, and a number from 0 to 1 that selects the token. `bias` and `occurrences` belong to the
+    last candidates: biases are added to the logit of the token, and each occurrence is one among the recent tokens. A
+    NaN counts as -inf. llama.cpp: ``llama_sampler_chain``, 2024.
     """
     lead = logits.shape[:-1]
     chosen = np.empty(lead, np.int32)

@@ -25,7 +25,9 @@ STATE_TOKEN_KINDS = frozenset({TOKEN_KIND, SAMPLED_KIND})
 """The output kinds of steps that read their tokens from a state."""
 SELECTING_KINDS = frozenset({SAMPLED_KIND, MASKED_KIND})
 """The output kinds of steps that select candidates."""
-PLAIN_KINDS = frozenset({"logits", "hidden", HELD_KIND, MASKED_KIND}) | STATE_TOKEN_KINDS
+DEVICE_KINDS = frozenset({HELD_KIND, MASKED_KIND}) | STATE_TOKEN_KINDS
+"""The output kinds of steps after which the host does not read all logits."""
+PLAIN_KINDS = frozenset({"logits", "hidden"}) | DEVICE_KINDS
 """The output kinds of steps without MTP blocks."""
 MAX_CACHE_ROW = 2**31 - 1
 """Largest index of a cache row, which is an i32."""
@@ -119,6 +121,12 @@ class Step:
         """
         cells = window + self.max_new_tokens
         return cells if window and self.max_new_tokens and cells < self.context else 0
+
+    @property
+    def label(self) -> str:
+        """The label of runs in traces, with the output kind if tokens are chosen or selected on the device."""
+        text = f"{self.tokens} token{'s' * (self.tokens > 1)}, {self.cells} cells"
+        return f"{text}, {self.output_kind}" if self.output_kind in DEVICE_KINDS else text
 
     @property
     def padded_token_count(self) -> int:
