@@ -232,8 +232,9 @@ def make_masked_steps(session: Session, length: int, choices: Sequence[TokenChoi
     named = max(0 if choice is None or choice.changed is None else len(choice.changed) + 1 for choice in choices)
     if (count := choose_candidate_count(session, largest, named)) is None:
         return None
-    held, first = (session.make_step(1, n, session.sequences, kind="logits") for n in (length, 1))
-    return replace(held, output_kind=HELD_KIND), _with_candidates(first, MASKED_KIND, count)
+    first = session.make_step(1, 1, session.sequences, kind="logits")
+    held = session.make_step(1, length, session.sequences, kind=HELD_KIND)
+    return held, _with_candidates(first, MASKED_KIND, count)
 
 
 def find_longest_length_after(lengths: Sequence[int], tokens: PrefillChunk) -> int:
