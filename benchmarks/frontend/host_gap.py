@@ -92,7 +92,7 @@ class StubbedDevice:
 
 
 def measure_gaps(device: StubbedDevice, session: Session, params: GenerationParams) -> dict[str, float]:
-    """Generate a text; return the microseconds of a token, and those that the device waits for a run, as medians."""
+    """Generate a text; return the microseconds of a token, and of the wait of the device for a run, as medians."""
     session.reset(0)
     device.gaps.clear()
     times = [
@@ -116,11 +116,11 @@ def main() -> None:
     device.stub_driver()
     session = Session(open_model(None), on=DeviceGroup(devices=("cuda-emulated:0",)), context=256, batch=64)
     tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
-    ways = {name: GenerationParams(args.tokens, sampling, seed=1) for name, sampling in SAMPLINGS.items()}
+    variants = {name: GenerationParams(args.tokens, sampling, seed=1) for name, sampling in SAMPLINGS.items()}
     grammar = Grammar(tokenizer, grammar="root ::= [^a]*")
-    ways["a grammar"] = GenerationParams(args.tokens, SAMPLINGS["greedy"], grammar=grammar)
+    variants["a grammar"] = GenerationParams(args.tokens, SAMPLINGS["greedy"], grammar=grammar)
     found = {}
-    for name, params in ways.items():
+    for name, params in variants.items():
         measure_gaps(device, session, params)  # plans and kernels
         runs = [measure_gaps(device, session, params) for _ in range(args.repetitions)]
         found[name] = {key: round(min(run[key] for run in runs), 1) for key in runs[0]}

@@ -383,8 +383,8 @@ def compile_generation_plans(
             steps = [make_step_choosing_tokens_on_device(session, length)]
         elif on_device is not None and params.grammar:
             steps = make_masked_steps(session, length, choices)
-        elif on_device is not None and (made := make_sampled_step(session, length, choices)):
-            steps = made[:1]
+        elif on_device is not None and (sampled_step := make_sampled_step(session, length, choices)):
+            steps = sampled_step[:1]
         for step in steps or [session.make_step(1, length, session.sequences)]:
             session.executor(step)
         if ahead is not None:

@@ -199,8 +199,8 @@ class Sampling:
 
         Args:
             seed: The seed of the random numbers.
-            tokens: The tokens of the text, of which the first `count` are known here.
-            count: Number of known tokens.
+            tokens: The tokens of the text.
+            count: Number of the first tokens of the text that are known here.
         """
         from ..inference.device_tokens import TokenChoice
 

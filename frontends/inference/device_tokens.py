@@ -24,7 +24,7 @@ from ...graph.errors import HocketError
 from ...ops.reduction.token_sampling import SAMPLING_NUMBERS
 from ...scheduler import DeferredInterrupts
 from ..models import Batch, Step
-from ..models.inputs.step import HELD_KIND, MASKED_KIND, SAMPLED_KIND, TOKEN_KIND
+from ..models.inputs.step import MASKED_KIND, SAMPLED_KIND, TOKEN_KIND, UNMASKED_KIND
 from .prefill_chunks import F32, PrefillChunk, next_power_of_two
 from .session import Session
 
@@ -219,7 +219,7 @@ def evaluate_to_masked_candidates(
 
 
 def make_masked_steps(session: Session, length: int, choices: Sequence[TokenChoice | None]) -> tuple[Step, Step] | None:
-    """Return the step that holds its logits, and the step that selects candidates among them.
+    """Return the step that stores its logits, and the step that selects candidates among them.
 
     The second step is the same in all context buckets. The result is None if all logits must be read.
 
@@ -233,8 +233,8 @@ def make_masked_steps(session: Session, length: int, choices: Sequence[TokenChoi
     if (count := choose_candidate_count(session, largest, named)) is None:
         return None
     first = session.make_step(1, 1, session.sequences, kind="logits")
-    held = session.make_step(1, length, session.sequences, kind=HELD_KIND)
-    return held, _with_candidates(first, MASKED_KIND, count)
+    unmasked = session.make_step(1, length, session.sequences, kind=UNMASKED_KIND)
+    return unmasked, _with_candidates(first, MASKED_KIND, count)
 
 
 def find_longest_length_after(lengths: Sequence[int], tokens: PrefillChunk) -> int:
@@ -243,7 +243,7 @@ def find_longest_length_after(lengths: Sequence[int], tokens: PrefillChunk) -> i
 
 
 def list_candidates(results: Mapping[str, npt.NDArray[Any]], named_ids: npt.NDArray[np.int32]) -> list[TokenCandidates]:
-    """Return the candidates of each sequence from the outputs of a step, whose further tokens are `named_ids`."""
+    """Return the candidates of each sequence from the outputs of a step with the further tokens `named_ids`."""
     candidates = []
     for token, top, own, logits in zip(
         results["token"].tolist(), results["ids"], named_ids, results["logits"], strict=True

@@ -66,9 +66,9 @@ class LaunchAheadDecoder:
         self._launched: _LaunchedStep | None = None
         """The step after the last finished one, if it is launched."""
         self.step_count, self.accepted_count = 0, 0
-        """The number of steps, and the number of those that were launched ahead."""
+        """The number of steps, and the number of launched steps that `run_step` has accepted."""
         self._begun: tuple[PrefillChunk, tuple[int, ...]] = (), ()
-        """The tokens and the lengths with which the launched step continues: those of the last step and after it."""
+        """The tokens that the launched step reads, and the lengths before it."""
 
     def run_step(
         self, tokens: PrefillChunk, describe: DescribeChoice | None, *, is_last: bool = False
@@ -124,9 +124,9 @@ class LaunchAheadDecoder:
             step = make_step_choosing_tokens_on_device(session, longest)
         else:
             choices = [describe(i, is_ahead) if new else None for i, new in enumerate(tokens)]
-            if (made := make_sampled_step(session, longest, choices)) is None:
+            if (step_and_inputs := make_sampled_step(session, longest, choices)) is None:
                 return None
-            step, more = made
+            step, more = step_and_inputs
         return step, session.model.inputs(step, Batch(tokens, lengths)) | more
 
     def _launch(self, executor: Executor, step: Step, inputs: dict[str, npt.NDArray[Any]]) -> _LaunchedStep:
@@ -137,12 +137,12 @@ class LaunchAheadDecoder:
         """Launch a step with these tokens, which are written to the device; None if the host needs all logits."""
         session = self._session
         session.require_evaluable_tokens(tokens)
-        if (made := self._make_step(tokens, session.lengths, describe, False)) is None:
+        if (step_and_inputs := self._make_step(tokens, session.lengths, describe, False)) is None:
             return None
-        executor = session.executor(made[0])
+        executor = session.executor(step_and_inputs[0])
         first_tokens = [new[0] if len(new) else 0 for new in tokens]
         session.store.state(NEXT_TOKEN_STATE)[...] = np.array(first_tokens, np.int32)
-        return self._launch(executor, *made)
+        return self._launch(executor, *step_and_inputs)
 
     def _launch_following_step(
         self, launched: _LaunchedStep, tokens: PrefillChunk, describe: DescribeChoice | None
@@ -160,8 +160,12 @@ class LaunchAheadDecoder:
         if find_longest_length_after(lengths, chosen) > session.context:
             return None
         try:
-            made = self._make_step(chosen, lengths, describe, True)
-            return None if made is None or made[0] != launched.step else self._launch(launched.executor, *made)
+            step_and_inputs = self._make_step(chosen, lengths, describe, True)
+            return (
+                None
+                if step_and_inputs is None or step_and_inputs[0] != launched.step
+                else self._launch(launched.executor, *step_and_inputs)
+            )
         except BaseException:
             launched.run.finish()
             session.advance_by(tokens)
@@ -177,8 +181,8 @@ class LaunchAheadDecoder:
 class DeviceTokenSchedule:
     """A decode schedule for one session in which the device chooses the tokens; all sequences are one group.
 
-    `finish_oldest_step` returns for each sequence a `DeviceArgmaxToken` or, with `describe`, `TokenCandidates`, of
-    which the device has chosen one. It returns logits if the candidates would be too many.
+    `finish_oldest_step` returns for each sequence a `DeviceArgmaxToken` or, with `describe`, `TokenCandidates`. The
+    device has chosen one of the candidates. It returns logits if the candidates would be too many.
 
     Args:
         session: The session.

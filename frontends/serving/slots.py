@@ -187,8 +187,8 @@ class SlotPool:
     def _prepare_decoding(self, count: int, length: int) -> None:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
-        if can_choose_tokens_on_device(window) and (made := make_sampled_step(window, length, [None] * count)):
-            window.executor(made[0])
+        if can_choose_tokens_on_device(window) and (sampled_step := make_sampled_step(window, length, [None] * count)):
+            window.executor(sampled_step[0])
 
     @on_all_ranks
     def prepare_appending(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:

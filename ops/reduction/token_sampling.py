@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
 
-F64 = npt.NDArray[np.float64]
+Float64Array = npt.NDArray[np.float64]
 SAMPLING_NUMBERS = (
     *("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"),
     "uniform",
@@ -33,7 +33,7 @@ FLOAT64_BITS_RANGE = LegalRange(
 F32_MAX = float(np.finfo(np.float32).max)
 
 
-def compute_exponential(x: F64) -> F64:
+def compute_exponential(x: Float64Array) -> Float64Array:
     """Return exp(x) for ``x <= 0`` by rounded sums and products alone, in a fixed order, within 1.5 units of 2^-53.
 
     Cody and Waite, 1980: ``exp(x) = 2^k exp(r)`` with ``r = x - k ln 2``, and the Taylor series of exp(r).
@@ -47,13 +47,13 @@ def compute_exponential(x: F64) -> F64:
     return np.where(x < MIN_EXPONENT, 0.0, np.ldexp(series, k.astype(np.int32)))
 
 
-def _compute_probabilities(x: F64) -> F64:
+def _compute_probabilities(x: Float64Array) -> Float64Array:
     """Return the softmax of descending numbers; the sum is computed from the first to the last."""
     e = compute_exponential(x - x[0])
     return e / np.cumsum(e)[-1]
 
 
-def _choose_rank(logits: F64, numbers: dict[str, float]) -> int:
+def _choose_rank(logits: Float64Array, numbers: dict[str, float]) -> int:
     """Return the place of the chosen token among descending logits."""
     temperature, top_p = numbers["temperature"], numbers["top_p"]
     if not temperature or not math.isfinite(logits[0]):

@@ -33,8 +33,8 @@ __device__ __forceinline__ float penalised(float x, i64 occurrences, const Numbe
     if (occurrences == 0 || x == -INFINITY) return x;
     const float penalty = (float)by.repeat_penalty, scaled = x > 0.0f ? x / penalty : x * penalty;
     const double lowered = __dadd_rn(__dmul_rn((double)occurrences, (double)(float)by.frequency_penalty), (double)(float)by.presence_penalty);
-    const double y = __dadd_rn((double)scaled, -lowered), most = 3.4028234663852886e38;
-    return (float)(y < -most ? -most : y > most ? most : y);
+    const double y = __dadd_rn((double)scaled, -lowered), limit = 3.4028234663852886e38;
+    return (float)(y < -limit ? -limit : y > limit ? limit : y);
 }
 
 struct Sampling {
@@ -94,42 +94,42 @@ __global__ void __launch_bounds__(256) sample_token(const __grid_constant__ Samp
     }
     atomicAdd(&shared_count[0], found);
     __syncthreads();
-    int kept = shared_count[0];
+    int survivors = shared_count[0];
     const float top = value[0];
     if (by.temperature == 0.0 || top - top != 0.0f) return;
-    for (int r = thread; r < kept; r += threads) p[r] = exponential((double)value[r] - (double)top);
+    for (int r = thread; r < survivors; r += threads) p[r] = exponential((double)value[r] - (double)top);
     __syncthreads();
     if (thread == 0) {
         double sum = p[0];
-        for (int r = 1; r < kept; r++) sum = __dadd_rn(sum, p[r]);
-        const double least = __dmul_rn(by.min_p, p[0] / sum);
+        for (int r = 1; r < survivors; r++) sum = __dadd_rn(sum, p[r]);
+        const double threshold = __dmul_rn(by.min_p, p[0] / sum);
         double before = 0.0;
-        int by_sum = 0, by_least = 0;
-        for (int r = 0; r < kept; r++) {
+        int by_sum = 0, by_ratio = 0;
+        for (int r = 0; r < survivors; r++) {
             const double share = p[r] / sum;
             before = r == 0 ? share : __dadd_rn(before, share);
             by_sum += before < by.top_p;
-            by_least += share >= least;
+            by_ratio += share >= threshold;
         }
-        shared_count[0] = min(by.top_p < 1.0 ? by_sum + 1 : kept, by_least);
+        shared_count[0] = min(by.top_p < 1.0 ? by_sum + 1 : survivors, by_ratio);
     }
     __syncthreads();
-    kept = shared_count[0];
-    for (int r = thread; r < kept; r += threads) p[r] = exponential(((double)value[r] - (double)top) / by.temperature);
+    survivors = shared_count[0];
+    for (int r = thread; r < survivors; r += threads) p[r] = exponential(((double)value[r] - (double)top) / by.temperature);
     __syncthreads();
     if (thread == 0) {
         double sum = p[0];
-        for (int r = 1; r < kept; r++) sum = __dadd_rn(sum, p[r]);
+        for (int r = 1; r < survivors; r++) sum = __dadd_rn(sum, p[r]);
         shared_sum[0] = sum;
     }
     __syncthreads();
-    for (int r = thread; r < kept; r += threads) p[r] = p[r] / shared_sum[0];
+    for (int r = thread; r < survivors; r += threads) p[r] = p[r] / shared_sum[0];
     __syncthreads();
     if (thread != 0) return;
-    for (int r = 1; r < kept; r++) p[r] = __dadd_rn(p[r - 1], p[r]);
+    for (int r = 1; r < survivors; r++) p[r] = __dadd_rn(p[r - 1], p[r]);
     int chosen = 0;
-    for (int r = 0; r < kept; r++) chosen += p[r] / p[kept - 1] <= by.uniform;
-    a.out[row] = token[min(chosen, kept - 1)];
+    for (int r = 0; r < survivors; r++) chosen += p[r] / p[survivors - 1] <= by.uniform;
+    a.out[row] = token[min(chosen, survivors - 1)];
 }
 
 // -inf where the bit of an entry is 0.

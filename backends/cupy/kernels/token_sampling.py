@@ -13,7 +13,7 @@ from ..device.driver import KernelSource
 from .elementwise import ELEMENTWISE_THREADS, MAX_ELEMENTS
 
 MAX_SAMPLED_CANDIDATES, SAMPLING_THREADS = 1024, 256
-"""Candidates of a row, of which a thread has four, and threads of its block."""
+"""Candidates of a row, four for each thread, and threads of its block."""
 CANDIDATE_BYTES = 28
 """Bytes of shared memory of a candidate: its key, probability and logit, and its token twice."""
 SOURCE = KernelSource("token_sampling.cu", ("sample_token", "mask_bits"), ("items.cuh",))

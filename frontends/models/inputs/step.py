@@ -19,13 +19,13 @@ from ...errors import ModelError
 
 TOKEN_KIND, SAMPLED_KIND = "token", "sampled"
 """The output kinds of decode steps that choose tokens on the device, for the next step."""
-HELD_KIND, MASKED_KIND = "held", "masked"
+UNMASKED_KIND, MASKED_KIND = "unmasked", "masked"
 """The output kinds of the two steps around a grammar mask: the model, and the selection of candidates for the host."""
 STATE_TOKEN_KINDS = frozenset({TOKEN_KIND, SAMPLED_KIND})
 """The output kinds of steps that read their tokens from a state."""
 SELECTING_KINDS = frozenset({SAMPLED_KIND, MASKED_KIND})
 """The output kinds of steps that select candidates."""
-DEVICE_KINDS = frozenset({HELD_KIND, MASKED_KIND}) | STATE_TOKEN_KINDS
+DEVICE_KINDS = frozenset({UNMASKED_KIND, MASKED_KIND}) | STATE_TOKEN_KINDS
 """The output kinds of steps after which the host does not read all logits."""
 PLAIN_KINDS = frozenset({"logits", "hidden"}) | DEVICE_KINDS
 """The output kinds of steps without MTP blocks."""
@@ -70,12 +70,12 @@ class Step:
     - ``hidden``: the input row of the output matrix.
     - ``token``: the token with the largest logit, and this logit. The step has one new token and one output row per
       sequence. It reads the token from a state, and sets the state to the token that it chooses.
-    - ``sampled``: the candidates, which are the ``candidate_count`` tokens with the largest logits and these logits,
-      and the logits of ``named_token_count`` tokens that an input names; and a token that the device samples among
-      them. As with ``token``, the step reads its token from a state, and sets the state to the sampled token.
-    - ``held``: nothing. A state has the logits, for a step of the kind ``masked``.
+    - ``sampled``: candidates, and a token that the device samples among them. Candidates are the ``candidate_count``
+      tokens with the largest logits, and ``named_token_count`` tokens that an input names, with their logits. As with
+      ``token``, the step reads its token from a state, and sets the state to the sampled token.
+    - ``unmasked``: nothing. A state has the logits, for a step of the kind ``masked``.
     - ``masked``: the candidates among the tokens that an input allows, from the logits of the last step of the kind
-      ``held``. The step runs no model.
+      ``unmasked``. The step runs no model.
     - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
     - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
     - ``all``: as ``both``, with the logits of all MTP blocks.

@@ -9,10 +9,10 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....ops.reduction.token_sampling import SAMPLING_NUMBERS
 from .graph_builder import NEXT_TOKEN_STATE, StepGraphBuilder
-from .step import HELD_KIND, SAMPLED_KIND, TOKEN_KIND
+from .step import SAMPLED_KIND, TOKEN_KIND, UNMASKED_KIND
 
 STEP_LOGITS_STATE = "step_logits"
-"""The state f32[B, vocabulary] with the logits of the last step of the output kind ``held``."""
+"""The state f32[B, vocabulary] with the logits of the last step of the output kind ``unmasked``."""
 
 
 def choose_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
@@ -45,7 +45,7 @@ def _select_candidates(frame: StepGraphBuilder, logits: Value) -> tuple[dict[str
 def sample_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
     """Sample the next token of each sequence, from ``logits`` f32[B, vocabulary]; return the step's outputs.
 
-    The outputs are those of `_select_candidates` and ``sampled`` i32[B], the tokens. The inputs have the names of
+    The outputs are the outputs of `_select_candidates` and ``sampled`` i32[B], the tokens. The inputs have the names of
     operands of the op `sample_token`.
     """
     outputs, ids = _select_candidates(frame, logits)
@@ -59,14 +59,14 @@ def sample_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Valu
     return outputs | {"sampled": sampled}
 
 
-def hold_logits(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
+def store_logits(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
     """Leave ``logits`` f32[B, vocabulary] in a state for `build_masked_selection`; there are no outputs."""
     frame.set_state(state(STEP_LOGITS_STATE, logits.shape), logits)
     return {}
 
 
 def build_masked_selection(frame: StepGraphBuilder, vocabulary: int) -> Graph:
-    """Build the graph that selects candidates among the held logits of tokens with a bit in ``token_bits``.
+    """Build the graph that selects candidates among the stored logits of tokens with a bit in ``token_bits``.
 
     The input is i32[B, w] with a bit for each token of the vocabulary, as the op `mask_bits` reads it.
     """
@@ -80,7 +80,7 @@ SELECTIONS: Mapping[str, Callable[[StepGraphBuilder, Value], dict[str, Value]]] 
     {
         TOKEN_KIND: choose_next_tokens,
         SAMPLED_KIND: sample_next_tokens,
-        HELD_KIND: hold_logits,
+        UNMASKED_KIND: store_logits,
     }
 )
 """By output kind, the function that maps the logits of a step to its outputs."""

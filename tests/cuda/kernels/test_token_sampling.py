@@ -14,7 +14,7 @@ from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import needs_compiler
 
-ROWS = 40
+SAMPLED_ROWS = 40
 Arrays = dict[str, np.ndarray]
 
 
@@ -56,7 +56,7 @@ def leaf(name: str, array: np.ndarray) -> Value:
 @pytest.mark.parametrize(("count", "changed"), [(1, 0), (64, 0), (128, 65), (33, 33), (512, 257), (1024, 300)])
 def test_a_device_samples_the_token_of_the_reference(count: int, changed: int) -> None:
     rng = np.random.default_rng(count)
-    rows = ROWS if count < 512 else 4
+    rows = SAMPLED_ROWS if count < 512 else 4
     arrays = make_choices(rng, rows, count, changed)
     node = ops.sample_token(*(leaf(name, array) for name, array in arrays.items()))
     backend = DriverBackend(EmulatedDriver())

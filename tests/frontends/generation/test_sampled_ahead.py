@@ -19,7 +19,7 @@ from hocket.scheduler import LaunchedRun
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.late_stream import LateStream, make_emulation_late
 
-PROMPTS = [[10, 20, 30], [7], [50, 60]]
+FIRST_TOKENS = [[10, 20, 30], [7], [50, 60]]
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> list[LaunchedRun]:
     return runs
 
 
-def open_session(device: str, sequences: int = 3) -> Session:
+def open_small_session(device: str, sequences: int = 3) -> Session:
     return Session(open_model(None), on=DeviceGroup(devices=(device,)), context=64, sequences=sequences, batch=64)
 
 
-def sample(session: Session, sampling: Sampling, seed: int, *, limit: int = 6, needs_logits: bool = False) -> Any:
+def sample_pairs(session: Session, sampling: Sampling, seed: int, *, limit: int = 6, needs_logits: bool = False) -> Any:
     for i in range(session.sequences):
         session.reset(i)
     params, known = GenerationParams(limit, sampling, seed=seed), [list[int]() for _ in range(session.sequences)]
-    prompts = PROMPTS[: session.sequences]
+    prompts = FIRST_TOKENS[: session.sequences]
     samples = [*sample_tokens_of_all_sequences(session, prompts, params, known=known, needs_logits=needs_logits)]
     assert all(one.logits is NO_LOGITS for one in samples[session.sequences :]) is not needs_logits
     return [(one.sequence, one.token) for one in samples]
@@ -74,11 +74,11 @@ def choose_settings(rng: np.random.Generator) -> Sampling:
 @pytest.mark.parametrize("device", ["numpy:0", "cpu:0", pytest.param("cuda-emulated:0", marks=[needs_compiler])])
 def test_every_setting_and_seed_gives_the_text_of_the_host(device: str, undone: list[LaunchedRun]) -> None:
     """The device has sampled each token of the text, or else a launched step would have been undone."""
-    rng, session, kinds = np.random.default_rng(11), open_session(device), set[str]()
+    rng, session, kinds = np.random.default_rng(11), open_small_session(device), set[str]()
     for seed in range(60 if device == "numpy:0" else 6):
         sampling = choose_settings(rng)
-        expected = sample(session, sampling, seed, needs_logits=True)
-        assert sample(session, sampling, seed) == expected, (seed, sampling)
+        expected = sample_pairs(session, sampling, seed, needs_logits=True)
+        assert sample_pairs(session, sampling, seed) == expected, (seed, sampling)
     kinds = {step.output_kind for step in session.planned_steps}
     assert {"logits", "sampled"} <= kinds <= {"logits", "sampled", "token"}
     assert not undone
@@ -86,14 +86,14 @@ def test_every_setting_and_seed_gives_the_text_of_the_host(device: str, undone: 
 
 def test_another_token_of_the_device_is_undone(undone: list[LaunchedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(temperature=1.0, repeat_penalty=1.2)
-    expected = sample(open_session("numpy:0"), sampling, 3, needs_logits=True)
+    expected = sample_pairs(open_small_session("numpy:0"), sampling, 3, needs_logits=True)
     original = type(REGISTRY["sample_token"]).run_reference
 
     def choose_second(self: Any, arrays: Any, attrs: Any) -> Any:
         return (arrays[1][..., 1].copy(),) if self.name == "sample_token" else original(self, arrays, attrs)
 
     monkeypatch.setattr(type(REGISTRY["sample_token"]), "run_reference", choose_second)
-    assert sample(open_session("numpy:0"), sampling, 3) == expected
+    assert sample_pairs(open_small_session("numpy:0"), sampling, 3) == expected
     assert undone
 
 
@@ -114,12 +114,12 @@ def test_a_text_goes_on_with_all_logits_when_candidates_are_too_many(undone: lis
 
 @needs_compiler
 def test_the_next_sampled_step_is_launched_before_the_host_waits(late: LateStream) -> None:
-    session = open_session("cuda-emulated:0", 1)
+    session = open_small_session("cuda-emulated:0", 1)
     sampling = Sampling(temperature=1.0, presence_penalty=0.3)
-    expected = sample(session, sampling, 9, needs_logits=True)
+    expected = sample_pairs(session, sampling, 9, needs_logits=True)
     late.log.clear()
     first = late.runs
-    assert sample(session, sampling, 9) == expected
+    assert sample_pairs(session, sampling, 9) == expected
     prompt, *steps = range(first, late.runs)
     order = [("launch", prompt), ("read", prompt), ("wait", prompt), ("launch", steps[0]), ("read", steps[0])]
     for step in steps:

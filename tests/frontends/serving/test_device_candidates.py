@@ -99,7 +99,7 @@ def test_one_request_that_reads_all_logits_decides_for_its_steps(monkeypatch: py
     }
     for name, reader in readers.items():
         found, kinds, events = run_requests(open_pool("numpy:0"), [reader, *requests[1:]])
-        assert kinds == ({"held", "masked", "sampled"} if name == "grammar" else {"logits", "sampled"}), name
+        assert kinds == ({"unmasked", "masked", "sampled"} if name == "grammar" else {"logits", "sampled"}), name
         assert found[1:] == expected[1:], name
         if name == "logprobs":
             assert found[0] == expected[0]
@@ -185,7 +185,7 @@ def test_a_request_that_comes_or_goes_undoes_the_launched_step(monkeypatch: pyte
 
 
 def test_grammars_give_the_texts_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose grammar fails ends alone, also if it shares its steps with others."""
+    """A request ends alone if its grammar fails, also if it shares its steps with others."""
     found = []
     for is_separate in (False, True):
         if is_separate:
