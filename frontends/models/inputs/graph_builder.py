@@ -387,6 +387,10 @@ class StepGraphBuilder:
             new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
         self._updates[old] = new
 
+    def set_state_of_first_nodes(self, old: Value, new: Value) -> None:
+        """Set the new value of a state, and let the graph begin with the nodes of this value, as with an output's."""
+        self._updates = {old: new, **self._updates}
+
     def run_recurrence_and_set_state(
         self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
     ) -> Value:

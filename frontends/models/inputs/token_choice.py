@@ -60,8 +60,11 @@ def sample_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Valu
 
 
 def store_logits(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
-    """Leave ``logits`` f32[B, vocabulary] in a state for `build_masked_selection`; there are no outputs."""
-    frame.set_state(state(STEP_LOGITS_STATE, logits.shape), logits)
+    """Leave ``logits`` f32[B, vocabulary] in a state for `build_masked_selection`; there are no outputs.
+
+    The nodes have the order of a step with the output ``logits``. So they are fused as there, with the same rounding.
+    """
+    frame.set_state_of_first_nodes(state(STEP_LOGITS_STATE, logits.shape), logits)
     return {}
 
 
