@@ -189,11 +189,6 @@ class Sampling:
             return 1
         return self.top_k if 0 < self.top_k <= MAX_PARTIAL_SORT else None
 
-    def list_changed_tokens(self, before: Sequence[int]) -> list[int]:
-        """Return the tokens that have a bias or, as tokens of `before`, a penalty; in ascending order."""
-        recent = self._select_recent_tokens(before) if self._penalises else ()
-        return sorted({token for token, _ in self.bias}.union(recent))
-
     def describe_choice(self, seed: int, tokens: Sequence[int], count: int) -> TokenChoice:
         """Describe the choice of the token at position ``count + 1`` for a device, which has the token before it.
 
@@ -264,8 +259,8 @@ class Sampling:
     ) -> int:
         """Choose the token that `choose_token` chooses from all logits, and return its id.
 
-        The candidates include all of `list_changed_tokens`, and `largest_logits_needed` further tokens with the largest
-        logits. The choice has the same order of tokens, so it is the same.
+        The candidates include all tokens that have a bias or a penalty, and `largest_logits_needed` further tokens with the
+        largest logits. The choice has the same order of tokens, so it is the same.
 
         Raises:
             ModelError: As `choose_token`.
