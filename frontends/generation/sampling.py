@@ -259,8 +259,8 @@ class Sampling:
     ) -> int:
         """Choose the token that `choose_token` chooses from all logits, and return its id.
 
-        The candidates include all tokens that have a bias or a penalty, and `largest_logits_needed` further tokens with the
-        largest logits. The choice has the same order of tokens, so it is the same.
+        The candidates include all tokens that have a bias or a penalty, and `largest_logits_needed` further tokens with
+        the largest logits. The choice has the same order of tokens, so it is the same.
 
         Raises:
             ModelError: As `choose_token`.
