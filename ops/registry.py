@@ -60,7 +60,7 @@ class Registry(Mapping[str, Op[Any]]):
         if (known := self._ops.get(name)) is not None:
             return known
         if name not in LEAF_OPS:
-            self._import_installed_ops()
+            self._import_installed_ops_once()
         if name in self._faults and name not in self._ops:
             raise GraphError(self._faults[name])
         return self._ops[name]
@@ -68,15 +68,15 @@ class Registry(Mapping[str, Op[Any]]):
     @property
     def faults(self) -> Mapping[str, str]:
         """The entries of installed packages that give no op, each with the reason as one line."""
-        self._import_installed_ops()
+        self._import_installed_ops_once()
         return MappingProxyType(self._faults)
 
     def __iter__(self) -> Iterator[str]:
-        self._import_installed_ops()
+        self._import_installed_ops_once()
         return iter(tuple(self._ops))
 
     def __len__(self) -> int:
-        self._import_installed_ops()
+        self._import_installed_ops_once()
         return len(self._ops)
 
     def add(self, op: Op[Any]) -> None:
@@ -88,7 +88,7 @@ class Registry(Mapping[str, Op[Any]]):
         if op.name in LEAF_OPS or self._ops.setdefault(op.name, op) is not op:
             raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
 
-    def _import_installed_ops(self) -> None:
+    def _import_installed_ops_once(self) -> None:
         """Import the ops of installed packages at the first call; later calls do nothing.
 
         An op that cannot be imported or registered goes to `faults`, and the other ones are imported.
@@ -134,12 +134,12 @@ def register(op: Op[R]) -> Op[R]:
         if not is_attribute_type(annotation):
             types = ", ".join(ATTRIBUTE_TYPES)
             raise GraphError(f"{op.name}: attribute {name} is annotated {annotation!r}; need {types} or tuples of one")
-    _require_legal_expression(op)
+    _require_expressions_fit_signature(op)
     REGISTRY.add(op)
     return op
 
 
-def _require_legal_expression(op: Op[Any]) -> None:
+def _require_expressions_fit_signature(op: Op[Any]) -> None:
     """Require that each expression of an op fits its signature, unless a required attribute selects the expression.
 
     Raises:
@@ -149,7 +149,7 @@ def _require_legal_expression(op: Op[Any]) -> None:
         return
     for form, signature in op.signatures.items():
         attrs = {**op.defaults, **({op.signature_key: form} if isinstance(op.signature_key, str) else {})}
-        if op.expression.is_selected_by(attrs):
+        if op.expression.has_expression_selecting_attributes(attrs):
             try:
                 if not op.kernels:
                     op.expression.require_float_dtypes(signature)
@@ -210,7 +210,7 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
             yield f"%{node.label}: there is no op {node.op!r}{hint}"
 
 
-def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
+def specs_and_attributes_match_op(graph: Graph) -> Iterator[str]:
     """Yield a problem for each node without an attribute of its op, or with other specs than the op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
@@ -227,7 +227,7 @@ def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
                 yield f"{node!r}: operands give {', '.join(map(str, inferred))}"
 
 
-OP_RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
+OP_RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_and_attributes_match_op)
 """All rules of graphs and of ops."""
 
 

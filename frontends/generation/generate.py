@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
-from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
+from ..gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
 from ..inference.device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
@@ -397,7 +397,7 @@ def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str
 
     An incomplete character at the end becomes U+FFFD.
     """
-    decoder, stop_filter = Utf8Stream(tokenizer), StopStringFilter(stops)
+    decoder, stop_filter = TokenToTextStream(tokenizer), StopStringFilter(stops)
     for token in tokens:
         if new_text := stop_filter.feed(decoder.feed(token)):
             yield new_text
@@ -427,7 +427,7 @@ def generate_texts(
         known: Tokens of each sequence so far; prompts and sampled tokens are appended.
     """
     texts = [""] * len(prompts)
-    decoders, filters = [Utf8Stream(tokenizer) for _ in prompts], [StopStringFilter(stops) for _ in prompts]
+    decoders, filters = [TokenToTextStream(tokenizer) for _ in prompts], [StopStringFilter(stops) for _ in prompts]
     active: set[int] = set()
     with closing(
         sample_tokens_of_all_sequences(session, prompts, params, known=known, active=active, needs_logits=False)

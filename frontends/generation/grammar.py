@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.errors import format_install_hint
+from ...graph.errors import format_install_command
 from ..errors import ModelError
 from ..gguf.tokenization.special_tokens import CONTROL, UNKNOWN
 from ..gguf.tokenization.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class Grammar:
         try:
             import llguidance
         except ImportError:
-            raise ModelError(f"grammars need llguidance; {format_install_hint('grammar')}") from None
+            raise ModelError(f"grammars need llguidance; {format_install_command('grammar')}") from None
         compiler: Any = llguidance.LLMatcher
         ends = sorted(tokenizer.eos_ids) or None
         words = _LlguidanceTokenizer(tokenizer)

@@ -26,7 +26,7 @@ from ...graph.validation import (
 )
 from ..config_options import check_options, option
 from ..errors import ModelError
-from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k
+from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k_or_all
 
 if TYPE_CHECKING:
     from ..inference.device_tokens import TokenCandidates, TokenChoice
@@ -97,7 +97,7 @@ class Sampling:
         integer_between(0, 2**31),
         "--top-k",
         llama_cpp="c",
-        type=parse_top_k,
+        type=parse_top_k_or_all,
         metavar="K",
         help="keep the K most probable tokens; 0 or -1: all (40)",
     )

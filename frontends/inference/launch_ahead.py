@@ -87,7 +87,7 @@ class LaunchAheadDecoder:
         if launched is not None and self._begun != (tokens, tuple(session.lengths)):
             launched = None
         lock = session.store.device_lock
-        with DeferredInterrupts(), lock.accept_launched(launched and launched.run) as is_launched:
+        with DeferredInterrupts(), lock.accept_launched_or_undo_other(launched and launched.run) as is_launched:
             self._shares_devices |= launched is not None and not is_launched
             self.accepted_count += is_launched
             if launched is None or not is_launched:
@@ -97,7 +97,7 @@ class LaunchAheadDecoder:
             session.reversible_step = None
             following = None if is_last else self._launch_following_step(launched, tokens, describe)
             results = launched.run.finish(following and following.run)
-            session.advance_by(tokens)
+            session.advance_lengths_and_tokens_by_chunk(tokens)
             self.step_count += 1
             if following is not None:
                 lock.leave_launched(following.run)
@@ -168,7 +168,7 @@ class LaunchAheadDecoder:
             )
         except BaseException:
             launched.run.finish()
-            session.advance_by(tokens)
+            session.advance_lengths_and_tokens_by_chunk(tokens)
             raise
 
     def undo_launched_step(self) -> None:

@@ -171,21 +171,21 @@ class Model:
         )
 
     @property
-    def mtp_block_count(self) -> int:
+    def used_mtp_block_count(self) -> int:
         """Number of multi-token prediction (MTP) blocks in use."""
         return self.hyper.mtp_blocks.layers if self.hyper.mtp_blocks else 0
 
     @property
     def draft_input_columns(self) -> int:
         """Number of columns of `Batch.draft_inputs`, the rows that all MTP blocks read with the next token."""
-        return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
+        return self.used_mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
         """Return whether a state belongs to the sequences.
 
         States of MTP blocks, copies for rewinding, and the next token and the logits of a decode step do not.
         """
-        guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count))
+        guessing = tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.used_mtp_block_count))
         return state not in (NEXT_TOKEN_STATE, STEP_LOGITS_STATE) and not state.endswith(
             (SNAPSHOTS, WINDOWS, *guessing)
         )
@@ -220,8 +220,8 @@ class Model:
         plain = step.output_kind in PLAIN_KINDS
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()
-        self.weights.require_all_tensors_used(
-            self.hyper.stored_blocks + (self.mtp_block_count if step.output_kind == "all" else 0)
+        self.weights.require_no_unknown_unread_tensors(
+            self.hyper.stored_blocks + (self.used_mtp_block_count if step.output_kind == "all" else 0)
         )
         return self.adapters.add_lora_changes(graph)
 
@@ -272,7 +272,7 @@ def load_model(gguf: Gguf) -> Model:
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
             f"need one of the {len(ARCHITECTURES)} in docs/models.md{suggestions and ', such as ' + suggestions}"
         )
-    gguf = gguf.select_tensors_under_prefix(family.tensor_prefix) if family.tensor_prefix else gguf
+    gguf = gguf.select_prefix_tensors_and_embedding(family.tensor_prefix) if family.tensor_prefix else gguf
     unread = family.ignores if family.has_feed_forward_scale else (*family.ignores, *IGNORED_SCALES)
     keys = ArchitectureMetadata(gguf, architecture)
     require_supported_metadata_values(keys)

@@ -42,7 +42,7 @@ class Decoder:
         """
         x = self.apply_output_norm(self.embed_and_run_all_blocks())
         if self.family.run_mode == "encoder":
-            for name in filter(lambda name: self.weights.has_tensor(f"{name}.weight"), ("dense_2", "dense_3")):
+            for name in filter(lambda name: self.weights.has_used_tensor(f"{name}.weight"), ("dense_2", "dense_3")):
                 x = linear(self.weights, name, x, self.weights.tensor_shape(f"{name}.weight")[0])
         elif self.frame.step.output_kind != "hidden":
             logits = self.compute_logits(x)
@@ -65,7 +65,7 @@ class Decoder:
 
         ``mtp_prefix`` is the weight prefix of an MTP block, which may have its own norm.
         """
-        if mtp_prefix and self.weights.has_tensor(f"{mtp_prefix}.shared_head_norm.weight"):
+        if mtp_prefix and self.weights.has_used_tensor(f"{mtp_prefix}.shared_head_norm.weight"):
             return replace(self.norm, is_centred=self.family.draft_norm == "layer" or self.norm.is_centred)(
                 self.weights, f"{mtp_prefix}.shared_head_norm", x
             )
@@ -84,11 +84,11 @@ class Decoder:
         x = ops.get_rows(table, frame.tokens, name="embed")
         if hyper.embedding != 1.0:
             x = ops.scale(x, scale=hyper.embedding, name="embed_scaled")
-        if weights.has_tensor("position_embd.weight"):
+        if weights.has_used_tensor("position_embd.weight"):
             rows = weights.tensor_shape("position_embd.weight")[0]
             where = ops.reshape(frame.pos, shape=(frame.step.padded_token_count,))
             x = ops.add(x, ops.get_rows(weights("position_embd.weight", (rows, hyper.width)), where, name="places"))
-        if weights.has_tensor("token_types.weight"):  # all tokens have the first type
+        if weights.has_used_tensor("token_types.weight"):  # all tokens have the first type
             types = weights("token_types.weight", weights.tensor_shape("token_types.weight"))
             x = ops.add(x, ops.slice_(types, axis=0, start=0, stop=1) if len(types.shape) > 1 else types)
         if self.family.embedding_norm == "bare":
@@ -105,7 +105,7 @@ class Decoder:
         family, block, before = self.family, f"blk.{i}", x
         h = self.apply_block_norm_if_present(i, family.attn_norm, x)
         if layer.mixers:
-            mixed = self.run_mixers(i, layer, x, h)
+            mixed = self.sum_mixer_results(i, layer, x, h)
             x = self.apply_residual_scale(h) if family.residual_after_norm else x
             added = ops.add(x, mixed, name=f"{block}.attn_residual")
         else:
@@ -121,21 +121,21 @@ class Decoder:
             h = self.apply_block_norm_if_present(i, family.ffn_norm, added)
         if self.is_last_block(i) and family.needs_block_input_in_ffn:
             before = self.frame.select_output_rows_unless_mtp(before)
-        y = self.run_feed_forward(i, layer, h, added, before)
+        y = self.compute_feed_forward_without_residual(i, layer, h, added, before)
         added = self.apply_residual_scale(h) if family.residual_after_norm else added
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
     def apply_block_norm_if_present(self, i: int, name: str, x: Value) -> Value:
         """Apply the norm `name` of block i to ``x``; return ``x`` itself if the block has no such norm."""
         stem = f"blk.{i}.{name.removesuffix('?')}"
-        absent = not name or (name.endswith("?") and not self.weights.has_tensor(f"{stem}.weight"))
+        absent = not name or (name.endswith("?") and not self.weights.has_used_tensor(f"{stem}.weight"))
         return x if absent else self.norm(self.weights, stem, x)
 
     def apply_residual_scale(self, x: Value) -> Value:
         """Multiply a block result ``x`` by the residual factor of the model, before it is added to the residual."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
-    def run_mixers(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
+    def sum_mixer_results(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
         """Return the sum of the results of all mixers of block i, such as attention: f32[B*T, E].
 
         Args:
@@ -154,7 +154,9 @@ class Decoder:
             first = self.post_norm(self.weights, f"blk.{i}.{self.family.attn_post}", first)
         return first if self.family.residual_after_norm else self.apply_residual_scale(first)
 
-    def run_feed_forward(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+    def compute_feed_forward_without_residual(
+        self, i: int, layer: Layer, h: Value, added: Value, before: Value
+    ) -> Value:
         """Return the result of the feed-forward part of block i, dense or with experts: f32[n, E].
 
         Args:
@@ -168,7 +170,7 @@ class Decoder:
         y = (
             self.run_dense_ffn(i, layer, h)
             if layer.experts is None
-            else self.run_experts_and_parallel_dense_ffn(i, layer, h, added, before)
+            else self.sum_experts_and_optional_dense_ffn(i, layer, h, added, before)
         )
         if self.family.ffn_post:
             y = self.post_norm(self.weights, f"{block}.{self.family.ffn_post}", y)
@@ -183,7 +185,7 @@ class Decoder:
             return layer.activation.apply(h)
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
-    def run_experts_and_parallel_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+    def sum_experts_and_optional_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
 
         Args:
