@@ -336,6 +336,9 @@ def log(x: Value, *, name: str = "") -> Value:
 def log1p(x: Value, *, name: str = "") -> Value:
     """Compute the natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
 
+def mask_bits(x: Value, bits: Value, *, name: str = "") -> Value:
+    """Replace the entries of `x` by -inf if their bit is 0: bit ``i % 32`` of word ``i // 32``. llguidance, 2025."""
+
 def maximum(a: Value, b: Value, *, name: str = "") -> Value:
     """Compute the elementwise maximum; `b` is repeated as tiles to the shape of `a`.
 
@@ -514,6 +517,24 @@ def rwkv_wkv7(
 
     It is a generalised delta rule. Per token and head: ``S = S diag(decay) + (S a) b^T + v k^T``; ``y = S r``; `S` is
     [value, key]. ggml: ``RWKV_WKV7`` (decay: ``w``); Peng et al., 2025.
+    """
+
+def sample_token(
+    logits: Value,
+    ids: Value,
+    limit: Value,
+    numbers: Value,
+    bias: Value | None = None,
+    occurrences: Value | None = None,
+    *,
+    name: str = "",
+) -> Value:
+    """Sample a token of each row of candidates by bias, penalties, top-k, top-p, min-p and temperature, in this order.
+
+    A candidate has a token in `ids` and its logit. A token that occurs several times is one candidate. `limit` is the
+    k of top-k. `numbers` has the bits of the float64 numbers `SAMPLING_NUMBERS`; ``uniform``, from 0 to 1, selects the
+    token. `bias` and `occurrences` belong to the last candidates: biases are added to the logit of the token, and each
+    occurrence is one among the recent tokens. A NaN counts as -inf. llama.cpp: ``llama_sampler_chain``, 2024.
     """
 
 def scale(x: Value, *, scale: float, bias: float = 0.0, name: str = "") -> Value:

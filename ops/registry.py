@@ -21,12 +21,12 @@ from .elementwise import activations, binary, comparisons, gated_units, generato
 from .matrix import attention, experts, matmul, rope, sparse_indexer
 from .movement import arrange, gather_scatter, rows, sliding_windows, triangular, views
 from .recurrent import gated_delta_net, linear_attention
-from .reduction import norms, reductions, sorting
+from .reduction import norms, reductions, sorting, token_sampling
 
 R = TypeVar("R", Value, tuple[Value, Value])
 OP_FAMILIES = (
-    *(views, binary, unary, activations, gated_units, norms, reductions, sorting, matmul, rows, arrange),
-    *(triangular, generators, comparisons, integers, gather_scatter, sliding_windows),
+    *(views, binary, unary, activations, gated_units, norms, reductions, sorting, token_sampling),
+    *(matmul, rows, arrange, triangular, generators, comparisons, integers, gather_scatter, sliding_windows),
     *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer),
 )
 """The modules with the ops that graphs of users have, one for each family. `hocket.ops` has these ops."""

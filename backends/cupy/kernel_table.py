@@ -23,6 +23,7 @@ from .kernels import (
     rows,
     sliding,
     sorting,
+    token_sampling,
 )
 from .kernels.attention import attention
 from .kernels.products import experts, matmul, products, same_rows
@@ -44,6 +45,7 @@ KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     routing,
     reductions,
     sorting,
+    token_sampling,
     indexer,
     short_convolution,
     gated_delta_net,

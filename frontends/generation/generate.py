@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -17,20 +17,21 @@ from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
 from ..inference.device_tokens import (
-    CandidateSchedule,
     DeviceArgmaxToken,
-    DeviceTokenSchedule,
     TokenCandidates,
+    TokenChoice,
     can_choose_tokens_on_device,
-    choose_candidate_count,
-    make_candidate_step,
+    make_masked_steps,
+    make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
+from ..inference.launch_ahead import DeviceTokenSchedule, MaskedSchedule
 from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
-from .grammar import Grammar
-from .lazy_grammar import LazyGrammar
+from ..models import Step
+from .grammar import Grammar, GrammarState
+from .lazy_grammar import LazyGrammar, LazyGrammarState
 from .sampling import Sampling, require_finite_logit
 from .speculative import SpeculativeDecoder
 from .stop_strings import StopStringFilter
@@ -167,8 +168,9 @@ def sample_tokens_of_all_sequences(
     """
     timing, active = GenerationTiming() if timing is None else timing, set[int]() if active is None else active
     try:
-        on_device = None if needs_logits else _choose_device_schedule(session, params, ahead, known)
-        yield from _sample_sequences(session, prompts, params, known, timing, active, ahead, on_device)
+        grammars = {i: params.grammar.make_state() for i, p in enumerate(prompts) if len(p)} if params.grammar else {}
+        on_device = None if needs_logits else _choose_device_schedule(session, params, ahead, known, grammars)
+        yield from _sample_sequences(session, prompts, params, known, timing, active, ahead, on_device, grammars)
     finally:
         if ahead is not None:
             ahead.discard_rejected_drafts()
@@ -183,6 +185,7 @@ def _sample_sequences(
     active: set[int],
     ahead: SpeculativeDecoder | None,
     on_device: DeviceScheduleMaker | None,
+    grammar_states: Mapping[int, GrammarState | LazyGrammarState],
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
         prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
@@ -209,7 +212,6 @@ def _sample_sequences(
     start = clock()
     free_tokens = [session.context - length for length in session.lengths]
     counts = [0] * len(prompts)
-    grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
     def choose_token(i: int, answer: F32 | DeviceArgmaxToken | TokenCandidates) -> tuple[int, F32]:
         """Return the next token of sequence `i`, and the logits from which the host chose it."""
@@ -275,6 +277,8 @@ def _sample_sequences(
             # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
+            if isinstance(steps, DeviceTokenSchedule | MaskedSchedule):
+                timing.token_path = steps.describe_token_path()
             yield from start_next_step(running_groups.popleft(), answers)
 
 
@@ -283,26 +287,31 @@ def _choose_device_schedule(
     params: GenerationParams,
     ahead: SpeculativeDecoder | None,
     known: Sequence[Sequence[int]],
+    grammars: Mapping[int, GrammarState | LazyGrammarState],
 ) -> DeviceScheduleMaker | None:
-    """Choose the schedule of a generation in which the device chooses or selects tokens; None if the host needs logits.
+    """Choose the schedule of a generation in which the device chooses tokens; None if the host needs logits.
 
-    The device chooses if the choice is the largest logit of the model. It selects candidates if the choice reads few of
-    the largest logits.
+    The device chooses if the choice is the largest logit of the model, or reads few of the largest logits.
     """
-    sampling = params.sampling
+    sampling, vocabulary = params.sampling, session.model.vocabulary_size
+    token_count = vocabulary if params.token_count is None else min(params.token_count, vocabulary)
     if (
         ahead is not None
-        or params.grammar is not None
         or params.pinned_tokens is not None
-        or (params.token_count is not None and params.token_count < session.model.vocabulary_size)
+        or sampling.largest_logits_needed is None
+        or (token_count < vocabulary and not params.grammar)
         or not can_choose_tokens_on_device(session)
     ):
         return None
+
+    def describe(i: int, is_ahead: bool) -> TokenChoice:
+        return sampling.describe_choice(params.seed, known[i], len(known[i]) - (not is_ahead))
+
+    if params.grammar:
+        return lambda session, _: MaskedSchedule(session, describe, lambda i: grammars[i].compute_mask(token_count))
     if sampling.takes_largest_logit:
         return DeviceTokenSchedule
-    if (largest := sampling.largest_logits_needed) is None:
-        return None
-    return lambda session, _: CandidateSchedule(session, largest, lambda i: sampling.list_changed_tokens(known[i]))
+    return lambda session, around: DeviceTokenSchedule(session, around, describe)
 
 
 def make_full_context_error(context: int, new_tokens: int) -> ModelError:
@@ -367,15 +376,17 @@ def compile_generation_plans(
     session.compile_plans_for_tokens(len(prompt))
     if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
-        on_device = _choose_device_schedule(session, params, ahead, [prompt])
-        step = session.make_step(1, length, session.sequences)
+        on_device = _choose_device_schedule(session, params, ahead, [prompt], {})
+        choices = [params.sampling.describe_choice(params.seed, prompt, len(prompt))] * session.sequences
+        steps: Sequence[Step] | None = None
         if on_device is DeviceTokenSchedule:
-            step = make_step_choosing_tokens_on_device(session, length)
-        elif on_device is not None:
-            named = len(params.sampling.list_changed_tokens(prompt))
-            if count := choose_candidate_count(session, params.sampling.largest_logits_needed, named):
-                step = make_candidate_step(session, length, count)
-        session.executor(step)
+            steps = [make_step_choosing_tokens_on_device(session, length)]
+        elif on_device is not None and params.grammar:
+            steps = make_masked_steps(session, length, choices)
+        elif on_device is not None and (sampled_step := make_sampled_step(session, length, choices)):
+            steps = sampled_step[:1]
+        for step in steps or [session.make_step(1, length, session.sequences)]:
+            session.executor(step)
         if ahead is not None:
             ahead.compile_plans(len(prompt))
     return GenerationTiming(planning=time.perf_counter() - start)

@@ -159,15 +159,24 @@ class GrammarState:
         Raises:
             ModelError: No token is allowed, or llguidance has failed.
         """
+        words = self.compute_mask(len(logits))
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=len(logits)).astype(bool)
+        return np.where(is_allowed, logits, logits.dtype.type(-np.inf))
+
+    def compute_mask(self, token_count: int) -> npt.NDArray[np.uint32]:
+        """Compute the mask of the allowed tokens: bit ``i % 32`` of word ``i // 32`` for token i of `token_count`.
+
+        Raises:
+            ModelError: As `mask_logits`.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._mask_words.ctypes.data, self._mask_words.nbytes)
         self._require_valid_state()
-        count = min(self._token_count, len(logits))
-        is_allowed = np.unpackbits(self._mask_words.view(np.uint8), bitorder="little")[:count].astype(bool)
-        if not is_allowed.any():
+        words = np.zeros(-(-token_count // 32), np.uint32)
+        allowed = make_full_mask(min(self._token_count, token_count))
+        words[: allowed.size] = allowed & self._mask_words[: allowed.size]
+        if not words.any():
             raise ModelError("the grammar allows no token of this model here; choose another")
-        masked = np.full_like(logits, -np.inf)
-        masked[:count][is_allowed] = logits[:count][is_allowed]
-        return masked
+        return words
 
     def accept_token_and_can_continue(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return whether the text may continue.
@@ -196,6 +205,14 @@ class GrammarState:
                 f"({_join_messages_to_line([messages])}); "
                 "simplify it, for example its patternProperties"
             )
+
+
+def make_full_mask(token_count: int) -> npt.NDArray[np.uint32]:
+    """Make the mask that allows the first `token_count` tokens; see `GrammarState.compute_mask`."""
+    words = np.full(-(-token_count // 32), 0xFFFFFFFF, np.uint32)
+    if token_count % 32:
+        words[-1] = (1 << token_count % 32) - 1
+    return words
 
 
 def _join_messages_to_line(messages: list[str]) -> str:

@@ -5,9 +5,12 @@ llama-server calls this a lazy grammar. A call that begins in another form than 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from ...graph.lazy_dataclass import dataclass
 from ..gguf.tokenization.tokenizer import Tokenizer
-from .grammar import F32, Grammar, GrammarState
+from .grammar import F32, Grammar, GrammarState, make_full_mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +66,14 @@ class LazyGrammarState:
             ModelError: As `GrammarState.mask_logits`.
         """
         return logits if self._object is None else self._object.mask_logits(logits)
+
+    def compute_mask(self, token_count: int) -> npt.NDArray[np.uint32]:
+        """Compute the mask as `GrammarState.compute_mask` inside an object; elsewhere it allows all tokens.
+
+        Raises:
+            ModelError: As `GrammarState.mask_logits`.
+        """
+        return make_full_mask(token_count) if self._object is None else self._object.compute_mask(token_count)
 
     def accept_token_and_can_continue(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return True, because free text may always follow.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from ..errors import ModelError
 from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k_or_all
 
 if TYPE_CHECKING:
-    from ..inference.device_tokens import TokenCandidates
+    from ..inference.device_tokens import TokenCandidates, TokenChoice
 
 MAX_PARTIAL_SORT = 256
 """Largest top-k that is selected by a partial sort; a larger one sorts all logits."""
@@ -188,10 +189,32 @@ class Sampling:
             return 1
         return self.top_k if 0 < self.top_k <= MAX_PARTIAL_SORT else None
 
-    def list_changed_tokens(self, before: Sequence[int]) -> list[int]:
-        """Return the tokens that have a bias or, as tokens of `before`, a penalty; in ascending order."""
-        recent = self._select_recent_tokens(before) if self._penalises else ()
-        return sorted({token for token, _ in self.bias}.union(recent))
+    def describe_choice(self, seed: int, tokens: Sequence[int], count: int) -> TokenChoice:
+        """Describe the choice of the token at position ``count + 1`` for a device, which has the token before it.
+
+        Args:
+            seed: The seed of the random numbers.
+            tokens: The tokens of the text.
+            count: Number of the first tokens of the text that are known here.
+        """
+        from ..inference.device_tokens import TokenChoice
+
+        penalises, n = self._penalises and self.repeat_last_n != 0, self.repeat_last_n
+        recent = tokens[max(0, count - n + 1) if n > 0 else 0 : count]
+        counts = Counter(recent) if penalises else Counter[int]()
+        biased = [token for token, _ in self.bias]
+        return TokenChoice(
+            self.top_k if self.temperature else 1,
+            (
+                *(self.temperature, self.top_p, self.min_p),
+                *(self.repeat_penalty, self.presence_penalty, self.frequency_penalty),
+                np.random.default_rng([seed, count + 1]).random() if self.temperature else 0.0,
+            ),
+            [*biased, *counts] if self.bias or penalises else None,
+            [*(added for _, added in self.bias), *(0.0 for _ in counts)],
+            [*(0 for _ in biased), *counts.values()],
+            penalises,
+        )
 
     def _select_recent_tokens(self, before: Sequence[int]) -> Sequence[int]:
         return before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before
@@ -236,12 +259,15 @@ class Sampling:
     ) -> int:
         """Choose the token that `choose_token` chooses from all logits, and return its id.
 
-        The candidates include all of `list_changed_tokens`, and `largest_logits_needed` further tokens with the largest
-        logits. The choice has the same order of tokens, so it is the same.
+        The candidates include all tokens that have a bias or a penalty, and `largest_logits_needed` further tokens with
+        the largest logits. The choice has the same order of tokens, so it is the same.
 
         Raises:
             ModelError: As `choose_token`.
+            HocketError: The mask of allowed tokens has failed.
         """
+        if candidates.mask_error is not None:
+            raise candidates.mask_error
         require_finite_logit(*candidates.largest)
         ids, logits = candidates.list_in_token_order()
         changes = self

@@ -12,6 +12,7 @@ class GenerationTiming:
     - `prefill`, `decode`: seconds of the steps, without the time for plans and kernels.
     - `planning`: seconds for plans and kernels.
     - `load`: seconds for reading and packing weights.
+    - `token_path`: how a device with its own memory has chosen the tokens of the last text; otherwise empty.
     """
 
     prompt_tokens: int = 0
@@ -20,6 +21,7 @@ class GenerationTiming:
     decode: float = 0.0
     planning: float = 0.0
     load: float = 0.0
+    token_path: str = ""
 
     def __add__(self, other: GenerationTiming) -> GenerationTiming:
         return GenerationTiming(
@@ -29,6 +31,7 @@ class GenerationTiming:
             self.decode + other.decode,
             self.planning + other.planning,
             self.load + other.load,
+            other.token_path or self.token_path,
         )
 
     def __str__(self) -> str:
@@ -39,5 +42,5 @@ class GenerationTiming:
         load = f"load {self.load:.1f} s, " if self.load else ""
         return (
             f"{load}prefill {rate(self.prompt_tokens, self.prefill)}, decode {rate(self.new_tokens, self.decode)}, "
-            f"plans and kernels {self.planning:.1f} s"
+            f"plans and kernels {self.planning:.1f} s{self.token_path and f', {self.token_path}'}"
         )

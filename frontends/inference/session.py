@@ -392,8 +392,7 @@ class Session:
         with self.store.device_lock, ImmediateInterrupts():
             if step not in self._executors:
                 start = time.perf_counter()
-                label = f"{step.tokens} token{'s' * (step.tokens > 1)}, {step.cells} cells"
-                self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire, label=label)
+                self._executors[step] = Executor(self.plan(step), self.store, wire=self._wire, label=step.label)
                 self._executors[step].trace = self.trace
                 self.planning_seconds += time.perf_counter() - start
             return self._executors[step]

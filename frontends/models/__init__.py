@@ -27,10 +27,11 @@ from .inputs.family import FamilyTraits
 from .inputs.graph_builder import NEXT_TOKEN_STATE, StepGraphBuilder
 from .inputs.graph_builder import SNAPSHOTS as SNAPSHOTS
 from .inputs.graph_builder import WINDOWS as WINDOWS
-from .inputs.step import PLAIN_KINDS
+from .inputs.step import MASKED_KIND, PLAIN_KINDS
 from .inputs.step import Batch as Batch
 from .inputs.step import Step as Step
 from .inputs.step import build_step_inputs as build_step_inputs
+from .inputs.token_choice import STEP_LOGITS_STATE, build_masked_selection
 from .inputs.weights import ModelWeights as ModelWeights
 from .layers.rwkv import RwkvDecoder
 from .metadata_keys import require_supported_metadata_values
@@ -182,9 +183,11 @@ class Model:
     def is_sequence_state(self, state: str) -> bool:
         """Return whether a state belongs to the sequences.
 
-        States of MTP blocks, copies for rewinding, and the next token of a decode step do not.
+        States of MTP blocks, copies for rewinding, and the next token and the logits of a decode step do not.
         """
-        return state != NEXT_TOKEN_STATE and not state.endswith((SNAPSHOTS, WINDOWS)) and not self.is_mtp_state(state)
+        if state in (NEXT_TOKEN_STATE, STEP_LOGITS_STATE) or state.endswith((SNAPSHOTS, WINDOWS)):
+            return False
+        return not self.is_mtp_state(state)
 
     def is_mtp_state(self, state: str) -> bool:
         """Return whether a state is a cache of an MTP block."""
@@ -215,6 +218,8 @@ class Model:
         frame = StepGraphBuilder(
             step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions
         )
+        if step.output_kind == MASKED_KIND:
+            return build_masked_selection(frame, self.vocabulary_size)
         plain = step.output_kind in PLAIN_KINDS
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()

@@ -15,7 +15,7 @@ from ... import ops
 from ...graph import Graph, Value
 from .hyperparameters import Hyperparameters, Layer
 from .inputs.graph_builder import StepGraphBuilder
-from .inputs.step import CANDIDATE_KIND, TOKEN_KIND
+from .inputs.token_choice import SELECTIONS
 from .inputs.weights import ModelWeights
 from .layers.feed_forward import Norm, apply_feed_forward, linear, matmul, soft_cap_logits
 from .layers.moe import run_expert_layer, run_routed_experts
@@ -38,7 +38,7 @@ class Decoder:
         """Build the graph of all blocks, the last norm and the output matrix.
 
         The output is ``logits``. Encoders, and steps with the output kind ``hidden``, return ``hidden`` rows instead.
-        Steps with the output kind ``token`` or ``candidates`` return the tokens that they choose or select.
+        Steps with the output kind ``token`` or ``sampled`` return the tokens that they choose.
         """
         x = self.apply_output_norm(self.embed_and_run_all_blocks())
         if self.family.run_mode == "encoder":
@@ -46,9 +46,8 @@ class Decoder:
                 x = linear(self.weights, name, x, self.weights.tensor_shape(f"{name}.weight")[0])
         elif self.frame.step.output_kind != "hidden":
             logits = self.compute_logits(x)
-            selections = {TOKEN_KIND: self.frame.choose_next_tokens, CANDIDATE_KIND: self.frame.select_candidates}
-            select = selections.get(self.frame.step.output_kind)
-            return self.frame.build_graph(select(logits) if select else {"logits": logits})
+            select = SELECTIONS.get(self.frame.step.output_kind)
+            return self.frame.build_graph(select(self.frame, logits) if select else {"logits": logits})
         return self.frame.build_graph({"hidden": x})
 
     def embed_and_run_all_blocks(self) -> Value:

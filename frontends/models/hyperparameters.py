@@ -15,7 +15,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
-from .inputs.step import TOKEN_KIND, Batch, RingRowNumberInput, Step
+from .inputs.step import STATE_TOKEN_KINDS, Batch, RingRowNumberInput, Step
 from .inputs.weights import ModelWeights
 from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
@@ -154,10 +154,10 @@ class Hyperparameters:
         """Return the names of the inputs from `build_step_inputs` that the graph of a step has.
 
         These are `required_inputs`. If all caches of the step are ring caches, the graph needs no ``slot``. Steps of
-        the output kind ``token`` read their tokens from a state.
+        the output kinds ``token`` and ``sampled`` read their tokens from a state.
         """
         rolls = self.windows and all(map(step.ring_cells, self.windows.values()))
-        absent = ({"slot"} if rolls else set()) | ({"tokens"} if step.output_kind == TOKEN_KIND else set())
+        absent = ({"slot"} if rolls else set()) | ({"tokens"} if step.output_kind in STATE_TOKEN_KINDS else set())
         return self.required_inputs - absent
 
     def window_tokens(self, layer: int) -> int:

@@ -33,6 +33,7 @@ from .requests import (
 from .running_requests import (
     QueuedRequest,
     RunningRequest,
+    are_all_decoding_on,
     choose_move_to_shrink_window,
     choose_token,
     is_prefix_being_read,
@@ -347,7 +348,8 @@ class Engine:
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
-            rows = run_decode_step(self._pool, decoding, self._running)
+            is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
+            rows = run_decode_step(self._pool, decoding, self._running, is_followed=is_followed)
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return

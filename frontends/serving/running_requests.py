@@ -12,7 +12,7 @@ import numpy as np
 from ...backends.cpu.top_k import find_top_k
 from ..generation.grammar import GrammarState
 from ..generation.lazy_grammar import LazyGrammarState
-from ..inference.device_tokens import TokenCandidates
+from ..inference.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import count_common_prefix_tokens
 from .requests import GenerationRequest, RequestTiming, TokenEvent
@@ -153,7 +153,11 @@ def choose_move_to_shrink_window(
 
 
 def run_decode_step(
-    pool: StepRunner, decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest]
+    pool: StepRunner,
+    decoding: Sequence[RunningRequest],
+    running: Mapping[int, RunningRequest],
+    *,
+    is_followed: bool = False,
 ) -> Mapping[int, StepOutput]:
     """Append the next token of each decoding request, and return the logits or the candidates by slot.
 
@@ -163,21 +167,47 @@ def run_decode_step(
         pool: Runs the step.
         decoding: The requests that have a next token.
         running: All running requests by slot.
+        is_followed: Whether the next step is expected to decode the same requests.
     """
     tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
     before: dict[int, Sequence[int]] = {slot: one.tokens for slot, one in running.items()}
     needs = {one.slot: own for one in decoding if (own := _find_candidate_needs(one)) is not None}
-    candidates = pool.decode_to_candidates(tokens, before, needs) if needs.keys() == tokens.keys() else None
+    is_enough = needs.keys() == tokens.keys()
+    candidates = pool.decode_to_candidates(tokens, before, needs, is_followed) if is_enough else None
     return pool.decode(tokens, before) if candidates is None else candidates
+
+
+def are_all_decoding_on(
+    decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest], max_tokens: int
+) -> bool:
+    """Whether all running requests decode in this step, and are expected to decode in the next step, too.
+
+    Args:
+        decoding: The requests of this step.
+        running: All running requests by slot.
+        max_tokens: Largest number of tokens of a request, with its prompt.
+    """
+    return len(decoding) == len(running) and all(
+        one.new_tokens + 1 != one.request.params.limit and len(one.context_tokens) + 1 < max_tokens for one in decoding
+    )
 
 
 def _find_candidate_needs(one: RunningRequest) -> CandidateNeeds | None:
     """Return the candidates that a request needs for the token after its next one; None if it needs all logits."""
     request, sampling = one.request, one.request.params.sampling
-    if one.grammar is not None or request.top_logprobs is not None or sampling.largest_logits_needed is None:
+    if request.top_logprobs is not None or sampling.largest_logits_needed is None:
         return None
-    named = sampling.list_changed_tokens(one.context_tokens)
-    return CandidateNeeds(sampling.largest_logits_needed, named, request.params.token_count)
+
+    def describe(is_ahead: bool) -> TokenChoice:
+        known = one.context_tokens
+        return sampling.describe_choice(request.params.seed, known, len(known) - (not is_ahead))
+
+    return CandidateNeeds(
+        request.id,
+        describe,
+        None if one.grammar is None else one.grammar.compute_mask,
+        request.params.token_count,
+    )
 
 
 def make_token_event(request: GenerationRequest, token: int, logits: StepOutput) -> TokenEvent:

@@ -19,20 +19,14 @@ from ..errors import ModelError
 from ..inference.device_tokens import (
     TokenCandidates,
     can_choose_tokens_on_device,
-    choose_candidate_count,
-    evaluate_to_candidates,
-    make_candidate_step,
+    make_sampled_step,
 )
 from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.rewind import rewind_states
 from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
-from .step_runner import (
-    CandidateNeeds,
-    choose_smallest_aligned_slot_window,
-    find_largest_candidate_needs,
-    require_slot_memory,
-)
+from .candidate_decoder import CandidateDecoder
+from .step_runner import CandidateNeeds, choose_smallest_aligned_slot_window, require_slot_memory
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
@@ -83,6 +77,7 @@ class SlotPool:
             self._all_slots = Session(model, like=like, sequences=slots, context=context, batch=self.batch)
         self._opening_seconds = 0.0
         self._windows: dict[tuple[int, int], Session] = {}
+        self._candidate_decoder = CandidateDecoder()
         self._state_names = self._all_slots.state_names
         self._caches = tuple(name for name in self._state_names if self._all_slots.is_per_cell_cache(name))
         self._rings = tuple(
@@ -192,8 +187,8 @@ class SlotPool:
     def _prepare_decoding(self, count: int, length: int) -> None:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
-        if can_choose_tokens_on_device(window) and (size := choose_candidate_count(window, 1, 0)):
-            window.executor(make_candidate_step(window, length, size))
+        if can_choose_tokens_on_device(window) and (sampled_step := make_sampled_step(window, length, [None] * count)):
+            window.executor(sampled_step[0])
 
     @on_all_ranks
     def prepare_appending(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:
@@ -298,24 +293,16 @@ class SlotPool:
             window.min_tokens = 1
 
     def decode_to_candidates(
-        self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]], needs: Mapping[int, CandidateNeeds]
+        self,
+        tokens: Mapping[int, int],
+        before: Mapping[int, Sequence[int]],
+        needs: Mapping[int, CandidateNeeds],
+        is_followed: bool,
     ) -> dict[int, TokenCandidates] | None:
-        """Run one decode step as `decode`, in which the device selects the candidates that each slot needs.
-
-        The result is None, without a step, if the device cannot select them.
-        """
+        """Run one decode step as `decode`, in which the device selects candidates; see `CandidateDecoder.decode`."""
         first, count = choose_smallest_aligned_slot_window([*tokens])
         window = self.open_window_session(first, count)
-        counts = find_largest_candidate_needs([*needs.values()], window.model.vocabulary_size)
-        size = choose_candidate_count(window, *counts) if counts and can_choose_tokens_on_device(window) else None
-        if size is None:
-            return None
-        slots = range(first, first + window.sequences)
-        window.lengths = [len(before.get(slot, ())) for slot in slots]
-        new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
-        named_tokens = [needs[slot].named if slot in needs else () for slot in slots]
-        rows = evaluate_to_candidates(window, new, size, named_tokens)
-        return {slot: rows[slot - first] for slot in tokens}
+        return self._candidate_decoder.decode(window, first, tokens, before, needs, is_followed=is_followed)
 
     def compute_max_saved_slot_bytes(self) -> int:
         """Compute the bytes of all states of one slot in float32, the largest size in a file."""

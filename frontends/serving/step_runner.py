@@ -5,12 +5,15 @@ Tests of the engine implement the protocol without weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from ...scheduler import format_bytes
 from ..errors import ModelError
-from ..inference.device_tokens import TokenCandidates
+from ..inference.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.session import Session
 
@@ -21,28 +24,20 @@ StepOutput = F32 | TokenCandidates
 class CandidateNeeds(NamedTuple):
     """The candidates that the choice of a token needs.
 
-    - `largest`: how many of the largest logits the choice reads.
-    - `named`: the tokens that have a bias or a penalty.
+    - `request`: the id of the request.
+    - `describe`: describes the choice of the token after the next one or, if true, of the token after that.
+    - `compute_mask`: returns the mask of the tokens that a grammar allows among a number of tokens; None without one.
     - `token_count`: the size of the vocabulary, if rows of the logits are longer; else None.
     """
 
-    largest: int
-    named: Sequence[int]
+    request: str
+    describe: Callable[[bool], TokenChoice]
+    compute_mask: Callable[[int], npt.NDArray[np.uint32]] | None
     token_count: int | None
 
-
-def find_largest_candidate_needs(needs: Sequence[CandidateNeeds], vocabulary: int) -> tuple[int, int] | None:
-    """Find how many largest logits, and how many named tokens, suffice for each of several choices.
-
-    The result is None if a choice is among the first tokens of a longer row only.
-
-    Args:
-        needs: The needs of each choice.
-        vocabulary: The number of logits of a row.
-    """
-    if any(one.token_count is not None and one.token_count < vocabulary for one in needs):
-        return None
-    return max(one.largest for one in needs), max(len(one.named) for one in needs)
+    def count_tokens(self, vocabulary: int) -> int:
+        """Return the number of tokens among the `vocabulary` logits of a row."""
+        return vocabulary if self.token_count is None else min(self.token_count, vocabulary)
 
 
 def choose_smallest_aligned_slot_window(slots: Sequence[int]) -> tuple[int, int]:
@@ -96,7 +91,11 @@ class StepRunner(Protocol):
         """
 
     def decode_to_candidates(
-        self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]], needs: Mapping[int, CandidateNeeds]
+        self,
+        tokens: Mapping[int, int],
+        before: Mapping[int, Sequence[int]],
+        needs: Mapping[int, CandidateNeeds],
+        is_followed: bool,
     ) -> dict[int, TokenCandidates] | None:
         """Append one token to each given slot, and return the candidates by slot; None if all logits must be read.
 

@@ -109,6 +109,9 @@ template <class T> inline T atomicCAS(T *at, T expected, T value) {
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline float __fadd_rn(float x, float y) { return x + y; }
+static inline double __dmul_rn(double x, double y) { return x * y; }
+static inline double __dadd_rn(double x, double y) { return x + y; }
+static inline double __longlong_as_double(long long u) { double x; memcpy(&x, &u, 8); return x; }
 static inline int __float2int_rn(float x) { return x != x ? 0 : (int)lrintf(fminf(fmaxf(x, -2147483648.0f), 2147483520.0f)); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }

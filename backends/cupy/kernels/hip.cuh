@@ -65,17 +65,19 @@ __device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
 #ifndef HOCKET_EMULATED
 // HIP's own are plain operators, which may be fused.
 namespace hip {
-__device__ __forceinline__ float product(float x, float y) {
+template <class T> __device__ __forceinline__ T product(T x, T y) {
 #pragma clang fp contract(off)
     return x * y;
 }
-__device__ __forceinline__ float sum(float x, float y) {
+template <class T> __device__ __forceinline__ T sum(T x, T y) {
 #pragma clang fp contract(off)
     return x + y;
 }
 }  // namespace hip
-#define __fmul_rn hip::product
-#define __fadd_rn hip::sum
+#define __fmul_rn hip::product<float>
+#define __fadd_rn hip::sum<float>
+#define __dmul_rn hip::product<double>
+#define __dadd_rn hip::sum<double>
 #endif
 
 // Four signed bytes of `a` times those of `b`, added to `sum`.

@@ -14,7 +14,7 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from .step import PLAIN_KINDS, TOKEN_KIND, RingRowNumberInput, Step, count_cache_rows_with_spare
+from .step import PLAIN_KINDS, STATE_TOKEN_KINDS, RingRowNumberInput, Step, count_cache_rows_with_spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ CACHE_INPUTS = frozenset({"pos", "slot"})
 RECURRENT_INPUTS = frozenset({"valid", "conv_rows"})
 """Inputs of mixers with convolutions and recurrent states."""
 NEXT_TOKEN_STATE = "next_token"
-"""The state i32[B] with the next token of each sequence, for steps of the output kind ``token``."""
+"""The state i32[B] with the next token of each sequence, for steps that read their tokens from a state."""
 SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
 """Suffixes of the states ``NAME.T.snapshots`` and ``NAME.T.windows``, which save a state NAME after each of T tokens.
 
@@ -75,7 +75,7 @@ class StepGraphBuilder:
     ) -> None:
         self.step, self.steered = step, steered
         self.taps = taps
-        source, name = (state, NEXT_TOKEN_STATE) if step.output_kind == TOKEN_KIND else (input, "tokens")
+        source, name = (state, NEXT_TOKEN_STATE) if step.output_kind in STATE_TOKEN_KINDS else (input, "tokens")
         self.tokens = source(name, (step.padded_token_count,), DType.I32)
         self.pos = input("pos", (step.sequences, step.tokens), DType.I32)
         self.slot = input("slot", (step.padded_token_count,), DType.I32)
@@ -389,6 +389,10 @@ class StepGraphBuilder:
             new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
         self._updates[old] = new
 
+    def set_state_of_first_nodes(self, old: Value, new: Value) -> None:
+        """Set the new value of a state, and let the graph begin with the nodes of this value, as with an output's."""
+        self._updates = {old: new, **self._updates}
+
     def run_recurrence_and_set_state(
         self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
     ) -> Value:
@@ -413,28 +417,6 @@ class StepGraphBuilder:
             snapshots.append(ops.reshape(new, shape=(new.shape[0], 1, *new.shape[1:])))
         self.set_state(old, reduce(partial(ops.concat, axis=1), reversed(snapshots)))
         return reduce(partial(ops.concat, axis=1), answers)
-
-    def choose_next_tokens(self, logits: Value) -> dict[str, Value]:
-        """Set the next token of each sequence to the index of its largest logit, and return the outputs of the step.
-
-        The outputs are ``token`` i32[B] and ``logit`` f32[B], the largest logit. ``logits`` is f32[B, vocabulary].
-        """
-        chosen = ops.argmax(logits, name=f"{NEXT_TOKEN_STATE}.new")
-        self._updates[self.tokens] = chosen
-        largest = ops.gather(logits, ops.reshape(chosen, shape=(*chosen.shape, 1)), name="next_logit")
-        return {"token": chosen, "logit": ops.reshape(largest, shape=chosen.shape)}
-
-    def select_candidates(self, logits: Value) -> dict[str, Value]:
-        """Select the tokens from which the host samples, from ``logits`` f32[B, vocabulary]; return the step's outputs.
-
-        - ``token`` i32[B]: the largest logit. A NaN counts as the largest, so this is a NaN if there is one.
-        - ``ids`` i32[B, n] and ``logits`` f32[B, n + m]: the n tokens with the largest logits, in descending order.
-          Then come the logits of the m tokens in the input ``named_ids`` i32[B, m].
-        """
-        ids = chosen = ops.top_k(logits, k=self.step.candidate_count, name="candidate_ids")
-        if count := self.step.named_token_count:
-            ids = ops.concat(chosen, input("named_ids", (self.step.sequences, count), DType.I32), axis=1)
-        return {"token": ops.argmax(logits), "ids": chosen, "logits": ops.gather(logits, ids, name="candidate_logits")}
 
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
         """Build the graph with the named ``outputs``, and with the new value of each state that `set_state` got."""

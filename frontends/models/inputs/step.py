@@ -17,9 +17,17 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.validation import format_value
 from ...errors import ModelError
 
-TOKEN_KIND, CANDIDATE_KIND = "token", "candidates"
-"""The output kinds of decode steps that choose tokens on the device, or select candidates for the host to sample."""
-PLAIN_KINDS = frozenset({"logits", "hidden", TOKEN_KIND, CANDIDATE_KIND})
+TOKEN_KIND, SAMPLED_KIND = "token", "sampled"
+"""The output kinds of decode steps that choose tokens on the device, for the next step."""
+UNMASKED_KIND, MASKED_KIND = "unmasked", "masked"
+"""The output kinds of the two steps around a grammar mask: the model, and the selection of candidates for the host."""
+STATE_TOKEN_KINDS = frozenset({TOKEN_KIND, SAMPLED_KIND})
+"""The output kinds of steps that read their tokens from a state."""
+SELECTING_KINDS = frozenset({SAMPLED_KIND, MASKED_KIND})
+"""The output kinds of steps that select candidates."""
+DEVICE_KINDS = frozenset({UNMASKED_KIND, MASKED_KIND}) | STATE_TOKEN_KINDS
+"""The output kinds of steps after which the host does not read all logits."""
+PLAIN_KINDS = frozenset({"logits", "hidden"}) | DEVICE_KINDS
 """The output kinds of steps without MTP blocks."""
 MAX_CACHE_ROW = 2**31 - 1
 """Largest index of a cache row, which is an i32."""
@@ -62,8 +70,12 @@ class Step:
     - ``hidden``: the input row of the output matrix.
     - ``token``: the token with the largest logit, and this logit. The step has one new token and one output row per
       sequence. It reads the token from a state, and sets the state to the token that it chooses.
-    - ``candidates``: the ``candidate_count`` tokens with the largest logits and these logits, and the logits of
-      ``named_token_count`` tokens that an input names.
+    - ``sampled``: candidates, and a token that the device samples among them. Candidates are the ``candidate_count``
+      tokens with the largest logits, and ``named_token_count`` tokens that an input names, with their logits. As with
+      ``token``, the step reads its token from a state, and sets the state to the sampled token.
+    - ``unmasked``: nothing. A state has the logits, for a step of the kind ``masked``.
+    - ``masked``: the candidates among the tokens that an input allows, from the logits of the last step of the kind
+      ``unmasked``. The step runs no model.
     - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
     - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
     - ``all``: as ``both``, with the logits of all MTP blocks.
@@ -84,15 +96,15 @@ class Step:
             size = getattr(self, name)
             if type(size) is not int or not 1 <= size <= MAX_CACHE_ROW:
                 raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {MAX_CACHE_ROW}")
-        if self.output_kind == TOKEN_KIND and not self.tokens == 1 <= self.outputs == self.sequences:
+        if self.output_kind in STATE_TOKEN_KINDS and not self.tokens == 1 <= self.outputs == self.sequences:
             raise ModelError(
                 f"step: {self.tokens} new tokens and {self.outputs} outputs of {self.sequences} sequences; the output "
-                "kind token needs one new token and one output per sequence"
+                f"kind {self.output_kind} needs one new token and one output per sequence"
             )
-        if (self.output_kind == CANDIDATE_KIND) != (self.candidate_count > 0) or self.named_token_count < 0:
+        if (self.output_kind in SELECTING_KINDS) != (self.candidate_count > 0) or self.named_token_count < 0:
             raise ModelError(
-                f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kind candidates, "
-                "and no other, needs at least 1"
+                f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kinds "
+                f"{', '.join(sorted(SELECTING_KINDS))}, and no others, need at least 1"
             )
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
@@ -109,6 +121,12 @@ class Step:
         """
         cells = window + self.max_new_tokens
         return cells if window and self.max_new_tokens and cells < self.context else 0
+
+    @property
+    def label(self) -> str:
+        """The label of runs in traces, with the output kind if tokens are chosen or selected on the device."""
+        text = f"{self.tokens} token{'s' * (self.tokens > 1)}, {self.cells} cells"
+        return f"{text}, {self.output_kind}" if self.output_kind in DEVICE_KINDS else text
 
     @property
     def padded_token_count(self) -> int:

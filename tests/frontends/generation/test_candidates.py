@@ -59,6 +59,12 @@ def select_candidates(logits: Logits, count: int, named: list[int]) -> TokenCand
     return TokenCandidates(DeviceArgmaxToken(largest, float(logits[largest])), ids, logits[ids])
 
 
+def list_changed_tokens(sampling: Sampling, before: list[int]) -> list[int]:
+    """List the tokens that have a bias or a penalty, as a step that reads the last token of `before` names them."""
+    choice = sampling.describe_choice(0, before, max(0, len(before) - 1))
+    return sorted({*(choice.changed or ()), *(before[-1:] if choice.counts_read_token else ())})
+
+
 def result_or_message(choose: Callable[..., int], *operands: object) -> int | str:
     try:
         return choose(*operands)
@@ -73,7 +79,7 @@ def test_a_choice_among_candidates_is_the_choice_among_all_tokens(make_logits: C
     for seed in range(600):
         logits, sampling = make_logits(rng), choose_settings(rng)
         before = rng.choice(np.argsort(-logits)[:20], int(rng.integers(0, 90))).tolist()
-        named = sampling.list_changed_tokens(before)
+        named = list_changed_tokens(sampling, before)
         assert sampling.largest_logits_needed is not None
         candidates = select_candidates(logits, sampling.largest_logits_needed + len(named), named)
         expected = result_or_message(sampling.choose_token, logits, np.random.default_rng(seed), before)
@@ -98,7 +104,7 @@ def test_too_few_candidates_would_change_the_choice() -> None:
     """The test above can fail: a penalty moves the largest logits behind the missing ones."""
     logits = np.arange(10, 0, -1, dtype=np.float32)
     sampling = Sampling(presence_penalty=100.0)
-    named = sampling.list_changed_tokens([0, 1])
+    named = list_changed_tokens(sampling, [0, 1])
     assert named == [0, 1]
     rng = np.random.default_rng(0)
     assert sampling.choose_candidate(select_candidates(logits, 3, named), rng, [0, 1]) == 2

@@ -25,9 +25,9 @@ from hocket.frontends.generation.generate import (
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.device_tokens import (
-    CandidateCount,
+    TokenChoice,
     can_choose_tokens_on_device,
-    make_candidate_step,
+    make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
 from hocket.frontends.inference.saved_state import load_state, save_state
@@ -178,7 +178,7 @@ def test_the_host_samples_from_candidates_as_from_all_logits(params: dict[str, A
             prompts, stop = [[5], [], [9, 8]], frozenset({sampled[4].token})
         assert any(one.logits is NO_LOGITS for one in sampled) is not needs_logits
         kinds = {step.output_kind for step in session.planned_steps}
-        assert kinds == ({"logits"} if needs_logits else {"logits", "candidates"})
+        assert kinds == ({"logits"} if needs_logits else {"logits", "sampled"})
         logits = session.evaluate([[3], [4], []])
         found.append((known, session.lengths, [one.tolist() for one in logits]))
     assert found[0] == found[1]
@@ -207,15 +207,16 @@ def test_candidates_are_few_bytes_in_few_launches() -> None:
     session = open_session("cuda-emulated:0")
     plain = session.make_step(1, 8)
     launches, nbytes = {}, {}
-    for named in (0, 64):
-        step = make_candidate_step(session, 8, CandidateCount(64 + named, named))
+    for named, changed in ((0, None), (64, [5])):
+        step, inputs = make_sampled_step(session, 8, [TokenChoice(40, changed=changed, bias=[1.0], occurrences=[1])])
+        assert sum(array.nbytes for array in inputs.values()) == 4 + 56 + (4 * named + 8 * (named + 1)) * (named > 0)
         nbytes[named] = sum(value.spec.nbytes for value in session.plan(step).graph.outputs.values())
         launches[named] = len(session.executor(step).list_kernel_names()) - len(
             session.executor(plain).list_kernel_names()
         )
-    assert nbytes == {0: 4 + 8 * 64, 64: 4 + 8 * 128 + 4 * 64}
-    assert launches[0] <= 6
-    assert launches[64] <= 7
+    assert nbytes == {0: 8 + 8 * 64, 64: 8 + 8 * 128 + 4 * 65}
+    assert launches[0] <= 7
+    assert launches[64] <= 9
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -225,7 +226,7 @@ def test_a_nan_that_is_no_candidate_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
     def spoil(self: Model, step: Step) -> Graph:
         graph = build(self, step)
-        if step.output_kind != "candidates":
+        if step.output_kind != "sampled":
             return graph
         return Graph(
             {

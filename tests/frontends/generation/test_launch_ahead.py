@@ -20,7 +20,7 @@ from hocket.frontends.generation.generate import (
 )
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.device_tokens import DeviceTokenSchedule
+from hocket.frontends.inference.launch_ahead import LaunchAheadDecoder
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -143,7 +143,7 @@ def use_and_continue(use: Use, device: str, path: Path | None = None) -> tuple[o
 
 
 def without_launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceTokenSchedule, "_launch_following_step", lambda *_: None)
+    monkeypatch.setattr(LaunchAheadDecoder, "_launch_following_step", lambda *_: None)
 
 
 @pytest.mark.usefixtures("host_memory")

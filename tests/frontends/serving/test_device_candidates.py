@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +11,19 @@ import pytest
 import hocket
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.numpy.backend import NumpyBackend
+from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.grammar import Grammar
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.inference.launch_ahead import LaunchAheadDecoder
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
-from hocket.frontends.serving.requests import Event, GenerationRequest, TokenEvent
+from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
 from hocket.frontends.serving.slots import SlotPool
+from hocket.scheduler import LaunchedRun
 
 from ...given.devices.emulation import needs_compiler
 from ...given.models.goldens import TINY
@@ -69,7 +73,7 @@ def run_requests(pool: SlotPool, requests: list[GenerationRequest]) -> tuple[lis
 def test_requests_have_the_tokens_of_all_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_separate_memory(monkeypatch)
     found, kinds, _ = run_requests(open_pool(device), make_requests())
-    assert kinds == {"candidates"}
+    assert kinds == {"sampled"}
     assert [len(tokens) for tokens in found] == [6, 7, 8, 9]
     monkeypatch.setattr(SlotPool, "decode_to_candidates", lambda *_: None)
     expected, kinds, _ = run_requests(open_pool(device), make_requests())
@@ -95,7 +99,7 @@ def test_one_request_that_reads_all_logits_decides_for_its_steps(monkeypatch: py
     }
     for name, reader in readers.items():
         found, kinds, events = run_requests(open_pool("numpy:0"), [reader, *requests[1:]])
-        assert kinds == {"logits", "candidates"}, name
+        assert kinds == ({"unmasked", "masked", "sampled"} if name == "grammar" else {"logits", "sampled"}), name
         assert found[1:] == expected[1:], name
         if name == "logprobs":
             assert found[0] == expected[0]
@@ -125,3 +129,103 @@ def test_a_model_generates_the_same_text(monkeypatch: pytest.MonkeyPatch) -> Non
                 ]
             )
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "device", ["numpy:0", pytest.param("cuda-emulated:0", marks=[needs_compiler, pytest.mark.long])]
+)
+def test_steps_of_the_same_requests_are_launched_ahead(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a step after which a request ends is not, and no launched step is in vain."""
+    expected, _, _ = run_requests(open_pool("numpy:0"), make_requests()) if device == "numpy:0" else (None, None, None)
+    use_separate_memory(monkeypatch)
+    launched, undone = list[object](), list[object]()
+    follow, undo = LaunchAheadDecoder._launch_following_step, LaunchedRun.undo
+
+    def follow_and_count(self: LaunchAheadDecoder, *operands: Any) -> Any:
+        launched.append(step := follow(self, *operands))
+        return step
+
+    monkeypatch.setattr(LaunchAheadDecoder, "_launch_following_step", follow_and_count)
+    monkeypatch.setattr(LaunchedRun, "undo", lambda run: (undone.append(run), undo(run)))
+    found, kinds, _ = run_requests(open_pool(device), make_requests())
+    assert kinds == {"sampled"}
+    assert None not in launched
+    assert len(launched) == 4
+    assert not undone
+    assert expected is None or found == expected
+
+
+def test_a_request_that_comes_or_goes_undoes_the_launched_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot holds the tokens of its text alone, so another request can go on from them."""
+    found = []
+    for is_separate in (False, True):
+        if is_separate:
+            use_separate_memory(monkeypatch)
+        pool = open_pool("numpy:0")
+        engine = Engine(pool, PrefixCache(pool, state_bytes=0), queue_size=9, max_gap_seconds=0.01, clock=lambda: 0.0)
+        first, second, third, fourth = (
+            replace(request, params=replace(request.params, limit=20)) for request in make_requests()
+        )
+        events = list[Event]()
+        engine.submit(first)
+        for step in range(60):
+            if step == 6:
+                engine.submit(second)
+            if step == 12:
+                events += engine.cancel(first.id)
+                engine.submit(replace(third, prompt=(*first.prompt, *list_tokens(events, first.id))))
+            if step == 20:
+                events += engine.cancel(second.id)
+                engine.submit(fourth)
+            events += engine.step()
+        assert not engine.has_work
+        found.append([list_tokens(events, request.id) for request in (first, second, third, fourth)])
+    assert found[0] == found[1]
+    assert len(found[0][2]) == 20
+
+
+def test_grammars_give_the_texts_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request ends alone if its grammar fails, also if it shares its steps with others."""
+    found = []
+    for is_separate in (False, True):
+        if is_separate:
+            use_separate_memory(monkeypatch)
+        pool = open_pool("numpy:0")
+        tokenizer = tokenizer_from_metadata(pool.all_slots_session.model.gguf.metadata)
+        texts = ("root ::= [a-z]*", 'root ::= "a" [0-9]+ "b"', "root ::= [^a]*")
+        requests = [
+            replace(
+                request,
+                params=replace(request.params, limit=9, token_count=250, grammar=Grammar(tokenizer, grammar=text)),
+            )
+            for request, text in zip(make_requests(), texts, strict=False)
+        ]
+        monkeypatch.setattr(requests[1].params.grammar, "make_state", lambda: FailingState())
+        requests.append(make_requests()[3])
+        tokens, kinds, events = run_requests(pool, requests)
+        assert ("masked" in kinds) is is_separate
+        found.append((tokens, [event for event in events if isinstance(event, EndEvent)]))
+    assert found[0] == found[1]
+    assert [event.message for event in found[0][1] if event.reason == "error"] == ["no token"]
+
+
+class FailingState:
+    """A grammar state that allows token 5 three times, and then no token."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def compute_mask(self, token_count: int) -> np.ndarray:
+        if not self.left:
+            raise ModelError("no token")
+        mask = np.zeros(-(-token_count // 32), np.uint32)
+        mask[0] = 1 << 5
+        return mask
+
+    def mask_logits(self, logits: np.ndarray) -> np.ndarray:
+        bits = np.unpackbits(self.compute_mask(logits.size).view(np.uint8), bitorder="little", count=logits.size)
+        return np.where(bits, logits, np.float32(-np.inf))
+
+    def accept_token_and_can_continue(self, token: int) -> bool:
+        self.left -= 1
+        return True
