@@ -121,7 +121,9 @@ def _select_mask_matrix(mask: Array, leading: tuple[int, ...], index: tuple[int,
 
 def _count_attention_scratch(node: Node) -> int:
     q, k, v, mask, sinks, table = (None if x is None else x.shape for x in (*node.src, *[None] * (6 - len(node.src))))
-    assert q is not None and k is not None and v is not None, "required operands"
+    assert q is not None
+    assert k is not None
+    assert v is not None
     keys = _count_keys(k, mask, table)
     matrices = 2 if node.attrs["max_bias"] else 1
     plan = plan_scratch(_trace_softmax(sinks is not None), [(q[-3], keys), (1,)])

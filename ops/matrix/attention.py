@@ -46,7 +46,10 @@ QUANTISED_CACHE_NAMES = tuple(str(dtype) for dtype in CACHE_DTYPES if dtype.is_q
 BLOCK_KEYS = 64
 """Keys of a block in a pool of blocks."""
 _MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(kv_heads query_heads), t, *s", "tiled": "*m, t, *s"}
-_KEYS: Mapping[str, tuple[str, str]] = {"none": ("..., *s", ""), "blocks": (f"*pool, {BLOCK_KEYS}", ", table[..., *blocks]: i32")}
+_KEYS: Mapping[str, tuple[str, str]] = {
+    "none": ("..., *s", ""),
+    "blocks": (f"*pool, {BLOCK_KEYS}", ", table[..., *blocks]: i32"),
+}
 """The axes of keys before their heads, and the block table, for each value of the attribute `pool`."""
 
 
@@ -106,8 +109,8 @@ def _count_attention_bytes(sources: Sequence[Spec | None], results: Sequence[Spe
     if attrs["pool"] == "none":
         return sum(s.nbytes for s in (*sources, *results) if s is not None)
     q, k, v, mask, sinks, table = (*sources, *[None] * (6 - len(sources)))
-    assert k is not None and v is not None and table is not None, "operands of a pool"
-    blocks = sum(Spec((table.size, *pool.shape[1:]), pool.dtype).nbytes for pool in (k, v))
+    entries = 0 if table is None else table.size
+    blocks = sum(Spec((entries, *pool.shape[1:]), pool.dtype).nbytes for pool in (k, v) if pool is not None)
     return blocks + sum(s.nbytes for s in (q, mask, sinks, table, *results) if s is not None)
 
 
@@ -169,14 +172,14 @@ def gather_blocks(pool: Array, table: Array, keys: int | None) -> Array:
         "q=f32[0,4,8], k=f32[5,2,8], v=f32[5,2,8], mask=f32[0,5], scale=1.0",
         *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=QUANTISED_CACHE_NAMES),
         *expand_template(
-            'q=f32[2,{t},4,16], k={x}[5,64,2,16], v={x}[5,64,2,24], mask=f32[2,{t},{s}], table=i32[2,2], scale=0.25,'
+            "q=f32[2,{t},4,16], k={x}[5,64,2,16], v={x}[5,64,2,24], mask=f32[2,{t},{s}], table=i32[2,2], scale=0.25,"
             ' pool="blocks"',
             t=(1, 3, 17),
             x=("f32", "f16"),
             s=(70, 128),
         ),
         'q=f32[2,3,6,8], k=f32[3,64,2,8], v=f32[3,64,2,5], table=i32[2,1], scale=0.25, max_bias=8.0, pool="blocks"',
-        'q=f32[3,4,16], k=f32[4,64,2,16], v=f32[4,64,2,16], mask=f32[2,3,80], sinks=f32[4], table=i32[3], scale=0.25,'
+        "q=f32[3,4,16], k=f32[4,64,2,16], v=f32[4,64,2,16], mask=f32[2,3,80], sinks=f32[4], table=i32[3], scale=0.25,"
         ' mask_heads="tiled", softcap=5.0, pool="blocks"',
         *expand_template(
             'q=f32[2,2,4,64], k={x}[3,64,2,64], v={x}[3,64,2,32], table=i32[2,2], scale=0.125, pool="blocks"',
