@@ -1,12 +1,13 @@
-"""Value watches: a callback receives statistics of named values after every step of a session."""
+"""Observers of the steps of a session: watched values, values of another device, and times."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ...backends.base import Array
+from ...backends.base import Array, find_device
 from ...graph import Graph, PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import make_module_getattr
@@ -14,6 +15,12 @@ from ...graph.validation import CALLABLE, TEXT, format_value, require
 from ...scheduler import Statistics
 from ...scheduler.ir.formatting import format_table
 from ..errors import ModelError
+from ..models.inputs.step import Batch
+from .prefill_chunks import convert_to_token_ids
+
+if TYPE_CHECKING:
+    from ...scheduler import Trace, ValueDifference
+    from .session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +118,36 @@ class ValueWatch(StepWatch):
 
 if not TYPE_CHECKING:
     __getattr__ = make_module_getattr(globals(), Watch="ValueWatch")
+
+
+def compare_step_with_device(
+    session: Session, tokens: Sequence[int], device: str, rules: Sequence[tuple[str, str]]
+) -> Iterator[ValueDifference]:
+    """Run a step whose values are compared with those of a device; see `Session.compare_with_device`.
+
+    `rules` are the placement rules of the session.
+    """
+    new = convert_to_token_ids(0, tokens)
+    with session.store.device_lock:
+        session.require_evaluable_tokens([new])
+        step = session.make_step(len(new), session.lengths[0] + len(new))
+        raw = {name: tensor.stored_elements for name, tensor in session.model.tensors.items()}
+        from ...scheduler import NodeComparer
+
+        compared = NodeComparer(session.plan(step), session.store, raw, find_device(device), place=rules)
+        batch = Batch([new], session.lengths, None, session.recent, None, session.tables)
+        yield from compared.compare_values(session.model.inputs(step, batch))
+        session.advance_by([new])
+
+
+@contextmanager
+def trace_steps(session: Session, trace: Trace | None = None) -> Iterator[Trace]:
+    """Trace the runs of a session in this context; see `Session.tracing`."""
+    from ...scheduler import Trace
+
+    before, trace = session.trace, trace or Trace()
+    session.set_trace(trace)
+    try:
+        yield trace
+    finally:
+        session.set_trace(before)
