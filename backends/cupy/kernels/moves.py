@@ -154,10 +154,14 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
     q, mask, table = call.operand(0), call.optional_operand(3), call.operand(5)
     *leading, blocks = table.shape
     rows = []
-    for pool in (as_float(launches, x) if x.dtype not in CUDA_TYPE_NAMES else x for x in map(call.operand, (1, 2))):
+    for x in (call.operand(1), call.operand(2)):
+        pool = x if x.dtype in CUDA_TYPE_NAMES else as_float(launches, x)
         count, keys, *row = pool.shape
         width = math.prod((keys, *row))
-        require_supported(pool.is_dense, "pools with gaps are missing")
+        if not pool.is_dense:
+            dense = launches.allocate_scratch(pool.shape, pool.dtype)
+            launch_copy(launches, pool, dense)
+            pool = dense
         out = launches.allocate_scratch((*table.shape, width))
         flat = _with_shape_and_strides(pool, (count, width), (width, 1))
         _bind_get_rows(launches, replace(call, op="get_rows", src=(flat, table), dst=(out,)))
