@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....ops.matrix.attention import BLOCK_KEYS
-from ..prefix_cache import MIN_REUSED_TOKENS, PrefixCache, SlotMatch
+from ...errors import ModelError
+from ..prefix_cache import MIN_REUSED_TOKENS, PrefixCache, SlotContents, SlotMatch
 from .prefix_tree import PrefixTree
 from .slot_pool import NO_SLOT_FILES, BlockSlotPool
 
@@ -119,6 +120,6 @@ class BlockPrefixCache(PrefixCache):
         super().forget_all_slots()
         self._tree.clear()
 
-    def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        """Raise `ModelError`: slots have no files."""
-        raise AssertionError(NO_SLOT_FILES)
+    def get_contents(self, slot: int) -> SlotContents:
+        """Raise `ModelError`: the blocks of a slot are free after its request."""
+        raise ModelError(NO_SLOT_FILES)
