@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import hocket
+from hocket.cli import main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
@@ -16,14 +17,17 @@ from hocket.frontends.serving.blocks.block_cache import BlockPrefixCache
 from hocket.frontends.serving.blocks.prefix_tree import PrefixTree
 from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
 from hocket.frontends.serving.engine import Engine
+from hocket.frontends.serving.request_log import RequestLog
 from hocket.frontends.serving.requests import EndEvent, GenerationRequest
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
 from hocket.graph.errors import BackendError
+from hocket.graph.storage.files import open_log
 
 from ...given.models.goldens import path_of
 from ...given.serving.engine_runs import end_of, make_request, run_all, tokens_of
 from ...given.serving.fake_block_pool import FakeBlockPool
 from ...given.serving.fake_pool import generate_alone
+from ...given.waits import wait_until
 
 CONTEXT = 512
 
@@ -179,3 +183,22 @@ def test_a_server_over_blocks_refuses_slot_files():
                 service.capture_slot(0).result(60)
         finally:
             service.close(1.0)
+
+
+@pytest.mark.long
+def test_a_log_of_a_server_over_blocks_is_repeated_bit_by_bit(tmp_path, capsys):
+    path, options = tmp_path / "log", {"context": 256, "batch": 64, "devices": "cpu:0", "threads": 1}
+    events = []
+    with hocket.Model(path_of("llama"), **options) as model:
+        log = RequestLog(open_log(path), pytest.fail, {**options, "model": str(path_of("llama"))})
+        service = EngineThread(model, EngineOptions(3, 8, pool_tokens=320), name="m", version="0", log=log)
+        try:
+            for i in range(5):
+                params = GenerationParams(60, Sampling(temperature=0.8), i, frozenset())
+                service.submit(GenerationRequest(f"r{i}", tuple(range(3, 90 + i)), params), events.append)
+            wait_until(lambda: sum(isinstance(event, EndEvent) for event in events) == 5)
+            assert service.status.sums.preemptions > 0
+        finally:
+            service.close(0)
+    assert main(["replay", str(path)]) == 0
+    assert "are equal to the log, bit by bit" in capsys.readouterr().out
