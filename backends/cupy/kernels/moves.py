@@ -155,13 +155,13 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
     *leading, blocks = table.shape
     rows = []
     for x in (call.operand(1), call.operand(2)):
-        pool = x if x.dtype in CUDA_TYPE_NAMES else as_float(launches, x)
+        pool = x
+        if x.dtype not in CUDA_TYPE_NAMES:
+            pool = launches.allocate_scratch(x.shape)
+            launch_copy(launches, as_float(launches, x), pool)
+        require_supported(pool.is_dense, "pools with gaps are missing")
         count, keys, *row = pool.shape
         width = math.prod((keys, *row))
-        if not pool.is_dense:
-            dense = launches.allocate_scratch(pool.shape, pool.dtype)
-            launch_copy(launches, pool, dense)
-            pool = dense
         out = launches.allocate_scratch((*table.shape, width))
         flat = _with_shape_and_strides(pool, (count, width), (width, 1))
         _bind_get_rows(launches, replace(call, op="get_rows", src=(flat, table), dst=(out,)))

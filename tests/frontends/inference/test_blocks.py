@@ -11,6 +11,7 @@ from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step
 from hocket.frontends.models.inputs.graph_builder import StepGraphBuilder
 from hocket.frontends.open_model import open_model
+from hocket.scheduler.ir.layout import REPLICATE
 
 from ...given.models.goldens import nmse, path_of
 
@@ -53,6 +54,13 @@ def test_layers_with_a_window_have_no_ring_in_a_pool_of_blocks():
     assert in_order.cell_count("cache_k.0") < CONTEXT == by_blocks.cell_count("cache_k.0")
     for want, got in zip(run_steps(in_order), run_steps(by_blocks), strict=True):
         assert all(nmse(a, b) < 1e-6 for a, b in zip(want, got, strict=True) if a.size)  # a ring has another order
+
+
+def test_pools_are_sharded_by_heads_and_tables_are_whole():
+    _, session = make_sessions("llama", devices=("cpu:0", "cpu:1"), split_mode="tensor")
+    plan = session.plan(session.make_step(1, CONTEXT, SEQUENCES))
+    assert {plan.leaves[f"cache_{name}.0"].axis for name in "kv"} == {1}
+    assert plan.leaves["table"] == REPLICATE
 
 
 def test_two_sequences_read_the_same_blocks():
