@@ -99,7 +99,7 @@ def attention(
     has mask ``i mod m``. Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022). ggml: ``FLASH_ATTN_EXT``; Dao
     et al., 2022.
 
-    With `pool` ``blocks``, k and v are pools of blocks of 64 keys, which all sequences share: key s of sequence b is
+    With `pool` ``blocks``, k and v are pools of blocks of 64 keys, which all sequences share. Key s of sequence b is
     key ``s % 64`` of block ``table[b, s // 64]`` (Kwon et al., PagedAttention, 2023). The mask tells the number of
     keys; without a mask, all keys of the table count.
     """

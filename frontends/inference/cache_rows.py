@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ...ops.matrix.attention import BLOCK_KEYS
+from ...scheduler import Store
 from ..models.inputs.step import count_cache_rows_with_spare
 
-if TYPE_CHECKING:
-    from .session import Session
+
+class HasCaches(Protocol):
+    """The members of a `Session` that tell where its sequences have their rows."""
+
+    sequences: int
+    blocks: int
+    tables: list[list[int]]
+    store: Store
+
+    def cell_count(self, cache: str) -> int:
+        """Return the number of cells of a sequence in a cache; see `Session.cell_count`."""
 
 
-def is_per_cell_cache(session: Session, name: str) -> bool:
+def is_per_cell_cache(session: HasCaches, name: str) -> bool:
     """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
     rows = session.sequences * count_cache_rows_with_spare(session.cell_count(name))
     return bool(session.store.state(name).shape[0] == (session.blocks * BLOCK_KEYS or rows))
 
 
-def find_cache_rows(session: Session, name: str, sequence: int, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def find_cache_rows(
+    session: HasCaches, name: str, sequence: int, cells: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
     """Find the rows of a cache that hold some cells of a sequence, a range of numbers in ascending order.
 
     Args:
@@ -36,7 +48,7 @@ def find_cache_rows(session: Session, name: str, sequence: int, cells: npt.NDArr
     return sequence * count_cache_rows_with_spare(count) + cells % count
 
 
-def zero_sequence_states(session: Session, sequence: int, length: int) -> None:
+def zero_sequence_states(session: HasCaches, sequence: int, length: int) -> None:
     """Zero the rows of a sequence in every state; of caches, the rows of its first `length` cells."""
     for name in session.store.states:
         state = session.store.state(name)

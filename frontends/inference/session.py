@@ -47,7 +47,7 @@ from .prefill_chunks import (
     split_output_rows,
     split_tokens_into_chunks,
 )
-from .value_watch import StepWatch, compare_step_with_device, trace_steps
+from .value_watch import StepWatch, compare_values_with_device, trace_runs
 
 if TYPE_CHECKING:
     from ...scheduler import PipelinedPlan, Trace, ValueDifference
@@ -65,8 +65,8 @@ class Session:
     bucket has fewer than `min_tokens` (1) new tokens per sequence. All plans share weights and states. Threads that
     share a session run one call at a time; separate sessions run in parallel. A session made `like` another one shares
     its devices and weights, but has its own states. With `first_sequence` it instead runs the sequences of `like` from
-    this number on, in the memory of `like`; only its lengths are its own. With `blocks`, KV caches are pools of so many
-    blocks of 64 cells, and `tables` has the blocks of each sequence; see `Step.blocks`.
+    this number on, in the memory of `like`; only its lengths are its own. With `blocks`, all KV caches
+    are pools of blocks, and `tables` has the blocks of each sequence; see `Step.blocks`.
 
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its devices.
     `watch` observes values of every step. `recent` has the last tokens per sequence, for n-gram models.
@@ -384,7 +384,13 @@ class Session:
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
         """Append tokens in one step; yield how each value differs if its op runs on `device` with the same operands."""
-        return compare_step_with_device(self, tokens, device, self._rules)
+        new = convert_to_token_ids(0, tokens)
+        with self.store.device_lock:
+            self.require_evaluable_tokens([new])
+            step = self.make_step(len(new), self.lengths[0] + len(new))
+            inputs = self.model.inputs(step, Batch([new], self.lengths, None, self.recent, None, self.tables))
+            yield from compare_values_with_device(self.store, self.model, self.plan(step), inputs, device, self._rules)
+            self.advance_by([new])
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
@@ -412,7 +418,7 @@ class Session:
 
     def tracing(self, trace: Trace | None = None) -> AbstractContextManager[Trace]:
         """Trace the time of every instruction of the runs in this context; the first run may raise `PlanError`."""
-        return trace_steps(self, trace)
+        return trace_runs(self.set_trace, self.trace, trace)
 
     def set_trace(self, trace: Trace | None) -> None:
         """Set the trace that receives the times of all following runs."""

@@ -15,12 +15,10 @@ from ...graph.validation import CALLABLE, TEXT, format_value, require
 from ...scheduler import Statistics
 from ...scheduler.ir.formatting import format_table
 from ..errors import ModelError
-from ..models.inputs.step import Batch
-from .prefill_chunks import convert_to_token_ids
+from ..models import Model
 
 if TYPE_CHECKING:
-    from ...scheduler import Trace, ValueDifference
-    from .session import Session
+    from ...scheduler import Plan, Store, Trace, ValueDifference
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,34 +118,46 @@ if not TYPE_CHECKING:
     __getattr__ = make_module_getattr(globals(), Watch="ValueWatch")
 
 
-def compare_step_with_device(
-    session: Session, tokens: Sequence[int], device: str, rules: Sequence[tuple[str, str]]
+def compare_values_with_device(
+    store: Store,
+    model: Model,
+    plan: Plan,
+    inputs: Mapping[str, Array],
+    device: str,
+    rules: Sequence[tuple[str, str]],
 ) -> Iterator[ValueDifference]:
-    """Run a step whose values are compared with those of a device; see `Session.compare_with_device`.
+    """Run a plan, and yield how each value differs on another device; see `Session.compare_with_device`.
 
-    `rules` are the placement rules of the session.
+    Args:
+        store: The states and the weights of the plan.
+        model: The model that has the weights.
+        plan: The plan of a step.
+        inputs: The inputs of the step.
+        device: The name of the other device.
+        rules: The placement rules of the plan.
     """
-    new = convert_to_token_ids(0, tokens)
-    with session.store.device_lock:
-        session.require_evaluable_tokens([new])
-        step = session.make_step(len(new), session.lengths[0] + len(new))
-        raw = {name: tensor.stored_elements for name, tensor in session.model.tensors.items()}
-        from ...scheduler import NodeComparer
+    from ...scheduler import NodeComparer
 
-        compared = NodeComparer(session.plan(step), session.store, raw, find_device(device), place=rules)
-        batch = Batch([new], session.lengths, None, session.recent, None, session.tables)
-        yield from compared.compare_values(session.model.inputs(step, batch))
-        session.advance_by([new])
+    raw = {name: tensor.stored_elements for name, tensor in model.tensors.items()}
+    yield from NodeComparer(plan, store, raw, find_device(device), place=rules).compare_values(inputs)
 
 
 @contextmanager
-def trace_steps(session: Session, trace: Trace | None = None) -> Iterator[Trace]:
-    """Trace the runs of a session in this context; see `Session.tracing`."""
+def trace_runs(
+    set_trace: Callable[[Trace | None], object], before: Trace | None, trace: Trace | None = None
+) -> Iterator[Trace]:
+    """Trace the runs in this context; see `Session.tracing`.
+
+    Args:
+        set_trace: Sets the trace of all following runs.
+        before: The trace of the runs before and after this context, if any.
+        trace: The trace; a new one if it is None.
+    """
     from ...scheduler import Trace
 
-    before, trace = session.trace, trace or Trace()
-    session.set_trace(trace)
+    trace = trace or Trace()
+    set_trace(trace)
     try:
         yield trace
     finally:
-        session.set_trace(before)
+        set_trace(before)

@@ -1,1 +1,1 @@
-"""Slots whose KV caches share one pool of blocks, and the prefix cache, admission and preemption over it."""
+"""Slots that share one pool of blocks, and the prefix cache and the admission of requests over it."""

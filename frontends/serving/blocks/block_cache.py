@@ -32,7 +32,7 @@ class BlockPrefixCache(PrefixCache):
         self._pool, self._blocks = pool, pool.allocator
         self._reserves_whole_texts = reserves_whole_texts
         self._tree = PrefixTree(pool.allocator)
-        self._promised: list[int] = [0] * pool.slots
+        self._reserved: list[int] = [0] * pool.slots
         """Per slot the blocks that its request may have in all, if it reserves them."""
 
     def find_slot_for_prompt(
@@ -46,11 +46,11 @@ class BlockPrefixCache(PrefixCache):
     def has_room_for(self, match: SlotMatch, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
         """Whether enough blocks are free, or can be evicted, for a request that starts now; see `PrefixCache`."""
         count = self._count_blocks(prompt, limit, sent_tokens) - self._count_shared_blocks(prompt, match)
-        owed = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._promised))
-        return count + owed <= self._blocks.free_count + self._tree.count_evictable_blocks()
+        missing = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._reserved))
+        return count + missing <= self._blocks.free_count + self._tree.count_evictable_blocks()
 
     def _count_blocks(self, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> int:
-        """Count the blocks that must be free when a request starts, those of its known prefix included."""
+        """Count the blocks that must be free when a request starts, with the blocks of its known prefix."""
         ahead = limit if self._reserves_whole_texts else min(limit, sent_tokens + AHEAD_TOKENS)
         return -(-min(len(prompt) + ahead, self._pool.context) // BLOCK_KEYS)
 
@@ -61,7 +61,7 @@ class BlockPrefixCache(PrefixCache):
         return sum(self._blocks.count_references(block) > 1 for block in whole)
 
     def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...], limit: int = 0) -> None:
-        """Give the slot of a match the blocks of its prompt, of which it knows the first `match.tokens` tokens.
+        """Give the slot of a match the blocks of its prompt; its first `match.tokens` tokens are known.
 
         The block that is known in part may be evicted meanwhile. Its cells are unchanged until the next run.
         """
@@ -76,7 +76,7 @@ class BlockPrefixCache(PrefixCache):
         if cells and known[whole] != (target := self._pool.tables[slot][whole]):
             self._pool.copy_first_cells(known[whole], target, cells)
         if self._reserves_whole_texts:
-            self._promised[slot] = self._count_blocks(prompt, limit, 0)
+            self._reserved[slot] = self._count_blocks(prompt, limit, 0)
 
     def reserve_cells(self, slot: int, count: int) -> bool:
         """Give a slot blocks for `count` tokens in all; return False, and give none, if too few can be freed."""
@@ -102,10 +102,10 @@ class BlockPrefixCache(PrefixCache):
         """Move a running request from slot `source` to the free slot `target`; no cell moves."""
         self._pool.set_table(target, list(self._pool.tables[source]))
         self._pool.set_table(source, [])
-        self._promised[target], self._promised[source] = self._promised[source], 0
+        self._reserved[target], self._reserved[source] = self._reserved[source], 0
 
     def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        """Free the blocks of a slot whose request has ended; the tree keeps the blocks of its prompt."""
+        """Free the blocks of a slot at the end of its request; the tree keeps the blocks of the prompt."""
         self.forget_slot(slot)
 
     def forget_slot(self, slot: int) -> None:
@@ -113,10 +113,10 @@ class BlockPrefixCache(PrefixCache):
         for block in self._pool.tables[slot]:
             self._blocks.release(block)
         self._pool.set_table(slot, [])
-        self._promised[slot] = 0
+        self._reserved[slot] = 0
 
     def forget_all_slots(self) -> None:
-        """Free all blocks, also those of known prompts."""
+        """Free all blocks, also the blocks of known prompts."""
         super().forget_all_slots()
         self._tree.clear()
 

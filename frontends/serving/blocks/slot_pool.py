@@ -21,7 +21,7 @@ NO_SLOT_FILES = "slots share a pool of blocks and cannot be saved; start the ser
 
 
 class BlockSlotPool(SlotPool):
-    """Slots of at most `context` tokens whose KV caches share one pool of `pool_tokens` cells.
+    """Slots of at most `context` tokens, with KV caches of `pool_tokens` cells for all slots.
 
     Raises `ModelError` for a model with recurrent states, or with other caches than keys and values, and for a pool
     that is smaller than the context.

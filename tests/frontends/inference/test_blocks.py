@@ -1,4 +1,4 @@
-"""Sessions whose KV caches are pools of blocks: the same bits as with a region per sequence, for any block table."""
+"""Sessions with KV caches in pools of blocks: the same bits as with a region per sequence, for any block table."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_a_failed_run_frees_and_zeroes_the_blocks_of_its_request_alone():
     require_no_lost_block(pool, engine)
 
 
-def test_the_least_recently_used_leaf_is_evicted_first():
+def test_blocks_are_evicted_in_the_order_of_their_last_use():
     blocks = BlockAllocator(6)
     tree = PrefixTree(blocks)
     first, second = [blocks.allocate(), blocks.allocate()], [blocks.allocate()]

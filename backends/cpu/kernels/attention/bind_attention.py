@@ -86,7 +86,7 @@ def _view_blocks_as_rows(pool: Operand) -> Operand | None:
 
 
 def _count_keys(call: BoundInstruction) -> int:
-    """Return the number of keys of a sequence, in the mask and the block table of which some may be missing."""
+    """Return the number of keys of a sequence; the last block of a table may have more."""
     mask, table = call.optional_operand(3), call.optional_operand(5)
     if table is None:
         return call.operand(1).shape[-3]
