@@ -17,9 +17,8 @@ from .hyperparameters import (
     collect_token_blocks,
     compute_block_attention_windows,
 )
-from .inputs.attention_window import AttentionWindow
+from .inputs.attention_window import AttentionWindow, TemperatureScaling
 from .inputs.family import AttentionWindowPattern, FamilyTraits
-from .inputs.graph_builder import TemperatureScaling
 from .layers.attention import Attention, MatrixInsteadOfAttention
 from .layers.compressed_attention import CompressedAttention
 from .layers.feed_forward import GATE_CUTOFF, Activation, Norm

@@ -1,4 +1,4 @@
-"""The cells of a KV cache that a token attends to."""
+"""The cells of a KV cache that a token attends to, and the temperature of its queries."""
 
 from __future__ import annotations
 
@@ -33,3 +33,5 @@ class AttentionWindow:
 
 
 FULL_WINDOW = AttentionWindow()
+TemperatureScaling = tuple[int, float, float] | None
+"""Floor, factor and offset for `StepGraphBuilder.scale_queries_by_temperature`; `None` for a temperature of 1."""

@@ -14,11 +14,9 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
-from .attention_window import FULL_WINDOW, AttentionWindow
+from .attention_window import FULL_WINDOW, AttentionWindow, TemperatureScaling
 from .step import PLAIN_KINDS, TOKEN_KIND, RingCacheInput, Step, count_cache_rows_with_spare
 
-TemperatureScaling = tuple[int, float, float] | None
-"""Floor, factor and offset for `StepGraphBuilder.scale_queries_by_temperature`; `None` for a temperature of 1."""
 MASKED_SCORE = -1e38
 """The score of masked cells, so that their softmax is 0."""
 CACHE_INPUTS = frozenset({"pos", "slot"})
