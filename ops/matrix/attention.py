@@ -62,7 +62,7 @@ def _choose_signature_key(attrs: Mapping[str, Attr]) -> str:
     for name, legal, default in (("mask_heads", _MASKS, "one"), ("pool", _KEYS, "none")):
         if (value := attrs.get(name, default)) not in legal:
             raise SignatureMismatch(f"{name} is {value!r}; one of {', '.join(legal)}")
-    return f"{attrs.get('mask_heads', 'one')} {attrs.get('pool', 'none')}"
+    return " ".join(str(attrs.get(name, default)) for name, default in (("mask_heads", "one"), ("pool", "none")))
 
 
 def _check_attention(
@@ -108,10 +108,10 @@ def _count_attention_bytes(sources: Sequence[Spec | None], results: Sequence[Spe
     """Count the bytes that attention reads and writes; of a pool of blocks, only the blocks in the table count."""
     if attrs["pool"] == "none":
         return sum(s.nbytes for s in (*sources, *results) if s is not None)
-    q, k, v, mask, sinks, table = (*sources, *[None] * (6 - len(sources)))
+    table = sources[5]
     entries = 0 if table is None else table.size
-    blocks = sum(Spec((entries, *pool.shape[1:]), pool.dtype).nbytes for pool in (k, v) if pool is not None)
-    return blocks + sum(s.nbytes for s in (q, mask, sinks, table, *results) if s is not None)
+    blocks = sum(Spec((entries, *pool.shape[1:]), pool.dtype).nbytes for pool in sources[1:3] if pool is not None)
+    return blocks + sum(s.nbytes for s in (sources[0], *sources[3:], *results) if s is not None)
 
 
 def gather_blocks(pool: Array, table: Array, keys: int | None) -> Array:

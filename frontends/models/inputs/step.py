@@ -226,10 +226,9 @@ def build_step_inputs(
             raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
         arrays["out_ids"] = _compute_output_rows(step, positions)
     if step.blocks:
-        arrays["table"] = table = np.zeros((step.sequences, step.table_columns), np.int32)
-        for row, blocks in zip(table, batch.tables, strict=True):
-            used = blocks[: step.table_columns]
-            row[: len(used)] = used
+        columns = step.table_columns
+        tables = [[*blocks[:columns], *[0] * (columns - len(blocks))] for blocks in batch.tables]
+        arrays["table"] = np.array(tables, np.int32)
     if not causal:
         ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
         arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
