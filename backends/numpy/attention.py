@@ -14,7 +14,7 @@ from ...ops.matrix.attention import BLOCK_KEYS, gather_blocks
 from ...ops.reduction.norms import alibi_slopes, normalise_scores
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction
-from .expressions import count_scratch_elements, make_expression_calls, plan_scratch
+from .expressions import count_scratch_elements, make_float32_expression_calls, plan_scratch
 from .matmul import multiply_in_float64
 
 
@@ -76,7 +76,7 @@ def bind_attention(call: HostInstruction) -> Calls:
             elif masked is not None:
                 calls.append(partial(np.add, scores, masked, out=scores))
             operands = [scores, None if sinks is None else sinks[h : h + 1]]
-            calls += make_expression_calls(softmax, operands, numbers, scores, plan, memory)
+            calls += make_float32_expression_calls(softmax, operands, numbers, scores, plan, memory)
             calls.append(partial(multiply_in_float64, scores, value.T, out[i][:, h]))
     return calls
 

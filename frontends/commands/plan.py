@@ -35,7 +35,7 @@ from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_ha
 from ..errors import ModelError
 from ..flag_values import parse_positive
 from ..graph_file import MAX_GRAPH_FILE_BYTES, is_gguf_or_hf_folder, read_graph
-from ..inference.device_group import resolve_devices
+from ..inference.device_group import resolve_devices_and_apply_options
 from ..inference.model_layout import OFFLOAD_DEVICE, create_layout_workload, find_speeds_of_first_device_alone
 from ..inference.prefill_chunks import explain_prefill_chunks
 from ..models import Step
@@ -43,13 +43,13 @@ from ..open_model import choose_context, open_model
 from ..run_config import ONE_DEVICE, DeviceGroup
 from ..terminal.arguments import replace_arguments_by_flag_names
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
-from .shared_flags import PLAN_OPTIONS, add_model_flags, add_option_flags, config_from_flags
+from .shared_flags import PLAN_OPTIONS, add_model_file_argument, add_option_flags, config_from_flags
 
 SIMULATE_HELP = "simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file"
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(
+    add_model_file_argument(
         sub,
         "GGUF file (only its header is read), a Hugging Face folder, a dumped graph (- is stdin), or a .pt2 or .onnx "
         "program",
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
             write_to_stdout_unless_closed(
-                describe_memory_fit_and_speed(
+                format_memory_fit_and_speed_line(
                     requested, plan, context, args.parallel, prompt, graph_of, is_decode=is_decode
                 )
                 + "\n\n"
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe_memory_fit_and_speed(
+def format_memory_fit_and_speed_line(
     requested: Plan,
     plan: Plan,
     context: int | None,
@@ -275,7 +275,7 @@ def make_requested_and_session_plans(
         use: The workload of the layout, or None.
     """
     if simulated is None:
-        group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
+        group, host = resolve_devices_and_apply_options(on), HostOffload(*find_device(OFFLOAD_DEVICE))
         hardware = choose_calibrated_or_built_in_hardware(graph, group)
         use = None if use is None else replace(use, lone_hardware=find_speeds_of_first_device_alone(on, group, graph))
     else:
@@ -336,7 +336,7 @@ def print_serving_prediction(args: argparse.Namespace) -> int:
     workload = create_session_layout_workload(args, group, context, args.parallel)
     requested, plan = make_requested_and_session_plans(graph, group, None, workload)
     prompt = min(args.batch, context)
-    fit = describe_memory_fit_and_speed(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
+    fit = format_memory_fit_and_speed_line(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
     explained = replace_arguments_by_flag_names(plan.explain())
     write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{explained}\n")
     if problem := describe_memory_problem(requested, context=context):

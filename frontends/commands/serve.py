@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...graph.errors import format_install_hint
+from ...graph.errors import format_install_command
 from ...graph.storage.files import open_log, require_writable
 from ..config_options import list_options
 from ..errors import ModelError
@@ -24,7 +24,7 @@ from ..generation.sampling import Sampling
 from ..generation.speculative import DEFAULT_DRAFT_TOKENS
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open_model import open_model, read_text_without_final_newline, require_usable_model_files
+from ..open_model import open_model, read_text_without_bom_and_newline, require_usable_model_files
 from ..run_config import RunConfig, options_of
 from ..serving.drafts import MAX_DRAFT_TOKENS
 from ..terminal.output import write_line_to_stderr
@@ -32,7 +32,7 @@ from .plan import print_serving_prediction
 from .shared_flags import (
     SESSION_OPTIONS,
     add_cache_folder_flag,
-    add_model_flags,
+    add_model_file_argument,
     add_option_flags,
     config_from_flags,
     mark_as_multi_rank_command,
@@ -52,11 +52,11 @@ QUEUE_PER_SLOT = 4
 MAX_PORT = 65535
 GC_THRESHOLD_OBJECTS = 10_000
 """The number of new objects after which a server searches for garbage cycles; a search takes about a millisecond."""
-MISSING_EXTRA_ERROR = f"hocket serve needs starlette, uvicorn and msgspec; {format_install_hint('server')}"
+MISSING_EXTRA_ERROR = f"hocket serve needs starlette, uvicorn and msgspec; {format_install_command('server')}"
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub)
+    add_model_file_argument(sub)
     mark_as_multi_rank_command(sub)
     _add_address_flags(sub)
     sub.add_argument(
@@ -71,7 +71,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--max-gap",
-        type=parse_duration,
+        type=parse_seconds_or_milliseconds,
         default=100.0,
         metavar="MS",
         help="longest predicted time of a prompt chunk while other requests get tokens (100)",
@@ -138,7 +138,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_cache_folder_flag(sub)
 
 
-def parse_duration(text: str) -> float:
+def parse_seconds_or_milliseconds(text: str) -> float:
     """Parse a duration in seconds or milliseconds: a finite number of at least 0."""
     value = parse_number(text)
     if not (math.isfinite(value) and value >= 0):
@@ -166,7 +166,7 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
         ("--drain", "time for running requests after SIGTERM", 30),
     ):
         text = f"{help}, in s ({seconds})"
-        sub.add_argument(flag, type=parse_duration, default=float(seconds), metavar="S", help=text)
+        sub.add_argument(flag, type=parse_seconds_or_milliseconds, default=float(seconds), metavar="S", help=text)
     sub.add_argument("--ssl-cert-file", metavar="FILE", help="certificate for HTTPS, with --ssl-key-file")
     sub.add_argument("--ssl-key-file", metavar="FILE", help="private key for HTTPS")
 
@@ -264,7 +264,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
                 on_failure=end_server,
                 on_restart=_announce_restart,
             )
-        lower_gc_threshold()
+        run_cyclic_gc_more_often()
         try:
             announce = partial(_announce_url, name)
             code = run_server(service, options, announce, listeners=listeners)
@@ -286,7 +286,7 @@ def _announce_restart(why: str) -> None:
     write_line_to_stderr(f"hocket: the engine was built anew after a failure: {why}")
 
 
-def lower_gc_threshold() -> None:
+def run_cyclic_gc_more_often() -> None:
     """Make the cyclic garbage collector run more often, as a long-running server needs.
 
     Libraries leave reference cycles after a request: jinja2 leaves 400 objects for each template that it compiles.
@@ -367,7 +367,7 @@ def read_server_options_and_files(args: argparse.Namespace) -> ServerOptions:
         sampling=Sampling(temperature=args.temperature),
         seed=args.seed,
         default_max_tokens=args.default_max_tokens,
-        chat_template=None if args.chat_template is None else read_text_without_final_newline(args.chat_template),
+        chat_template=None if args.chat_template is None else read_text_without_bom_and_newline(args.chat_template),
         template_variables=args.variables,
         has_metrics=not args.no_metrics,
         has_slots=not args.no_slots,
@@ -424,7 +424,7 @@ def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:
     keys = (
-        [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text_without_final_newline(path).splitlines()
+        [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text_without_bom_and_newline(path).splitlines()
     )
     found = tuple(key for line in keys if (key := line.strip()))
     if path is not None and not found:

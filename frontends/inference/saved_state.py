@@ -24,7 +24,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
 from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from ..errors import ModelError
-from ..terminal.arguments import describe_os_error
+from ..terminal.arguments import describe_os_error_with_remedy
 from .cache_rows import find_cache_rows
 from .micro_batches import MicroBatchedSession
 from .model_digest import compute_model_digest
@@ -207,14 +207,14 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
 def _parse_saved_state(saved: bytes) -> SavedSessionState:
     members = _read_zip_members(BytesIO(saved), len(saved))
     try:
-        header = json.loads(_parse_npy_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
+        header = json.loads(_view_npy_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
     except RecursionError:
         raise ValueError("its header is nested too deep") from None
     if not isinstance(header, dict) or header.get("format") != STATE_FORMAT:
         raise ValueError(f"its format is not {STATE_FORMAT}")
     if not all(name.startswith("state/") for name in members):
         raise ValueError("it holds more than states")
-    states = {name.removesuffix(".npy"): _parse_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
+    states = {name.removesuffix(".npy"): _view_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
     return SavedSessionState(header, {name.removeprefix("state/"): array for name, array in states.items()})
 
 
@@ -240,7 +240,7 @@ def _read_zip_members(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:
         raise ValueError(f"its archive is damaged: {why}") from None
 
 
-def _parse_npy_array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
+def _view_npy_array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
     """Return the array in an archive member in npy format, as a view of `data`.
 
     NumPy's own reader would allocate memory for the declared shape before it checks the size of the data.
@@ -351,4 +351,4 @@ def convert_os_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(describe_os_error(error)) from error
+        raise ModelError(describe_os_error_with_remedy(error)) from error

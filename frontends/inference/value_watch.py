@@ -139,7 +139,9 @@ def compare_values_with_device(
     from ...scheduler import NodeComparer
 
     raw = {name: tensor.stored_elements for name, tensor in model.tensors.items()}
-    yield from NodeComparer(plan, store, raw, find_device(device), place=rules).compare_values(inputs)
+    yield from NodeComparer(plan, store, raw, find_device(device), place=rules).compare_step_values_with_reference(
+        inputs
+    )
 
 
 @contextmanager

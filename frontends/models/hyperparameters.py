@@ -14,7 +14,7 @@ from ...graph import Value
 from ...graph.lazy_dataclass import dataclass
 from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
-from .inputs.step import TOKEN_KIND, Batch, RingCacheInput, Step
+from .inputs.step import TOKEN_KIND, Batch, RingRowNumberInput, Step
 from .inputs.weights import ModelWeights
 from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
@@ -130,7 +130,7 @@ class Hyperparameters:
     @cached_property
     def input_sources(self) -> tuple[InputSource, ...]:
         """The parts of the model that build graph inputs of their own, such as ring caches and n-gram embeddings."""
-        rings = map(RingCacheInput, sorted({*self.windows.values()} - {0}))
+        rings = map(RingRowNumberInput, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
     @cached_property
@@ -170,7 +170,7 @@ class Hyperparameters:
         return self.family.is_causal
 
 
-def compute_block_attention_windows(blocks: Mapping[int, Layer]) -> dict[int, int]:
+def compute_window_of_each_cached_block(blocks: Mapping[int, Layer]) -> dict[int, int]:
     """Return the attention window in tokens of each block that has a cache; 0 for full attention.
 
     A cell outside the window is never read again, so that a ring cache may overwrite it.

@@ -15,7 +15,7 @@ from .hyperparameters import (
     Layer,
     TokenMixer,
     collect_token_blocks,
-    compute_block_attention_windows,
+    compute_window_of_each_cached_block,
 )
 from .inputs.attention_window import AttentionWindow, TemperatureScaling
 from .inputs.family import AttentionWindowPattern, FamilyTraits
@@ -25,7 +25,7 @@ from .layers.feed_forward import GATE_CUTOFF, Activation, Norm
 from .layers.latent_attention import LatentAttention
 from .layers.moe import ExpertLayerHyperparameters
 from .layers.ngram_embedding import NgramEmbedding
-from .layers.rope import Rope, choose_rope_mode, read_original_context_length
+from .layers.rope import Rope, choose_normal_or_neox_rope, read_original_context_length
 from .picture_tokens import find_picture_token_ranges
 from .recurrent_mixers import RECURRENT_MIXERS
 
@@ -60,7 +60,7 @@ def read_hyperparameters(keys: ArchitectureMetadata, family: FamilyTraits) -> Hy
         blocks=blocks,
         blocks_of=collect_token_blocks(blocks),
         ngrams=NgramEmbedding.from_keys(keys, count),
-        windows=compute_block_attention_windows(dict(enumerate(blocks))),
+        windows=compute_window_of_each_cached_block(dict(enumerate(blocks))),
         streams=reader.read_stream_traits(),
         selected_tokens=math.prod(keys.read_count(f"attention.indexer.{name}") for name in family.sparse_keys.split())
         if family.sparse_keys
@@ -112,7 +112,7 @@ def add_mtp_hyperparameters(keys: ArchitectureMetadata, hyper: Hyperparameters) 
         blocks=tuple(blocks.values()),
         blocks_of=collect_token_blocks(blocks.values()),
         ngrams=None,
-        windows=compute_block_attention_windows(blocks),
+        windows=compute_window_of_each_cached_block(blocks),
         draft_columns=hyper.width * streams,
     )
     return replace(hyper, mtp_blocks=ahead)
@@ -154,7 +154,7 @@ class HyperparameterReader:
     @property
     def unit(self) -> Activation:
         linear = self.keys.read_positive_zero_as_none("activation.situ_linear_beta") or 0.0
-        beta = self.keys.read_positive("activation.situ_beta", 1.0) if self.family.activation == "situ" else 1.0
+        beta = self.keys.read_positive_float32("activation.situ_beta", 1.0) if self.family.activation == "situ" else 1.0
         kind = self.family.activation
         if kind == "gelu erf":
             kind = {"gelu": kind, "silu": "silu"}[self.keys.read_choice("hidden_activation", "gelu", ("gelu", "silu"))]
@@ -421,13 +421,15 @@ class HyperparameterReader:
         dimensions = (
             "rope.dimension_count_swa" if local and keys.has("rope.dimension_count_swa") else "rope.dimension_count"
         )
-        rope = Rope.from_keys(keys, choose_rope_mode(keys, family.rope), key_size, dimensions, family.log_multiplier)
+        rope = Rope.from_keys(
+            keys, choose_normal_or_neox_rope(keys, family.rope), key_size, dimensions, family.log_multiplier
+        )
         if family.alpha and (alpha := keys.read_positive_zero_as_none("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
-            return rope.with_half_rotated_columns(keys) if family.half_rotation else rope
+            return rope.with_half_as_many_rotated_columns(keys) if family.half_rotation else rope
         assert family.windows is not None
-        base = Rope.read_frequency_base(keys, "rope.freq_base_swa", family.windows.base or rope.base)
+        base = Rope.read_required_frequency_base(keys, "rope.freq_base_swa", family.windows.base or rope.base)
         return replace(rope, base=base) if family.windows.uses_rope_scaling else Rope(rope.n_dims, rope.mode, base)
 
     def uses_rope(self, i: int) -> bool:

@@ -32,7 +32,7 @@ def escape_as_one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def describe_os_error(error: OSError) -> str:
+def describe_os_error_with_remedy(error: OSError) -> str:
     """Return the system's message about a file error, with a remedy."""
     message = error.strerror or str(error)
     return message if error.filename is None else f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}"
@@ -46,7 +46,7 @@ REPLACED_INPUTS = frozenset({"load_state", "diff"})
 """Arguments with a file that an output may replace after it has been read."""
 
 
-def require_outputs_are_no_inputs(args: argparse.Namespace, command: str) -> None:
+def require_outputs_are_distinct_files(args: argparse.Namespace, command: str) -> None:
     """Require that no output file of a command is one of its other files.
 
     Raises:
@@ -141,7 +141,7 @@ class CommandParser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers:
             return super().parse_known_args(words, namespace)
-        words, optional = self._move_positional_aliases(words)
+        words, optional = self._move_alias_flags_to_positions(words)
         parsed, left = super().parse_known_args(words, namespace)
         for dest, value in optional.items():
             if (other := getattr(parsed, dest)) is not None:
@@ -149,7 +149,7 @@ class CommandParser(argparse.ArgumentParser):
             setattr(parsed, dest, value)
         return parsed, left
 
-    def _move_positional_aliases(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    def _move_alias_flags_to_positions(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Move the values of `PositionalAliasAction` flags to the places of positional arguments in the words.
 
         The value of the first positional argument comes first, other values come last. Flags that only llama.cpp has

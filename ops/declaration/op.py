@@ -349,7 +349,7 @@ class _OpDecorator:
         as_view = reference if view is True else view or None
         return Op(
             name=reference.__name__.rstrip("_"),
-            reference=declared.make_reference() if declared else reference,
+            reference=declared.make_float64_reference() if declared else reference,
             expression=declared,
             defaults=MappingProxyType(defaults),
             required_attributes=tuple(name for name in types if name not in defaults),

@@ -119,12 +119,12 @@ class Store:
                     place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
                 if copies is not None:
                     runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
-                    digest = device.bind_shared_weight(declared_buffer, share, data, runs, copies)
+                    digest = device.bind_store_shared_weight(declared_buffer, share, data, runs, copies)
                 else:
                     digest = device.load_or_map_weight(declared_buffer, share, release, place)
-                if self.loaded_bytes.has_to_compute_digests:
+                if self.loaded_bytes.has_to_digest_for_rank_0:
                     self.loaded_bytes.add_digest(name, layout, number, digest)
-            for number in self.loaded_bytes.list_remote_devices_to_digest(layout):
+            for number in self.loaded_bytes.list_remote_devices_rank_0_checks(layout):
                 other = partial(slice_for_device, stored, spec, layout, number)
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
@@ -307,7 +307,7 @@ class _DeviceBuffers:
             self._load_in_slices(buffer, declared_buffer.declared_spec, part, release)
             self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
             return lambda: compute_digest(part, release)
-        mapped_weight = packed_file_key.packed_files.map_existing_file(
+        mapped_weight = packed_file_key.packed_files.map_file_of_right_size(
             packed_file_key.origin, packing, packed_file_key.share_text, spec.nbytes
         )
         if mapped_weight is None:
@@ -320,7 +320,7 @@ class _DeviceBuffers:
         self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
-    def bind_shared_weight(
+    def bind_store_shared_weight(
         self,
         declared_buffer: BufferSpec,
         data: Callable[[], Array],

@@ -13,7 +13,7 @@ from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
 from ...base import contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.iteration_axes import as_row_starts, build_merged_iteration_axes, split_tiled_axes_for_broadcast
+from ..binding.iteration_axes import as_row_starts, build_merged_tiling_iteration_axes, split_tiled_axes_for_broadcast
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelSource
@@ -46,7 +46,7 @@ SOURCE = KernelSource(
 SOURCES = (SOURCE,)
 
 
-def launch_copy(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
+def launch_broadcast_and_convert(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
     """Launch a copy of `x` to `out`: broadcast to its shape, and converted to its dtype."""
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
@@ -59,14 +59,14 @@ def _find_bits_type(x: Operand) -> str:
 
 
 def _bind_copy(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    launch_copy(launches, call.operand(0), call.out)
+    launch_broadcast_and_convert(launches, call.operand(0), call.out)
 
 
 def _bind_concat(launches: LaunchBuilder, call: BoundInstruction) -> None:
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
-    launch_copy(launches, a, out.slice_axis(axis, 0, a.shape[axis]))
-    launch_copy(launches, b, out.slice_axis(axis, a.shape[axis], b.shape[axis]))
+    launch_broadcast_and_convert(launches, a, out.slice_axis(axis, 0, a.shape[axis]))
+    launch_broadcast_and_convert(launches, b, out.slice_axis(axis, a.shape[axis], b.shape[axis]))
 
 
 # ------------------------------------------------------------------------------------------------- shifted axes
@@ -129,12 +129,12 @@ def _slice_result_region(call: BoundInstruction) -> Operand:
 def copy_unless_in_place(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
     """Launch a copy of `x` to `out`; launch nothing if both are the same memory."""
     if x.address != out.address:
-        launch_copy(launches, x, out)
+        launch_broadcast_and_convert(launches, x, out)
 
 
 def _bind_set(launches: LaunchBuilder, call: BoundInstruction) -> None:
     copy_unless_in_place(launches, call.operand(0), call.out)
-    launch_copy(launches, call.operand(1), _slice_result_region(call))
+    launch_broadcast_and_convert(launches, call.operand(1), _slice_result_region(call))
 
 
 def _bind_acc(launches: LaunchBuilder, call: BoundInstruction) -> None:
@@ -158,7 +158,7 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
         pool = x
         if x.dtype not in CUDA_TYPE_NAMES:
             pool = launches.allocate_scratch(x.shape)
-            launch_copy(launches, as_float(launches, x), pool)
+            launch_broadcast_and_convert(launches, as_float(launches, x), pool)
         require_supported(pool.is_dense, "pools with gaps are missing")
         count, keys, *row = pool.shape
         width = math.prod((keys, *row))
@@ -185,7 +185,7 @@ def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     *leading, rows, columns = table.shape
     heads = _with_shape_and_strides(table, (*leading, 1), (*table.strides[:-2], 0))
-    axes = build_merged_iteration_axes(ids.shape, [heads, ids, as_row_starts(out)])
+    axes = build_merged_tiling_iteration_axes(ids.shape, [heads, ids, as_row_starts(out)])
     words: list[LaunchWord] = [
         rows,
         columns,
@@ -214,7 +214,7 @@ def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     heads = as_row_starts(rows)
     table = _with_shape_and_strides(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
     shape, (table_of, ids_of, rows_of) = split_tiled_axes_for_broadcast(heads.shape, [table, ids, heads], tiled_index=1)
-    axes = build_merged_iteration_axes(shape, [table_of, ids_of, rows_of])
+    axes = build_merged_tiling_iteration_axes(shape, [table_of, ids_of, rows_of])
     words: list[LaunchWord] = [
         out.shape[-2],
         out.shape[-1],
@@ -237,7 +237,7 @@ def _bind_add_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x, ids, out = as_float(launches, call.operand(0)), call.operand(2), call.out
     table = as_float(launches, call.operand(1))
     first, total = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
-    axes = build_merged_iteration_axes(ids.shape, [as_row_starts(x), ids, as_row_starts(out)])
+    axes = build_merged_tiling_iteration_axes(ids.shape, [as_row_starts(x), ids, as_row_starts(out)])
     own, columns = table.shape
     words: list[LaunchWord] = [
         first,
@@ -283,7 +283,7 @@ def _launch_diagonal_band_copy(
         fill_value: The value of all other entries.
     """
     x = as_float(launches, x)
-    axes = build_merged_iteration_axes(out.shape, [x, out])
+    axes = build_merged_tiling_iteration_axes(out.shape, [x, out])
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
@@ -316,7 +316,9 @@ def _bind_diag(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _bind_arange(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    launch_copy(launches, launches.upload_constant(arange.reference(**call.attrs).astype(np.float32)), call.out)
+    launch_broadcast_and_convert(
+        launches, launches.upload_constant(arange.reference(**call.attrs).astype(np.float32)), call.out
+    )
 
 
 BINDINGS: Mapping[str, OpBinder] = {

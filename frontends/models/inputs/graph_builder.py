@@ -15,7 +15,7 @@ from ....graph import DType, Graph, Value, input, state
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
 from .attention_window import FULL_WINDOW, AttentionWindow, TemperatureScaling
-from .step import PLAIN_KINDS, TOKEN_KIND, RingCacheInput, Step, count_cache_rows_with_spare
+from .step import PLAIN_KINDS, TOKEN_KIND, RingRowNumberInput, Step, count_cache_rows_with_spare
 
 MASKED_SCORE = -1e38
 """The score of masked cells, so that their softmax is 0."""
@@ -95,7 +95,7 @@ class StepGraphBuilder:
         elif 0 < attention_window.window < count:
             mask = self._mask_cells_before(self._compute_window_starts(attention_window), mask)
         return (
-            ops.sub(mask, ops.abs_(self.distances_between_tokens), name="distances")
+            ops.sub(mask, ops.abs_(self.token_positions_relative_to_query), name="distances")
             if attention_window.has_distance_bias
             else mask
         )
@@ -119,7 +119,7 @@ class StepGraphBuilder:
         return ops.add(mask, ops.log(ops.step(ahead)), name="first_mask")
 
     @cached_property
-    def distances_between_tokens(self) -> Value:
+    def token_positions_relative_to_query(self) -> Value:
         """The distance of each token to every token of its text, negative for earlier ones: f32[B, T, T]."""
         count = self.step.tokens
         numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
@@ -142,7 +142,9 @@ class StepGraphBuilder:
         number = ops.add(ops.clamp(size, min=0.0, max=exact_buckets), ops.clamp(number, min=0.0, max=log_buckets - 1.0))
         number = ops.add(number, ops.scale(ops.step(ahead), scale=float(buckets // 2)))
         biases = ops.get_rows(table, ops.cast(number, dtype=DType.I32), name="biases")
-        where = ops.cast(ops.scale(self.distances_between_tokens, scale=1.0, bias=count - 1.0), dtype=DType.I32)
+        where = ops.cast(
+            ops.scale(self.token_positions_relative_to_query, scale=1.0, bias=count - 1.0), dtype=DType.I32
+        )
         biases = ops.get_rows(biases, ops.reshape(where, shape=(where.spec.size,)))
         biases = ops.transpose(ops.reshape(biases, shape=(sequences, count * count, heads)))
         biases = ops.reshape(biases, shape=(sequences, heads, count, count))
@@ -299,7 +301,7 @@ class StepGraphBuilder:
         if ring := step.ring_cells(attention_window.cell_lifetime_tokens):
             context, cells = ring, min(ring, cells)
             slot = self.make_shared_integer_input(
-                RingCacheInput(attention_window.cell_lifetime_tokens).input_name, step.padded_token_count
+                RingRowNumberInput(attention_window.cell_lifetime_tokens).input_name, step.padded_token_count
             )
         cache_rows = count_cache_rows_with_spare(context)
         old = state(name, (sequences * cache_rows, heads * size), dtype)

@@ -147,7 +147,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class RingCacheInput:
+class RingRowNumberInput:
     """The graph input that tells which row of a ring cache each token writes, for layers with an attention window.
 
     The input is ``ring_slot.W`` i32[B*T] for a window of W tokens. Padding writes the first spare row of its sequence.

@@ -15,7 +15,7 @@ from ..inputs.attention_window import AttentionWindow, TemperatureScaling
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import CACHE_INPUTS, StepGraphBuilder
 from ..inputs.weights import ModelWeights
-from .feed_forward import Norm, apply_attention_output_gate, linear, split_columns
+from .feed_forward import Norm, apply_attention_output_gate_if_present, linear, split_columns
 from .rope import Rope, find_frequency_divisors
 
 
@@ -99,9 +99,9 @@ class Attention:
                 None,
                 None,
             )
-        if weights.has_tensor(f"{block}.attn_qkv.weight"):
+        if weights.has_used_tensor(f"{block}.attn_qkv.weight"):
             rows = self.project_fused_qkv(weights, f"{block}.attn_qkv", x, widths)
-        elif self.family.value_norm and not weights.has_tensor(f"{block}.attn_v.weight"):
+        elif self.family.value_norm and not weights.has_used_tensor(f"{block}.attn_v.weight"):
             q, k = (linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths[:2], strict=False))
             rows = [q, k, k]
         else:
@@ -136,7 +136,7 @@ class Attention:
             name: The name of the rotated value.
         """
         before = self.qk_norm == "before" or (
-            self.qk_norm == "maybe" and weights.has_tensor(f"{norm.replace('attn_k', 'attn_q')}.weight")
+            self.qk_norm == "maybe" and weights.has_used_tensor(f"{norm.replace('attn_k', 'attn_q')}.weight")
         )
         if before:
             x = self.norm_each_head_or_all_heads(weights, norm, x)
@@ -189,8 +189,8 @@ class Attention:
         A bucket is a range of distances between two tokens. A file may have the tensor in block 0 only.
         """
         own, first = (f"{name}.attn_rel_b.weight" for name in (block, "blk.0"))
-        name = own if weights.has_tensor(own) else first
-        if not weights.has_tensor(name):
+        name = own if weights.has_used_tensor(own) else first
+        if not weights.has_used_tensor(name):
             return None
         buckets = weights.tensor_shape(name)[0]
         if not 4 <= buckets < 512:
@@ -206,9 +206,9 @@ class Attention:
 
         The result is f32[B*T, E].
         """
-        y = apply_attention_output_gate(weights, frame, block, x, y, self.family.gate)
+        y = apply_attention_output_gate_if_present(weights, frame, block, x, y, self.family.gate)
         y = frame.sequences_to_rows(y)
-        if weights.has_tensor(f"{block}.attn_sub_norm.weight"):
+        if weights.has_used_tensor(f"{block}.attn_sub_norm.weight"):
             y = self.norm(weights, f"{block}.attn_sub_norm", y)
         y = linear(weights, f"{block}.attn_output", y, x.shape[-1])
         return y if self.value_scale == 1.0 else ops.scale(y, scale=self.value_scale)

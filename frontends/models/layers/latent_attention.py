@@ -16,7 +16,7 @@ from ..inputs.attention_window import AttentionWindow, TemperatureScaling
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import CACHE_INPUTS, StepGraphBuilder
 from ..inputs.weights import ModelWeights
-from .feed_forward import Norm, apply_attention_output_gate, linear, matmul, split_columns
+from .feed_forward import Norm, apply_attention_output_gate_if_present, linear, matmul, split_columns
 from .rope import Rope, find_frequency_divisors, read_original_context_length
 
 
@@ -93,10 +93,10 @@ class LatentAttention:
         block = f"blk.{layer}"
         q, _ = self.compute_queries_and_their_input(weights, block, x)
         c, pe = self.compute_latents_and_rotated_keys(weights, frame, block, x)
-        if weights.has_tensor(f"{block}.attn_k_b.weight"):
+        if weights.has_used_tensor(f"{block}.attn_k_b.weight"):
             y = self.attend_latent(weights, frame, layer, q, c, pe)
         else:
-            y = self.attend_expanded(weights, frame, layer, q, c, pe)
+            y = self.cache_and_attend_expanded(weights, frame, layer, q, c, pe)
         return self.gate_and_project_output(weights, frame, block, x, y)
 
     def compute_queries_and_their_input(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
@@ -105,7 +105,7 @@ class LatentAttention:
         This vector is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
         """
         width = self.heads * (self.unrotated_columns + self.rotated_columns)
-        if not weights.has_tensor(f"{block}.attn_q_a.weight"):
+        if not weights.has_used_tensor(f"{block}.attn_q_a.weight"):
             return matmul(weights, f"{block}.attn_q", x, width), x
         rank = weights.tensor_shape(f"{block}.attn_q_a.weight")[0]
         short = self.norm(weights, f"{block}.attn_q_a_norm", matmul(weights, f"{block}.attn_q_a", x, rank))
@@ -123,7 +123,7 @@ class LatentAttention:
             return self.norm(weights, f"{block}.attn_kv_a_norm", both), None
         c, pe = split_columns(both, self.rank, self.rotated_columns)
         c, pe = self.norm(weights, f"{block}.attn_kv_a_norm", c), frame.rows_to_sequences(pe, 1, self.rotated_columns)
-        if weights.has_tensor(f"{block}.attn_k_norm.weight"):
+        if weights.has_used_tensor(f"{block}.attn_k_norm.weight"):
             pe = self.norm(weights, f"{block}.attn_k_norm", pe)
         return c, self.apply_rope_to_last_columns(weights, frame, block, pe, name=f"{block}.k_rope")
 
@@ -195,7 +195,7 @@ class LatentAttention:
         y = ops.mul_mat(matrix, x, name=name)
         return frame.rows_to_sequences(ops.permute(y, axes=(1, 0, 2)), self.heads, features)
 
-    def attend_expanded(
+    def cache_and_attend_expanded(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
     ) -> Value:
         """Expand the latent vectors to keys and values of all heads, cache these, and attend to them.
@@ -238,7 +238,7 @@ class LatentAttention:
 
         The result is f32[B*T, E].
         """
-        y = apply_attention_output_gate(weights, frame, block, x, y)
+        y = apply_attention_output_gate_if_present(weights, frame, block, x, y)
         return linear(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
 

@@ -54,17 +54,17 @@ from .amx_matrices import (
     count_bf16_terms,
     make_append_matmul_steps,
     make_convert_rows_to_bf16_matrices,
-    make_load_amx_step_operands,
+    make_load_amx_sums_and_terms,
     make_run_amx_steps,
-    make_transpose_rows_to_bf16_matrices,
+    make_transpose_padded_rows_to_bf16,
     store_weight_terms,
 )
 from .amx_matrices import TILE as GROUP
 from .key_blocks import find_key_address
 from .prefill_attention import (
     ARGS,
-    load_and_transpose_mask_tile,
-    make_attention_span_kernel,
+    load_mask_tile_with_token_lanes,
+    make_kernel_over_token_spans,
     scale_and_copy_padded_rows,
     store_32_floats,
 )
@@ -102,7 +102,7 @@ RESCALE_SLACK = np.float32(8)
 """Largest excess, in powers of two, of a score over the reference score of the weights."""
 
 
-def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
+def compute_prefill_scratch_bytes_per_thread(rows: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread in prefill attention; a work unit has `rows` pairs of a head and a token."""
     deep, wide = max(1, math.ceil(size / MATRIX_SIZE)), math.ceil(width / MATRIX_SIZE)
     matrices, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
@@ -143,7 +143,7 @@ def compute_thread_scratch_addresses(a, thread):
 
 
 @subroutine
-def load_query_matrices_and_init_softmax(a, heads, start, end, place):
+def load_queries_and_init_with_sink(a, heads, start, end, place):
     """Load the queries of a work unit as matrices, and initialise their softmax states with the attention sink."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_32x32_matrices(ARGS.size(a)))
@@ -175,7 +175,7 @@ def load_query_matrices_and_init_softmax(a, heads, start, end, place):
 def _make_convert_kv_tile_to_matrices(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that converts the keys and values of a tile to matrices of bfloat16 terms."""
     load_keys = make_convert_rows_to_bf16_matrices(k, TILE_KEYS)
-    load_values = make_transpose_rows_to_bf16_matrices(v, TILE_KEYS)
+    load_values = make_transpose_padded_rows_to_bf16(v, TILE_KEYS)
 
     def load_tile(a, heads, s, place):
         left = ARGS.keys(a) - s
@@ -254,7 +254,7 @@ def apply_soft_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
 
 
 @subroutine
-def compute_max_score_per_token(scores, n, x, y):
+def update_max_score_of_32_tokens(scores, n, x, y):
     """Return the maximal score of each of 32 tokens over `n` keys and the maxima so far; 4 chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
@@ -312,7 +312,7 @@ def _make_compute_weights_during_amx_steps() -> Subroutine:
                 slope,
             )
         x, y = load(state), load(state + 64)
-        u, v = compute_max_score_per_token(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
+        u, v = update_max_score_of_32_tokens(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
         if greater_bitmask(u, add(x, splat(RESCALE_SLACK))) | greater_bitmask(v, add(y, splat(RESCALE_SLACK))):
             x, y = u, v
             rows = load_long(state + BEGUN_OFFSET) * count_32x32_matrices(ARGS.width(a)) * MATRIX_SIZE
@@ -339,7 +339,7 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
     A job is the attention of 32 tokens of one head to a tile of keys.
     """
     run_steps = make_run_amx_steps()
-    begin_steps = make_load_amx_step_operands()
+    begin_steps = make_load_amx_sums_and_terms()
     compute_weights = _make_compute_weights_during_amx_steps()
     list_scores, list_results = _make_append_score_steps(k), _make_append_result_steps(v)
 
@@ -385,7 +385,7 @@ def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
                     known, lane_mask = mask, 0
                     if union != 0 and not plain:
                         lane_mask = masks
-                        load_and_transpose_mask_tile(mask + 4 * s, step, count, keys - s, between, lane_mask)
+                        load_mask_tile_with_token_lanes(mask + 4 * s, step, count, keys - s, between, lane_mask)
                 if union != 0:
                     low, high = find_range_of_visible_halves(union)
                     store_long(job + JOB_QUERIES, queries)
@@ -438,10 +438,10 @@ def normalise_and_store_results(a, heads, start, end, place):
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in AMX tiles, for keys of type `k` and values of type `v`."""
     unit, name = select_amx_tile_operations(), f"amx_attention.attend.{k}.{v}"
-    return make_attention_span_kernel(
+    return make_kernel_over_token_spans(
         name,
         compute_thread_scratch_addresses,
-        load_query_matrices_and_init_softmax,
+        load_queries_and_init_with_sink,
         _make_attend_to_visible_tile(k, v),
         normalise_and_store_results,
         unit.configure,

@@ -19,7 +19,7 @@ from ...simd.vectors import (
     store,
 )
 from ...steps.partition import compute_thread_range
-from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
 from . import quantised_keys
 from .key_blocks import check_block_numbers, find_key_address
 from .partial_results import (
@@ -77,7 +77,7 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
     return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
-def _make_add_weighted_value_columns(cells: CacheRowOperations, count: int, lines: int) -> Subroutine:
+def _make_add_weighted_value_columns(cells: CacheRowReaders, count: int, lines: int) -> Subroutine:
     """Make the subroutine that adds weighted values of `n` keys to 64 columns of the results of `count` rows.
 
     ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]``.
@@ -130,7 +130,7 @@ def merge_and_write_group_results(a, unit, scratch):
             )
 
 
-def _choose_f32_operations_for_expanded_values(cells: CacheRowOperations) -> CacheRowOperations:
+def _choose_f32_operations_for_expanded_values(cells: CacheRowReaders) -> CacheRowReaders:
     """Return the operations with which heads read value rows: float32 operations if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
@@ -160,7 +160,7 @@ def _make_compute_scores_and_maxima(keys: QueryKeyOperations) -> Subroutine:
     return subroutine(score_keys)
 
 
-def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
+def _make_locate_or_expand_values(cells: CacheRowReaders) -> Subroutine:
     """Make the subroutine that locates 64 columns of `n` cached values as floats; it first expands quantised values.
 
     It returns four numbers: the address, the bytes from value to value, the first column, and the end column.
@@ -179,7 +179,7 @@ def _make_locate_or_expand_values(cells: CacheRowOperations) -> Subroutine:
     return subroutine(locate_expanded)
 
 
-def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
+def _make_add_weighted_values(cells: CacheRowReaders) -> Subroutine:
     """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _choose_f32_operations_for_expanded_values(cells)
@@ -222,7 +222,7 @@ def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
 
 
 @cache
-def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_few_token_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the attention kernel for few tokens, for keys of type `k` and values of type `v`.
 
     A work unit is the attention of some groups of heads to one split (part) of the keys; `beside` counts these groups.

@@ -32,7 +32,7 @@ from ...simd.vectors import (
 )
 from ...steps.work_queue import reset_queue_after_last_ticket, take_work_item
 from ..vector.amx_tiles import TileOperation, skip_tile_configuration
-from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
 from ..vector.elementwise import store_lanes
 from .key_blocks import check_block_numbers, find_key_address
 from .softmax_scores import (
@@ -81,7 +81,7 @@ def choose_tokens_per_work_unit(jobs: int, units: int, shared: int, tokens: int,
     return math.ceil(blocks / spans) * BLOCK_TOKENS
 
 
-def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
+def compute_prefill_scratch_bytes_per_thread(rows: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread in prefill attention; a work unit has `rows` pairs of a head and a token."""
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK_TOKENS) * BLOCK_TOKENS
     return 4 * (TILE_KEYS * (deep + wide + 2 * BLOCK_TOKENS) + 16 + BLOCK_TOKENS + rows * (deep + wide + 2))
@@ -244,7 +244,7 @@ def load_query_lanes_and_init_softmax(a, heads, start, end, place):
             results += 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS)
 
 
-def _make_copy_rows_as_padded_f32(cells: CacheRowOperations) -> Subroutine:
+def _make_copy_rows_as_padded_f32(cells: CacheRowReaders) -> Subroutine:
     """Make the subroutine ``(source, step, rows, size, to, wide)`` that copies tile rows to zero-padded float32."""
     load_first = cells.load_first
 
@@ -257,7 +257,7 @@ def _make_copy_rows_as_padded_f32(cells: CacheRowOperations) -> Subroutine:
     return subroutine(copy_tile_rows)
 
 
-def _make_copy_kv_tile_as_f32(k: DType, v: DType) -> Subroutine:
+def _make_zero_padded_kv_tile_copy(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that copies the keys and values of a tile to dense, zero-padded float32 rows."""
     copy_keys = _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[k])
     copy_values = _make_copy_rows_as_padded_f32(CELLS_BY_DTYPE[v])
@@ -273,7 +273,7 @@ def _make_copy_kv_tile_as_f32(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def load_and_transpose_mask_tile(mask, step, count, left, scratch, lane_mask):
+def load_mask_tile_with_token_lanes(mask, step, count, left, scratch, lane_mask):
     """Load the mask of a key tile, padded with -inf, and transpose it to `lane_mask`, in which lanes are tokens."""
     scale_and_copy_padded_rows(
         mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY)
@@ -312,7 +312,7 @@ def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state
 
 def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
-    copy_tile = _make_copy_kv_tile_as_f32(k, v)
+    copy_tile = _make_zero_padded_kv_tile_copy(k, v)
 
     def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
@@ -328,7 +328,7 @@ def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
                     union, plain = store_visible_key_bits_per_8_tokens(mask, step, count, s, keys, bits)
                     known = mask
                     if union != 0 and not plain:
-                        load_and_transpose_mask_tile(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
+                        load_mask_tile_with_token_lanes(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
                 if union != 0:
                     if not ready:
                         copy_tile(a, heads, s, place)
@@ -362,7 +362,7 @@ def normalise_and_store_results(a, heads, start, end, place):
             results += 4 * BLOCK_TOKENS * wide
 
 
-def make_attention_span_kernel(
+def make_kernel_over_token_spans(
     name: str,
     locate_scratch: Subroutine,
     load_unit: Subroutine,
@@ -416,7 +416,7 @@ def make_attention_span_kernel(
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in vectors, for keys of type `k` and values of type `v`."""
     name = f"prefill_attention.attend.{k}.{v}"
-    return make_attention_span_kernel(
+    return make_kernel_over_token_spans(
         name,
         compute_thread_scratch_addresses,
         load_query_lanes_and_init_softmax,

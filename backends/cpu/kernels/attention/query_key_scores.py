@@ -22,7 +22,7 @@ from ...simd.vectors import (
     store,
 )
 from ..vector.block_rows import BLOCK_ELEMENTS
-from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
 from . import quantised_keys
 from .key_blocks import find_key_address
 from .partial_results import VECTOR_BYTES
@@ -49,7 +49,7 @@ MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 """Rows that use keys and values at once. Each load and each conversion to float32 serves all of them."""
 
 
-def _make_dot_queries_with_16_keys(cells: CacheRowOperations, count: int) -> Subroutine:
+def _make_dot_queries_with_16_keys(cells: CacheRowReaders, count: int) -> Subroutine:
     """Make the subroutine that computes the dot products of `count` queries with 16 keys, from the address `key` on.
 
     Keys after number `last` of these are missing. The subroutine stores each dot product as four partial sums at `to`;
@@ -112,7 +112,7 @@ class QueryKeyOperations:
     store_scores: Subroutine
 
 
-def make_float_key_operations(cells: CacheRowOperations) -> QueryKeyOperations:
+def make_float_key_operations(cells: CacheRowReaders) -> QueryKeyOperations:
     """Make the subroutines that multiply queries with float keys."""
     multiply_1, multiply_2, multiply_3, multiply_4 = (
         _make_dot_queries_with_16_keys(cells, count) for count in range(1, 5)
