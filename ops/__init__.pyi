@@ -82,11 +82,13 @@ def attention(
     v: Value,
     mask: Value | None = None,
     sinks: Value | None = None,
+    table: Value | None = None,
     *,
     scale: float,
     max_bias: float = 0.0,
     softcap: float = 0.0,
     mask_heads: str = "one",
+    pool: str = "none",
     name: str = "",
 ) -> Value:
     """Compute multi-head attention, ``softmax(cap(q k scale) + slope mask) v`` for each head.
@@ -96,6 +98,10 @@ def attention(
     `mask_heads` states the masks of heads: ``one`` mask for all heads, ``each`` head has its own, or ``tiled``: head i
     has mask ``i mod m``. Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022). ggml: ``FLASH_ATTN_EXT``; Dao
     et al., 2022.
+
+    With `pool` ``blocks``, k and v are pools of blocks of 64 keys, which all sequences share. Key s of sequence b is
+    key ``s % 64`` of block ``table[b, s // 64]`` (Kwon et al., PagedAttention, 2023). The mask tells the number of
+    keys; without a mask, all keys of the table count.
     """
 
 def broadcast(x: Value, *, shape: Sequence[int], name: str = "") -> Value:
@@ -532,9 +538,10 @@ def sample_token(
     """Sample a token of each row of candidates by bias, penalties, top-k, top-p, min-p and temperature, in this order.
 
     A candidate has a token in `ids` and its logit. A token that occurs several times is one candidate. `limit` is the
-    k of top-k. `numbers` has the bits of the float64 numbers `SAMPLING_NUMBERS`; ``uniform``, from 0 to 1, selects the
-    token. `bias` and `occurrences` belong to the last candidates: biases are added to the logit of the token, and each
-    occurrence is one among the recent tokens. A NaN counts as -inf. llama.cpp: ``llama_sampler_chain``, 2024.
+    k of top-k. `numbers` has the bits of float64 numbers: temperature, top_p, min_p, the penalties for repetition,
+    presence and frequency, and a number from 0 to 1 that selects the token. `bias` and `occurrences` belong to the
+    last candidates: biases are added to the logit of the token, and each occurrence is one among the recent tokens. A
+    NaN counts as -inf. llama.cpp: ``llama_sampler_chain``, 2024.
     """
 
 def scale(x: Value, *, scale: float, bias: float = 0.0, name: str = "") -> Value:

@@ -48,6 +48,7 @@ class EngineMetricsCollector:
             "drafted_tokens": ("Draft tokens that were evaluated", status.sums.drafted_tokens),
             "accepted_tokens": ("Draft tokens that were sampled", status.sums.accepted_tokens),
             "engine_restarts": ("Restarts of the engine after failures", status.sums.restarts),
+            "preemptions": ("Running requests that gave their cache blocks to older ones", status.sums.preemptions),
         }
         for name, (text, count) in counters.items():
             yield CounterMetricFamily(f"hocket_{name}", text, value=count)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from ...graph.node import Node
 from ...ops.declaration.expression import Expression, trace
+from ...ops.matrix.attention import BLOCK_KEYS, gather_blocks
 from ...ops.reduction.norms import alibi_slopes, normalise_scores
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction
@@ -42,14 +44,16 @@ def bind_attention(call: HostInstruction) -> Calls:
     """Bind attention to its arrays.
 
     It is computed head by head. Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the
-    heads.
+    heads. Blocks of a pool are first gathered for each sequence.
     """
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
-    mask, sinks, out = call.optional_operand(3), call.optional_operand(4), call.out
+    mask, sinks, table, out = call.optional_operand(3), call.optional_operand(4), call.optional_operand(5), call.out
     tokens, heads = q.shape[-3], q.shape[-2]
     shared = heads // k.shape[-2] if k.shape[-2] else 1
-    scores = call.take_scratch(tokens, k.shape[-3])
-    bias = call.take_scratch(tokens, k.shape[-3]) if call.number_attribute("max_bias") else None
+    keys = _count_keys(k.shape, None if mask is None else mask.shape, None if table is None else table.shape)
+    gathered = [] if table is None else [call.take_scratch(keys, *x.shape[-2:]) for x in (k, v)]
+    scores = call.take_scratch(tokens, keys)
+    bias = call.take_scratch(tokens, keys) if call.number_attribute("max_bias") else None
     softmax = _trace_softmax(sinks is not None)
     plan = plan_scratch(softmax, [scores.shape, (1,)])
     memory = [call.take_scratch(*shape) for shape in plan.shapes]
@@ -59,9 +63,12 @@ def bind_attention(call: HostInstruction) -> Calls:
     if mask is not None and call.attrs["mask_heads"] == "one":
         mask = mask[..., None, :, :]
     for i in np.ndindex(q.shape[:-3]):
+        all_keys, all_values = (k[i], v[i]) if table is None else gathered
+        if table is not None:
+            calls += [partial(_gather_blocks, x, table[i], rows) for x, rows in zip((k, v), gathered, strict=True)]
         for h in range(heads):
             masked = None if mask is None else _select_mask_matrix(mask, (*q.shape[:-3], heads), (*i, h))
-            key, value = k[i][:, h // shared], v[i][:, h // shared]
+            key, value = all_keys[:, h // shared], all_values[:, h // shared]
             calls.append(partial(multiply_in_float64, q[i][:, h], key, scores))
             calls += _bind_score_scaling(scores, call)
             if masked is not None and bias is not None:
@@ -72,6 +79,17 @@ def bind_attention(call: HostInstruction) -> Calls:
             calls += make_float32_expression_calls(softmax, operands, numbers, scores, plan, memory)
             calls.append(partial(multiply_in_float64, scores, value.T, out[i][:, h]))
     return calls
+
+
+def _count_keys(k: Sequence[int], mask: Sequence[int] | None, table: Sequence[int] | None) -> int:
+    """Count the keys of a sequence from the shapes of the operands; `table` is None without a pool of blocks."""
+    if table is None:
+        return k[-3]
+    return table[-1] * BLOCK_KEYS if mask is None else mask[-1]
+
+
+def _gather_blocks(pool: Array, table: Array, out: Array) -> None:
+    out[...] = gather_blocks(pool, table, len(out))
 
 
 def _trace_softmax(has_sinks: bool) -> Expression:
@@ -102,10 +120,15 @@ def _select_mask_matrix(mask: Array, leading: tuple[int, ...], index: tuple[int,
 
 
 def _count_attention_scratch(node: Node) -> int:
-    q, k = node.inputs[0].shape, node.inputs[1].shape
+    q, k, v, mask, sinks, table = (None if x is None else x.shape for x in (*node.src, *[None] * (6 - len(node.src))))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    keys = _count_keys(k, mask, table)
     matrices = 2 if node.attrs["max_bias"] else 1
-    plan = plan_scratch(_trace_softmax(len(node.src) > 4 and node.src[4] is not None), [(q[-3], k[-3]), (1,)])
-    return q[-3] * matrices * k[-3] + count_scratch_elements(plan)
+    plan = plan_scratch(_trace_softmax(sinks is not None), [(q[-3], keys), (1,)])
+    gathered = 0 if table is None else keys * (math.prod(k[-2:]) + math.prod(v[-2:]))
+    return gathered + q[-3] * matrices * keys + count_scratch_elements(plan)
 
 
 KERNELS: Mapping[str, Binding] = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
 from ...graph.storage.files import require_writable, write_text
+from ...ops.matrix.attention import BLOCK_KEYS
 from ...scheduler import (
     PASS_DUMPS,
     DevicePlan,
@@ -232,6 +233,7 @@ def read_step_graph_and_context(
     tokens: int,
     caches: tuple[DType, DType] = ONE_DEVICE.cache_dtypes,
     sequences: int = 1,
+    pool_tokens: int = 0,
 ) -> tuple[Graph, int | None]:
     """Build the graph of one step of a model file, or read a graph file; also return the context in tokens.
 
@@ -244,6 +246,7 @@ def read_step_graph_and_context(
         tokens: Tokens of the step.
         caches: Dtypes of cached keys and values.
         sequences: Number of sequences.
+        pool_tokens: Cells of the KV caches that all sequences share in blocks; 0 for cells of each sequence.
 
     Raises:
         ModelError: The file is no model, or the context is too long.
@@ -254,7 +257,8 @@ def read_step_graph_and_context(
     model = open_model(path, header_only=True)
     context = choose_context(model, 0, context)
     step = Step(sequences, min(tokens, context), context, context, sequences, keys=caches[0], values=caches[1])
-    return model.graph(step), context
+    blocks = -(-pool_tokens // BLOCK_KEYS) + 1 if pool_tokens else 0  # the first one is for padding
+    return model.graph(replace(step, blocks=blocks)), context
 
 
 def make_requested_and_session_plans(
@@ -309,3 +313,35 @@ def read_plan(path: str) -> Plan:
         raise ModelError(f"{path}: is no plan (not UTF-8); write one with `hocket plan --json`") from None
     except PlanError as why:
         raise ModelError(f"{path}: {why}") from None
+
+
+def print_serving_prediction(args: argparse.Namespace) -> int:
+    """Print the plan of a decode step with all slots, its memory and its speed, for ``hocket serve --dry-run``.
+
+    Returns:
+        The exit code: 1 if memory is too small, else 0.
+    """
+    group = config_from_flags(args).group
+    graph_of = partial(
+        read_step_graph_and_context,
+        args.model,
+        context=args.context,
+        tokens=1,
+        caches=group.cache_dtypes,
+        pool_tokens=args.pool_tokens,
+    )
+    graph, context = graph_of(sequences=args.parallel)
+    if context is None:
+        raise ModelError(f"{args.model}: is a graph; give a model")
+    workload = create_session_layout_workload(args, group, context, args.parallel)
+    requested, plan = make_requested_and_session_plans(graph, group, None, workload)
+    prompt = min(args.batch, context)
+    fit = format_memory_fit_and_speed_line(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
+    explained = replace_arguments_by_flag_names(plan.explain())
+    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{explained}\n")
+    if problem := describe_memory_problem(requested, context=context):
+        write_line_to_stderr(
+            f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"
+        )
+        return 1
+    return 0

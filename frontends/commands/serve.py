@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...graph.errors import DeviceLostError, format_install_command
 from ...graph.storage.files import open_log, require_writable
-from ...scheduler import describe_memory_problem
 from ..config_options import list_options
 from ..errors import ModelError
 from ..flag_values import parse_json_object, parse_natural, parse_number, parse_positive, parse_seed
@@ -28,14 +27,8 @@ from ..language_model import Model
 from ..open_model import open_model, read_text_without_bom_and_newline, require_usable_model_files
 from ..run_config import RunConfig, options_of
 from ..serving.drafting.drafter import MAX_DRAFT_TOKENS
-from ..terminal.arguments import replace_arguments_by_flag_names
-from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
-from .plan import (
-    create_session_layout_workload,
-    format_memory_fit_and_speed_line,
-    make_requested_and_session_plans,
-    read_step_graph_and_context,
-)
+from ..terminal.output import write_line_to_stderr
+from .plan import print_serving_prediction
 from .shared_flags import (
     SESSION_OPTIONS,
     add_cache_folder_flag,
@@ -89,6 +82,19 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         default=1024,
         metavar="MIB",
         help="memory for saved recurrent states of earlier prompts (1024)",
+    )
+    sub.add_argument(
+        "--pool-tokens",
+        type=parse_positive,
+        default=0,
+        metavar="N",
+        help="tokens in the KV caches of all slots, which then share blocks of 64 (slots times context)",
+    )
+    sub.add_argument(
+        "--admit",
+        choices=("ahead", "whole"),
+        default="ahead",
+        help="with --pool-tokens, start a request when its prompt and 256 tokens fit, or the whole text (ahead)",
     )
     sub.add_argument(
         "--default-max-tokens",
@@ -180,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     if args.log_requests is not None:
         require_writable(args.log_requests)
     if args.dry_run:
-        return print_predicted_memory_speed_and_plan(args)
+        return print_serving_prediction(args)
     with ExitStack() as stack:
         listeners = bind_server_sockets(options)
         for listener in listeners:
@@ -190,7 +196,11 @@ def run(args: argparse.Namespace) -> int:
 
 def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
     """Raise `ModelError` for flags that do not go together with the flags of drafts."""
-    others = {"--log-requests": args.log_requests is not None, "--dry-run": args.dry_run}
+    others = {
+        "--log-requests": args.log_requests is not None,
+        "--dry-run": args.dry_run,
+        "--pool-tokens": args.pool_tokens > 0,
+    }
     refused = [flag for flag, is_set in others.items() if is_set]
     if refused and (args.draft is not None or args.draft_max is not None):
         raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
@@ -213,7 +223,7 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
         if has_no_generation(model):
             served.rank_calls.follow_rank_0([served])
         else:
-            pool = make_served_pool(model, args.parallel, served.rank_calls)
+            pool = make_served_pool(model, args.parallel, served.rank_calls, args.pool_tokens)
             served.rank_calls.follow_rank_0([served, *list_pools(pool)])
     return 0
 
@@ -234,7 +244,8 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
     from ..serving.thread import EngineOptions, EngineThread
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
-    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, args.cache_memory << 20)
+    saved, whole = args.cache_memory << 20, args.admit == "whole"
+    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole)
     with model:
         failures: list[str] = []
 
@@ -421,30 +432,3 @@ def _read_api_keys(path: str | None) -> tuple[str, ...]:
     if path is not None and not found:
         raise ModelError(f"{path}: has no API key; write one in a line")
     return found
-
-
-def print_predicted_memory_speed_and_plan(args: argparse.Namespace) -> int:
-    """Print the memory fit, the predicted speed and the plan of a decode step with all slots, for `--dry-run`.
-
-    Returns:
-        The exit code: 1 if memory is too small, else 0.
-    """
-    group = config_from_flags(args).group
-    graph_of = partial(
-        read_step_graph_and_context, args.model, context=args.context, tokens=1, caches=group.cache_dtypes
-    )
-    graph, context = graph_of(sequences=args.parallel)
-    if context is None:
-        raise ModelError(f"{args.model}: is a graph; give a model")
-    workload = create_session_layout_workload(args, group, context, args.parallel)
-    requested, plan = make_requested_and_session_plans(graph, group, None, workload)
-    prompt = min(args.batch, context)
-    fit = format_memory_fit_and_speed_line(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
-    explained = replace_arguments_by_flag_names(plan.explain())
-    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{explained}\n")
-    if problem := describe_memory_problem(requested, context=context):
-        write_line_to_stderr(
-            f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"
-        )
-        return 1
-    return 0

@@ -24,8 +24,8 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
 from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from ..errors import ModelError
-from ..models.inputs.step import count_cache_rows_with_spare
 from ..terminal.arguments import describe_os_error_with_remedy
+from .cache_rows import find_cache_rows
 from .micro_batches import MicroBatchedSession
 from .model_digest import compute_model_digest
 from .prefill_chunks import convert_to_token_ids
@@ -324,11 +324,10 @@ def _select_cache_rows_in_use(session: Session, name: str, lengths: Sequence[int
     In a cache of a layer with an attention window, only the last tokens count. In a cache of token blocks, only
     complete blocks count.
     """
-    cells, window = session.cell_count(name), session.model.attention_window_tokens(name)
+    window = session.model.attention_window_tokens(name)
     tokens = session.model.tokens_per_cell(name)
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
-    rows = count_cache_rows_with_spare(cells)
-    return np.concatenate([i * rows + positions % cells for i, positions in enumerate(seen)])
+    return np.concatenate([find_cache_rows(session, name, i, cells) for i, cells in enumerate(seen)])
 
 
 def _copy_rows_in_use(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:

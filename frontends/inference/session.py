@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Backend, Device, find_device
+from ...backends.base import Backend, Device
 from ...distributed import SINGLE_PROCESS, World
 from ...graph import require, validate_arguments
 from ...graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
@@ -20,9 +20,9 @@ from ...scheduler import DeferredInterrupts, Executor, ImmediateInterrupts, Plan
 from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..errors import ModelError
 from ..models import Batch, Model, Step
-from ..models.inputs.step import count_cache_rows_with_spare
 from ..run_config import DEFAULT_BATCH, ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup
 from ..text_limits import make_non_causal_append_error, require_next_token_logits, require_tokens_fit_context
+from .cache_rows import is_per_cell_cache, zero_sequence_states
 from .device_group import resolve_device_name_for_exact_results
 from .model_digest import compute_model_digest
 from .model_layout import LoadProgress as LoadProgress
@@ -47,7 +47,7 @@ from .prefill_chunks import (
     split_output_rows,
     split_tokens_into_chunks,
 )
-from .value_watch import StepWatch
+from .value_watch import StepWatch, compare_values_with_device, trace_runs
 
 if TYPE_CHECKING:
     from ...scheduler import PipelinedPlan, Trace, ValueDifference
@@ -65,7 +65,8 @@ class Session:
     bucket has fewer than `min_tokens` (1) new tokens per sequence. All plans share weights and states. Threads that
     share a session run one call at a time; separate sessions run in parallel. A session made `like` another one shares
     its devices and weights, but has its own states. With `first_sequence` it instead runs the sequences of `like` from
-    this number on, in the memory of `like`; only its lengths are its own.
+    this number on, in the memory of `like`; only its lengths are its own. With `blocks`, all KV caches
+    are pools of blocks, and `tables` has the blocks of each sequence; see `Step.blocks`.
 
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its devices.
     `watch` observes values of every step. `recent` has the last tokens per sequence, for n-gram models.
@@ -81,6 +82,7 @@ class Session:
         sequences=COUNT,
         context=COUNT | NONE,
         batch=COUNT,
+        blocks=NATURAL,
         watch=instance_of(StepWatch) | NONE,
         on_progress=CALLABLE | NONE,
         world=instance_of(World),
@@ -95,11 +97,13 @@ class Session:
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
+        blocks: int = 0,
         watch: StepWatch | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         world: World = SINGLE_PROCESS,
     ) -> None:
         self.model, self.sequences, self.watch, self.min_tokens = model, sequences, watch, 1
+        self.blocks, self.tables = blocks, [list[int]() for _ in range(sequences)]
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
         self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
@@ -135,7 +139,8 @@ class Session:
             if first_sequence is None:
                 self.store = like.store.share_weights()
             else:
-                self.store = like.store.view_sequences(first_sequence, sequences, like.sequences)
+                pools = [name for name in like.state_names if blocks and like.is_per_cell_cache(name)]
+                self.store = like.store.view_sequences(first_sequence, sequences, like.sequences, pools)
         if watch is not None:
             watch.require_watched_values(self._layout_plan.graph)  # before loading
         self.lengths = [0] * sequences
@@ -215,7 +220,7 @@ class Session:
         executor = self._executors.get(step) or self.executor(step)
         seen = np.concatenate([rows[-1:] for rows in self.mtp_rows]) if self.mtp_rows else None
         rows = list_sequence_token_pairs(part) if every_position else None
-        inputs = self.model.inputs(step, Batch(part, self.lengths, rows, self.recent, seen))
+        inputs = self.model.inputs(step, Batch(part, self.lengths, rows, self.recent, seen, self.tables))
         with DeferredInterrupts():  # states and lengths belong together
             results = executor.run(inputs)
             self.reversible_step = ReversibleStep(step, self.lengths, self.recent, part) if reversible else None
@@ -263,7 +268,8 @@ class Session:
         outputs = choose_logits_or_only_hidden(parts, every_position, hidden)
         steps, inputs = [], []
         for part, gives in zip(parts, outputs, strict=True):
-            batch = Batch(part, lengths, list_sequence_token_pairs(part) if every_position else None, recent)
+            pairs = list_sequence_token_pairs(part) if every_position else None
+            batch = Batch(part, lengths, pairs, recent, tables=self.tables)
             lengths, recent = advance_lengths_and_recent_tokens(part, lengths, recent, self.model.history_token_count)
             steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
             inputs.append(self.model.inputs(steps[-1], batch))
@@ -305,8 +311,7 @@ class Session:
 
     def is_per_cell_cache(self, name: str) -> bool:
         """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
-        rows = self.sequences * count_cache_rows_with_spare(self.cell_count(name))
-        return bool(self.store.state(name).shape[0] == rows)
+        return is_per_cell_cache(self, name)
 
     def cell_count(self, cache: str) -> int:
         """Return the number of cells of a sequence in a cache: one per token or token block; a ring cache has fewer."""
@@ -338,7 +343,17 @@ class Session:
     ) -> Step:
         cells, batch = self._round_context_to_power_of_two(length), next_power_of_two(self.batch)
         return _step(
-            self.sequences, tokens, cells, self.context, outputs, gives, batch, reversible, turn, *self._cache_dtypes
+            self.sequences,
+            tokens,
+            cells,
+            self.context,
+            outputs,
+            gives,
+            batch,
+            reversible,
+            turn,
+            *self._cache_dtypes,
+            blocks=self.blocks,
         )
 
     def _round_context_to_power_of_two(self, length: int) -> int:
@@ -377,13 +392,8 @@ class Session:
         with self.store.device_lock:
             self.require_evaluable_tokens([new])
             step = self.make_step(len(new), self.lengths[0] + len(new))
-            raw = {name: tensor.stored_elements for name, tensor in self.model.tensors.items()}
-            from ...scheduler import NodeComparer
-
-            compared = NodeComparer(self.plan(step), self.store, raw, find_device(device), place=self._rules)
-            yield from compared.compare_step_values_with_reference(
-                self.model.inputs(step, Batch([new], self.lengths, None, self.recent))
-            )
+            inputs = self.model.inputs(step, Batch([new], self.lengths, None, self.recent, None, self.tables))
+            yield from compare_values_with_device(self.store, self.model, self.plan(step), inputs, device, self._rules)
             self.advance_lengths_and_tokens_by_chunk([new])
 
     @validate_arguments(ModelError, step=instance_of(Step))
@@ -409,19 +419,12 @@ class Session:
             self.planning_seconds += time.perf_counter() - start
         return self._pipelines[step]
 
-    @contextmanager
-    def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
+    def tracing(self, trace: Trace | None = None) -> AbstractContextManager[Trace]:
         """Trace the time of every instruction of the runs in this context; the first run may raise `PlanError`."""
-        from ...scheduler import Trace
+        return trace_runs(self.set_trace, self.trace, trace)
 
-        before, trace = self.trace, trace or Trace()
-        self._set_trace(trace)
-        try:
-            yield trace
-        finally:
-            self._set_trace(before)
-
-    def _set_trace(self, trace: Trace | None) -> None:
+    def set_trace(self, trace: Trace | None) -> None:
+        """Set the trace that receives the times of all following runs."""
         with self.store.device_lock:
             self.trace = trace
             for executor in self._executors.values():
@@ -443,11 +446,7 @@ class Session:
         with self.store.device_lock:
             length, self.lengths[sequence], self.recent[sequence] = self.lengths[sequence], 0, []
             self.mtp_rows[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.mtp_rows[sequence : sequence + 1]]
-            for name in self.store.states:
-                state = self.store.state(name)
-                rows = state.shape[0] // self.sequences
-                used = min(rows, length) if self.is_per_cell_cache(name) else rows
-                state[sequence * rows : sequence * rows + used] = 0
+            zero_sequence_states(self, sequence, length)
 
 
 _step = lru_cache(maxsize=64)(Step)

@@ -1,12 +1,13 @@
-"""Value watches: a callback receives statistics of named values after every step of a session."""
+"""Observers of the steps of a session: watched values, values of another device, and times."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ...backends.base import Array
+from ...backends.base import Array, find_device
 from ...graph import Graph, PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.old_names import make_module_getattr
@@ -14,6 +15,10 @@ from ...graph.validation import CALLABLE, TEXT, format_value, require
 from ...scheduler import Statistics
 from ...scheduler.ir.formatting import format_table
 from ..errors import ModelError
+from ..models import Model
+
+if TYPE_CHECKING:
+    from ...scheduler import Plan, Store, Trace, ValueDifference
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +116,50 @@ class ValueWatch(StepWatch):
 
 if not TYPE_CHECKING:
     __getattr__ = make_module_getattr(globals(), Watch="ValueWatch")
+
+
+def compare_values_with_device(
+    store: Store,
+    model: Model,
+    plan: Plan,
+    inputs: Mapping[str, Array],
+    device: str,
+    rules: Sequence[tuple[str, str]],
+) -> Iterator[ValueDifference]:
+    """Run a plan, and yield how each value differs on another device; see `Session.compare_with_device`.
+
+    Args:
+        store: The states and the weights of the plan.
+        model: The model that has the weights.
+        plan: The plan of a step.
+        inputs: The inputs of the step.
+        device: The name of the other device.
+        rules: The placement rules of the plan.
+    """
+    from ...scheduler import NodeComparer
+
+    raw = {name: tensor.stored_elements for name, tensor in model.tensors.items()}
+    yield from NodeComparer(plan, store, raw, find_device(device), place=rules).compare_step_values_with_reference(
+        inputs
+    )
+
+
+@contextmanager
+def trace_runs(
+    set_trace: Callable[[Trace | None], object], before: Trace | None, trace: Trace | None = None
+) -> Iterator[Trace]:
+    """Trace the runs in this context; see `Session.tracing`.
+
+    Args:
+        set_trace: Sets the trace of all following runs.
+        before: The trace of the runs before and after this context, if any.
+        trace: The trace; a new one if it is None.
+    """
+    from ...scheduler import Trace
+
+    trace = trace or Trace()
+    set_trace(trace)
+    try:
+        yield trace
+    finally:
+        set_trace(before)

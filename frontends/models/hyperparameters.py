@@ -153,12 +153,12 @@ class Hyperparameters:
     def select_step_inputs(self, step: Step) -> frozenset[str]:
         """Return the names of the inputs from `build_step_inputs` that the graph of a step has.
 
-        These are `required_inputs`. If all caches of the step are ring caches, the graph needs no ``slot``. Steps of
-        the output kinds ``token`` and ``sampled`` read their tokens from a state.
+        These are `required_inputs`, and ``table`` with a pool of blocks. If all caches of the step are ring caches, the
+        graph needs no ``slot``. Steps of the output kinds ``token`` and ``sampled`` read their tokens from a state.
         """
         rolls = self.windows and all(map(step.ring_cells, self.windows.values()))
         absent = ({"slot"} if rolls else set()) | ({"tokens"} if step.output_kind in STATE_TOKEN_KINDS else set())
-        return self.required_inputs - absent
+        return (self.required_inputs | ({"table"} if step.blocks else set())) - absent
 
     def window_tokens(self, layer: int) -> int:
         """Return the attention window of a layer in tokens; 0 for full attention.

@@ -17,8 +17,8 @@ from .hyperparameters import (
     collect_token_blocks,
     compute_window_of_each_cached_block,
 )
+from .inputs.attention_window import AttentionWindow, TemperatureScaling
 from .inputs.family import AttentionWindowPattern, FamilyTraits
-from .inputs.graph_builder import AttentionWindow, TemperatureScaling
 from .layers.attention import Attention, MatrixInsteadOfAttention
 from .layers.compressed_attention import CompressedAttention
 from .layers.feed_forward import GATE_CUTOFF, Activation, Norm

@@ -39,10 +39,11 @@ from .running_requests import (
     is_prefix_being_read,
     make_token_event,
     run_decode_step,
+    select_preempted_requests,
     start_request,
 )
 from .slots import MIN_PROMPT_TOKENS
-from .step_history import SMOOTHING, StepHistory, update_running_mean
+from .step_history import SMOOTHING, StepHistory, predict_seconds_of_size, update_running_mean
 from .step_runner import StepOutput, StepRunner, choose_smallest_aligned_slot_window
 
 IDLE_CHUNK_SECONDS = 1.0
@@ -240,10 +241,14 @@ class Engine:
                 free = [request.slot]
             self.requests_in_step = (request.id,)
             match = self._cache.find_slot_for_prompt(
-                request.prompt if request.uses_cache else (), free, self._compute_window_size_with_slot
+                request.prompt if request.uses_cache else (),
+                free,
+                lambda slot: choose_smallest_aligned_slot_window([slot, *self._running])[1],
             )
             if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue
+            if not self._cache.has_room_for(match, request.prompt, request.params.limit, len(queued.sent_tokens)):
+                return
             self._queue.remove(queued)
             try:
                 running = start_request(queued, match.target, self._clock(), match.tokens)
@@ -251,7 +256,7 @@ class Engine:
                 yield self._end_queued(queued, "error", str(error))
                 continue
             self._running[match.target] = running
-            self._cache.prepare_target_slot(match, request.prompt)
+            self._cache.prepare_target_slot(match, request.prompt, request.params.limit)
             if queued.started is None:
                 self._sums.prompt_tokens += len(request.prompt)
                 self._sums.cached_tokens += match.tokens
@@ -269,13 +274,6 @@ class Engine:
         self.history.record_end(request.id, now, reason, len(queued.sent_tokens))
         timing = RequestTiming(len(request.prompt), queue_seconds=now - queued.submitted)
         return EndEvent(request.id, reason, timing, message)
-
-    def _compute_window_size_with_slot(self, slot: int) -> int:
-        """Return the slot count of the smallest window that has `slot` and the slots of all running requests.
-
-        `choose_smallest_aligned_slot_window` chooses the window.
-        """
-        return choose_smallest_aligned_slot_window([slot, *self._running])[1]
 
     def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
         """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
@@ -311,10 +309,7 @@ class Engine:
         """
         if not self._chunk_seconds:
             return self._pool.predict_prompt_seconds(size)
-        if size in self._chunk_seconds:
-            return self._chunk_seconds[size]
-        nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
-        return self._chunk_seconds[nearest] * max(size / nearest, 1.0)
+        return predict_seconds_of_size(self._chunk_seconds, size)
 
     def _read_chunk(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
         before = len(running.tokens)
@@ -344,6 +339,7 @@ class Engine:
             yield from self._sample_next_token(running, logits)
 
     def _decode(self, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
+        decoding = self._reserve_cells_or_preempt(decoding)
         self.requests_in_step = tuple(one.request.id for one in decoding)
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
@@ -362,6 +358,13 @@ class Engine:
             one.drafted_tokens += (drafted := len(self._pool.list_drafted_tokens(one.slot)))
             self._sums.add_drafted_tokens(drafted)
             yield from self._advance(one, rows[one.slot])
+
+    def _reserve_cells_or_preempt(self, decoding: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Reserve a cell for the next token of each request; without a free one, the youngest request queues again."""
+        for one in select_preempted_requests(self._cache, self._running, decoding):
+            self._queue.appendleft(self._running.pop(one.slot).requeue_with_sent_tokens())
+            self._sums.preemptions += 1
+        return [one for one in decoding if self._running.get(one.slot) is one]
 
     def _take_drafted_tokens(self, drafted: Sequence[RunningRequest]) -> Iterator[Event]:
         """Advance requests by a token that was drafted right; its logits need no run."""

@@ -190,8 +190,26 @@ class PrefixCache:
             return shared
         return shared if self._lengths[slot] - shared <= slack and shared >= self._ring_starts[slot] else 0
 
-    def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...]) -> None:
-        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens."""
+    def has_room_for(self, match: SlotMatch, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
+        """Whether the memory has room for a request; a slot always has, because it has cells for its context.
+
+        Args:
+            match: The match of the prompt.
+            prompt: The prompt.
+            limit: The largest number of new tokens.
+            sent_tokens: New tokens that the client has already.
+        """
+        return True
+
+    def reserve_cells(self, slot: int, count: int) -> bool:
+        """Reserve the cells of `count` tokens in all for a slot; return False if other requests have them."""
+        return True
+
+    def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...], limit: int = 0) -> None:
+        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens.
+
+        `limit` is the largest number of new tokens.
+        """
         source, target = match.source, match.target
         ring_start = self._ring_starts[source] if match.tokens else 0
         shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)

@@ -13,11 +13,10 @@ from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.saved_state import read_state
 from ..inference.session import Session
+from .blocks.make_pool import make_prefix_cache, make_slot_pool
 from .engine import Engine
-from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, TapedPool, TimeAndChecksumTape, describe_events, read_request
 from .slot_files import MAX_HEADER_BYTES, SlotFiles
-from .slots import SlotPool
 
 MAX_LINE_BYTES = 256 << 20
 """Maximum bytes of a line in a log."""
@@ -111,8 +110,9 @@ class LogReplay:
 
     def __init__(self, root: Session, header: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._pool = SlotPool(root, int(header["slots"]), context=root.context, batch=root.batch)
-        cache = PrefixCache(self._pool, state_bytes=int(header["state_bytes"]))
+        self._pool = make_slot_pool(root, int(header["slots"]), int(header.get("pool_tokens", 0)))
+        whole, state_bytes = bool(header.get("reserves_whole_texts", False)), int(header["state_bytes"])
+        cache = make_prefix_cache(self._pool, state_bytes=state_bytes, reserves_whole_texts=whole)
         self._tape = ReplayTape()
         self._engine = Engine(
             TapedPool(self._pool, self._tape),

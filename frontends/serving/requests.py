@@ -139,6 +139,7 @@ class EngineTotals:
     - `drafts`: how often a request had drafts; `drafted_tokens`: draft tokens that were evaluated; `accepted_tokens`:
       the sampled ones of them.
     - `restarts`: how often the engine was built anew after a failure.
+    - `preemptions`: how often a running request had to give its cache blocks to an older one.
     """
 
     prompt_tokens: int = 0
@@ -152,6 +153,7 @@ class EngineTotals:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     restarts: int = 0
+    preemptions: int = 0
 
     def add_drafted_tokens(self, count: int) -> None:
         """Add the draft tokens that a step has evaluated for a request; 0 for a request without drafts."""

@@ -14,7 +14,7 @@ from ..generation.grammar import GrammarState
 from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import next_power_of_two
-from .prefix_cache import count_common_prefix_tokens
+from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import GenerationRequest, RequestTiming, TokenEvent
 from .step_runner import CandidateNeeds, StepOutput, StepRunner, choose_smallest_aligned_slot_window
 
@@ -41,7 +41,7 @@ class QueuedRequest:
     reported_tokens: int = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RunningRequest:
     """A running request in a slot.
 
@@ -150,6 +150,28 @@ def choose_move_to_shrink_window(
     outside = (one for one in decoding if one.slot // size != block and one.request.slot is None)
     target, one = next(free, None), next(outside, None)
     return None if target is None or one is None else (one, target)
+
+
+def select_preempted_requests(
+    cache: PrefixCache, running: Mapping[int, RunningRequest], decoding: Sequence[RunningRequest]
+) -> list[RunningRequest]:
+    """Reserve a cell for the next token of each decoding request, the oldest first, and free cells where none is left.
+
+    Args:
+        cache: The cells of the slots.
+        running: All running requests by slot.
+        decoding: The requests that have a next token.
+
+    Returns:
+        The requests that have lost their cells, the youngest first. The oldest request is never among them.
+    """
+    staying, preempted = sorted(running.values(), key=lambda one: (one.submitted, one.slot)), list[RunningRequest]()
+    slots = {one.slot for one in decoding}
+    for one in [one for one in staying if one.slot in slots]:
+        while one in staying and not cache.reserve_cells(one.slot, len(one.tokens) + 1):
+            preempted.append(youngest := staying.pop())
+            cache.forget_slot(youngest.slot)
+    return preempted
 
 
 def run_decode_step(

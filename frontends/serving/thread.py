@@ -19,6 +19,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedSessionState
+from .blocks.make_pool import make_prefix_cache, make_slot_pool
 from .drafting.drafter import SlotDrafter
 from .drafting.drafting_pool import DraftingSlotPool
 from .drafting.model_drafter import DraftModelSlotPool, ModelSlotDrafter
@@ -59,12 +60,16 @@ class EngineOptions:
     - `queue_size`: requests that wait at most; 0 refuses requests while all slots are busy.
     - `max_gap_seconds`: largest predicted time of a prompt chunk while other requests decode.
     - `saved_state_bytes`: bytes of saved recurrent states in the prefix cache.
+    - `pool_tokens`: cells of the KV caches that all slots share in blocks; 0 gives each slot cells for its context.
+    - `reserves_whole_texts`: whether a request starts only when the pool has cells for all of its tokens.
     """
 
     slots: int = 4
     queue_size: int = 16
     max_gap_seconds: float = 0.1
     saved_state_bytes: int = 1 << 30
+    pool_tokens: int = 0
+    reserves_whole_texts: bool = False
 
 
 class EngineThread(ServedModel):
@@ -95,8 +100,10 @@ class EngineThread(ServedModel):
         on_restart: Callable[[str], None] = lambda why: None,
     ) -> None:
         super().__init__(model, name=name, version=version)
-        self._pool = make_served_pool(model, options.slots, self.rank_calls)
-        cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
+        self._pool = make_served_pool(model, options.slots, self.rank_calls, options.pool_tokens)
+        cache = make_prefix_cache(
+            self._pool, state_bytes=options.saved_state_bytes, reserves_whole_texts=options.reserves_whole_texts
+        )
         self._slot_files, self._log = SlotFiles(self._pool, cache), log
         self._max_requests = options.slots + options.queue_size
         self._engine = self._make_engine_and_log_header(cache, options)
@@ -129,6 +136,8 @@ class EngineThread(ServedModel):
             "queue_size": queue_size,
             "max_gap_seconds": gap,
             "state_bytes": options.saved_state_bytes,
+            "pool_tokens": options.pool_tokens,
+            "reserves_whole_texts": options.reserves_whole_texts,
         }
         self._log.write({**header, "options": self._log.model_options})
         return LoggedEngine(
@@ -394,15 +403,18 @@ class EngineThread(ServedModel):
             self._log.close()
 
 
-def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls) -> SlotPool:
+def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls, pool_tokens: int = 0) -> SlotPool:
     """Make the pool of a served model; each slot has the context of the model. All ranks make the same pool.
 
-    If the model has a draft model or MTP blocks, the pool evaluates drafts.
+    If the model has a draft model or MTP blocks, the pool evaluates drafts. `pool_tokens` is as in
+    `EngineOptions`.
     """
     root, small = model.session, model.draft_session
     draft_tokens = min(model.draft_max, root.batch - 1)
     if not draft_tokens or (small is None and not root.model.used_mtp_block_count):
-        return SlotPool(root, slots, context=root.context, batch=root.batch, rank_calls=rank_calls)
+        return make_slot_pool(root, slots, pool_tokens, rank_calls)
+    if pool_tokens:
+        raise ModelError("slots with drafts have no pool of blocks; leave out pool_tokens, or the drafts")
 
     def make_drafter(pool: MtpSlotPool) -> SlotDrafter:
         if small is None:

@@ -77,6 +77,7 @@ OTHER_FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
         "context_shift": "--context-shift",
         "max_tokens": "-n",
         "slots": "--parallel",
+        "pool_tokens": "--pool-tokens",
         "schema_lenient": "--schema-lenient",
         "chat_template": "--chat-template",
         "watch": "--watch",

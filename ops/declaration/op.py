@@ -309,11 +309,12 @@ class Op(Generic[R]):
         """
         if self.is_view:
             return 0
-        if self.traffic is not None:
-            return self.traffic([None if s is None else s.spec for s in node.src], node.specs, node.attrs)
-        return round(
-            self.active_fraction(node) * (sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs))
+        moved = (
+            sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs)
+            if self.traffic is None
+            else self.traffic([None if s is None else s.spec for s in node.src], node.specs, node.attrs)
         )
+        return round(self.active_fraction(node) * moved)
 
     def run_reference(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
         """Run the reference on float64 or integer arrays, and return its results; None stands for an absent operand."""

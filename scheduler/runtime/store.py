@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -156,12 +156,11 @@ class Store:
         return other
 
     @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
-    def view_sequences(self, first: int, count: int, total: int) -> Store:
+    def view_sequences(self, first: int, count: int, total: int, pools: Collection[str] = ()) -> Store:
         """Return a store for some sequences of a batch, with views of their parts of the states of this store.
 
         It has `count` of `total` sequences, from number `first` on. Every present state must have `total` equal parts
-        along its first axis, one per sequence. The new store reads and writes the same memory. It shares weights and
-        arena with this one, so their plans must not run at the same time.
+        along its first axis, except `pools`, which all sequences share. Plans of both must not run at the same time.
 
         Raises:
             PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
@@ -169,8 +168,9 @@ class Store:
         """
         if first + count > total:
             raise PlanError(f"view_sequences: sequences {first} to {first + count - 1} are not all among {total}")
-        other = self.share_weights_and_arena()
+        other, sequences = self.share_weights_and_arena(), (first, count, total)
         for name in self._states:
+            first, count, total = (0, 1, 1) if name in pools else sequences
             spec, layout = self._layouts[name]
             if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
                 raise PlanError(f"state %{name}: {spec} {layout} has no equal parts for {total} sequences")

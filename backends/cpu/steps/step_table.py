@@ -140,19 +140,23 @@ class StepTableBuilder:
         """Return whether `add` would split a step with these operands and results over all threads."""
         return self.threads > 1 and _count_bytes_without_scratch(reads, writes) >= MIN_SHARED_BYTES
 
-    def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None]) -> None:
-        """Append a step in which each thread does its own part of the work; None for a thread without work."""
-        self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
+    def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None], *, stops: bool = False) -> None:
+        """Append a step in which each thread does its own part of the work; None for a thread without work.
 
-    def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork]) -> None:
+        `stops` says whether the step may stop the run.
+        """
+        self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, stops)
+
+    def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork], *, stops: bool = False) -> None:
         """Append a step with work items that the threads take from a queue.
 
-        ``make_work(queue_address)`` returns the work, which is the same for all threads.
+        ``make_work(queue_address)`` returns the work, which is the same for all threads. `stops` says whether the step
+        may stop the run.
         """
         self._append(
             kernel,
             {ALL_THREADS: make_work(self.allocate_memory(work_queue.QUEUE_BYTES).address)},
-            False,
+            stops,
             uses_queue=True,
         )
 

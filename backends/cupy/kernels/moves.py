@@ -11,6 +11,7 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
+from ...base import contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ..binding.iteration_axes import as_row_starts, build_merged_tiling_iteration_axes, split_tiled_axes_for_broadcast
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
@@ -143,6 +144,31 @@ def _bind_acc(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- rows
+
+
+def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundInstruction:
+    """Gather the keys and values of an attention over a pool of blocks to scratch memory, in float32.
+
+    The result is the attention over keys in order. All kernels of attention then serve it.
+    """
+    q, mask, table = call.operand(0), call.optional_operand(3), call.operand(5)
+    *leading, blocks = table.shape
+    rows = []
+    for x in (call.operand(1), call.operand(2)):
+        pool = x
+        if x.dtype not in CUDA_TYPE_NAMES:
+            pool = launches.allocate_scratch(x.shape)
+            launch_broadcast_and_convert(launches, as_float(launches, x), pool)
+        require_supported(pool.is_dense, "pools with gaps are missing")
+        count, keys, *row = pool.shape
+        width = math.prod((keys, *row))
+        out = launches.allocate_scratch((*table.shape, width))
+        flat = _with_shape_and_strides(pool, (count, width), (width, 1))
+        _bind_get_rows(launches, replace(call, op="get_rows", src=(flat, table), dst=(out,)))
+        strides = contiguous_strides((*leading, blocks * keys, *row))
+        seen = blocks * keys if mask is None else mask.shape[-1]
+        rows.append(_with_shape_and_strides(out, (*leading, seen, *row), strides))
+    return replace(call, src=(q, *rows, mask, call.optional_operand(4)))
 
 
 def _choose_copy_threads(columns: int) -> int:

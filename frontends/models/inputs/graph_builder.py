@@ -12,41 +12,11 @@ from functools import cached_property, partial, reduce
 
 from .... import ops
 from ....graph import DType, Graph, Value, input, state
-from ....graph.lazy_dataclass import dataclass
+from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
+from .attention_window import FULL_WINDOW, AttentionWindow, TemperatureScaling
 from .step import PLAIN_KINDS, STATE_TOKEN_KINDS, RingRowNumberInput, Step, count_cache_rows_with_spare
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionWindow:
-    """The cells that a token attends to: all earlier ones and its own, or only the last ``window`` cells.
-
-    A cell is the place of one token in a KV cache; ``window`` 0 means all cells.
-
-    - ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
-    - ``has_distance_bias`` adds distances to the mask, for ALiBi.
-    - Without ``is_causal`` a token also attends to later tokens: to all of them, or with ``is_centred`` to half of
-      ``window`` on either side.
-    """
-
-    window: int = 0
-    is_chunked: bool = False
-    has_distance_bias: bool = False
-    is_causal: bool = True
-    is_centred: bool = False
-
-    @property
-    def cell_lifetime_tokens(self) -> int:
-        """Number of tokens after which a cell is never read again.
-
-        It is 0 if a cell may be read at any time. A ring cache may overwrite a cell that is never read again.
-        """
-        return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
-
-
-TemperatureScaling = tuple[int, float, float] | None
-"""Floor, factor and offset for `StepGraphBuilder.scale_queries_by_temperature`; `None` for a temperature of 1."""
-FULL_WINDOW = AttentionWindow()
 MASKED_SCORE = -1e38
 """The score of masked cells, so that their softmax is 0."""
 CACHE_INPUTS = frozenset({"pos", "slot"})
@@ -60,6 +30,13 @@ SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
 
 They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows from which NAME was taken.
 """
+
+
+def _require_whole_quantisation_blocks(name: str, size: int, dtype: DType) -> None:
+    """Require that the heads of a cache are whole quantisation blocks of its dtype."""
+    if size % dtype.block:
+        what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
+        raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
 
 
 class StepGraphBuilder:
@@ -316,10 +293,10 @@ class StepGraphBuilder:
             ModelError: The head size is not a multiple of the block size of the dtype.
         """
         step, dtype = self.step, dtype or self.step.keys
+        if step.blocks:
+            raise ModelError(f"{name}: this kind of attention keeps its cells in order; leave out blocks")
         sequences, count, heads, size = new.shape
-        if size % dtype.block:
-            what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
-            raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
+        _require_whole_quantisation_blocks(name, size, dtype)
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
         if ring := step.ring_cells(attention_window.cell_lifetime_tokens):
             context, cells = ring, min(ring, cells)
@@ -346,10 +323,32 @@ class StepGraphBuilder:
         if not attention_window.is_causal:
             self.shared_values |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
             return k, v
+        if self.step.blocks:
+            return self._write_pool(f"cache_k.{layer}", k, self.step.keys), self._write_pool(
+                f"cache_v.{layer}", v, self.step.values
+            )
         keys = self.write_and_read_cache(f"cache_k.{layer}", k, attention_window=attention_window)
         return keys, self.write_and_read_cache(
             f"cache_v.{layer}", v, attention_window=attention_window, dtype=self.step.values
         )
+
+    def _write_pool(self, name: str, new: Value, dtype: DType) -> Value:
+        """Write new rows f32[B, T, heads, size] into a pool of blocks, and return it: [blocks, 64, heads, size].
+
+        The pool is the state ``name`` [blocks*64, heads*size].
+        """
+        heads, size = new.shape[2:]
+        _require_whole_quantisation_blocks(name, size, dtype)
+        old = state(name, (self.step.blocks * BLOCK_KEYS, heads * size), dtype)
+        rows = ops.reshape(new, shape=(self.step.padded_token_count, heads * size))
+        self._updates[old] = pool = ops.set_rows(old, rows, self.slot, name=f"{name}.new")
+        self.shared_values[name] = ops.reshape(pool, shape=(self.step.blocks, BLOCK_KEYS, heads, size))
+        return self.shared_values[name]
+
+    @property
+    def block_table(self) -> Value:
+        """The blocks of each sequence in a pool of blocks, i32[B, `Step.table_columns`]."""
+        return self.make_shared_integer_input("table", self.step.sequences, self.step.table_columns)
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
         """Put the last ``row_count`` rows of earlier runs before the rows ``new`` f32[B, T, c]: f32[B, row_count+T, c].

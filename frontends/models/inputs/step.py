@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....graph.lazy_dataclass import dataclass
 from ....graph.validation import format_value
+from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
 
 TOKEN_KIND, SAMPLED_KIND = "token", "sampled"
@@ -90,6 +91,11 @@ class Step:
     """Dtypes of the cache: of keys, or of the vectors that keys and values are computed from, and of values."""
     candidate_count: int = 0
     named_token_count: int = 0
+    blocks: int = 0
+    """The blocks of 64 cells in the pool that the KV caches of all sequences share; 0 for a region per sequence.
+
+    Padding writes block 0, so no sequence may have it. There are no ring caches.
+    """
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -108,7 +114,7 @@ class Step:
             )
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
-        if self.sequences * count_cache_rows_with_spare(self.context) > MAX_CACHE_ROW:
+        if (self.blocks * BLOCK_KEYS or self.sequences * count_cache_rows_with_spare(self.context)) > MAX_CACHE_ROW:
             raise ModelError(
                 f"step: {self.sequences} sequences of {self.context} cells; need at most {MAX_CACHE_ROW} in all; "
                 "use a smaller context"
@@ -120,7 +126,12 @@ class Step:
         The result is 0 without a ring cache.
         """
         cells = window + self.max_new_tokens
-        return cells if window and self.max_new_tokens and cells < self.context else 0
+        return cells if window and self.max_new_tokens and cells < self.context and not self.blocks else 0
+
+    @property
+    def table_columns(self) -> int:
+        """The blocks of a sequence that attention reads."""
+        return -(-self.cells // BLOCK_KEYS)
 
     @property
     def label(self) -> str:
@@ -142,6 +153,7 @@ class Batch:
     last new token of each sequence, so that row i belongs to sequence i; an idle sequence then has a row without
     meaning. ``history_tokens`` has the earlier tokens of each sequence, or the last `Model.history_token_count` tokens.
     ``draft_inputs`` f32[B, `Model.draft_input_columns`] has the rows that MTP blocks read with the next token.
+    ``tables`` has the blocks of each sequence in a pool of blocks: cell s is cell ``s % 64`` of block ``s // 64``.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -149,6 +161,7 @@ class Batch:
     output_positions: Sequence[tuple[int, int]] | None = None
     history_tokens: Sequence[Sequence[int]] = ()
     draft_inputs: npt.NDArray[np.float32] | None = None
+    tables: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +201,8 @@ def build_step_inputs(
     - ``valid`` f32[B, T, 1], with taps: 0 for padding.
     - ``conv_rows`` i32[B, taps-1], with taps: the rows of [state, new tokens] that become the next convolution state.
     - ``last`` i32[B, T], unless ``causal``: the last position of the sequence.
+    - ``table`` i32[B, `Step.table_columns`], with blocks: the blocks of each sequence, then 0. ``slot`` then follows
+      from the table, and padding writes row 0.
 
     Example: B = 2, T = 2, a context of 8. Sequence 0 has 3 tokens and gets 1, sequence 1 is empty and gets 2. Then
     ``pos`` is 3 0 and 0 1, ``slot`` is 3 8 32 33, and ``out_ids`` is 0 3.
@@ -210,7 +225,12 @@ def build_step_inputs(
         end, padding = length + len(new), step.tokens - len(new)
         tokens += [*new, *[0] * padding]
         pos += [*range(length, end), *[0] * padding]
-        slot += [*range(i * rows + length, i * rows + end), *[i * rows + step.context] * padding]
+        if step.blocks:
+            table = batch.tables[i]
+            slot += [table[at // BLOCK_KEYS] * BLOCK_KEYS + at % BLOCK_KEYS for at in range(length, end)]
+            slot += [0] * padding
+        else:
+            slot += [*range(i * rows + length, i * rows + end), *[i * rows + step.context] * padding]
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),
@@ -223,6 +243,10 @@ def build_step_inputs(
         if bad := [(i, t) for i, t in positions if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
             raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
         arrays["out_ids"] = _compute_output_rows(step, positions)
+    if step.blocks:
+        columns = step.table_columns
+        tables = [[*blocks[:columns], *[0] * (columns - len(blocks))] for blocks in batch.tables]
+        arrays["table"] = np.array(tables, np.int32)
     if not causal:
         ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
         arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
@@ -240,6 +264,11 @@ def _require_fit(step: Step, batch: Batch) -> None:
             raise ModelError(
                 f"batch: sequence {i} has {len(new)} new tokens, the step takes {step.tokens}; "
                 "split them or use a larger step"
+            )
+        if step.blocks and length + len(new) > BLOCK_KEYS * len(batch.tables[i]) and new:
+            raise ModelError(
+                f"batch: sequence {i} would have {length + len(new)} tokens in {len(batch.tables[i])} blocks of "
+                f"{BLOCK_KEYS} cells; add blocks to its table"
             )
         if length < 0 or (new and length + len(new) > step.cells):
             raise ModelError(

@@ -11,8 +11,9 @@ from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
 from ...gguf.hyperparameter_keys import CONVERT_REMEDY
+from ..inputs.attention_window import AttentionWindow, TemperatureScaling
 from ..inputs.family import FamilyTraits
-from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
+from ..inputs.graph_builder import CACHE_INPUTS, StepGraphBuilder
 from ..inputs.weights import ModelWeights
 from .feed_forward import Norm, apply_attention_output_gate_if_present, linear, split_columns
 from .rope import Rope, find_frequency_divisors
@@ -171,8 +172,10 @@ class Attention:
         """Return the attention of queries to all cells of keys and values: f32[B, T, heads, value size]."""
         biases = self.find_relative_position_biases(weights, block)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
+        table = frame.block_table if frame.step.blocks and self.attention_window.is_causal else None
         return ops.attention(
-            *(q, k, v, frame.attention_mask(self.attention_window, biases), sinks),
+            *(q, k, v, frame.attention_mask(self.attention_window, biases), sinks, table),
+            pool="none" if table is None else "blocks",
             mask_heads="one" if biases is None else "each",
             scale=self.scale,
             softcap=self.cap or 0.0,

@@ -22,7 +22,8 @@ from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureMetadata
-from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder
+from ..inputs.attention_window import AttentionWindow
+from ..inputs.graph_builder import CACHE_INPUTS, StepGraphBuilder
 from ..inputs.step import Batch, Step, count_cache_rows_with_spare
 from ..inputs.weights import ModelWeights
 from .feed_forward import Norm, matmul

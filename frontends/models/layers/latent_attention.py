@@ -12,8 +12,9 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...gguf.hyperparameter_keys import ArchitectureMetadata
+from ..inputs.attention_window import AttentionWindow, TemperatureScaling
 from ..inputs.family import FamilyTraits
-from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
+from ..inputs.graph_builder import CACHE_INPUTS, StepGraphBuilder
 from ..inputs.weights import ModelWeights
 from .feed_forward import Norm, apply_attention_output_gate_if_present, linear, matmul, split_columns
 from .rope import Rope, find_frequency_divisors, read_original_context_length

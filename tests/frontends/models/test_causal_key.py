@@ -12,7 +12,8 @@ from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step
-from hocket.frontends.models.inputs.graph_builder import AttentionWindow, StepGraphBuilder
+from hocket.frontends.models.inputs.attention_window import AttentionWindow
+from hocket.frontends.models.inputs.graph_builder import StepGraphBuilder
 from hocket.frontends.open_model import open_model
 from hocket.graph import Graph
 

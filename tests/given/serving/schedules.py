@@ -10,6 +10,8 @@ import numpy as np
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference.prefill_chunks import F32
+from hocket.frontends.serving.blocks.block_cache import BlockPrefixCache
+from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
@@ -52,7 +54,7 @@ class RecordingPool:
 
 def make_schedule_engine(pool: SlotPool) -> tuple[Engine, RecordingPool]:
     recording = RecordingPool(pool)
-    cache = PrefixCache(pool, state_bytes=STATE_BYTES)
+    cache = BlockPrefixCache(pool) if isinstance(pool, BlockSlotPool) else PrefixCache(pool, state_bytes=STATE_BYTES)
     engine = Engine(recording, cache, queue_size=1 << 20, max_gap_seconds=0.01, clock=lambda: 0.0)
     return engine, recording
 

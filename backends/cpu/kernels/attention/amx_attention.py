@@ -60,6 +60,7 @@ from .amx_matrices import (
     store_weight_terms,
 )
 from .amx_matrices import TILE as GROUP
+from .key_blocks import find_key_address
 from .prefill_attention import (
     ARGS,
     load_mask_tile_with_token_lanes,
@@ -181,9 +182,10 @@ def _make_convert_kv_tile_to_matrices(k: DType, v: DType) -> Subroutine:
         deep = max(1, count_32x32_matrices(ARGS.size(a)))
         wide = count_32x32_matrices(ARGS.width(a))
         step = ARGS.k_step(a)
-        load_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
+        load_keys(find_key_address(heads, HEAD_KEY, s, step), step, left, ARGS.size(a), place[1], deep)
         step = ARGS.v_step(a)
-        load_values(load_long(heads + HEAD_VALUE) + s * step, step, left, ARGS.width(a), place[2], wide, place[5])
+        values = find_key_address(heads, HEAD_VALUE, s, step)
+        load_values(values, step, left, ARGS.width(a), place[2], wide, place[5])
 
     return subroutine(load_tile)
 

@@ -14,6 +14,8 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from .....graph.dtypes import DType
+from .....ops.matrix.attention import BLOCK_KEYS
 from .....ops.reduction.norms import alibi_slopes
 from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, float32_bits
@@ -75,16 +77,38 @@ def _view_elements_as_rows(x: Operand, leading: Sequence[int]) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
 
 
-def _build_head_address_table(
-    steps: StepTableBuilder, call: BoundInstruction, q: Operand, k: Operand, v: Operand, mask: Operand | None
-) -> Addresses:
-    """Build the table with seven numbers for each head of each sequence, which attention kernels read.
+def _view_blocks_as_rows(pool: Operand) -> Operand | None:
+    """Return a pool [blocks, keys, heads, size] as rows [blocks * keys, heads, size]; None if blocks lie apart."""
+    blocks, keys, *row = pool.shape
+    if pool.strides[0] != keys * pool.strides[1]:
+        return None
+    return replace(pool, tensor=replace(pool.tensor, shape=(blocks * keys, *row), strides=pool.strides[1:]))
 
-    They are the addresses of query, key, value, mask and result, then the ALiBi slope, then the address of the
-    attention sink. `softmax_scores` has their byte offsets.
+
+def _count_keys(call: BoundInstruction) -> int:
+    """Return the number of keys of a sequence; the last block of a table may have more."""
+    mask, table = call.optional_operand(3), call.optional_operand(5)
+    if table is None:
+        return call.operand(1).shape[-3]
+    return table.shape[-1] * BLOCK_KEYS if mask is None else mask.shape[-1]
+
+
+def _build_head_address_table(
+    steps: StepTableBuilder,
+    call: BoundInstruction,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    mask: Operand | None,
+    table: Operand | None,
+) -> Addresses:
+    """Build the table with eight numbers for each head of each sequence, which attention kernels read.
+
+    They are the addresses of query, key, value, mask and result, then the ALiBi slope, then the addresses of the
+    attention sink and of the block table. `softmax_scores` has their byte offsets.
     """
     *leading, _, heads, _ = q.shape
-    keys, count = k.shape[-3], len(leading)
+    keys, count = _count_keys(call), len(leading)
     outer = [(i, np.arange(n)) for i, n in enumerate(leading)]
     every, sinks = np.arange(heads), call.optional_operand(4)
     group = every // (heads // k.shape[-2])
@@ -101,16 +125,18 @@ def _build_head_address_table(
         )
     slopes = [float32_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _read_float_attribute(call, "max_bias"))]
     none = np.full(1, -np.inf, np.float32)
+    key_axes = [*outer, (count + 1, group)] if table is None else [(1, group)]
     columns = (
         _compute_addresses_of_index_combinations(q, [*outer, (count + 1, every)]),
-        _compute_addresses_of_index_combinations(k, [*outer, (count + 1, group)]),
-        _compute_addresses_of_index_combinations(v, [*outer, (count + 1, group)]),
+        _compute_addresses_of_index_combinations(k, key_axes),
+        _compute_addresses_of_index_combinations(v, key_axes),
         mask_addresses,
         _compute_addresses_of_index_combinations(call.out, [*outer, (count + 1, every)]),
         np.array(slopes),
         np.array(steps.constant(none).address)
         if sinks is None
         else _compute_addresses_of_index_combinations(sinks, [(0, every)]),
+        np.array(0) if table is None else _compute_addresses_of_index_combinations(table, outer)[..., None],
     )
     return np.stack(np.broadcast_arrays(*columns), -1).astype(np.int64)
 
@@ -130,7 +156,7 @@ def _choose_heads_per_unit(shared: int) -> int:
 
 
 def _choose_decode_work_split(
-    steps: StepTableBuilder, sequences: int, head_groups: int, k: Operand, v: Operand
+    steps: StepTableBuilder, sequences: int, head_groups: int, k: Operand, v: Operand, keys: int
 ) -> tuple[int, int]:
     """Choose how threads share the work of decode attention: by groups of heads, by ranges of keys, or by both.
 
@@ -144,13 +170,13 @@ def _choose_decode_work_split(
         head_groups: The number of groups of heads in a sequence.
         k: The keys.
         v: The values.
+        keys: The number of keys of a sequence.
 
     Returns:
         The number of groups of heads that are processed together, and the number of splits of the keys.
     """
-    max_splits = (
-        max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
-    )
+    key_bytes = sequences * keys * k.dtype.count_bytes(math.prod(k.shape[-2:]))
+    max_splits = max(1, keys // decode_attention.KEYS_PER_CHUNK) if key_bytes >= MIN_SHARED_BYTES else 1
     parts = _find_smallest_balanced_split_count(steps, sequences)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if head_groups % parts == 0:
@@ -177,7 +203,16 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
 
     Return False if the kernels cannot read the operands.
     """
-    inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
+    inputs, sinks, table, out = call.src[:4], call.optional_operand(4), call.optional_operand(5), call.out
+    if table is not None:
+        pools = [_view_blocks_as_rows(call.operand(i)) for i in (1, 2)]
+        if (
+            table.dtype is not DType.I32
+            or not table.is_dense_along(-1)
+            or any(x is None or x.strides[-1] != 1 for x in pools)
+        ):
+            return False
+        inputs = (call.operand(0), *pools, *inputs[3:])
     floats = (call.operand(0), call.optional_operand(3), sinks)
     if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable_directly_or_copied, inputs[1:3])):
         return False
@@ -190,10 +225,11 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     assert k is not None
     assert v is not None
     *leading, tokens, heads, size = q.shape
-    keys, width, shared = k.shape[-3], v.shape[-1], _choose_heads_per_unit(heads // k.shape[-2])
+    keys, width, shared = _count_keys(call), v.shape[-1], _choose_heads_per_unit(heads // k.shape[-2])
     units = math.prod(leading) * heads // shared
     cap, scale = _read_float_attribute(call, "softcap"), _read_float_attribute(call, "scale")
-    addresses = _build_head_address_table(steps, call, q, k, v, mask)
+    addresses = _build_head_address_table(steps, call, q, k, v, mask, table)
+    axis = len(leading) if table is None else 0
     common = {
         "tokens": tokens,
         "units": units,
@@ -202,15 +238,16 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
         "size": size,
         "width": width,
         "q_step": 4 * q.strides[len(leading)],
-        "k_step": k.dtype.count_bytes(k.strides[len(leading)]),
-        "v_step": v.dtype.count_bytes(v.strides[len(leading)]),
+        "k_step": k.dtype.count_bytes(k.strides[axis]),
+        "v_step": v.dtype.count_bytes(v.strides[axis]),
         "mask_step": 4 * mask.strides[-2] if mask else 0,
         "out_step": 4 * out.strides[len(leading)],
         "factor": float32_bits(scale / cap if cap else scale * LOG2_E),
         "cap": float32_bits(cap * LOG2_E),
         "heads": steps.constant(addresses).address,
+        "pool": 0 if table is None else k.shape[0] // BLOCK_KEYS,
     }
-    reads = [x for x in (q, k, v, mask, sinks) if x is not None]
+    reads, stops = [x for x in (q, k, v, mask, sinks, table) if x is not None], table is not None
     if tokens >= MIN_PREFILL_TOKENS:
         many = (
             amx_attention
@@ -227,11 +264,11 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
             return ThreadWork(prefill_attention.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
 
         if steps.is_step_shared_by_threads(reads, [out]):
-            steps.add_queued(kernel, make_thread_work)
+            steps.add_queued(kernel, make_thread_work, stops=stops)
         else:
-            steps.add_per_thread(kernel, [make_thread_work(0)])
+            steps.add_per_thread(kernel, [make_thread_work(0)], stops=stops)
         return True
-    beside, splits = _choose_decode_work_split(steps, math.prod(leading), heads // shared, k, v)
+    beside, splits = _choose_decode_work_split(steps, math.prod(leading), heads // shared, k, v, keys)
     chunks = 1 if splits == 1 else -(-keys // decode_attention.KEYS_PER_CHUNK)
     rows = tokens * shared
     each = decode_attention.compute_decode_scratch_bytes(rows * beside, keys, size, width)
@@ -243,7 +280,8 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     common |= {"partial": parts.address, "chunks": chunks, "beside": beside, "splits": splits}
     words = decode_attention.ARGS(**common)
     writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
-    steps.add(decode_attention.make_few_token_attention_kernel(k.dtype, v.dtype), words, reads=reads, writes=writes)
+    kernel = decode_attention.make_few_token_attention_kernel(k.dtype, v.dtype)
+    steps.add(kernel, words, reads=reads, writes=writes, stops=stops)
     if splits > 1:
         _add_merge_partial_results_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True

@@ -34,6 +34,7 @@ from ...steps.work_queue import reset_queue_after_last_ticket, take_work_item
 from ..vector.amx_tiles import TileOperation, skip_tile_configuration
 from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
 from ..vector.elementwise import store_lanes
+from .key_blocks import check_block_numbers, find_key_address
 from .softmax_scores import (
     COMMON_ARGS,
     FLOAT_ONE,
@@ -264,9 +265,9 @@ def _make_zero_padded_kv_tile_copy(k: DType, v: DType) -> Subroutine:
     def copy_tile(a, heads, s, place):
         keys, values, left = place[0], place[1], ARGS.keys(a) - s
         size, width, pace = ARGS.size(a), ARGS.width(a), ARGS.k_step(a)
-        copy_keys(load_long(heads + HEAD_KEY) + s * pace, pace, left, size, keys, round_up(size, LANES))
-        pace = ARGS.v_step(a)
-        copy_values(load_long(heads + HEAD_VALUE) + s * pace, pace, left, width, values, round_up(width, BLOCK_TOKENS))
+        copy_keys(find_key_address(heads, HEAD_KEY, s, pace), pace, left, size, keys, round_up(size, LANES))
+        pace, wide = ARGS.v_step(a), round_up(width, BLOCK_TOKENS)
+        copy_values(find_key_address(heads, HEAD_VALUE, s, pace), pace, left, width, values, wide)
 
     return subroutine(copy_tile)
 
@@ -387,7 +388,7 @@ def make_kernel_over_token_spans(
     def body(a, thread, threads):
         tokens, units, span, place = ARGS.tokens(a), ARGS.units(a), ARGS.span(a), locate_scratch(a, thread)
         tickets, spans = ARGS.tickets(a), (tokens + span - 1) // span
-        item, mine = 0, take_work_item(tickets, 0)
+        item, mine, status = 0, take_work_item(tickets, 0), 0
         begin(place[0])
         for number in range(spans):
             start = (spans - 1 - number) * span
@@ -396,14 +397,17 @@ def make_kernel_over_token_spans(
                 if item == mine:
                     heads = ARGS.heads(a) + unit * ARGS.shared(a) * HEAD_BYTES
                     load_unit(a, heads, start, stop, place)
-                    for s in range(0, ARGS.keys(a), TILE_KEYS):
-                        attend_tile(a, heads, start, stop, s, place)
+                    if status == 0:
+                        status = check_block_numbers(heads, 0, ARGS.keys(a), ARGS.pool(a))
+                    if status == 0:
+                        for s in range(0, ARGS.keys(a), TILE_KEYS):
+                            attend_tile(a, heads, start, stop, s, place)
                     store_unit(a, heads, start, stop, place)
                     mine = take_work_item(tickets, item + 1)
                 item += 1
         reset_queue_after_last_ticket(tickets, mine, item, threads)
         end(place[0])
-        return 0
+        return status
 
     return Kernel(name, body)
 

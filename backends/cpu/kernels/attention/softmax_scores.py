@@ -32,7 +32,7 @@ from ...simd.vectors import (
 from ..vector.vector_functions import tanh
 
 COMMON_ARGS = (
-    "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "
+    "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads pool "
     "scratch scratch_bytes"
 )
 """Words of all attention kernels.
@@ -41,11 +41,16 @@ COMMON_ARGS = (
 - `size` and `width`: elements of a key and of a value
 - ``*_step``: bytes from token to token or from key to key
 - `factor` and `cap`: the scale and the soft cap
-- `heads`: the head table; `scratch` and the `scratch_bytes` of a thread
+- `heads`: the head table; `pool`: the blocks of the pool that block tables name, if any
+- `scratch` and the `scratch_bytes` of a thread
 """
-HEAD_QUERY, HEAD_KEY, HEAD_VALUE, HEAD_MASK, HEAD_OUT, HEAD_SLOPE, HEAD_SINK = range(0, 56, 8)
-"""Offsets into a row of the head table: addresses for the first token and key, float32 slope, address of the sink."""
-HEAD_BYTES = 56
+HEAD_QUERY, HEAD_KEY, HEAD_VALUE, HEAD_MASK, HEAD_OUT, HEAD_SLOPE, HEAD_SINK, HEAD_TABLE = range(0, 64, 8)
+"""Offsets into a row of the head table.
+
+They are addresses for the first token and key, the float32 slope, the address of the sink, and the address of the
+block table i32[blocks]. Without a block table it is 0.
+"""
+HEAD_BYTES = 64
 """Bytes of a row of the head table."""
 
 MIN_SCORE = np.float32(-3.0e38)

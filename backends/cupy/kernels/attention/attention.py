@@ -24,6 +24,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.iteration_axes import build_merged_tiling_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, as_float
+from ..moves import gather_key_blocks
 from .kinds import (
     ATTENTION_THREADS,
     ATTENTION_WARPS,
@@ -133,6 +134,7 @@ AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 
 
 def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    call = call if call.optional_operand(5) is None else gather_key_blocks(launches, call)
     q, k, v = as_float(launches, call.operand(0)), call.operand(1), call.operand(2)
     if k.dtype is not v.dtype or k.dtype not in CELL_DTYPES:
         k, v = as_float(launches, k), as_float(launches, v)
@@ -160,10 +162,8 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _add_mask_head_axis(mask: Operand) -> Operand:
     """Return a view of a mask [..., t, s] with a head axis of size 1: [..., t, 1, s]."""
     t = mask.tensor
-    return replace(
-        mask,
-        tensor=replace(t, shape=(*t.shape[:-1], 1, t.shape[-1]), strides=(*t.strides[:-1], 0, t.strides[-1])),
-    )
+    shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
+    return replace(mask, tensor=replace(t, shape=shape, strides=strides))
 
 
 def _swap_axes(x: Operand, one: int, other: int) -> Operand:

@@ -1,0 +1,125 @@
+"""The prefix cache over a pool of blocks: it gives blocks to slots, and finds the blocks of known prompts.
+
+A prompt shares the whole blocks of its known prefix with other slots. Of a block that it knows in part, it gets a copy.
+Cells that were decoded token by token are not reused, as in `PrefixCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ....ops.matrix.attention import BLOCK_KEYS
+from ...errors import ModelError
+from ..prefix_cache import MIN_REUSED_TOKENS, PrefixCache, SlotContents, SlotMatch
+from .prefix_tree import PrefixTree
+from .slot_pool import NO_SLOT_FILES, BlockSlotPool
+
+AHEAD_TOKENS = 256
+"""New tokens for which blocks must be free when a request starts."""
+
+
+class BlockPrefixCache(PrefixCache):
+    """The prefix cache over the blocks of a pool.
+
+    Args:
+        pool: The slots and their blocks.
+        reserves_whole_texts: Whether a request starts only when blocks for all of its tokens are free. Otherwise blocks
+            for its prompt and for `AHEAD_TOKENS` more are enough, and a running request may have to give its blocks.
+    """
+
+    def __init__(self, pool: BlockSlotPool, *, reserves_whole_texts: bool = False) -> None:
+        super().__init__(pool, state_bytes=0)
+        self._pool, self._blocks = pool, pool.allocator
+        self._reserves_whole_texts = reserves_whole_texts
+        self._tree = PrefixTree(pool.allocator)
+        self._reserved: list[int] = [0] * pool.slots
+        """Per slot the blocks that its request may have in all, if it reserves them."""
+
+    def find_slot_for_prompt(
+        self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
+    ) -> SlotMatch:
+        """Find the free slot with the smallest window, and count the known tokens of a prompt."""
+        target = min(free, key=lambda slot: (window_size(slot), slot))
+        _, tokens = self._tree.find_prefix(prompt[:-1])
+        return SlotMatch(tokens if tokens >= MIN_REUSED_TOKENS else 0, target, target)
+
+    def has_room_for(self, match: SlotMatch, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
+        """Whether enough blocks are free, or can be evicted, for a request that starts now; see `PrefixCache`."""
+        count = self._count_blocks(prompt, limit, sent_tokens) - self._count_shared_blocks(prompt, match)
+        missing = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._reserved))
+        return count + missing <= self._blocks.free_count + self._tree.count_evictable_blocks()
+
+    def _count_blocks(self, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> int:
+        """Count the blocks that must be free when a request starts, with the blocks of its known prefix."""
+        ahead = limit if self._reserves_whole_texts else min(limit, sent_tokens + AHEAD_TOKENS)
+        return -(-min(len(prompt) + ahead, self._pool.context) // BLOCK_KEYS)
+
+    def _count_shared_blocks(self, prompt: tuple[int, ...], match: SlotMatch) -> int:
+        """Count the known blocks of a prompt that a running request has, so that they cannot be evicted."""
+        blocks, _ = self._tree.find_prefix(prompt[: match.tokens])
+        whole = blocks[: match.tokens // BLOCK_KEYS]
+        return sum(self._blocks.count_references(block) > 1 for block in whole)
+
+    def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...], limit: int = 0) -> None:
+        """Give the slot of a match the blocks of its prompt; its first `match.tokens` tokens are known.
+
+        The block that is known in part may be evicted meanwhile. Its cells are unchanged until the next run.
+        """
+        slot, (whole, cells) = match.target, divmod(match.tokens, BLOCK_KEYS)
+        self.forget_slot(slot)
+        known, _ = self._tree.find_prefix(prompt[: match.tokens])
+        for block in known[:whole]:
+            self._blocks.retain(block)
+        self._pool.set_table(slot, known[:whole])
+        has_blocks = self.reserve_cells(slot, len(prompt))
+        assert has_blocks, "has_room_for has counted the blocks"
+        if cells and known[whole] != (target := self._pool.tables[slot][whole]):
+            self._pool.copy_first_cells(known[whole], target, cells)
+        if self._reserves_whole_texts:
+            self._reserved[slot] = self._count_blocks(prompt, limit, 0)
+
+    def reserve_cells(self, slot: int, count: int) -> bool:
+        """Give a slot blocks for `count` tokens in all; return False, and give none, if too few can be freed."""
+        table = list(self._pool.tables[slot])
+        missing = -(-count // BLOCK_KEYS) - len(table)
+        if missing <= 0:
+            return True
+        while self._blocks.free_count < missing:
+            if not self._tree.evict_block():
+                return False
+        table += [block for _ in range(missing) if (block := self._blocks.allocate()) is not None]
+        self._pool.set_table(slot, table)
+        return True
+
+    def record_read_tokens(self, slot: int, tokens: Sequence[int]) -> None:
+        """Record the prompt tokens that a slot has read, so that later prompts find them."""
+        table = list(self._pool.tables[slot])
+        self._tree.add_prompt(tokens, table)
+        if table != self._pool.tables[slot]:
+            self._pool.set_table(slot, table)
+
+    def move_slot(self, source: int, target: int, length: int) -> None:
+        """Move a running request from slot `source` to the free slot `target`; no cell moves."""
+        self._pool.set_table(target, list(self._pool.tables[source]))
+        self._pool.set_table(source, [])
+        self._reserved[target], self._reserved[source] = self._reserved[source], 0
+
+    def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Free the blocks of a slot at the end of its request; the tree keeps the blocks of the prompt."""
+        self.forget_slot(slot)
+
+    def forget_slot(self, slot: int) -> None:
+        """Free the blocks of a slot; the tree keeps the blocks of its prompt."""
+        for block in self._pool.tables[slot]:
+            self._blocks.release(block)
+        self._pool.set_table(slot, [])
+        self._reserved[slot] = 0
+
+    def forget_all_slots(self) -> None:
+        """Free all blocks, also the blocks of known prompts."""
+        super().forget_all_slots()
+        self._tree.clear()
+
+    def get_contents(self, slot: int) -> SlotContents:
+        """Raise `ModelError`: the blocks of a slot are free after its request."""
+        raise ModelError(NO_SLOT_FILES)

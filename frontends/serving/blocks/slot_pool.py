@@ -1,0 +1,134 @@
+"""The slots of an engine over one pool of blocks: a slot has a block table in place of a region of each KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ....distributed.rank_calls import RankCalls, on_all_ranks
+from ....ops.matrix.attention import BLOCK_KEYS
+from ....scheduler import format_bytes
+from ...errors import ModelError
+from ...inference.saved_state import SavedSessionState
+from ...inference.session import Session
+from ..slots import SlotPool
+from .allocator import BlockAllocator
+
+NO_SLOT_FILES = "slots share a pool of blocks and cannot be saved; start the server without --pool-tokens"
+
+
+class BlockSlotPool(SlotPool):
+    """Slots of at most `context` tokens, with KV caches of `pool_tokens` cells for all slots.
+
+    Raises `ModelError` for a model with recurrent states, or with other caches than keys and values, and for a pool
+    that is smaller than the context.
+
+    Args:
+        like: The session that has the weights.
+        slots: Number of slots.
+        pool_tokens: Cells of the pool, rounded up to whole blocks.
+        context: Largest number of tokens of a slot.
+        batch: Maximum prompt tokens of one run.
+        rank_calls: The calls that run on all ranks of `like`.
+    """
+
+    def __init__(
+        self,
+        like: Session,
+        slots: int,
+        *,
+        pool_tokens: int,
+        context: int,
+        batch: int,
+        rank_calls: RankCalls | None = None,
+    ) -> None:
+        if pool_tokens < context:
+            raise ModelError(
+                f"pool_tokens is {pool_tokens}, less than the context of {context}; use at least {context}"
+            )
+        if like.model.is_recurrent:
+            raise ModelError(f"{like.model.architecture} has recurrent states, which have no blocks; omit pool_tokens")
+        self.allocator = BlockAllocator(-(-pool_tokens // BLOCK_KEYS) + 1)
+        blocks, batch = self.allocator.usable_count + 1, min(batch, context)
+        _require_pool_memory(like, blocks)
+        root = Session(like.model, like=like, sequences=slots, context=context, batch=batch, blocks=blocks)
+        super().__init__(root, slots, context=context, batch=batch, shares_states=True, rank_calls=rank_calls)
+        self.tables: list[list[int]] = root.tables
+        """The blocks of each slot. Sessions of windows refer to the same lists."""
+
+    @on_all_ranks
+    def _add_window(self, first: int, count: int) -> None:
+        start, root = time.perf_counter(), self._all_slots
+        self._windows[first, count] = window = Session(
+            root.model,
+            like=root,
+            first_sequence=first,
+            sequences=count,
+            context=self.context,
+            batch=self.batch,
+            blocks=root.blocks,
+        )
+        window.tables = self.tables[first : first + count]
+        self._opening_seconds += time.perf_counter() - start
+
+    @on_all_ranks
+    def set_table(self, slot: int, blocks: list[int]) -> None:
+        """Set the blocks of a slot."""
+        self.tables[slot][:] = blocks
+
+    @on_all_ranks
+    def copy_first_cells(self, source: int, target: int, cells: int) -> None:
+        """Copy the first cells of a block to another block."""
+        for name in self._caches:
+            self._all_slots.store.copy_state_rows(name, source * BLOCK_KEYS, target * BLOCK_KEYS, cells)
+
+    def zero_slot_states(self, slot: int) -> None:
+        """Zero the blocks that this slot alone has, after a run that may have left NaN or infinite numbers."""
+        self._zero_blocks([block for block in self.tables[slot] if self.allocator.count_references(block) <= 1])
+
+    @on_all_ranks
+    def _zero_blocks(self, blocks: list[int]) -> None:
+        for name in self._caches:
+            for block in blocks:
+                self._all_slots.store.state(name)[block * BLOCK_KEYS : (block + 1) * BLOCK_KEYS] = 0
+
+    def can_devices_run_test_prompt(self, slot: int) -> bool:
+        """As of `SlotPool`; the prompt is read into the block for padding."""
+        self.set_table(slot, [0])
+        try:
+            return super().can_devices_run_test_prompt(slot)
+        finally:
+            self.set_table(slot, [])
+
+    def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
+        """Raise `ModelError`: the blocks of a slot are free after its request."""
+        raise ModelError(NO_SLOT_FILES)
+
+    def restore_slot(
+        self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
+    ) -> tuple[list[int], int]:
+        """Raise `ModelError`, as `capture_slot`."""
+        raise ModelError(NO_SLOT_FILES)
+
+    def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
+        """Raise `ModelError`: the number of slots is fixed."""
+        raise ModelError("slots that share a pool of blocks cannot change their number; make another pool")
+
+
+def _require_pool_memory(like: Session, blocks: int) -> None:
+    """Require that a pool of blocks fits into the memory of the devices, before it is allocated.
+
+    Raises:
+        ModelError: The pool is larger.
+    """
+    states = [like.store.state(name) for name in like.state_names]
+    needed = sum(state.spec.nbytes // state.shape[0] for state in states) * blocks * BLOCK_KEYS
+    memories = [device.memory for _, device in like.group]
+    if all(memories) and needed > (available := sum(memory for memory in memories if memory)):
+        raise ModelError(
+            f"a pool of {blocks * BLOCK_KEYS} tokens needs {format_bytes(needed)}, but the devices have "
+            f"{format_bytes(available)}; use a smaller pool_tokens"
+        )

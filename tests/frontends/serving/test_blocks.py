@@ -1,0 +1,204 @@
+"""Slots over a pool of blocks, without weights: shared prefixes, admission, preemption, and no lost block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket.cli import main
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.generate import GenerationParams
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.inference.session import Session
+from hocket.frontends.open_model import open_model
+from hocket.frontends.serving.blocks.allocator import BlockAllocator
+from hocket.frontends.serving.blocks.block_cache import BlockPrefixCache
+from hocket.frontends.serving.blocks.prefix_tree import PrefixTree
+from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
+from hocket.frontends.serving.engine import Engine
+from hocket.frontends.serving.request_log import RequestLog
+from hocket.frontends.serving.requests import EndEvent, GenerationRequest
+from hocket.frontends.serving.thread import EngineOptions, EngineThread
+from hocket.graph.errors import BackendError
+from hocket.graph.storage.files import open_log
+
+from ...given.models.goldens import path_of
+from ...given.serving.engine_runs import end_of, make_request, run_all, tokens_of
+from ...given.serving.fake_block_pool import FakeBlockPool
+from ...given.serving.fake_pool import generate_alone
+from ...given.waits import wait_until
+
+CONTEXT = 512
+
+
+def make_block_engine(slots, blocks, *, whole=False, context=CONTEXT):
+    pool = FakeBlockPool(slots, blocks, context=context)
+    cache = BlockPrefixCache(pool, reserves_whole_texts=whole)
+    return pool, Engine(pool, cache, queue_size=1 << 20, max_gap_seconds=1e9, clock=lambda: pool.now)
+
+
+def require_no_lost_block(pool, engine):
+    assert not any(pool.tables)
+    engine.restart_and_requeue_requests((), "")
+    assert pool.allocator.free_count == pool.allocator.usable_count
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_in_a_random_schedule_are_those_of_each_request_alone(whole, seed):
+    rng = np.random.default_rng(seed)
+    pool, engine = make_block_engine(8, 12, whole=whole)
+    requests, waiting, events = [], 150, []
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.5:
+            prompt = rng.integers(1, 32, rng.integers(1, 200)).tolist()
+            if requests and rng.random() < 0.7:
+                other = requests[rng.integers(len(requests))].prompt
+                prompt = [*other[: rng.integers(1, len(other) + 1)], *prompt][:400]
+            requests.append(make_request(f"r{waiting}", prompt, int(rng.integers(0, 100)), waiting))
+            engine.submit(requests[-1])
+            waiting -= 1
+        new = engine.step()
+        if requests and rng.random() < 0.05:
+            new += engine.cancel(requests[rng.integers(len(requests))].id)
+        events += new
+    for one in requests:
+        tokens, reason = generate_alone(one, CONTEXT)
+        end = end_of(events, one.id)
+        assert tokens_of(events, one.id) == tokens[: end.timing.new_tokens if end.reason == "cancelled" else None]
+        assert end.reason in (reason, "cancelled")
+    assert engine.status.sums.cached_tokens > 0
+    assert pool.copied_cells > 0
+    assert (engine.status.sums.preemptions > 0) is not whole
+    require_no_lost_block(pool, engine)
+
+
+def test_whole_blocks_of_a_prefix_are_shared_and_the_last_one_is_copied():
+    pool, engine = make_block_engine(2, 8)
+    shared = tuple(np.random.default_rng(1).integers(1, 32, 150).tolist())
+    run_first = make_request("a", shared, 40)
+    engine.submit(run_first)
+    while engine.status.sums.new_tokens < 3:
+        engine.step()
+    engine.submit(make_request("b", (*shared[:140], 1, 2), 40))
+    engine.step()
+    first, second = pool.tables[0], pool.tables[1]
+    assert (first[:2], pool.copied_cells) == (second[:2], 140 - 128)
+    assert first[2] != second[2]
+    run_all(engine)
+    require_no_lost_block(pool, engine)
+
+
+def test_the_youngest_request_gives_its_blocks_and_continues_with_the_same_text():
+    pool, engine = make_block_engine(3, 8)
+    requests = [
+        GenerationRequest(
+            name, tuple(range(1, 60 + i)), GenerationParams(300, Sampling(temperature=0.8), i, frozenset())
+        )
+        for i, name in enumerate("abc")
+    ]
+    for one in requests:
+        engine.submit(one)
+    events = run_all(engine)
+    assert engine.status.sums.preemptions > 0
+    assert [event.request for event in events if isinstance(event, EndEvent)] == ["a", "b", "c"]
+    for one in requests:
+        assert (tokens_of(events, one.id), end_of(events, one.id).reason) == generate_alone(one, CONTEXT)
+    require_no_lost_block(pool, engine)
+
+
+def test_a_request_waits_until_blocks_for_all_of_its_tokens_are_free_if_they_are_reserved():
+    pool, engine = make_block_engine(4, 8, whole=True)
+    for i in range(3):
+        engine.submit(make_request(f"r{i}", [i + 1] * 20, 200, i))  # 4 blocks each
+    engine.step()
+    assert (engine.status.running, engine.status.queued) == (2, 1)
+    run_all(engine)
+    assert engine.status.sums.preemptions == 0
+    require_no_lost_block(pool, engine)
+
+
+def test_the_first_of_the_queue_is_not_overtaken():
+    pool, engine = make_block_engine(4, 8)
+    engine.submit(make_request("long", range(1, 30), 300, 1))
+    engine.step()
+    engine.submit(make_request("longer", [2] * 400, 100, 2))
+    engine.submit(make_request("short", [3] * 10, 1, 3))
+    events = run_all(engine)
+    ends = [event.request for event in events if isinstance(event, EndEvent)]
+    assert ends.index("short") > ends.index("long")
+    require_no_lost_block(pool, engine)
+
+
+def test_a_failed_run_frees_and_zeroes_the_blocks_of_its_request_alone():
+    pool, engine = make_block_engine(2, 8)
+    engine.submit(make_request("good", range(1, 100), 20, 1))
+    engine.submit(make_request("bad", [*range(1, 80), 9], 20, 2))
+    append = pool._append
+
+    def fail_at_nine(slot, tokens, before):
+        if [*before, *tokens][79:80] == [9]:
+            raise BackendError("device fake:0 failed")
+        return append(slot, tokens, before)
+
+    pool._append = fail_at_nine
+    events = run_all(engine)
+    assert end_of(events, "bad").reason == "error"
+    assert tokens_of(events, "good") == generate_alone(make_request("good", range(1, 100), 20, 1), CONTEXT)[0]
+    require_no_lost_block(pool, engine)
+
+
+def test_blocks_are_evicted_in_the_order_of_their_last_use():
+    blocks = BlockAllocator(6)
+    tree = PrefixTree(blocks)
+    first, second = [blocks.allocate(), blocks.allocate()], [blocks.allocate()]
+    tree.add_prompt([1] * 100, first)
+    tree.add_prompt([2] * 30, second)
+    for block in (*first, *second):
+        blocks.release(block)
+    assert tree.find_prefix((1,) * 70) == (first, 70)
+    assert (tree.count_evictable_blocks(), blocks.free_count) == (3, 2)
+    evicted = []
+    while tree.evict_block():
+        evicted.append([*first, *second].index(blocks._free[-1]))
+    assert evicted == [2, 1, 0]
+
+
+def test_models_and_pools_that_do_not_fit_are_refused():
+    session = Session(open_model(path_of("llama")))
+    with pytest.raises(ModelError, match="pool_tokens is 100, less than the context of 128; use at least 128"):
+        BlockSlotPool(session, 2, pool_tokens=100, context=128, batch=64)
+    recurrent = Session(open_model(path_of("qwen35")))
+    with pytest.raises(ModelError, match="qwen35 has recurrent states, which have no blocks; omit pool_tokens"):
+        BlockSlotPool(recurrent, 2, pool_tokens=256, context=128, batch=64)
+
+
+@pytest.mark.long
+def test_a_server_over_blocks_refuses_slot_files():
+    with hocket.Model(path_of("llama"), context=256) as model:
+        service = EngineThread(model, EngineOptions(2, 4, pool_tokens=256), name="m", version="0")
+        try:
+            with pytest.raises(ModelError, match="slots share a pool of blocks and cannot be saved"):
+                service.capture_slot(0).result(60)
+        finally:
+            service.close(1.0)
+
+
+@pytest.mark.long
+def test_a_log_of_a_server_over_blocks_is_repeated_bit_by_bit(tmp_path, capsys):
+    path, options = tmp_path / "log", {"context": 256, "batch": 64, "devices": "cpu:0", "threads": 1}
+    events = []
+    with hocket.Model(path_of("llama"), **options) as model:
+        log = RequestLog(open_log(path), pytest.fail, {**options, "model": str(path_of("llama"))})
+        service = EngineThread(model, EngineOptions(3, 8, pool_tokens=320), name="m", version="0", log=log)
+        try:
+            for i in range(5):
+                params = GenerationParams(60, Sampling(temperature=0.8), i, frozenset())
+                service.submit(GenerationRequest(f"r{i}", tuple(range(3, 90 + i)), params), events.append)
+            wait_until(lambda: sum(isinstance(event, EndEvent) for event in events) == 5)
+            assert service.status.sums.preemptions > 0
+        finally:
+            service.close(0)
+    assert main(["replay", str(path)]) == 0
+    assert "are equal to the log, bit by bit" in capsys.readouterr().out
