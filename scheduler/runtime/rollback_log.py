@@ -81,7 +81,7 @@ class RollbackLog:
         The result is empty if the rollback of one state reads another state.
 
         Args:
-            earlier_logs: The undo logs of the earlier runs.
+            earlier_logs: The rollback logs of the earlier runs.
         """
         before = [*earlier_logs]
         if self._reads_other_states or any(journal._reads_other_states for journal in before):
