@@ -25,7 +25,7 @@ RunRequest = tuple[Executor, Mapping[str, npt.ArrayLike]]
 
 
 PipelinedPlan = partial(Executor, pipelined=True)
-"""Make an executor whose runs may be pipelined: a plan that is compiled and bound to its memory."""
+"""Make an executor of pipelined runs: a plan that is compiled and bound to its memory."""
 
 
 def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:

@@ -100,9 +100,9 @@ def _make_layer_sections(
     for at, own in enumerate(structures.own_leaves):
         before, after = (crossing.get(point) for point in cuts[at : at + 2])
         leaves = tuple((n.op, n.specs, structures.describe_value(at, graph.updates.get(n.results[0]))) for n in own)
-        made = tuple(v for n in sections[at] for v in n.results if v in lasting)
+        lasting_results = tuple(v for n in sections[at] for v in n.results if v in lasting)
         ends = None if before is None else before.spec, structures.describe_value(at, after)
-        structure = structures.keys[at], made, leaves, ends
+        structure = structures.keys[at], lasting_results, leaves, ends
         layer_sections.append(_LayerSection(sections[at], before, after, own, structure))
     return layer_sections
 

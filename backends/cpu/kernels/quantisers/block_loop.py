@@ -11,8 +11,10 @@ from ...steps.partition import compute_thread_range
 from .lattice_search import LATTICE_SCRATCH_BYTES
 
 ARGS = declare_args("x y importance rows columns scratch table")
-"""Addresses of float32 rows, of the stored rows, and of one float32 for each column, or 0; `LATTICE_SCRATCH_BYTES` for
-each thread; and the address of the lookup table of the dtype, or 0."""
+"""Addresses of float32 rows, of the stored rows, of one float32 for each column, and of the lookup table.
+
+The importances and the table may be 0. The scratch has `LATTICE_SCRATCH_BYTES` for each thread.
+"""
 
 
 def row_quantiser(dtype: DType) -> Callable[[KernelBody], Kernel]:
