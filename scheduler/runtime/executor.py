@@ -71,6 +71,7 @@ class Executor:
     plan: Plan
     store: Store
     label: str
+    is_pipelined: bool
 
     copies = RenamedAttribute("read_output_copies")
     measure = RenamedAttribute("time_kernels")
