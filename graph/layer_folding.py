@@ -62,7 +62,7 @@ Item = NodeBlock | RepeatedGroup
 
 def fold_layers(graph: Graph) -> tuple[Item, ...]:
     """Fold the repeated layers of `graph`: return its computed nodes as blocks and groups, operands before users."""
-    nodes = _order_computed_nodes_for_folding(graph)
+    nodes = _order_operands_before_users_for_folding(graph)
     spans = find_live_spans(graph, nodes)
     long_lived = find_long_lived_values(nodes, spans)
     sections = split_where_one_value_crosses(nodes, spans, long_lived)
@@ -77,14 +77,14 @@ def fold_layers(graph: Graph) -> tuple[Item, ...]:
     return tuple(_group_repeated_sections(numbered, crossing))
 
 
-def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
+def iterate_blocks_of_all_repetitions(items: Sequence[Item]) -> Iterator[NodeBlock]:
     """Yield the blocks of all items in order, including the blocks of every repetition of a group."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item
         else:
             for repetition in item.repetitions:
-                yield from iterate_blocks(repetition)
+                yield from iterate_blocks_of_all_repetitions(repetition)
 
 
 def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
@@ -95,7 +95,7 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
     between two layers are a layer too. Sections of one node do not count, because the last layer of a model may select
     rows in its middle.
     """
-    nodes = _order_computed_nodes_for_folding(graph)
+    nodes = _order_operands_before_users_for_folding(graph)
     spans = find_live_spans(graph, nodes)
     sections = [
         section
@@ -163,7 +163,7 @@ class _SectionBetweenSplits:
     start: int
 
 
-def _order_computed_nodes_for_folding(graph: Graph) -> list[Node]:
+def _order_operands_before_users_for_folding(graph: Graph) -> list[Node]:
     """Order the computed nodes for layer folding, operands before users.
 
     Nodes for long-lived values come first. A node that only a state update needs follows its last operand.

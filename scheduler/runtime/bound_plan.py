@@ -22,7 +22,7 @@ from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quantisation import decode_array, encode_array
 from ..ir.execution_plan import Plan
 from ..ir.layout import Local, Shard
-from ..lowering.device_plan import DevicePlan, find_collective_groups
+from ..lowering.device_plan import DevicePlan, find_collective_group_of_each_device
 from .communicators import CollectiveGroups, SingleDeviceComm, make_local_communicator_group
 from .state_view import LocalShard, assemble_value
 from .store import Store
@@ -71,7 +71,7 @@ class BoundPlan:
 
     # ------------------------------------------------------------------------------------------------- inputs
 
-    def make_input_slots(self, number: int) -> InputSlots:
+    def locate_input_memory(self, number: int) -> InputSlots:
         """Return the places in memory from which the program of device `number` reads its inputs."""
         device_plan, buffers = self.plan.device_plans[number], self._buffers[number]
         tensors = [*device_plan.program.inputs.values()]
@@ -136,7 +136,7 @@ class BoundPlan:
             return None
         return layout.devices[0] if isinstance(layout, Local) else 0
 
-    def make_runner_that_returns_whole_outputs(
+    def make_runner_of_locally_whole_outputs(
         self, number: int, replay: Callable[[], Any]
     ) -> Callable[[], Mapping[str, Array]]:
         """Make a function that runs the program of one device and returns the outputs that this device has whole.
@@ -169,7 +169,7 @@ class BoundPlan:
         """Return the part of an output on each local device as plain numbers, by device number."""
         return {number: part.decode() for number, part in self.output_shards[name].items()}
 
-    def assemble_output(self, name: str, parts: Mapping[int, Array]) -> Array:
+    def assemble_output_across_processes(self, name: str, parts: Mapping[int, Array]) -> Array:
         """Return a whole output, assembled from the parts of the local devices and of other processes.
 
         Args:
@@ -197,7 +197,7 @@ class BoundPlan:
         device_plans, world = self.plan.device_plans, self.device_placement.world
         devices, groups = (
             [device_plan.device for device_plan in device_plans],
-            find_collective_groups([device_plan.program for device_plan in device_plans]),
+            find_collective_group_of_each_device([device_plan.program for device_plan in device_plans]),
         )
         shares = not follow or len(set(groups)) > 1
         same_backend_devices = (
@@ -223,7 +223,7 @@ class BoundPlan:
         """Compile the program of each local device, and return functions that run them, by device number."""
         device_plans = self.plan.device_plans
         for n in self.local_devices:
-            _verify_unrolled_program(device_plans[n])
+            _verify_fused_kernels_of_unrolled_program(device_plans[n])
         replays = {
             n: self.compile_program(
                 n,
@@ -242,12 +242,12 @@ class BoundPlan:
         device_plan = self.plan.device_plans[number]
         return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
 
-    def compile_and_run_program_once(self, number: int, program: Program) -> None:
+    def run_program_without_collectives_once(self, number: int, program: Program) -> None:
         """Compile and run a program without collectives once on device `number`, for example to undo a run."""
         self.compile_program(number, program, SingleDeviceComm())()
 
 
-def _verify_unrolled_program(device_plan: DevicePlan) -> None:
+def _verify_fused_kernels_of_unrolled_program(device_plan: DevicePlan) -> None:
     """Verify the fused kernels of a program that was unrolled from a short one; raise `PlanError` with a fault.
 
     Other programs were verified with their plan. A program with a cached binding was verified when it was bound.

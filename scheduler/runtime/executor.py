@@ -110,7 +110,7 @@ class Executor:
             self._communicator_group = bound.make_communicator_group(timeout, wire, follow=pipelined)
             self._program_runners = bound.compile_programs(self._communicator_group)
             self._output_runners = {
-                number: bound.make_runner_that_returns_whole_outputs(number, replay)
+                number: bound.make_runner_of_locally_whole_outputs(number, replay)
                 for number, replay in self._program_runners.items()
             }
             self._device_stages = {
@@ -201,7 +201,7 @@ class Executor:
             outputs_by_device: Outputs that devices have returned already, by device number.
         """
         if number is None:
-            return self._bound_plan.assemble_output(name, self._bound_plan.decode_output_shards(name))
+            return self._bound_plan.assemble_output_across_processes(name, self._bound_plan.decode_output_shards(name))
         return (
             outputs_by_device[number][name]
             if outputs_by_device
@@ -222,7 +222,7 @@ class Executor:
         parts = self._bound_plan.decode_output_shards(name)
         if isinstance(self.plan.outputs[name], Replicate):
             return [np.array(part) for part in parts.values()]
-        return [self._bound_plan.assemble_output(name, parts)]
+        return [self._bound_plan.assemble_output_across_processes(name, parts)]
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         """Copy inputs to all devices, where later `replay` calls use them."""
@@ -323,7 +323,7 @@ class _DeviceStage:
     """The part of a plan that one device runs: its inputs, program, outputs and rollback log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
-        self.run_program, self.input_slots = replay, bound.make_input_slots(number)
+        self.run_program, self.input_slots = replay, bound.locate_input_memory(number)
         self.rollback_log = RollbackLog(bound, number, staying)
         self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...backends.base import Array
 from ...graph.errors import PlanError
-from ..pipelining.stage_times import build_pipeline_order
+from ..pipelining.stage_times import build_pipelined_action_order
 from .executor import Executor
 from .interrupts import DeferredInterrupts
 from .rollback_log import UndoData
@@ -95,7 +95,7 @@ class PipelinedRuns:
         if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
             raise PlanError("a run over the same store is under way; begin the next when that has ended")
         if (whole := tuple(following)) not in self._leading_plan.verified_orders:
-            build_pipeline_order([pipeline.plan for pipeline in following])
+            build_pipelined_action_order([pipeline.plan for pipeline in following])
             self._leading_plan.verified_orders.add(whole)
         self._leading_plan._bound_plan.require_equal_inputs_on_ranks(arrays_of_runs)
         for (pipeline, _), arrays in zip(runs, arrays_of_runs, strict=True):
@@ -124,7 +124,7 @@ class PipelinedRuns:
             self._workers_done.result()
             raise self._device_threads.failures[0][1]
         outputs = {
-            name: run.pipeline._bound_plan.assemble_output(name, run.list_output_shards(name))
+            name: run.pipeline._bound_plan.assemble_output_across_processes(name, run.list_output_shards(name))
             for name in run.pipeline._bound_plan.output_shapes
         }
         run.is_final = not self._is_all_or_nothing

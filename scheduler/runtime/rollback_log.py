@@ -67,7 +67,7 @@ class RollbackLog:
             finished = len(self._program.instructions)
         if self._program.undo and finished is None:
             raise BackendError("it does not say how far it came")
-        self._bound.compile_and_run_program_once(self._number, self._program.build_undo_program(finished or 0))
+        self._bound.run_program_without_collectives_once(self._number, self._program.build_undo_program(finished or 0))
 
     @cached_property
     def undo_last_run(self) -> Callable[[], object]:
@@ -114,7 +114,9 @@ class RollbackLog:
         for t, array in saved.items():
             self._views[skipped_states][t][...] = array
         restores = tuple(reversed(self._list_restores_except(skipped_states)))
-        self._bound.compile_and_run_program_once(self._number, replace(self._program, instructions=restores, undo=()))
+        self._bound.run_program_without_collectives_once(
+            self._number, replace(self._program, instructions=restores, undo=())
+        )
 
     def _list_restores_except(self, skipped_states: Container[str]) -> list[Instruction]:
         return [restore for name, restore in self._restores if name not in skipped_states]

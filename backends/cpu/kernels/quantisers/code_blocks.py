@@ -27,7 +27,7 @@ from ...simd.vectors import (
     load,
     load_byte,
     load_scalar,
-    load_u8_lanes,
+    load_u8_as_int32_lanes,
     maximum,
     mul,
     mul_int,
@@ -52,8 +52,8 @@ from .block_loop import row_quantiser
 from .scale_search import (
     ONE,
     ZERO,
+    make_8_inverse_scales_per_peak,
     make_choose_scale_code,
-    make_inverse_scale_candidates_of_both_signs,
     make_search_best_scale,
     search_scale,
     single,
@@ -91,7 +91,7 @@ def make_iq4_nearest_value_table() -> np.ndarray:
 
 
 @cache
-def make_fp4_nearest_value_table() -> np.ndarray:
+def make_doubled_fp4_nearest_value_table() -> np.ndarray:
     """Return the lookup table (see `make_nearest_value_table`) of all 4-bit floats, times 2 so that they are
     integers.
     """
@@ -109,13 +109,13 @@ def look_up_clamped_cells(v, table):
 
 
 @subroutine
-def round_to_code_book(v, table, unused):
+def round_lanes_to_code_book_values(v, table, unused):
     """Round each lane to the nearest value of a code book; `table` is the address of its `make_nearest_value_table`."""
     return look_up_clamped_cells(v, table)
 
 
-search_book_scale = make_search_best_scale(round_to_code_book)
-choose_book_scale = make_choose_scale_code(round_to_code_book)
+search_book_scale = make_search_best_scale(round_lanes_to_code_book_values)
+choose_book_scale = make_choose_scale_code(round_lanes_to_code_book_values)
 
 
 @subroutine
@@ -143,7 +143,7 @@ def search_iq4_scale(x, w, table):
         w: address of the weights of their squared errors.
         table: address of `make_iq4_nearest_value_table`.
     """
-    spread = make_inverse_scale_candidates_of_both_signs(single(-127), single(113), single(0.82), single(0.04))
+    spread = make_8_inverse_scales_per_peak(single(-127), single(113), single(0.82), single(0.04))
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
 
@@ -169,7 +169,7 @@ def quantise_iq4_xs(x, importance, scratch, table, block):
     for j in range(8):
         store_scalar(scales + 4 * j, search_iq4_scale(x + 128 * j, w + 128 * j, table))
         store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
-    spread = make_inverse_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
+    spread = make_8_inverse_scales_per_peak(smallest, limit, single(0.99), single(0.005))
     common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
     store_lane_0_as_f16(block, splat(common))
     high_bits = 0
@@ -210,7 +210,7 @@ def quantise_mxfp4(x, importance, scratch, table, block):
 
 
 @subroutine
-def quantise_to_trits(x, to):
+def quantise_to_trits_and_return_scale(x, to):
     """Quantise 256 numbers at `x` to ternary codes at `to`, and return their scale, the largest magnitude.
 
     The codes 0, 1 and 2 mean -1, 0 and 1.
@@ -232,9 +232,9 @@ def pack_trits_into_bytes(codes, distance, count):
 
     `count` is the number of codes in a byte. `distance` is the number of bytes between them in `codes`.
     """
-    number = load_u8_lanes(codes)
+    number = load_u8_as_int32_lanes(codes)
     for k in range(1, count):
-        number = add_int(mul_int(number, splat_int(3)), load_u8_lanes(codes + distance * k))
+        number = add_int(mul_int(number, splat_int(3)), load_u8_as_int32_lanes(codes + distance * k))
     if count == 4:
         number = mul_int(number, splat_int(3))
     # (256 n + 242) // 243 for n up to 242, by a factor of 2**-16.
@@ -246,7 +246,7 @@ def pack_trits_into_bytes(codes, distance, count):
 def quantise_tq1_0(x, importance, scratch, table, block):
     """Quantise rows to TQ1_0: ternary codes as digits to base 3, five in a byte. Importances have no effect."""
     codes = scratch + CODES
-    store_lane_0_as_f16(block + 52, splat(quantise_to_trits(x, codes)))
+    store_lane_0_as_f16(block + 52, splat(quantise_to_trits_and_return_scale(x, codes)))
     for k in range(0, 32, LANES):
         store_u8_lanes(block + k, pack_trits_into_bytes(codes + k, 32, 5))
     store_u8_lanes(block + 32, pack_trits_into_bytes(codes + 160, 16, 5))
@@ -259,10 +259,10 @@ def quantise_tq1_0(x, importance, scratch, table, block):
 def quantise_tq2_0(x, importance, scratch, table, block):
     """Quantise rows to TQ2_0: ternary codes of 2 bits, four in a byte. Importances have no effect."""
     codes = scratch + CODES
-    store_lane_0_as_f16(block + 64, splat(quantise_to_trits(x, codes)))
+    store_lane_0_as_f16(block + 64, splat(quantise_to_trits_and_return_scale(x, codes)))
     for h in range(2):
         for k in range(0, 32, LANES):
             at, out = codes + 128 * h + k, splat_int(0)
             for n in range(4):
-                out = or_int(out, shift_left(load_u8_lanes(at + 32 * n), splat_int(2 * n)))
+                out = or_int(out, shift_left(load_u8_as_int32_lanes(at + 32 * n), splat_int(2 * n)))
             store_u8_lanes(block + 32 * h + k, out)

@@ -11,7 +11,7 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
@@ -48,12 +48,12 @@ from .lattice_search import (
     choose_common_super_block_scale,
     choose_list_lane_for_scale,
     compute_16_scale_probes,
-    find_best_fit_block_scale,
+    find_best_block_scale_and_error,
     find_entry_number_of_code,
     find_largest_magnitude,
-    make_write_entry_list_of_octet,
+    make_list_best_octet_entries,
 )
-from .lattice_tables import IQ1_LEVELS, LatticeTableLayout, make_nearest_entry_table
+from .lattice_tables import IQ1_LEVELS, LatticeTableLayout, make_nearest_entry_and_number_table
 from .scale_search import ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
@@ -72,9 +72,9 @@ def make_write_best_shifted_entries_per_scale(shift: float) -> Subroutine:
     `lattice_search` describes the list.
     """
     levels = [level + shift for level in IQ1_LEVELS]
-    low = make_lane_constant([*levels, 0.0] * 4)
-    high = make_lane_constant([level for level in (*levels, 0.0) for _ in range(4)])
-    return make_write_entry_list_of_octet(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
+    low = make_16_lane_constant([*levels, 0.0] * 4)
+    high = make_16_lane_constant([level for level in (*levels, 0.0) for _ in range(4)])
+    return make_list_best_octet_entries(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
 
 
 write_positive_list, write_negative_list = (
@@ -84,13 +84,13 @@ write_positive_list, write_negative_list = (
 
 
 @cache
-def make_iq1_code_book_table() -> np.ndarray:
+def make_iq1_search_table() -> np.ndarray:
     """Return the search table of the code book that IQ1_S and IQ1_M share."""
-    return make_nearest_entry_table(LATTICE)
+    return make_nearest_entry_and_number_table(LATTICE)
 
 
 @subroutine
-def copy_256_numbers_zero_padded(x, scratch):
+def copy_256_numbers_and_append_zeros(x, scratch):
     """Copy 256 numbers to the scratch memory, and write zeros after them and after their weights."""
     for i in range(0, SUPER_BLOCK, LANES):
         store(scratch + MAGNITUDES + 4 * i, load(x + 4 * i))
@@ -99,7 +99,7 @@ def copy_256_numbers_zero_padded(x, scratch):
 
 
 @subroutine
-def write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, negative):
+def write_best_entries_per_scale_shift(scratch, group, unit, table, positive, negative):
     """List the best entries of a group of 8 numbers for 16 scales, with shift +1/8 and with shift -1/8.
 
     `positive` and `negative` are the addresses of the two lists.
@@ -110,20 +110,20 @@ def write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, nega
 
 
 @subroutine
-def write_entry_lists_of_all_groups(scratch, table):
+def list_best_entries_for_both_shifts(scratch, table):
     """List the best entries of all 32 groups of an IQ1_S super-block, for both signs of the shift."""
     for k in range(32):  # one long loop: LLVM would unroll a loop over the groups of a block
         unit = find_largest_magnitude(scratch + MAGNITUDES + 128 * (k >> 2), 32) / TOP_LEVEL
         to = scratch + LISTS + LIST_BYTES * k
-        write_entry_lists_of_both_shifts(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
+        write_best_entries_per_scale_shift(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
 
 
 @subroutine
-def choose_shift_sign_of_block(scratch, block):
+def choose_and_store_shift_sign(scratch, block):
     """Choose the sign of the shift of IQ1_S block number `block` by the smaller error; store the sign and the scale."""
     base = LISTS + 4 * LIST_BYTES * block
-    scale, error = find_best_fit_block_scale(scratch + base, 4)
-    other_scale, other_error = find_best_fit_block_scale(scratch + base + NEGATIVE_LISTS, 4)
+    scale, error = find_best_block_scale_and_error(scratch + base, 4)
+    other_scale, other_error = find_best_block_scale_and_error(scratch + base + NEGATIVE_LISTS, 4)
     is_negative = 1 if other_error < error else 0
     store_byte(scratch + SIGN_BYTES + block, is_negative)
     store_int(scratch + BASES + 4 * block, base + NEGATIVE_LISTS * is_negative)
@@ -134,10 +134,10 @@ def choose_shift_sign_of_block(scratch, block):
 def quantise_iq1_s(x, importance, scratch, table, block):
     """Quantise rows to IQ1_S: 2048 entries for eight numbers, with a 3-bit scale and a shift for each 32 numbers."""
     write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
-    copy_256_numbers_zero_padded(x, scratch)
-    write_entry_lists_of_all_groups(scratch, table)
+    copy_256_numbers_and_append_zeros(x, scratch)
+    list_best_entries_for_both_shifts(scratch, table)
     for j in range(8):
-        choose_shift_sign_of_block(scratch, j)
+        choose_and_store_shift_sign(scratch, j)
     common = round_scalar_to_half(choose_common_super_block_scale(scratch, 8, 4, MAX_SCALE_CODE))
     store_lane_0_as_f16(block, splat(common))
     for j in range(8):
@@ -155,10 +155,10 @@ def quantise_iq1_s(x, importance, scratch, table, block):
 
 
 @subroutine
-def write_entry_list_with_best_shifts(scratch, group, unit, table, to):
+def list_best_entries_for_16_scales(scratch, group, unit, table, to):
     """List the best entry of an IQ1_M group of 8 numbers for 16 scales, each with the better sign of the shift."""
     positive, negative = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES
-    write_entry_lists_of_both_shifts(scratch, group, unit, table, positive, negative)
+    write_best_entries_per_scale_shift(scratch, group, unit, table, positive, negative)
     probes = compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)
     a, c = load(positive), load(positive + PRODUCT_LIST)
     other_a, other_c = load(negative), load(negative + PRODUCT_LIST)
@@ -173,14 +173,14 @@ def write_entry_list_with_best_shifts(scratch, group, unit, table, to):
 def quantise_iq1_m(x, importance, scratch, table, block):
     """Quantise rows to IQ1_M: 2048 entries for eight numbers with a shift, and a 3-bit scale for each 16 numbers."""
     write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
-    copy_256_numbers_zero_padded(x, scratch)
+    copy_256_numbers_and_append_zeros(x, scratch)
     for j in range(16):
         unit = find_largest_magnitude(scratch + MAGNITUDES + 64 * j, 16) / TOP_LEVEL
         base = LISTS + 2 * LIST_BYTES * j
         for g in range(2):
-            write_entry_list_with_best_shifts(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
+            list_best_entries_for_16_scales(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
         store_int(scratch + BASES + 4 * j, base)
-        scale, _ = find_best_fit_block_scale(scratch + base, 2)
+        scale, _ = find_best_block_scale_and_error(scratch + base, 2)
         store_scalar(scratch + SCALES + 4 * j, scale)
     common = round_scalar_to_half(choose_common_super_block_scale(scratch, 16, 2, MAX_SCALE_CODE))
     for j in range(16):

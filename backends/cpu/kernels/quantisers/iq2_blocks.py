@@ -12,7 +12,7 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
@@ -44,30 +44,30 @@ from .lattice_search import (
     choose_block_scale_code,
     choose_common_super_block_scale,
     choose_list_lane_for_scale,
-    find_best_fit_block_scale,
+    find_best_block_scale_and_error,
     find_entry_number_of_code,
     find_largest_magnitude,
     has_odd_bit_count,
     make_find_cheapest_sign_flip,
-    make_write_entry_list_of_octet,
+    make_list_best_octet_entries,
     store_4_bytes,
-    write_magnitudes,
+    write_zero_padded_magnitudes,
 )
-from .lattice_tables import IQ2_LEVELS, LatticeTableLayout, make_nearest_entry_table
+from .lattice_tables import IQ2_LEVELS, LatticeTableLayout, make_nearest_entry_and_number_table
 from .scale_search import ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
 FIRST_PROBE, PROBE_STEP = single(0.42), single(0.07)
 TOP_LEVEL, MAX_SCALE_CODE = single(IQ2_LEVELS[-1]), 15
 LOW_THRESHOLD, HIGH_THRESHOLD = ((a + b) / 2 for a, b in pairwise(IQ2_LEVELS))
-low_levels = make_lane_constant([*IQ2_LEVELS, 0.0] * 4)
-high_levels = make_lane_constant([level for level in (*IQ2_LEVELS, 0.0) for _ in range(4)])
+low_levels = make_16_lane_constant([*IQ2_LEVELS, 0.0] * 4)
+high_levels = make_16_lane_constant([level for level in (*IQ2_LEVELS, 0.0) for _ in range(4)])
 IQ2_XXS, IQ2_XS, IQ2_S = (
     LatticeTableLayout(dtype, IQ2_LEVELS, 8, 2, count)
     for dtype, count in ((DType.IQ2_XXS, 64), (DType.IQ2_XS, 64), (DType.IQ2_S, 64))
 )
 write_even_list, write_free_list = (
-    make_write_entry_list_of_octet(low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True)
+    make_list_best_octet_entries(low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True)
     for flips in (True, False)
 )
 find_flip = make_find_cheapest_sign_flip(low_levels, 2, 8)
@@ -75,17 +75,17 @@ find_flip = make_find_cheapest_sign_flip(low_levels, 2, 8)
 
 @cache
 def make_iq2_xxs_table() -> np.ndarray:
-    return make_nearest_entry_table(IQ2_XXS)
+    return make_nearest_entry_and_number_table(IQ2_XXS)
 
 
 @cache
 def make_iq2_xs_table() -> np.ndarray:
-    return make_nearest_entry_table(IQ2_XS)
+    return make_nearest_entry_and_number_table(IQ2_XS)
 
 
 @cache
 def make_iq2_s_table() -> np.ndarray:
-    return make_nearest_entry_table(IQ2_S)
+    return make_nearest_entry_and_number_table(IQ2_S)
 
 
 def make_choose_iq2_entries_and_scales(
@@ -94,7 +94,7 @@ def make_choose_iq2_entries_and_scales(
     """Make the subroutine that chooses the code-book entries, signs and scales of 256 numbers.
 
     Args:
-        write_list: lists the best entries of a group (`make_write_entry_list_of_octet`).
+        write_list: lists the best entries of a group (`make_list_best_octet_entries`).
         lattice: the layout of the search table.
         groups: count of groups of 8 numbers that share a scale.
         has_even_signs: whether an even number of signs of a group are negative.
@@ -109,11 +109,11 @@ def make_choose_iq2_entries_and_scales(
             x: address of 256 numbers.
             importance: address of the importances of their columns, or 0.
             scratch: address of the scratch memory.
-            table: address of the table of `make_nearest_entry_table`.
+            table: address of the table of `make_nearest_entry_and_number_table`.
             d: address for the common scale, float16.
         """
         m, w = scratch + MAGNITUDES, scratch + WEIGHTS
-        write_magnitudes(x, scratch, SUPER_BLOCK)
+        write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
         write_error_weights(x, importance, w, SUPER_BLOCK)
         for i in range(0, SUPER_BLOCK, LANES):
             signs = greater_bitmask(zeros(), load(x + 4 * i))
@@ -141,7 +141,7 @@ def make_choose_iq2_entries_and_scales(
                     vectors,
                     scratch + base + LIST_BYTES * g,
                 )
-            scale, _ = find_best_fit_block_scale(scratch + base, groups)
+            scale, _ = find_best_block_scale_and_error(scratch + base, groups)
             store_scalar(scratch + SCALES + 4 * j, scale)
         common = round_scalar_to_half(choose_common_super_block_scale(scratch, blocks, groups, MAX_SCALE_CODE))
         store_lane_0_as_f16(d, splat(common))

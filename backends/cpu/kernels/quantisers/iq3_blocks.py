@@ -12,7 +12,7 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from ...compilation.compiler import subroutine
-from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
@@ -49,30 +49,30 @@ from .lattice_search import (
     choose_common_super_block_scale,
     choose_list_lane_for_scale,
     compute_16_scale_probes,
-    find_best_fit_block_scale,
+    find_best_block_scale_and_error,
     find_entry_number_of_code,
     find_largest_magnitude,
     has_odd_bit_count,
     make_find_cheapest_sign_flip,
-    make_write_entry_list_of_quad,
+    make_list_quad_entries_per_scale,
     store_4_bytes,
-    write_magnitudes,
+    write_zero_padded_magnitudes,
 )
-from .lattice_tables import IQ3_LEVELS, LatticeTableLayout, make_nearest_entry_table
+from .lattice_tables import IQ3_LEVELS, LatticeTableLayout, make_nearest_entry_and_number_table
 from .scale_search import ONE, ZERO, single, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
 FIRST_PROBE, PROBE_STEP = single(0.62), single(0.045)
 TOP_LEVEL, MAX_SCALE_CODE, BLOCKS, GROUPS = single(IQ3_LEVELS[-1]), 15, 8, 4
-levels = make_lane_constant([*IQ3_LEVELS] * 2)
+levels = make_16_lane_constant([*IQ3_LEVELS] * 2)
 XXS_LATTICE = LatticeTableLayout(DType.IQ3_XXS, IQ3_LEVELS, 4, 3, 48)
 ROWS, VECTORS = XXS_LATTICE.rows_offset, XXS_LATTICE.neighbour_count // LANES
 S_LEVELS = tuple(range(1, 16, 2))
 S_LATTICE, S_TOP_LEVEL = LatticeTableLayout(DType.IQ3_S, S_LEVELS, 4, 3, 48), single(S_LEVELS[-1])
 S_ROWS, S_VECTORS = S_LATTICE.rows_offset, S_LATTICE.neighbour_count // LANES
-write_s_list = make_write_entry_list_of_quad(make_lane_constant(S_LEVELS * 2), False)
-write_plain_list = make_write_entry_list_of_quad(levels, False)
-write_flipped_list = make_write_entry_list_of_quad(levels, True)
+write_s_list = make_list_quad_entries_per_scale(make_16_lane_constant(S_LEVELS * 2), False)
+write_plain_list = make_list_quad_entries_per_scale(levels, False)
+write_flipped_list = make_list_quad_entries_per_scale(levels, True)
 find_flip = make_find_cheapest_sign_flip(levels, 3, 4)
 SECOND = single(4096)
 """The factor of the code of the second entry in the code of a group."""
@@ -80,16 +80,16 @@ SECOND = single(4096)
 
 @cache
 def make_iq3_xxs_table() -> np.ndarray:
-    return make_nearest_entry_table(XXS_LATTICE)
+    return make_nearest_entry_and_number_table(XXS_LATTICE)
 
 
 @cache
 def make_iq3_s_table() -> np.ndarray:
-    return make_nearest_entry_table(S_LATTICE)
+    return make_nearest_entry_and_number_table(S_LATTICE)
 
 
 @subroutine
-def update_list_of_entry_pairs(first, second, part, flag, to):
+def combine_entry_lists_keeping_better_pairs(first, second, part, flag, to):
     """Combine the lists of two entries of 4 numbers to pairs of entries, and keep the better pair in each lane of `to`.
 
     A lane of a list has the best entry for one scale (probe). `lattice_search` describes the list.
@@ -112,7 +112,7 @@ def update_list_of_entry_pairs(first, second, part, flag, to):
 
 
 @subroutine
-def write_iq3_list_of_entry_pairs(m, w, scratch, unit, is_odd, table, to):
+def write_best_iq3_pairs_per_scale(m, w, scratch, unit, is_odd, table, to):
     """List the best pair of entries of 8 numbers for 16 scales; each entry stands for four of the numbers.
 
     If `is_odd`, one sign is flipped, in the entry for which the error is smaller.
@@ -127,18 +127,18 @@ def write_iq3_list_of_entry_pairs(m, w, scratch, unit, is_odd, table, to):
     write_plain_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, second)
     if is_odd:
         write_flipped_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
-        update_list_of_entry_pairs(other, second, probes, ZERO, to)
+        combine_entry_lists_keeping_better_pairs(other, second, probes, ZERO, to)
         write_flipped_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
-        update_list_of_entry_pairs(first, other, probes, ONE, to)
+        combine_entry_lists_keeping_better_pairs(first, other, probes, ONE, to)
     else:
-        update_list_of_entry_pairs(first, second, probes, ZERO, to)
+        combine_entry_lists_keeping_better_pairs(first, second, probes, ZERO, to)
 
 
 @row_quantiser(DType.IQ3_XXS)
 def quantise_iq3_xxs(x, importance, scratch, table, block):
     """Quantise rows to IQ3_XXS: 256 entries for four magnitudes, with a 4-bit scale for each 32 numbers."""
     m, w = scratch + MAGNITUDES, scratch + WEIGHTS
-    write_magnitudes(x, scratch, SUPER_BLOCK)
+    write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
     write_error_weights(x, importance, w, SUPER_BLOCK)
     for k in range(0, SUPER_BLOCK, LANES):
         signs = greater_bitmask(zeros(), load(x + 4 * k))
@@ -151,8 +151,8 @@ def quantise_iq3_xxs(x, importance, scratch, table, block):
             k = GROUPS * j + g
             is_odd = has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k))
             to = scratch + base + LIST_BYTES * g
-            write_iq3_list_of_entry_pairs(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
-        scale, _ = find_best_fit_block_scale(scratch + base, GROUPS)
+            write_best_iq3_pairs_per_scale(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
+        scale, _ = find_best_block_scale_and_error(scratch + base, GROUPS)
         store_scalar(scratch + SCALES + 4 * j, scale)
     common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))
     store_lane_0_as_f16(block, splat(common))
@@ -178,7 +178,7 @@ def quantise_iq3_xxs(x, importance, scratch, table, block):
 def quantise_iq3_s(x, importance, scratch, table, block):
     """Quantise rows to IQ3_S: 512 entries for four magnitudes and free signs, with a 4-bit scale for each 32."""
     m, w, products = scratch + MAGNITUDES, scratch + WEIGHTS, scratch + PRODUCTS
-    write_magnitudes(x, scratch, SUPER_BLOCK)
+    write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
     write_error_weights(x, importance, w, SUPER_BLOCK)
     for k in range(0, SUPER_BLOCK, LANES):
         signs = greater_bitmask(zeros(), load(x + 4 * k))
@@ -190,7 +190,7 @@ def quantise_iq3_s(x, importance, scratch, table, block):
         for q in range(8):
             at, to = 128 * j + 16 * q, scratch + base + LIST_BYTES * q
             write_s_list(m + at, w + at, products, unit, FIRST_PROBE, PROBE_STEP, table, table + S_ROWS, S_VECTORS, to)
-        scale, _ = find_best_fit_block_scale(scratch + base, 8)
+        scale, _ = find_best_block_scale_and_error(scratch + base, 8)
         store_scalar(scratch + SCALES + 4 * j, scale)
     common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, 8, MAX_SCALE_CODE))
     store_lane_0_as_f16(block, splat(common))

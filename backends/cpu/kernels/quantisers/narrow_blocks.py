@@ -53,7 +53,7 @@ from .code_blocks import CELL_COUNT, look_up_clamped_cells, make_nearest_value_t
 from .scale_search import (
     ONE,
     ZERO,
-    make_inverse_scale_candidates_of_both_signs,
+    make_8_inverse_scales_per_peak,
     quantise_to_byte_codes,
     search_scale,
     single,
@@ -98,7 +98,7 @@ def quantise_q2_0(x, importance, scratch, table, block):
     """Quantise rows to Q2_0: codes from -1 to 2, with a scale for each 64 numbers, which may be negative."""
     low, high = -ONE, single(2)
     write_error_weights(x, importance, scratch + WEIGHTS, Q2_BLOCK)
-    spread = make_inverse_scale_candidates_of_both_signs(low, high, single(0.8), single(0.12))
+    spread = make_8_inverse_scales_per_peak(low, high, single(0.8), single(0.12))
     scale = search_scale(x, scratch + WEIGHTS, Q2_BLOCK, low, high, spread, 4)
     scale = round_scalar_to_half(scale)
     store_lane_0_as_f16(block, splat(scale))

@@ -13,7 +13,7 @@ from .....ops.quantisation import encode_array
 from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing_kernels
 from . import code_blocks, iq1_blocks, iq2_blocks, iq3_blocks, narrow_blocks, small_blocks, super_blocks
 from .block_loop import ARGS
-from .code_blocks import make_fp4_nearest_value_table, make_iq4_nearest_value_table
+from .code_blocks import make_doubled_fp4_nearest_value_table, make_iq4_nearest_value_table
 from .lattice_search import LATTICE_SCRATCH_BYTES
 
 FloatArray = npt.NDArray[np.float32]
@@ -38,12 +38,12 @@ KERNELS: dict[DType, tuple[Kernel, Callable[[], FloatArray] | None]] = {
     DType.IQ2_S: (iq2_blocks.quantise_iq2_s, iq2_blocks.make_iq2_s_table),
     DType.IQ2_XS: (iq2_blocks.quantise_iq2_xs, iq2_blocks.make_iq2_xs_table),
     DType.IQ2_XXS: (iq2_blocks.quantise_iq2_xxs, iq2_blocks.make_iq2_xxs_table),
-    DType.IQ1_M: (iq1_blocks.quantise_iq1_m, iq1_blocks.make_iq1_code_book_table),
-    DType.IQ1_S: (iq1_blocks.quantise_iq1_s, iq1_blocks.make_iq1_code_book_table),
+    DType.IQ1_M: (iq1_blocks.quantise_iq1_m, iq1_blocks.make_iq1_search_table),
+    DType.IQ1_S: (iq1_blocks.quantise_iq1_s, iq1_blocks.make_iq1_search_table),
     DType.Q1_0: (narrow_blocks.quantise_q1_0, None),
     DType.Q2_0: (narrow_blocks.quantise_q2_0, None),
     DType.NVFP4: (narrow_blocks.quantise_nvfp4, narrow_blocks.make_nvfp4_value_and_scale_table),
-    DType.MXFP4: (code_blocks.quantise_mxfp4, make_fp4_nearest_value_table),
+    DType.MXFP4: (code_blocks.quantise_mxfp4, make_doubled_fp4_nearest_value_table),
     DType.TQ1_0: (code_blocks.quantise_tq1_0, None),
     DType.TQ2_0: (code_blocks.quantise_tq2_0, None),
 }
@@ -101,7 +101,7 @@ def quantise_rows(
     if importance is None and searches and dtype in SEARCHED_DTYPES:
         importance = np.ones(columns, np.float32)
     if importance is not None:
-        importance = _normalise_importances(importance)
+        importance = _normalise_and_raise_importances(importance)
         values["importance"] = importance.ctypes.data
     block = np.array(ARGS(**values), np.int64)
     KERNEL_FUNCTION(body.address)(block.ctypes.data, 0, 1)
@@ -112,7 +112,7 @@ MIN_IMPORTANCE = np.float32(1e-6)
 """The smallest importance of a column, as a share of the mean. With zeros, a block might have no scale."""
 
 
-def _normalise_importances(importance: FloatArray) -> FloatArray:
+def _normalise_and_raise_importances(importance: FloatArray) -> FloatArray:
     """Normalise importances [columns] to the mean 1, and raise them to a positive minimum."""
     mean = float(importance.mean(dtype=np.float64))
     if not mean > 0:

@@ -19,7 +19,7 @@ from ...simd.vectors import (
     lane_min,
     load,
     load_first_lanes,
-    load_u8_lanes,
+    load_u8_as_int32_lanes,
     maximum,
     minimum,
     mul,
@@ -41,7 +41,7 @@ from .scale_search import (
     ONE,
     ZERO,
     find_signed_peak,
-    make_inverse_scale_candidates_of_both_signs,
+    make_8_inverse_scales_per_peak,
     quantise_to_byte_codes,
     round_to_codes,
     search_scale,
@@ -90,7 +90,7 @@ def quantise_symmetric_block(x, importance, scratch, middle, d):
             store_u8_lanes(codes + i, round_small_floats_to_int(q))
     else:
         write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
-        spread = make_inverse_scale_candidates_of_both_signs(-middle, middle - ONE, single(0.86), single(0.04))
+        spread = make_8_inverse_scales_per_peak(-middle, middle - ONE, single(0.86), single(0.04))
         scale = search_scale(x, scratch + WEIGHTS, BLOCK, -middle, middle - ONE, spread, 3)
         quantise_to_byte_codes(x, BLOCK, scale, ZERO, -middle, middle - ONE, codes)
     store_lane_0_as_f16(d, splat(scale))
@@ -128,7 +128,7 @@ def quantise_block_with_minimum(x, importance, scratch, top, d, m):
 @subroutine
 def store_32_nibbles(codes, y):
     """Store the low 4 bits of 32 codes at `codes` in 16 bytes at `y`: codes i and ``i + 16`` share a byte."""
-    low, high = load_u8_lanes(codes), load_u8_lanes(codes + 16)
+    low, high = load_u8_as_int32_lanes(codes), load_u8_as_int32_lanes(codes + 16)
     low, high = and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(15)), splat_int(4))
     store_u8_lanes(y, or_int(low, high))
 
@@ -137,7 +137,7 @@ def store_32_nibbles(codes, y):
 def store_32_fifth_bits(codes, y):
     """Store bit 4 (the fifth bit) of each of 32 codes at `codes` in 4 bytes at `y`."""
     for h in range(2):
-        bits = greater_bitmask(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
+        bits = greater_bitmask(to_float(load_u8_as_int32_lanes(codes + 16 * h)), splat(single(15.5)))
         store_byte(y + 2 * h, bits & 255)
         store_byte(y + 2 * h + 1, bits >> 8)
 

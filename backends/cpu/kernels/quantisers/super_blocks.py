@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .....graph.dtypes import DType
 from ...compilation.compiler import subroutine
-from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
@@ -15,7 +15,7 @@ from ...simd.vectors import (
     and_int,
     load_byte,
     load_scalar,
-    load_u8_lanes,
+    load_u8_as_int32_lanes,
     or_int,
     shift_left,
     shift_right,
@@ -30,8 +30,8 @@ from .scale_search import (
     ZERO,
     choose_scale_and_minimum_codes,
     choose_signed_scale,
+    make_8_inverse_scales_per_peak,
     make_inverse_scale_candidates,
-    make_inverse_scale_candidates_of_both_signs,
     quantise_to_byte_codes,
     search_scale,
     search_scale_and_minimum,
@@ -47,7 +47,7 @@ FEW_BITS_FIRST, FEW_BITS_STEP = single(0.75), single(0.06)
 """Factors of the first candidates of 2 bits."""
 FIRST, STEP = single(0.92), single(0.012)
 COMMON_FIRST, COMMON_STEP = single(0.985), single(0.002)
-integer_steps = make_lane_constant([*range(-8, 8)])
+integer_steps = make_16_lane_constant([*range(-8, 8)])
 
 
 @subroutine
@@ -125,9 +125,11 @@ def pack_code_fields_into_bytes(p, distance, width, mask):
         width: bits of a code.
         mask: ``2**width - 1``.
     """
-    out = and_int(load_u8_lanes(p), splat_int(mask))
+    out = and_int(load_u8_as_int32_lanes(p), splat_int(mask))
     for k in range(1, 8 // width):
-        out = or_int(out, shift_left(and_int(load_u8_lanes(p + distance * k), splat_int(mask)), splat_int(width * k)))
+        out = or_int(
+            out, shift_left(and_int(load_u8_as_int32_lanes(p + distance * k), splat_int(mask)), splat_int(width * k))
+        )
     return out
 
 
@@ -144,7 +146,7 @@ def pack_code_high_bits_into_bytes(p, distance, width, above, count):
     """
     out = splat_int(0)
     for k in range(count):
-        field = shift_right(load_u8_lanes(p + distance * k), splat_int(above))
+        field = shift_right(load_u8_as_int32_lanes(p + distance * k), splat_int(above))
         out = or_int(out, shift_left(and_int(field, splat_int((1 << width) - 1)), splat_int(width * k)))
     return out
 
@@ -180,7 +182,7 @@ def quantise_q2_k(x, importance, scratch, table, block):
         block + 80,
         block + 82,
     )
-    scales, minima = load_u8_lanes(scratch + SCALE_CODES), load_u8_lanes(scratch + MINIMUM_CODES)
+    scales, minima = load_u8_as_int32_lanes(scratch + SCALE_CODES), load_u8_as_int32_lanes(scratch + MINIMUM_CODES)
     store_u8_lanes(block, or_int(scales, shift_left(minima, splat_int(4))))
     store_2_bit_codes_4_per_byte(scratch + CODES, block + 16)
 
@@ -230,7 +232,7 @@ def quantise_super_block_with_signed_scales(x, importance, scratch, lowest, high
         scale = search_scale(x + 64 * j, w + 64 * j, LANES, lowest, highest, numerators, 3)
         store_scalar(scratch + SCALES + 4 * j, scale)
         store_scalar(scratch + STRENGTHS + 4 * j, sum_weights(w + 64 * j, LANES))
-    spread = make_inverse_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
+    spread = make_8_inverse_scales_per_peak(smallest, limit, single(0.99), single(0.005))
     common = search_scale(scratch + SCALES, scratch + STRENGTHS, LANES, smallest, limit, spread, 2)
     common = round_scalar_to_half(common)
     store_lane_0_as_f16(d, splat(common))
@@ -249,7 +251,7 @@ def quantise_q3_k(x, importance, scratch, table, block):
 
     The third bits of all codes are stored together, apart from the low bits.
     """
-    spread = make_inverse_scale_candidates_of_both_signs(single(-4), single(3), single(0.8), single(0.08))
+    spread = make_8_inverse_scales_per_peak(single(-4), single(3), single(0.8), single(0.08))
     quantise_super_block_with_signed_scales(
         x,
         importance,
@@ -296,5 +298,5 @@ def quantise_q6_k(x, importance, scratch, table, block):
         for k in range(0, 32, LANES):
             high = pack_code_high_bits_into_bytes(codes + 128 * h + k, 32, 2, 4, 4)
             store_u8_lanes(block + 128 + 32 * h + k, high)
-    shifted = add_int(load_u8_lanes(scratch + SCALE_CODES), splat_int(-128))
+    shifted = add_int(load_u8_as_int32_lanes(scratch + SCALE_CODES), splat_int(-128))
     store_u8_lanes(block + 192, shifted)
