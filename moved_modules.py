@@ -83,7 +83,7 @@ scheduler.machines scheduler.costs: calibrated>calibration_file catalogue>device
 scheduler.probing scheduler.measurement: calibrating>calibrate comparing>compare_devices observing>observe_values
     probe_graphs reckoning>fit_speeds
 scheduler.running scheduler.runtime: bound>bound_plan comm>communicators copies>shared_buffers
-    digests>weight_digests executor interrupts journal>undo_log packed>packed_weight_files pipeline
+    digests>weight_digests executor interrupts journal>rollback_log packed>packed_weight_files pipeline
     side_by_side>device_threads state_view store timeline>virtual_clock trace turns>device_locks
 scheduler.sharding scheduler.sharding: assign>propagation chunks>overlap_chunks early>early_sums emit>partitioner
     layers>layer_split rows>sequence_parallel shares>shard_ranges states>factor_layouts teams>hybrid_split

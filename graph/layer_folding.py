@@ -64,11 +64,11 @@ def fold_layers(graph: Graph) -> tuple[Item, ...]:
     """Fold the repeated layers of `graph`: return its computed nodes as blocks and groups, operands before users."""
     nodes = _order_operands_before_users_for_folding(graph)
     spans = find_live_spans(graph, nodes)
-    long_lived = _find_long_lived_values(nodes, spans)
-    sections = _split_where_one_value_crosses(nodes, spans, long_lived)
+    long_lived = find_long_lived_values(nodes, spans)
+    sections = split_where_one_value_crosses(nodes, spans, long_lived)
     if not sections:
         return ()
-    structures = _StructuralKeys(graph, sections, long_lived)
+    structures = SectionStructures(graph, sections, long_lived)
     crossing = _count_crossing_values(len(nodes), spans)
     starts = itertools.accumulate((len(p) for p in sections), initial=0)
     numbered = [
@@ -99,7 +99,7 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
     spans = find_live_spans(graph, nodes)
     sections = [
         section
-        for section in _split_where_one_value_crosses(nodes, spans, _find_long_lived_values(nodes, spans))
+        for section in split_where_one_value_crosses(nodes, spans, find_long_lived_values(nodes, spans))
         if len(section) > 1
     ]
     position = {node: at for at, node in enumerate(nodes)}
@@ -169,7 +169,7 @@ def _order_operands_before_users_for_folding(graph: Graph) -> list[Node]:
     Nodes for long-lived values come first. A node that only a state update needs follows its last operand.
     """
     nodes = _order_operands_before_users(graph, frozenset())
-    early = frozenset(topological_order(_find_long_lived_values(nodes, find_live_spans(graph, nodes))))
+    early = frozenset(topological_order(find_long_lived_values(nodes, find_live_spans(graph, nodes))))
     return [
         *(n for n in nodes if n in early),
         *(n for n in _order_operands_before_users(graph, early) if n not in early),
@@ -238,62 +238,77 @@ def _count_crossing_values(points: int, spans: Spans) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _find_long_lived_values(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
+def find_long_lived_values(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
     """Return the long-lived values: their spans cover more than the share `LONG_LIVED_SHARE` of all nodes."""
     return frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
 
 
-def _split_where_one_value_crosses(nodes: Sequence[Node], spans: Spans, long_lived: Set[Value]) -> list[Sequence[Node]]:
+def split_where_one_value_crosses(nodes: Sequence[Node], spans: Spans, long_lived: Set[Value]) -> list[Sequence[Node]]:
     """Split the nodes into sections wherever at most one value crosses; values in `long_lived` do not count."""
     crossing = _count_crossing_values(len(nodes), {v: span for v, span in spans.items() if v not in long_lived})
     splits = [0, *(p for p in range(1, len(nodes)) if crossing[p] <= 1), len(nodes)]
     return [nodes[a:b] for a, b in itertools.pairwise(splits) if a < b]
 
 
-class _StructuralKeys:
-    """Computes a hashable structural key for each section; sections with equal keys are repetitions of one structure.
+class SectionStructures:
+    """The structure of each section, as a hashable key; sections with equal keys are repetitions of one structure.
 
-    A key has all properties of the nodes except their names and the names of leaves that only this section reads.
+    A key has all properties of the nodes except their names and the names of the section's own leaves.
+
+    - `keys`: the key of each section.
+    - `own_leaves`: for each section its own leaves, which no other section reads, in the order of the reads.
+
+    Args:
+        graph: The graph.
+        sections: The computed nodes of each section.
+        long_lived: Values that do not belong to a repetition.
+        own_leaf_ops: The ops of leaves that differ between repetitions; all other leaves must be the same.
     """
 
-    def __init__(self, graph: Graph, sections: Sequence[Sequence[Node]], long_lived: frozenset[Value]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        sections: Sequence[Sequence[Node]],
+        long_lived: frozenset[Value],
+        own_leaf_ops: Set[str] = frozenset(("input", "weight", "state")),
+    ) -> None:
         self.long_lived = long_lived
-        self.outputs = {v: name for name, v in graph.outputs.items()}
-        self.updates = graph.updates
         self.section_of = {node: at for at, nodes in enumerate(sections) for node in nodes}
         self.index_in_section = {node: i for nodes in sections for i, node in enumerate(nodes)}
+        self.own_leaves: list[dict[Node, int]] = [{} for _ in sections]
         readers: dict[Node, set[int]] = defaultdict(set)
         for node, at in self.section_of.items():
             for source in node.inputs:
-                if source.node.is_leaf:
+                if source.node.op in own_leaf_ops:
                     readers[source.node].add(at)
-        self.own_leaves = {leaf for leaf, sections_of in readers.items() if len(sections_of) == 1}
-        self.keys = [self._build_section_key(at, nodes) for at, nodes in enumerate(sections)]
-
-    def _build_section_key(self, at: int, nodes: Sequence[Node]) -> object:
-        """Build the structural key of section number `at` with these nodes."""
-        leaves: dict[Node, int] = {}
-
-        def ref(value: Value | None) -> object:
-            if value is None:
-                return None
-            node = value.node
-            if node in self.own_leaves and node.op != "constant":
-                return "own", node.op, node.specs, leaves.setdefault(node, len(leaves))
-            if not node.is_leaf and self.section_of[node] == at:
-                return self.index_in_section[node], value.index
-            return value if node.is_leaf or value in self.long_lived else ("before", value.spec)
-
-        return tuple(
-            (
-                n.op,
-                tuple(map(ref, n.src)),
-                make_attribute_key(n.attrs),
-                n.specs,
-                tuple(map(self.outputs.get, n.results)),
+        for leaf, (at, *others) in readers.items():
+            if not others:
+                self.own_leaves[at][leaf] = len(self.own_leaves[at])
+        outputs = {v: name for name, v in graph.outputs.items()}
+        self.keys = [
+            tuple(
+                (
+                    n.op,
+                    tuple([self.describe_value(at, value) for value in n.src]),
+                    make_attribute_key(n.attrs),
+                    n.specs,
+                    tuple(map(outputs.get, n.results)),
+                )
+                for n in nodes
             )
-            for n in nodes
-        )
+            for at, nodes in enumerate(sections)
+        ]
+
+    def describe_value(self, at: int, value: Value | None) -> object:
+        """Describe a value that section number `at` reads or makes, in the same way for all repetitions."""
+        if value is None:
+            return None
+        node = value.node
+        if node in self.own_leaves[at]:
+            return "own", node.op, node.specs, self.own_leaves[at][node]
+        if self.section_of.get(node) == at:
+            return self.index_in_section[node], value.index
+        return value if node.is_leaf or value in self.long_lived else ("before", value.spec)
 
 
 def _group_repeated_sections(sections: Sequence[_SectionBetweenSplits], crossing: Sequence[int]) -> Iterator[Item]:

@@ -50,7 +50,7 @@ from .prefill_chunks import (
 from .value_watch import StepWatch, compare_values_with_device, trace_runs
 
 if TYPE_CHECKING:
-    from ...scheduler import PipelinedPlan, Trace, ValueDifference
+    from ...scheduler import Trace, ValueDifference
 
 MIN_CONTEXT_BUCKET = 256
 """Tokens of the smallest context bucket; each larger bucket is twice as long."""
@@ -150,7 +150,7 @@ class Session:
         """Per sequence the rows [rows, `Model.draft_input_columns`] that MTP blocks read with the next token."""
         self.reversible_step: ReversibleStep | None = None  # the last step, if it was reversible
         self._executors: dict[Step, Executor] = {}
-        self._pipelines: dict[Step, PipelinedPlan] = {}
+        self._pipelines: dict[Step, Executor] = {}
         self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
         self.trace: Trace | None = None
         self.planning_seconds = 0.0
@@ -275,7 +275,7 @@ class Session:
             inputs.append(self.model.inputs(steps[-1], batch))
         return PipelinedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
-    def bind_chunks(self, prefill: PipelinedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
+    def bind_chunks(self, prefill: PipelinedPrefill) -> list[tuple[Executor, Mapping[str, npt.NDArray[Any]]]]:
         """Prepare pipelined runs: return the plan of each chunk, bound to this session, together with its inputs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
@@ -407,15 +407,15 @@ class Session:
                 self.planning_seconds += time.perf_counter() - start
             return self._executors[step]
 
-    def pipeline(self, step: Step) -> PipelinedPlan:
+    def pipeline(self, step: Step) -> Executor:
         """Return the plan of a step, bound to this session for pipelined runs. The first call binds it."""
         if step not in self._pipelines:
-            from ...scheduler import PipelinedPlan
-
             start = time.perf_counter()
             caches = filter(self.is_per_cell_cache, self.state_names)
             staying = {name for name in caches if self.cell_count(name) == self.context}
-            self._pipelines[step] = PipelinedPlan(self.plan(step), self.store, wire=self._wire, staying=staying)
+            self._pipelines[step] = Executor(
+                self.plan(step), self.store, wire=self._wire, pipelined=True, staying=staying
+            )
             self.planning_seconds += time.perf_counter() - start
         return self._pipelines[step]
 

@@ -16,7 +16,7 @@ from ...distributed.thread_group import ThreadGroup
 from ...graph.array_checks import as_array_for_spec
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
-from ...graph.errors import BackendError, PlanError, StepError
+from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quantisation import decode_array, encode_array
@@ -242,36 +242,9 @@ class BoundPlan:
         device_plan = self.plan.device_plans[number]
         return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
 
-    def roll_back(self, number: int, finished: int | frozenset[int] | None) -> None:
-        """Restore the states of one device to their values before the current run.
-
-        Args:
-            number: The number of the device.
-            finished: The instructions that have finished: how many, or the set of their positions. None if unknown.
-        """
-        program = self.plan.device_plans[number].program
-        if program.undo and finished is None:
-            raise BackendError("it does not say how far it came")
-        self.run_program_without_collectives_once(number, program.build_undo_program(finished or 0))
-
     def run_program_without_collectives_once(self, number: int, program: Program) -> None:
         """Compile and run a program without collectives once on device `number`, for example to undo a run."""
         self.compile_program(number, program, SingleDeviceComm())()
-
-
-def find_finished_instructions(error: BaseException | None, instruction_count: int) -> int | frozenset[int] | None:
-    """Find out which instructions a device finished in a run.
-
-    Args:
-        error: The error with which the run ended; None for a complete run.
-        instruction_count: Number of instructions of the program.
-
-    Returns:
-        How many instructions finished, or the set of their positions; None if the error does not say it.
-    """
-    if error is None:
-        return instruction_count
-    return error.finished_instructions if isinstance(error, StepError) else None
 
 
 def _verify_fused_kernels_of_unrolled_program(device_plan: DevicePlan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, cast
@@ -21,6 +21,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
+    BOOL,
     TEXT,
     ArgumentKind,
     did_you_mean,
@@ -32,11 +33,11 @@ from ...graph.validation import (
 )
 from ..ir.execution_plan import Plan
 from ..ir.layout import Replicate
-from .bound_plan import BoundPlan, find_finished_instructions
-from .communicators import SingleDeviceComm
+from .bound_plan import BoundPlan
 from .device_locks import DeviceLock
 from .device_threads import DeviceThreads
 from .interrupts import DeferredInterrupts
+from .rollback_log import RollbackLog
 from .store import Store
 from .trace import MAX_TRACED_RUNS, Trace
 
@@ -61,11 +62,16 @@ class Executor:
         timeout: Maximum seconds that a collective waits; after that it is an error.
         wire: Dtype of large sums between devices with separate memories, float32 or bfloat16.
         label: The name of runs in traces.
+        pipelined: Whether a device may begin its part of the next run before the other devices have finished the last
+            run, as in `PipelinedRuns`. Messages between devices then take a way that keeps several of them.
+        staying: Names of states that a rollback of finished pipelined runs does not restore, because later runs do not
+            read the new entries. An example is a KV cache behind the end of its sequence.
     """
 
     plan: Plan
     store: Store
     label: str
+    is_pipelined: bool
 
     copies = RenamedAttribute("read_output_copies")
     measure = RenamedAttribute("time_kernels")
@@ -78,28 +84,41 @@ class Executor:
         timeout=number_between(0, MAX_TIMEOUT_SECONDS),
         wire=TRANSFER_DTYPE_KIND,
         label=TEXT,
+        pipelined=BOOL,
     )
     def __init__(
-        self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32, label: str = "run"
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        timeout: float = 60.0,
+        wire: DType = DType.F32,
+        label: str = "run",
+        pipelined: bool = False,
+        staying: Container[str] = frozenset(),
     ) -> None:
-        self.plan, self.store, self.label = plan, store, label
+        self.plan, self.store, self.label, self.is_pipelined = plan, store, label, pipelined
         self.trace: Trace | None = None
+        self.verified_orders: set[tuple[Executor, ...]] = set()
+        """Sequences of these executors that are verified to follow each other through the devices."""
         store.require_devices(plan)
         self._device_lock = DeviceLock(
             (*store.backends, *(plan.device_plans[number].backend for number in store.between.local_devices))
         )
         with self._device_lock:
-            self._bound_plan = BoundPlan(plan, store)
-            self._input_slots = [*map(self._bound_plan.locate_input_memory, self._bound_plan.local_devices)]
-            communicator_group = self._bound_plan.make_communicator_group(timeout, wire)
-            self._program_runners = self._bound_plan.compile_programs(communicator_group)
+            self._bound_plan = bound = BoundPlan(plan, store)
+            self._communicator_group = bound.make_communicator_group(timeout, wire, follow=pipelined)
+            self._program_runners = bound.compile_programs(self._communicator_group)
             self._output_runners = {
-                number: self._bound_plan.make_runner_of_locally_whole_outputs(number, replay)
+                number: bound.make_runner_of_locally_whole_outputs(number, replay)
                 for number, replay in self._program_runners.items()
             }
-            self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}
+            self._device_stages = {
+                number: _DeviceStage(bound, number, replay, staying) for number, replay in self._program_runners.items()
+            }
+            self._output_devices = {name: bound.find_output_device(name) for name in plan.graph.outputs}
         devices = [device_plan.device for device_plan in plan.device_plans]
-        self._device_threads = DeviceThreads(devices, self._bound_plan.local_devices, communicator_group, timeout)
+        self._device_threads = DeviceThreads(devices, bound.local_devices, self._communicator_group, timeout)
         self._timed_runners = {
             number: cast(SupportsTiming, replay).run_timed
             for number, replay in self._program_runners.items()
@@ -155,13 +174,6 @@ class Executor:
             return None
         return runner.make_starter_with_outputs(tensors)
 
-    @cached_property
-    def _undo_run(self) -> Callable[[], object]:
-        """A program that undoes the last run, which is compiled once, because every text that ends early needs it."""
-        program = self.plan.device_plans[0].program
-        undo = program.build_undo_program(len(program.instructions))
-        return self._bound_plan.compile_program(0, undo, SingleDeviceComm())
-
     def _finish_launched(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
         """Wait for the end of a launched run, and return its outputs by name; after an error restore the states."""
         with self._device_lock:
@@ -176,7 +188,7 @@ class Executor:
         with self._device_lock, DeferredInterrupts():
             with suppress(StepError):
                 finish()
-            self._undo_run()
+            self._device_stages[0].rollback_log.undo_last_run()
 
     def _read_output(
         self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
@@ -219,7 +231,7 @@ class Executor:
 
     def _write_inputs(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         arrays = self._bound_plan.as_input_arrays(inputs)
-        self._bound_plan.write_inputs(arrays, self._input_slots)
+        self._bound_plan.write_inputs(arrays, [stage.input_slots for stage in self._device_stages.values()])
         self._bound_plan.require_equal_inputs_on_ranks([arrays])
 
     def replay(self) -> None:
@@ -266,8 +278,7 @@ class Executor:
         return results
 
     def _roll_back(self, number: int, error: BaseException | None) -> None:
-        finished = find_finished_instructions(error, len(self.plan.device_plans[number].program.instructions))
-        self._bound_plan.roll_back(number, finished)
+        self._device_stages[number].rollback_log.roll_back_current_run(error)
 
     def list_kernel_names(self, device: int = 0) -> list[str]:
         """Return the names of the kernels that a run calls on one device, in order.
@@ -306,6 +317,15 @@ class Executor:
             yield self.trace
         finally:
             self.trace = before
+
+
+class _DeviceStage:
+    """The part of a plan that one device runs: its inputs, program, outputs and rollback log."""
+
+    def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
+        self.run_program, self.input_slots = replay, bound.locate_input_memory(number)
+        self.rollback_log = RollbackLog(bound, number, staying)
+        self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
 
 
 class LaunchedRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -14,67 +14,18 @@ from typing import NamedTuple, Self
 import numpy.typing as npt
 
 from ...backends.base import Array
-from ...graph.dtypes import DType
 from ...graph.errors import PlanError
-from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import build_pipelined_action_order
-from .bound_plan import BoundPlan, find_finished_instructions
-from .device_locks import DeviceLock
-from .device_threads import DeviceThreads
+from .executor import Executor
 from .interrupts import DeferredInterrupts
-from .store import Store
-from .undo_log import UndoData, UndoLog
+from .rollback_log import UndoData
 
-RunRequest = tuple["PipelinedPlan", Mapping[str, npt.ArrayLike]]
+RunRequest = tuple[Executor, Mapping[str, npt.ArrayLike]]
 """A requested run: its plan and its inputs by name."""
 
 
-class PipelinedPlan:
-    """A plan that is compiled and bound to its memory for pipelined runs; `Executor` is for single runs.
-
-    In a pipeline, a device begins its part of the next run before the other devices have finished the last run.
-
-    Args:
-        plan: The plan.
-        store: Weights and states of the plan's devices.
-        timeout: Maximum seconds that a collective waits.
-        wire: Dtype of large sums between devices with separate memories.
-        staying: Names of states that a rollback of finished runs does not restore, because later runs do not read the
-            new entries. An example is a KV cache behind the end of its sequence.
-    """
-
-    plan: Plan
-    store: Store
-
-    def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        *,
-        timeout: float = 60.0,
-        wire: DType = DType.F32,
-        staying: Container[str] = frozenset(),
-    ) -> None:
-        self.plan, self.store = plan, store
-        self.verified_orders: set[tuple[PipelinedPlan, ...]] = set()
-        """Sequences of these plans that are verified to follow each other through the devices."""
-        store.require_devices(plan)
-        self._device_lock = DeviceLock(
-            (*store.backends, *(plan.device_plans[number].backend for number in store.between.local_devices))
-        )
-        with self._device_lock:
-            self._bound_plan = bound = BoundPlan(plan, store)
-            self._communicator_group = bound.make_communicator_group(timeout, wire, follow=True)
-            replays = bound.compile_programs(self._communicator_group)
-            self._device_stages = {
-                number: _DevicePartOfPlan(bound, number, replays[number], staying) for number in bound.local_devices
-            }
-        self._device_threads = DeviceThreads(
-            [device_plan.device for device_plan in plan.device_plans],
-            bound.local_devices,
-            self._communicator_group,
-            timeout,
-        )
+PipelinedPlan = partial(Executor, pipelined=True)
+"""Make an executor of pipelined runs: a plan that is compiled and bound to its memory."""
 
 
 def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
@@ -108,12 +59,12 @@ class PipelinedRuns:
         together: Whether runs with returned outputs are rolled back too if the context fails.
     """
 
-    def __init__(self, first: PipelinedPlan, *, together: bool = False) -> None:
+    def __init__(self, first: Executor, *, together: bool = False) -> None:
         self._leading_plan, self._is_all_or_nothing = first, together
         self._device_threads, self._exit_stack = first._device_threads, ExitStack()
         self._workers = {number: _DeviceWorker(number) for number in first._bound_plan.local_devices}
         self._pending_runs: deque[_PipelinedRun] = deque()
-        self._used_plans: dict[PipelinedPlan, None] = {}
+        self._used_plans: dict[Executor, None] = {}
         self._progress = Condition()
 
     def __enter__(self) -> Self:
@@ -137,6 +88,8 @@ class PipelinedRuns:
             PlanError: The inputs or the order of the runs are wrong; then none of the runs begins. Or a run over one of
                 the stores is pending already, and the runs are not rolled back together.
         """
+        if any(not pipeline.is_pipelined for pipeline, _ in runs):
+            raise PlanError("enqueue: an executor is for single runs; make it with pipelined=True")
         arrays_of_runs = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
         following = [*(run.pipeline for run in self._pending_runs), *(pipeline for pipeline, _ in runs)]
         if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
@@ -243,7 +196,7 @@ class _PipelinedRun:
     - `is_final`: whether the run will not be rolled back.
     """
 
-    def __init__(self, pipeline: PipelinedPlan, input_arrays: Mapping[str, Array]) -> None:
+    def __init__(self, pipeline: Executor, input_arrays: Mapping[str, Array]) -> None:
         self.pipeline, self.input_arrays, self.is_final = pipeline, input_arrays, False
         self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
 
@@ -263,16 +216,6 @@ class _FinishedRunWithUndoData(NamedTuple):
     run: _PipelinedRun
     restored_states: frozenset[str]
     undo_data: UndoData
-
-
-class _DevicePartOfPlan:
-    """The part of a plan that one device runs in a pipeline: its inputs, program, outputs and undo log."""
-
-    def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
-        self.bound_plan, self.number, self.run_program = bound, number, replay
-        self.input_slots, self.undo_log = [bound.locate_input_memory(number)], UndoLog(bound, number, staying)
-        self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
-        self.instruction_count = len(bound.plan.device_plans[number].program.instructions)
 
 
 class _DeviceWorker:
@@ -302,7 +245,7 @@ class _DeviceWorker:
             if interrupts.is_interrupt_pending:
                 raise KeyboardInterrupt
             stage = run.pipeline._device_stages[self.number]
-            stage.bound_plan.write_inputs(run.input_arrays, stage.input_slots)
+            run.pipeline._bound_plan.write_inputs(run.input_arrays, [stage.input_slots])
             self._current_run = run
             stage.run_program()
             self._has_finished_program = True
@@ -321,12 +264,9 @@ class _DeviceWorker:
         """
         if self._current_run is not None:
             stage = self._current_run.pipeline._device_stages[self.number]
-            stage.bound_plan.roll_back(
-                self.number,
-                find_finished_instructions(None if self._has_finished_program else error, stage.instruction_count),
-            )
+            stage.rollback_log.roll_back_current_run(None if self._has_finished_program else error)
         for run, behind, saved in reversed([saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]):
-            run.pipeline._device_stages[self.number].undo_log.roll_back_run(saved, behind)
+            run.pipeline._device_stages[self.number].rollback_log.roll_back_run(saved, behind)
 
     def _save_undo_data_of_finished_run(self, run: _PipelinedRun) -> None:
         """Save the data with which the run that has just finished can be undone on this device.
@@ -339,6 +279,6 @@ class _DeviceWorker:
             for saved_run in self._saved_runs
             if saved_run.run.pipeline.store is run.pipeline.store
         ]
-        journal = run.pipeline._device_stages[self.number].undo_log
-        behind = journal.list_states_restored_by(pipeline._device_stages[self.number].undo_log for pipeline in same)
+        journal = run.pipeline._device_stages[self.number].rollback_log
+        behind = journal.list_states_restored_by(pipeline._device_stages[self.number].rollback_log for pipeline in same)
         self._saved_runs.append(_FinishedRunWithUndoData(run, behind, journal.save_undo_data(behind)))

@@ -9,13 +9,19 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ....graph.attrs import make_attribute_key
 from ....graph.graph import Graph, order_updates_directly_after_operands
-from ....graph.layer_folding import LONG_LIVED_SHARE, find_adjacent_repetitions, find_live_spans
+from ....graph.layer_folding import (
+    SectionStructures,
+    Spans,
+    find_adjacent_repetitions,
+    find_live_spans,
+    find_long_lived_values,
+    split_where_one_value_crosses,
+)
 from ....graph.node import Node, Value
 
 
@@ -38,12 +44,14 @@ class _LayerSection:
 
     - `incoming_value` and `outgoing_value` are the crossing values; None at the ends of the graph.
     - `own_leaves` maps each leaf that only these nodes read to its position.
+    - `structure` is equal for repetitions: names, and the names of own leaves, do not count.
     """
 
     nodes: Sequence[Node]
     incoming_value: Value | None
     outgoing_value: Value | None
-    own_leaves: dict[Node, int]
+    own_leaves: Mapping[Node, int]
+    structure: object
 
 
 def collapse_repeated_layers_to_two(graph: Graph) -> CollapsedGraph | None:
@@ -56,76 +64,47 @@ def collapse_repeated_layers_to_two(graph: Graph) -> CollapsedGraph | None:
         n for n in order_updates_directly_after_operands(graph) if not n.is_leaf
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
-    lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
-    sections = _split_at_single_crossing_values(nodes, spans, lasting)
+    lasting = find_long_lived_values(nodes, spans)
+    sections = _make_layer_sections(graph, nodes, spans, lasting)
     groups: list[list[_LayerSection]] = []
-    for start, length, times in find_adjacent_repetitions(
-        [_make_section_equality_key(graph, section, lasting) for section in sections]
-    ):
+    for start, length, times in find_adjacent_repetitions([section.structure for section in sections]):
         last = start + length * (times - 1)
         groups += [sections[start + i : last : length] for i in range(length) if times > 1]
         groups += [[section] for section in sections[last : last + length]]
     return None if len(groups) == len(sections) else _join_first_section_of_each_group(graph, groups)
 
 
-def _split_at_single_crossing_values(
-    nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
+def _make_layer_sections(
+    graph: Graph, nodes: Sequence[Node], spans: Spans, lasting: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph into sections at each point that a single value crosses.
-
-    Long-lived values may also cross this point.
+    """Split the computed nodes of a graph into sections where a single value crosses; long-lived values do not count.
 
     Args:
+        graph: The graph.
         nodes: The nodes that compute, in order.
         spans: For each value the positions of its node and of its last reader.
-        lasting_values: Long-lived values, such as a mask that every layer reads; they do not count.
+        lasting: Long-lived values, such as a mask that every layer reads.
     """
-    crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
-    for value, (defined_at, read) in spans.items():
-        if value not in lasting_values:
-            for point in range(defined_at + 1, read + 1):
-                crossing[point].append(value)
-    cuts = [0, *(p for p in range(1, len(nodes)) if len(crossing[p]) == 1), len(nodes)]
-    sections = []
-    readers: dict[Node, set[int]] = defaultdict(set)
-    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
-        before, after = (crossing[p][0] if 0 < p < len(nodes) else None for p in (start, stop))
-        sections.append(_LayerSection(nodes[start:stop], before, after, {}))
-        for node in nodes[start:stop]:
-            for source in node.inputs:
-                if source.node.is_leaf:
-                    readers[source.node].add(number)
-    for leaf, numbers in readers.items():
-        if len(numbers) == 1 and leaf.op in ("weight", "state"):
-            own = sections[next(iter(numbers))].own_leaves
-            own[leaf] = len(own)
-    return sections
-
-
-def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
-    """Make a key that is equal for two sections with the same structure.
-
-    Names of nodes and of leaves that only the section reads do not count. Leaves that other sections read must be the
-    same.
-    """
-    number = {node: i for i, node in enumerate(section.nodes)}
-    outputs = {v: name for name, v in graph.outputs.items()}
-
-    def ref(value: Value | None) -> object:
-        if value is None or value == section.incoming_value:
-            return value is None
-        if value.node in section.own_leaves:
-            return ("own", section.own_leaves[value.node])
-        return (number[value.node], value.index) if value.node in number else value
-
-    lines = [
-        (n.op, tuple(map(ref, n.src)), make_attribute_key(n.attrs), n.specs, tuple(outputs.get(v) for v in n.results))
-        for n in section.nodes
-    ]
-    lasting_values = tuple(v for n in section.nodes for v in n.results if v in lasting)
-    leaves = tuple((n.op, n.specs, ref(graph.updates.get(n.results[0]))) for n in section.own_leaves)
-    before = None if section.incoming_value is None else section.incoming_value.spec
-    return (tuple(lines), lasting_values, leaves, before, ref(section.outgoing_value))
+    sections = split_where_one_value_crosses(nodes, spans, lasting)
+    structures = SectionStructures(graph, sections, lasting, frozenset(("weight", "state")))
+    cuts = [*itertools.accumulate(map(len, sections), initial=0)]
+    points = frozenset(cuts)
+    crossing = {
+        point: value
+        for value, (first, last) in spans.items()
+        if value not in lasting
+        for point in range(first + 1, last + 1)
+        if point in points
+    }
+    layer_sections = []
+    for at, own in enumerate(structures.own_leaves):
+        before, after = (crossing.get(point) for point in cuts[at : at + 2])
+        leaves = tuple((n.op, n.specs, structures.describe_value(at, graph.updates.get(n.results[0]))) for n in own)
+        lasting_results = tuple(v for n in sections[at] for v in n.results if v in lasting)
+        ends = None if before is None else before.spec, structures.describe_value(at, after)
+        structure = structures.keys[at], lasting_results, leaves, ends
+        layer_sections.append(_LayerSection(sections[at], before, after, own, structure))
+    return layer_sections
 
 
 def _join_first_section_of_each_group(

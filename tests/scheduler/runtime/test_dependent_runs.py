@@ -22,7 +22,7 @@ from ...given.plans.faults import tensor_plan
 from ...given.waits import WAIT_SECONDS
 
 
-def in_groups(plan: Plan, groups: int = 2) -> list[PipelinedPlan]:
+def in_groups(plan: Plan, groups: int = 2) -> list[Executor]:
     """The plan over the same weights, with states of its own for each group."""
     first = make_store(plan)
     stores = [first, *(first.share_weights() for _ in range(groups - 1))]
@@ -34,7 +34,7 @@ def next_feed(results: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
     return {**feed, "x": np.tanh(results["y"])}
 
 
-def decode_in_groups(groups: list[PipelinedPlan], steps: int = RUNS) -> list[list[Any]]:
+def decode_in_groups(groups: list[Executor], steps: int = RUNS) -> list[list[Any]]:
     """Return the results of each group in `steps` steps; one step of each group is pending."""
     results: list[list[Any]] = [[] for _ in groups]
     with PipelinedRuns(groups[0]) as runs:
@@ -159,7 +159,7 @@ BUSY = Hardware(flops=1e9, bandwidth=1e12, launch=0.0, link_latency=0.0)
 """It has little to do but arithmetic."""
 
 
-def measure_on_clock(backend: NullBackend, pipelines: list[PipelinedPlan], steps: int) -> float:
+def measure_on_clock(backend: NullBackend, pipelines: list[Executor], steps: int) -> float:
     """Return the seconds of `steps` steps of all groups on the devices' clock.
 
     A step begins when the previous step of its group has ended.

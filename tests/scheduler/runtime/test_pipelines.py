@@ -138,7 +138,7 @@ def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_rest
     after = copy_states(store)
     assert {name for name in before if not np.array_equal(before[name], after[name])} == staying
     fewer, all_ = (
-        sum(map(len, device_plan.undo_log.save_undo_data(frozenset()).values()))
+        sum(map(len, device_plan.rollback_log.save_undo_data(frozenset()).values()))
         for device_plan in (pipeline._device_stages[0], other._device_stages[0])
     )
     assert fewer == all_ - 2 * ROWS, "rows of the cache, and their numbers"
@@ -314,3 +314,16 @@ def test_layers_are_distributed_by_time_where_bytes_would_mislead():
 
     assert first() == ["rows"]
     assert first(tensor_split=compute_balanced_proportions(graph, 2, Hardware(launch=0.0))) == ["rows", "y.0", "y.1"]
+
+
+def test_an_executor_of_pipelined_runs_also_runs_alone():
+    plan, _ = chain(2)
+    expected = [Executor(plan, make_store(plan)).run(feed) for feed in feeds()[:1]]
+    assert same(expected[0], Executor(plan, make_store(plan), pipelined=True).run(feeds()[0]))
+
+
+def test_an_executor_of_single_runs_is_refused_in_a_pipeline():
+    plan, _ = chain(2)
+    executor = Executor(plan, make_store(plan))
+    with pytest.raises(PlanError, match="an executor is for single runs; make it with pipelined=True"):
+        run_pipelined([(executor, feeds()[0])])

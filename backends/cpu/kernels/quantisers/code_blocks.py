@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 
+from .....graph.dtypes import DType
 from .....ops.block_layouts import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
-from ...compilation.compiler import kernel, subroutine
-from ...compilation.kernel_args import declare_args
+from ...compilation.compiler import subroutine
 from ...simd.candidate_lanes import round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
@@ -48,7 +48,7 @@ from ...simd.vectors import (
     where_less,
     zeros,
 )
-from ...steps.partition import compute_thread_range
+from .block_loop import row_quantiser
 from .scale_search import (
     ONE,
     ZERO,
@@ -61,10 +61,8 @@ from .scale_search import (
     write_error_weights,
 )
 from .small_blocks import BLOCK, compute_reciprocal_or_zero, store_32_nibbles
-from .super_blocks import CODES, SCALE_CODES, SCALES, SCRATCH_BYTES, STRENGTHS, SUPER_BLOCK, WEIGHTS, integer_steps
+from .super_blocks import CODES, SCALE_CODES, SCALES, STRENGTHS, SUPER_BLOCK, WEIGHTS, integer_steps
 
-ARGS = declare_args("x y importance rows columns scratch table")
-"""As the arguments of the K types; `table` is the address of a `make_nearest_value_table`."""
 SIGN = single(8)
 """The bit of the sign in the index of a 4-bit float."""
 CELL_COUNT = 512
@@ -149,89 +147,66 @@ def search_iq4_scale(x, w, table):
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
 
-@kernel
-def quantise_iq4_nl(a, thread, threads):
+@row_quantiser(DType.IQ4_NL)
+def quantise_iq4_nl(x, importance, scratch, table, block):
     """Quantise rows to IQ4_NL: 4-bit indices into a code book, with a scale for each 32 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, source = y + (i * columns + c) // BLOCK * 18, x + 4 * (i * columns + c)
-            write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, BLOCK)
-            scale = round_scalar_to_half(search_iq4_scale(source, scratch + WEIGHTS, table))
-            quantise_to_code_book_indices(source, scale, table, scratch + CODES)
-            store_lane_0_as_f16(block, splat(scale))
-            store_32_nibbles(scratch + CODES, block + 2)
-    return 0
+    write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
+    scale = round_scalar_to_half(search_iq4_scale(x, scratch + WEIGHTS, table))
+    quantise_to_code_book_indices(x, scale, table, scratch + CODES)
+    store_lane_0_as_f16(block, splat(scale))
+    store_32_nibbles(scratch + CODES, block + 2)
 
 
-@kernel
-def quantise_iq4_xs(a, thread, threads):
+@row_quantiser(DType.IQ4_XS)
+def quantise_iq4_xs(x, importance, scratch, table, block):
     """Quantise rows to IQ4_XS: 4-bit indices into a code book, with a signed 6-bit scale for each 32 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
     scales, strengths, w = scratch + SCALES, scratch + STRENGTHS, scratch + WEIGHTS
     smallest, limit = single(-32), single(31)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block, source = y + (i * columns + c) // SUPER_BLOCK * 136, x + 4 * (i * columns + c)
-            write_error_weights(source, importance + 4 * c if importance != 0 else 0, w, SUPER_BLOCK)
-            for j in range(LANES):
-                store_scalar(scales + 4 * j, ZERO)
-                store_scalar(strengths + 4 * j, ZERO)
-            for j in range(8):
-                store_scalar(scales + 4 * j, search_iq4_scale(source + 128 * j, w + 128 * j, table))
-                store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
-            spread = make_8_inverse_scales_per_peak(smallest, limit, single(0.99), single(0.005))
-            common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
-            store_lane_0_as_f16(block, splat(common))
-            high_bits = 0
-            for j in range(8):
-                xj = source + 128 * j
-                scale = load_scalar(scales + 4 * j)
-                code = choose_book_scale(
-                    xj, w + 128 * j, BLOCK, table, 0, common, scale, integer_steps(), smallest, limit
-                )
-                store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
-                quantise_to_code_book_indices(xj, code * common, table, scratch + CODES)
-                store_32_nibbles(scratch + CODES, block + 8 + 16 * j)
-            for j in range(8):
-                high_bits |= (load_byte(scratch + SCALE_CODES + j) >> 4) << (2 * j)
-            store_byte(block + 2, high_bits & 255)
-            store_byte(block + 3, high_bits >> 8)
-            for j in range(4):
-                low = load_byte(scratch + SCALE_CODES + 2 * j) & 15
-                store_byte(block + 4 + j, low | (load_byte(scratch + SCALE_CODES + 2 * j + 1) & 15) << 4)
-    return 0
+    write_error_weights(x, importance, w, SUPER_BLOCK)
+    for j in range(LANES):
+        store_scalar(scales + 4 * j, ZERO)
+        store_scalar(strengths + 4 * j, ZERO)
+    for j in range(8):
+        store_scalar(scales + 4 * j, search_iq4_scale(x + 128 * j, w + 128 * j, table))
+        store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
+    spread = make_8_inverse_scales_per_peak(smallest, limit, single(0.99), single(0.005))
+    common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
+    store_lane_0_as_f16(block, splat(common))
+    high_bits = 0
+    for j in range(8):
+        xj = x + 128 * j
+        scale = load_scalar(scales + 4 * j)
+        code = choose_book_scale(xj, w + 128 * j, BLOCK, table, 0, common, scale, integer_steps(), smallest, limit)
+        store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
+        quantise_to_code_book_indices(xj, code * common, table, scratch + CODES)
+        store_32_nibbles(scratch + CODES, block + 8 + 16 * j)
+    for j in range(8):
+        high_bits |= (load_byte(scratch + SCALE_CODES + j) >> 4) << (2 * j)
+    store_byte(block + 2, high_bits & 255)
+    store_byte(block + 3, high_bits >> 8)
+    for j in range(4):
+        low = load_byte(scratch + SCALE_CODES + 2 * j) & 15
+        store_byte(block + 4 + j, low | (load_byte(scratch + SCALE_CODES + 2 * j + 1) & 15) << 4)
 
 
-@kernel
-def quantise_mxfp4(a, thread, threads):
+@row_quantiser(DType.MXFP4)
+def quantise_mxfp4(x, importance, scratch, table, block):
     """Quantise rows to MXFP4: 4-bit floats, with a power of two as the scale of each 32. Importances have no effect."""
-    x, y, columns, table = ARGS.x(a), ARGS.y(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, source = y + (i * columns + c) // BLOCK * 17, x + 4 * (i * columns + c)
-            largest = maximum(absolute(load(source)), absolute(load(source + 4 * LANES)))
-            # floor(log2) is the exponent field; a power of two below 2**-125 has no scale of its own.
-            store_scalar(scratch, lane_max(largest))
-            bits = load_byte(scratch + 3) << 1 | load_byte(scratch + 2) >> 7
-            exponent = max(bits - 2, 0)
-            store_byte(block, exponent)
-            # The values of the table are twice the floats, so the scale is 2**(exponent - 128).
-            inverse = power_of_two(splat_int(min(128 - exponent, 127)))
-            for k in range(0, BLOCK, LANES):
-                v = mul(load(source + 4 * k), inverse)
-                # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
-                index = look_up_clamped_cells(negative(absolute(v)), table + 4 * CELL_COUNT)
-                index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
-                store_u8_lanes(scratch + CODES + k, round_small_floats_to_int(index))
-            store_32_nibbles(scratch + CODES, block + 1)
-    return 0
+    largest = maximum(absolute(load(x)), absolute(load(x + 4 * LANES)))
+    # floor(log2) is the exponent field; a power of two below 2**-125 has no scale of its own.
+    store_scalar(scratch, lane_max(largest))
+    bits = load_byte(scratch + 3) << 1 | load_byte(scratch + 2) >> 7
+    exponent = max(bits - 2, 0)
+    store_byte(block, exponent)
+    # The values of the table are twice the floats, so the scale is 2**(exponent - 128).
+    inverse = power_of_two(splat_int(min(128 - exponent, 127)))
+    for k in range(0, BLOCK, LANES):
+        v = mul(load(x + 4 * k), inverse)
+        # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
+        index = look_up_clamped_cells(negative(absolute(v)), table + 4 * CELL_COUNT)
+        index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
+        store_u8_lanes(scratch + CODES + k, round_small_floats_to_int(index))
+    store_32_nibbles(scratch + CODES, block + 1)
 
 
 @subroutine
@@ -267,39 +242,27 @@ def pack_trits_into_bytes(codes, distance, count):
     return shift_right(mul_int(scaled, splat_int(17261)), splat_int(22))
 
 
-@kernel
-def quantise_tq1_0(a, thread, threads):
+@row_quantiser(DType.TQ1_0)
+def quantise_tq1_0(x, importance, scratch, table, block):
     """Quantise rows to TQ1_0: ternary codes as digits to base 3, five in a byte. Importances have no effect."""
-    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
-    codes = ARGS.scratch(a) + SCRATCH_BYTES * thread + CODES
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 54
-            store_lane_0_as_f16(block + 52, splat(quantise_to_trits_and_return_scale(x + 4 * (i * columns + c), codes)))
-            for k in range(0, 32, LANES):
-                store_u8_lanes(block + k, pack_trits_into_bytes(codes + k, 32, 5))
-            store_u8_lanes(block + 32, pack_trits_into_bytes(codes + 160, 16, 5))
-            store_u8_lanes(codes, pack_trits_into_bytes(codes + 240, 4, 4))
-            for k in range(4):
-                store_byte(block + 48 + k, load_byte(codes + k))
-    return 0
+    codes = scratch + CODES
+    store_lane_0_as_f16(block + 52, splat(quantise_to_trits_and_return_scale(x, codes)))
+    for k in range(0, 32, LANES):
+        store_u8_lanes(block + k, pack_trits_into_bytes(codes + k, 32, 5))
+    store_u8_lanes(block + 32, pack_trits_into_bytes(codes + 160, 16, 5))
+    store_u8_lanes(codes, pack_trits_into_bytes(codes + 240, 4, 4))
+    for k in range(4):
+        store_byte(block + 48 + k, load_byte(codes + k))
 
 
-@kernel
-def quantise_tq2_0(a, thread, threads):
+@row_quantiser(DType.TQ2_0)
+def quantise_tq2_0(x, importance, scratch, table, block):
     """Quantise rows to TQ2_0: ternary codes of 2 bits, four in a byte. Importances have no effect."""
-    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
-    codes = ARGS.scratch(a) + SCRATCH_BYTES * thread + CODES
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 66
-            store_lane_0_as_f16(block + 64, splat(quantise_to_trits_and_return_scale(x + 4 * (i * columns + c), codes)))
-            for h in range(2):
-                for k in range(0, 32, LANES):
-                    at, out = codes + 128 * h + k, splat_int(0)
-                    for n in range(4):
-                        out = or_int(out, shift_left(load_u8_as_int32_lanes(at + 32 * n), splat_int(2 * n)))
-                    store_u8_lanes(block + 32 * h + k, out)
-    return 0
+    codes = scratch + CODES
+    store_lane_0_as_f16(block + 64, splat(quantise_to_trits_and_return_scale(x, codes)))
+    for h in range(2):
+        for k in range(0, 32, LANES):
+            at, out = codes + 128 * h + k, splat_int(0)
+            for n in range(4):
+                out = or_int(out, shift_left(load_u8_as_int32_lanes(at + 32 * n), splat_int(2 * n)))
+            store_u8_lanes(block + 32 * h + k, out)

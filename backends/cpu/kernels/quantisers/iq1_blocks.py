@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from .....graph.dtypes import DType
-from ...compilation.compiler import Subroutine, kernel, subroutine
+from ...compilation.compiler import Subroutine, subroutine
 from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
@@ -28,14 +28,12 @@ from ...simd.vectors import (
     where_less,
     zeros,
 )
-from ...steps.partition import compute_thread_range
-from .code_blocks import ARGS
+from .block_loop import row_quantiser
 from .lattice_search import (
     BASES,
     CODE_LIST,
     ENTRIES,
     FLAG_LIST,
-    LATTICE_SCRATCH_BYTES,
     LIST_BYTES,
     LISTS,
     MAGNITUDES,
@@ -132,35 +130,28 @@ def choose_and_store_shift_sign(scratch, block):
     store_scalar(scratch + SCALES + 4 * block, other_scale if is_negative else scale)
 
 
-@kernel
-def quantise_iq1_s(a, thread, threads):
+@row_quantiser(DType.IQ1_S)
+def quantise_iq1_s(x, importance, scratch, table, block):
     """Quantise rows to IQ1_S: 2048 entries for eight numbers, with a 3-bit scale and a shift for each 32 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block, source = y + (i * columns + c) // SUPER_BLOCK * 50, x + 4 * (i * columns + c)
-            write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, SUPER_BLOCK)
-            copy_256_numbers_and_append_zeros(source, scratch)
-            list_best_entries_for_both_shifts(scratch, table)
-            for j in range(8):
-                choose_and_store_shift_sign(scratch, j)
-            common = round_scalar_to_half(choose_common_super_block_scale(scratch, 8, 4, MAX_SCALE_CODE))
-            store_lane_0_as_f16(block, splat(common))
-            for j in range(8):
-                lists = scratch + load_int(scratch + BASES + 4 * j)
-                code = choose_block_scale_code(lists, 4, common, MAX_SCALE_CODE)
-                high, scale = code << 12 | load_byte(scratch + SIGN_BYTES + j) << 15, common * single(2 * code + 1)
-                for g in range(4):
-                    at = lists + LIST_BYTES * g
-                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
-                    number = find_entry_number_of_code(table, entry)
-                    store_byte(block + 2 + 4 * j + g, number & 255)
-                    high |= (number >> 8) << (3 * g)
-                store_byte(block + 34 + 2 * j, high & 255)
-                store_byte(block + 35 + 2 * j, high >> 8)
-    return 0
+    write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
+    copy_256_numbers_and_append_zeros(x, scratch)
+    list_best_entries_for_both_shifts(scratch, table)
+    for j in range(8):
+        choose_and_store_shift_sign(scratch, j)
+    common = round_scalar_to_half(choose_common_super_block_scale(scratch, 8, 4, MAX_SCALE_CODE))
+    store_lane_0_as_f16(block, splat(common))
+    for j in range(8):
+        lists = scratch + load_int(scratch + BASES + 4 * j)
+        code = choose_block_scale_code(lists, 4, common, MAX_SCALE_CODE)
+        high, scale = code << 12 | load_byte(scratch + SIGN_BYTES + j) << 15, common * single(2 * code + 1)
+        for g in range(4):
+            at = lists + LIST_BYTES * g
+            entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
+            number = find_entry_number_of_code(table, entry)
+            store_byte(block + 2 + 4 * j + g, number & 255)
+            high |= (number >> 8) << (3 * g)
+        store_byte(block + 34 + 2 * j, high & 255)
+        store_byte(block + 35 + 2 * j, high >> 8)
 
 
 @subroutine
@@ -178,45 +169,38 @@ def list_best_entries_for_16_scales(scratch, group, unit, table, to):
     store(to + FLAG_LIST, where_less(other, error, splat(single(1)), zeros()))
 
 
-@kernel
-def quantise_iq1_m(a, thread, threads):
+@row_quantiser(DType.IQ1_M)
+def quantise_iq1_m(x, importance, scratch, table, block):
     """Quantise rows to IQ1_M: 2048 entries for eight numbers with a shift, and a 3-bit scale for each 16 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block, source = y + (i * columns + c) // SUPER_BLOCK * 56, x + 4 * (i * columns + c)
-            write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, SUPER_BLOCK)
-            copy_256_numbers_and_append_zeros(source, scratch)
-            for j in range(16):
-                unit = find_largest_magnitude(scratch + MAGNITUDES + 64 * j, 16) / TOP_LEVEL
-                base = LISTS + 2 * LIST_BYTES * j
-                for g in range(2):
-                    list_best_entries_for_16_scales(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
-                store_int(scratch + BASES + 4 * j, base)
-                scale, _ = find_best_block_scale_and_error(scratch + base, 2)
-                store_scalar(scratch + SCALES + 4 * j, scale)
-            common = round_scalar_to_half(choose_common_super_block_scale(scratch, 16, 2, MAX_SCALE_CODE))
-            for j in range(16):
-                lists = scratch + LISTS + 2 * LIST_BYTES * j
-                code = choose_block_scale_code(lists, 2, common, MAX_SCALE_CODE)
-                store_byte(scratch + SCALE_CODES + j, code)
-                high, scale = 0, common * single(2 * code + 1)
-                for g in range(2):
-                    at = lists + LIST_BYTES * g
-                    lane = choose_list_lane_for_scale(at, scale)
-                    number = find_entry_number_of_code(table, to_int(load_scalar(at + CODE_LIST + 4 * lane)))
-                    store_byte(block + 2 * j + g, number & 255)
-                    is_negative = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
-                    high |= (number >> 8 | is_negative << 3) << (4 * g)
-                store_byte(block + 32 + j, high)
-            store_lane_0_as_f16(scratch + ENTRIES, splat(common))
-            bits = load_byte(scratch + ENTRIES) | load_byte(scratch + ENTRIES + 1) << 8
-            for k in range(4):
-                word = ((bits >> (4 * k)) & 15) << 12
-                for j in range(4):
-                    word |= load_byte(scratch + SCALE_CODES + 4 * k + j) << (3 * j)
-                store_byte(block + 48 + 2 * k, word & 255)
-                store_byte(block + 49 + 2 * k, word >> 8)
-    return 0
+    write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
+    copy_256_numbers_and_append_zeros(x, scratch)
+    for j in range(16):
+        unit = find_largest_magnitude(scratch + MAGNITUDES + 64 * j, 16) / TOP_LEVEL
+        base = LISTS + 2 * LIST_BYTES * j
+        for g in range(2):
+            list_best_entries_for_16_scales(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
+        store_int(scratch + BASES + 4 * j, base)
+        scale, _ = find_best_block_scale_and_error(scratch + base, 2)
+        store_scalar(scratch + SCALES + 4 * j, scale)
+    common = round_scalar_to_half(choose_common_super_block_scale(scratch, 16, 2, MAX_SCALE_CODE))
+    for j in range(16):
+        lists = scratch + LISTS + 2 * LIST_BYTES * j
+        code = choose_block_scale_code(lists, 2, common, MAX_SCALE_CODE)
+        store_byte(scratch + SCALE_CODES + j, code)
+        high, scale = 0, common * single(2 * code + 1)
+        for g in range(2):
+            at = lists + LIST_BYTES * g
+            lane = choose_list_lane_for_scale(at, scale)
+            number = find_entry_number_of_code(table, to_int(load_scalar(at + CODE_LIST + 4 * lane)))
+            store_byte(block + 2 * j + g, number & 255)
+            is_negative = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
+            high |= (number >> 8 | is_negative << 3) << (4 * g)
+        store_byte(block + 32 + j, high)
+    store_lane_0_as_f16(scratch + ENTRIES, splat(common))
+    bits = load_byte(scratch + ENTRIES) | load_byte(scratch + ENTRIES + 1) << 8
+    for k in range(4):
+        word = ((bits >> (4 * k)) & 15) << 12
+        for j in range(4):
+            word |= load_byte(scratch + SCALE_CODES + 4 * k + j) << (3 * j)
+        store_byte(block + 48 + 2 * k, word & 255)
+        store_byte(block + 49 + 2 * k, word >> 8)

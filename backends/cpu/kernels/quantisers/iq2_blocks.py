@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from .....graph.dtypes import DType
-from ...compilation.compiler import Subroutine, kernel, subroutine
+from ...compilation.compiler import Subroutine, subroutine
 from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
@@ -27,13 +27,11 @@ from ...simd.vectors import (
     store_scalar,
     zeros,
 )
-from ...steps.partition import compute_thread_range
-from .code_blocks import ARGS
+from .block_loop import row_quantiser
 from .lattice_search import (
     BASES,
     CODE_LIST,
     ENTRIES,
-    LATTICE_SCRATCH_BYTES,
     LIST_BYTES,
     LISTS,
     MAGNITUDES,
@@ -177,66 +175,41 @@ def store_4_bit_scale_pairs(scratch, y):
         store_byte(y + j, low | high << 4)
 
 
-@kernel
-def quantise_iq2_xxs(a, thread, threads):
+@row_quantiser(DType.IQ2_XXS)
+def quantise_iq2_xxs(x, importance, scratch, table, block):
     """Quantise rows to IQ2_XXS: 256 entries for eight magnitudes, with a 4-bit scale for each 32 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 66
-            search_iq2_xxs(
-                x + 4 * (i * columns + c), importance + 4 * c if importance != 0 else 0, scratch, table, block
-            )
-            for j in range(8):
-                word = load_byte(scratch + SCALE_CODES + j) << 28
-                for g in range(4):
-                    store_byte(block + 2 + 8 * j + g, load_int(scratch + ENTRIES + 16 * j + 4 * g))
-                    word |= (load_byte(scratch + SIGN_BYTES + 4 * j + g) & 127) << (7 * g)
-                store_4_bytes(block + 6 + 8 * j, word)
-    return 0
+    search_iq2_xxs(x, importance, scratch, table, block)
+    for j in range(8):
+        word = load_byte(scratch + SCALE_CODES + j) << 28
+        for g in range(4):
+            store_byte(block + 2 + 8 * j + g, load_int(scratch + ENTRIES + 16 * j + 4 * g))
+            word |= (load_byte(scratch + SIGN_BYTES + 4 * j + g) & 127) << (7 * g)
+        store_4_bytes(block + 6 + 8 * j, word)
 
 
-@kernel
-def quantise_iq2_xs(a, thread, threads):
+@row_quantiser(DType.IQ2_XS)
+def quantise_iq2_xs(x, importance, scratch, table, block):
     """Quantise rows to IQ2_XS: 512 entries for eight magnitudes, with a 4-bit scale for each 16 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 74
-            search_iq2_xs(
-                x + 4 * (i * columns + c), importance + 4 * c if importance != 0 else 0, scratch, table, block
-            )
-            for k in range(32):
-                signs = load_byte(scratch + SIGN_BYTES + k) & 127
-                word = load_int(scratch + ENTRIES + 4 * k) | signs << 9
-                store_byte(block + 2 + 2 * k, word & 255)
-                store_byte(block + 3 + 2 * k, word >> 8)
-            store_4_bit_scale_pairs(scratch, block + 66)
-    return 0
+    search_iq2_xs(x, importance, scratch, table, block)
+    for k in range(32):
+        signs = load_byte(scratch + SIGN_BYTES + k) & 127
+        word = load_int(scratch + ENTRIES + 4 * k) | signs << 9
+        store_byte(block + 2 + 2 * k, word & 255)
+        store_byte(block + 3 + 2 * k, word >> 8)
+    store_4_bit_scale_pairs(scratch, block + 66)
 
 
-@kernel
-def quantise_iq2_s(a, thread, threads):
+@row_quantiser(DType.IQ2_S)
+def quantise_iq2_s(x, importance, scratch, table, block):
     """Quantise rows to IQ2_S: 1024 entries for eight magnitudes and free signs, with a 4-bit scale for each 16."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 82
-            search_iq2_s(x + 4 * (i * columns + c), importance + 4 * c if importance != 0 else 0, scratch, table, block)
-            for j in range(8):
-                high = 0
-                for g in range(4):
-                    k = 4 * j + g
-                    entry = load_int(scratch + ENTRIES + 4 * k)
-                    store_byte(block + 2 + k, entry & 255)
-                    store_byte(block + 34 + k, load_byte(scratch + SIGN_BYTES + k))
-                    high |= (entry >> 8) << (2 * g)
-                store_byte(block + 66 + j, high)
-            store_4_bit_scale_pairs(scratch, block + 74)
-    return 0
+    search_iq2_s(x, importance, scratch, table, block)
+    for j in range(8):
+        high = 0
+        for g in range(4):
+            k = 4 * j + g
+            entry = load_int(scratch + ENTRIES + 4 * k)
+            store_byte(block + 2 + k, entry & 255)
+            store_byte(block + 34 + k, load_byte(scratch + SIGN_BYTES + k))
+            high |= (entry >> 8) << (2 * g)
+        store_byte(block + 66 + j, high)
+    store_4_bit_scale_pairs(scratch, block + 74)

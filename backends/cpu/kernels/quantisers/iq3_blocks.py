@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from .....graph.dtypes import DType
-from ...compilation.compiler import kernel, subroutine
+from ...compilation.compiler import subroutine
 from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
@@ -30,13 +30,11 @@ from ...simd.vectors import (
     where_less,
     zeros,
 )
-from ...steps.partition import compute_thread_range
-from .code_blocks import ARGS
+from .block_loop import row_quantiser
 from .lattice_search import (
     BASES,
     CODE_LIST,
     FLAG_LIST,
-    LATTICE_SCRATCH_BYTES,
     LIST_BYTES,
     LISTS,
     MAGNITUDES,
@@ -136,94 +134,78 @@ def write_best_iq3_pairs_per_scale(m, w, scratch, unit, is_odd, table, to):
         combine_entry_lists_keeping_better_pairs(first, second, probes, ZERO, to)
 
 
-@kernel
-def quantise_iq3_xxs(a, thread, threads):
+@row_quantiser(DType.IQ3_XXS)
+def quantise_iq3_xxs(x, importance, scratch, table, block):
     """Quantise rows to IQ3_XXS: 256 entries for four magnitudes, with a 4-bit scale for each 32 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
     m, w = scratch + MAGNITUDES, scratch + WEIGHTS
-    for i in range(first, end):
-        for column in range(0, columns, SUPER_BLOCK):
-            block, source = y + (i * columns + column) // SUPER_BLOCK * 98, x + 4 * (i * columns + column)
-            write_zero_padded_magnitudes(source, scratch, SUPER_BLOCK)
-            write_error_weights(source, importance + 4 * column if importance != 0 else 0, w, SUPER_BLOCK)
-            for k in range(0, SUPER_BLOCK, LANES):
-                signs = greater_bitmask(zeros(), load(source + 4 * k))
-                store_byte(scratch + SIGN_BYTES + k // 8, signs & 255)
-                store_byte(scratch + SIGN_BYTES + k // 8 + 1, signs >> 8)
-            for j in range(BLOCKS):
-                unit, base = find_largest_magnitude(m + 128 * j, 32) / TOP_LEVEL, LISTS + LIST_BYTES * GROUPS * j
-                store_int(scratch + BASES + 4 * j, base)
-                for g in range(GROUPS):
-                    k = GROUPS * j + g
-                    is_odd = has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k))
-                    to = scratch + base + LIST_BYTES * g
-                    write_best_iq3_pairs_per_scale(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
-                scale, _ = find_best_block_scale_and_error(scratch + base, GROUPS)
-                store_scalar(scratch + SCALES + 4 * j, scale)
-            common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))
-            store_lane_0_as_f16(block, splat(common))
-            for j in range(BLOCKS):
-                lists = scratch + LISTS + LIST_BYTES * GROUPS * j
-                code = choose_block_scale_code(lists, GROUPS, common, MAX_SCALE_CODE)
-                word, scale = code << 28, common * single(2 * code + 1)
-                for g in range(GROUPS):
-                    k, at = GROUPS * j + g, lists + LIST_BYTES * g
-                    lane = choose_list_lane_for_scale(at, scale)
-                    both, signs = to_int(load_scalar(at + CODE_LIST + 4 * lane)), load_byte(scratch + SIGN_BYTES + k)
-                    store_byte(block + 2 + 2 * k, find_entry_number_of_code(table, both & 4095))
-                    store_byte(block + 3 + 2 * k, find_entry_number_of_code(table, both >> 12))
-                    if has_odd_bit_count(signs):
-                        part = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
-                        entry, offset = (both >> (12 * part)) & 4095, 32 * k + 16 * part
-                        signs ^= 1 << (4 * part + find_flip(m + offset, w + offset, entry))
-                    word |= (signs & 127) << (7 * g)
-                store_4_bytes(block + 66 + 4 * j, word)
-    return 0
+    write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
+    write_error_weights(x, importance, w, SUPER_BLOCK)
+    for k in range(0, SUPER_BLOCK, LANES):
+        signs = greater_bitmask(zeros(), load(x + 4 * k))
+        store_byte(scratch + SIGN_BYTES + k // 8, signs & 255)
+        store_byte(scratch + SIGN_BYTES + k // 8 + 1, signs >> 8)
+    for j in range(BLOCKS):
+        unit, base = find_largest_magnitude(m + 128 * j, 32) / TOP_LEVEL, LISTS + LIST_BYTES * GROUPS * j
+        store_int(scratch + BASES + 4 * j, base)
+        for g in range(GROUPS):
+            k = GROUPS * j + g
+            is_odd = has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k))
+            to = scratch + base + LIST_BYTES * g
+            write_best_iq3_pairs_per_scale(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
+        scale, _ = find_best_block_scale_and_error(scratch + base, GROUPS)
+        store_scalar(scratch + SCALES + 4 * j, scale)
+    common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))
+    store_lane_0_as_f16(block, splat(common))
+    for j in range(BLOCKS):
+        lists = scratch + LISTS + LIST_BYTES * GROUPS * j
+        code = choose_block_scale_code(lists, GROUPS, common, MAX_SCALE_CODE)
+        word, scale = code << 28, common * single(2 * code + 1)
+        for g in range(GROUPS):
+            k, at = GROUPS * j + g, lists + LIST_BYTES * g
+            lane = choose_list_lane_for_scale(at, scale)
+            both, signs = to_int(load_scalar(at + CODE_LIST + 4 * lane)), load_byte(scratch + SIGN_BYTES + k)
+            store_byte(block + 2 + 2 * k, find_entry_number_of_code(table, both & 4095))
+            store_byte(block + 3 + 2 * k, find_entry_number_of_code(table, both >> 12))
+            if has_odd_bit_count(signs):
+                part = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
+                entry, offset = (both >> (12 * part)) & 4095, 32 * k + 16 * part
+                signs ^= 1 << (4 * part + find_flip(m + offset, w + offset, entry))
+            word |= (signs & 127) << (7 * g)
+        store_4_bytes(block + 66 + 4 * j, word)
 
 
-@kernel
-def quantise_iq3_s(a, thread, threads):
+@row_quantiser(DType.IQ3_S)
+def quantise_iq3_s(x, importance, scratch, table, block):
     """Quantise rows to IQ3_S: 512 entries for four magnitudes and free signs, with a 4-bit scale for each 32."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
     m, w, products = scratch + MAGNITUDES, scratch + WEIGHTS, scratch + PRODUCTS
-    for i in range(first, end):
-        for column in range(0, columns, SUPER_BLOCK):
-            block, source = y + (i * columns + column) // SUPER_BLOCK * 110, x + 4 * (i * columns + column)
-            write_zero_padded_magnitudes(source, scratch, SUPER_BLOCK)
-            write_error_weights(source, importance + 4 * column if importance != 0 else 0, w, SUPER_BLOCK)
-            for k in range(0, SUPER_BLOCK, LANES):
-                signs = greater_bitmask(zeros(), load(source + 4 * k))
-                store_byte(block + 74 + k // 8, signs & 255)
-                store_byte(block + 75 + k // 8, signs >> 8)
-            for j in range(BLOCKS):
-                unit, base = find_largest_magnitude(m + 128 * j, 32) / S_TOP_LEVEL, LISTS + LIST_BYTES * 8 * j
-                store_int(scratch + BASES + 4 * j, base)
-                for q in range(8):
-                    at, to = 128 * j + 16 * q, scratch + base + LIST_BYTES * q
-                    write_s_list(
-                        m + at, w + at, products, unit, FIRST_PROBE, PROBE_STEP, table, table + S_ROWS, S_VECTORS, to
-                    )
-                scale, _ = find_best_block_scale_and_error(scratch + base, 8)
-                store_scalar(scratch + SCALES + 4 * j, scale)
-            common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, 8, MAX_SCALE_CODE))
-            store_lane_0_as_f16(block, splat(common))
-            for j in range(BLOCKS):
-                lists = scratch + LISTS + LIST_BYTES * 8 * j
-                code = choose_block_scale_code(lists, 8, common, MAX_SCALE_CODE)
-                store_byte(scratch + SCALE_CODES + j, code)
-                high, scale = 0, common * single(2 * code + 1)
-                for q in range(8):
-                    at = lists + LIST_BYTES * q
-                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
-                    number = find_entry_number_of_code(table, entry)
-                    store_byte(block + 2 + 8 * j + q, number & 255)
-                    high |= (number >> 8) << q
-                store_byte(block + 66 + j, high)
-            for j in range(4):
-                low, upper = load_byte(scratch + SCALE_CODES + 2 * j), load_byte(scratch + SCALE_CODES + 2 * j + 1)
-                store_byte(block + 106 + j, low | upper << 4)
-    return 0
+    write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
+    write_error_weights(x, importance, w, SUPER_BLOCK)
+    for k in range(0, SUPER_BLOCK, LANES):
+        signs = greater_bitmask(zeros(), load(x + 4 * k))
+        store_byte(block + 74 + k // 8, signs & 255)
+        store_byte(block + 75 + k // 8, signs >> 8)
+    for j in range(BLOCKS):
+        unit, base = find_largest_magnitude(m + 128 * j, 32) / S_TOP_LEVEL, LISTS + LIST_BYTES * 8 * j
+        store_int(scratch + BASES + 4 * j, base)
+        for q in range(8):
+            at, to = 128 * j + 16 * q, scratch + base + LIST_BYTES * q
+            write_s_list(m + at, w + at, products, unit, FIRST_PROBE, PROBE_STEP, table, table + S_ROWS, S_VECTORS, to)
+        scale, _ = find_best_block_scale_and_error(scratch + base, 8)
+        store_scalar(scratch + SCALES + 4 * j, scale)
+    common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, 8, MAX_SCALE_CODE))
+    store_lane_0_as_f16(block, splat(common))
+    for j in range(BLOCKS):
+        lists = scratch + LISTS + LIST_BYTES * 8 * j
+        code = choose_block_scale_code(lists, 8, common, MAX_SCALE_CODE)
+        store_byte(scratch + SCALE_CODES + j, code)
+        high, scale = 0, common * single(2 * code + 1)
+        for q in range(8):
+            at = lists + LIST_BYTES * q
+            entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane_for_scale(at, scale)))
+            number = find_entry_number_of_code(table, entry)
+            store_byte(block + 2 + 8 * j + q, number & 255)
+            high |= (number >> 8) << q
+        store_byte(block + 66 + j, high)
+    for j in range(4):
+        low, upper = load_byte(scratch + SCALE_CODES + 2 * j), load_byte(scratch + SCALE_CODES + 2 * j + 1)
+        store_byte(block + 106 + j, low | upper << 4)

@@ -9,8 +9,9 @@ from functools import cache
 
 import numpy as np
 
+from .....graph.dtypes import DType
 from .....ops.block_layouts import FP4_VALUES_TIMES_2, HALF_OF_E4M3
-from ...compilation.compiler import kernel, subroutine
+from ...compilation.compiler import subroutine
 from ...simd.candidate_lanes import (
     find_first_lane_equal_to,
     lane_numbers,
@@ -47,8 +48,8 @@ from ...simd.vectors import (
     where_less,
     zeros,
 )
-from ...steps.partition import compute_thread_range
-from .code_blocks import ARGS, CELL_COUNT, look_up_clamped_cells, make_nearest_value_table
+from .block_loop import row_quantiser
+from .code_blocks import CELL_COUNT, look_up_clamped_cells, make_nearest_value_table
 from .scale_search import (
     ONE,
     ZERO,
@@ -59,8 +60,7 @@ from .scale_search import (
     write_error_weights,
 )
 from .small_blocks import compute_reciprocal_or_zero
-from .super_blocks import ARGS as PLAIN_ARGS
-from .super_blocks import CODES, SCRATCH_BYTES, WEIGHTS
+from .super_blocks import CODES, WEIGHTS
 
 Q1_BLOCK, Q2_BLOCK, FP4_BLOCK = 128, 64, 64
 SCALE_TABLE = 8 * CELL_COUNT
@@ -79,46 +79,33 @@ def make_nvfp4_value_and_scale_table() -> np.ndarray:
     )
 
 
-@kernel
-def quantise_q1_0(a, thread, threads):
+@row_quantiser(DType.Q1_0)
+def quantise_q1_0(x, importance, scratch, table, block):
     """Quantise rows to Q1_0: signs, with a scale for each 128 numbers."""
-    x, y, importance, columns = PLAIN_ARGS.x(a), PLAIN_ARGS.y(a), PLAIN_ARGS.importance(a), PLAIN_ARGS.columns(a)
-    first, end = compute_thread_range(PLAIN_ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, Q1_BLOCK):
-            block, source = y + (i * columns + c) // Q1_BLOCK * 18, x + 4 * (i * columns + c)
-            total, strength = zeros(), zeros()
-            for k in range(0, Q1_BLOCK, LANES):
-                v = load(source + 4 * k)
-                w = load(importance + 4 * (c + k)) if importance != 0 else splat(ONE)
-                total, strength = fma(w, absolute(v), total), add(strength, w)
-                bits = greater_bitmask(zeros(), v) ^ 65535
-                store_byte(block + 2 + k // 8, bits & 255)
-                store_byte(block + 3 + k // 8, bits >> 8)
-            store_lane_0_as_f16(block, splat(lane_sum(total) / lane_sum(strength)))
-    return 0
+    total, strength = zeros(), zeros()
+    for k in range(0, Q1_BLOCK, LANES):
+        v = load(x + 4 * k)
+        w = load(importance + 4 * k) if importance != 0 else splat(ONE)
+        total, strength = fma(w, absolute(v), total), add(strength, w)
+        bits = greater_bitmask(zeros(), v) ^ 65535
+        store_byte(block + 2 + k // 8, bits & 255)
+        store_byte(block + 3 + k // 8, bits >> 8)
+    store_lane_0_as_f16(block, splat(lane_sum(total) / lane_sum(strength)))
 
 
-@kernel
-def quantise_q2_0(a, thread, threads):
+@row_quantiser(DType.Q2_0)
+def quantise_q2_0(x, importance, scratch, table, block):
     """Quantise rows to Q2_0: codes from -1 to 2, with a scale for each 64 numbers, which may be negative."""
-    x, y, importance, columns = PLAIN_ARGS.x(a), PLAIN_ARGS.y(a), PLAIN_ARGS.importance(a), PLAIN_ARGS.columns(a)
-    scratch = PLAIN_ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(PLAIN_ARGS.rows(a), thread, threads)
     low, high = -ONE, single(2)
-    for i in range(first, end):
-        for c in range(0, columns, Q2_BLOCK):
-            block, source = y + (i * columns + c) // Q2_BLOCK * 18, x + 4 * (i * columns + c)
-            write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, Q2_BLOCK)
-            spread = make_8_inverse_scales_per_peak(low, high, single(0.8), single(0.12))
-            scale = search_scale(source, scratch + WEIGHTS, Q2_BLOCK, low, high, spread, 4)
-            scale = round_scalar_to_half(scale)
-            store_lane_0_as_f16(block, splat(scale))
-            quantise_to_byte_codes(source, Q2_BLOCK, scale, ZERO, low, high, scratch + CODES)
-            for k in range(Q2_BLOCK // 4):
-                four = load_four(scratch + CODES + 4 * k)
-                store_byte(block + 2 + k, four & 3 | four >> 6 & 12 | four >> 12 & 48 | four >> 18 & 192)
-    return 0
+    write_error_weights(x, importance, scratch + WEIGHTS, Q2_BLOCK)
+    spread = make_8_inverse_scales_per_peak(low, high, single(0.8), single(0.12))
+    scale = search_scale(x, scratch + WEIGHTS, Q2_BLOCK, low, high, spread, 4)
+    scale = round_scalar_to_half(scale)
+    store_lane_0_as_f16(block, splat(scale))
+    quantise_to_byte_codes(x, Q2_BLOCK, scale, ZERO, low, high, scratch + CODES)
+    for k in range(Q2_BLOCK // 4):
+        four = load_four(scratch + CODES + 4 * k)
+        store_byte(block + 2 + k, four & 3 | four >> 6 & 12 | four >> 12 & 48 | four >> 18 & 192)
 
 
 @subroutine
@@ -150,24 +137,17 @@ def choose_scale_code(x, w, table):
     return to_int(select_lane(codes, find_first_lane_equal_to(error, lane_min(error))))
 
 
-@kernel
-def quantise_nvfp4(a, thread, threads):
+@row_quantiser(DType.NVFP4)
+def quantise_nvfp4(x, importance, scratch, table, block):
     """Quantise rows to NVFP4: 4-bit floats, with an 8-bit float as the scale of each 16 numbers."""
-    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, FP4_BLOCK):
-            block, source = y + (i * columns + c) // FP4_BLOCK * 36, x + 4 * (i * columns + c)
-            write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, FP4_BLOCK)
-            for j in range(4):
-                xj = source + 64 * j
-                code = choose_scale_code(xj, scratch + WEIGHTS + 64 * j, table)
-                store_byte(block + j, code)
-                inverse = splat(compute_reciprocal_or_zero(load_scalar(table + SCALE_TABLE + 4 * code)))
-                indices = look_up_clamped_cells(mul(load(xj), inverse), table + 4 * CELL_COUNT)
-                store_u8_lanes(scratch + CODES, round_small_floats_to_int(indices))
-                for k in range(8):
-                    high = load_byte(scratch + CODES + 8 + k)
-                    store_byte(block + 4 + 8 * j + k, load_byte(scratch + CODES + k) | high << 4)
-    return 0
+    write_error_weights(x, importance, scratch + WEIGHTS, FP4_BLOCK)
+    for j in range(4):
+        xj = x + 64 * j
+        code = choose_scale_code(xj, scratch + WEIGHTS + 64 * j, table)
+        store_byte(block + j, code)
+        inverse = splat(compute_reciprocal_or_zero(load_scalar(table + SCALE_TABLE + 4 * code)))
+        indices = look_up_clamped_cells(mul(load(xj), inverse), table + 4 * CELL_COUNT)
+        store_u8_lanes(scratch + CODES, round_small_floats_to_int(indices))
+        for k in range(8):
+            high = load_byte(scratch + CODES + 8 + k)
+            store_byte(block + 4 + 8 * j + k, load_byte(scratch + CODES + k) | high << 4)

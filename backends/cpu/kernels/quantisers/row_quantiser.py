@@ -11,43 +11,43 @@ from .....graph.dtypes import DType
 from .....graph.errors import GraphError
 from .....ops.quantisation import encode_array
 from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing_kernels
-from ...compilation.kernel_args import KernelArgs
 from . import code_blocks, iq1_blocks, iq2_blocks, iq3_blocks, narrow_blocks, small_blocks, super_blocks
+from .block_loop import ARGS
 from .code_blocks import make_doubled_fp4_nearest_value_table, make_iq4_nearest_value_table
 from .lattice_search import LATTICE_SCRATCH_BYTES
 
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-KERNELS: dict[DType, tuple[Kernel, KernelArgs, Callable[[], FloatArray] | None]] = {
-    DType.BF16: (small_blocks.round_bf16, super_blocks.ARGS, None),
-    DType.Q4_0: (small_blocks.quantise_q4_0, super_blocks.ARGS, None),
-    DType.Q4_1: (small_blocks.quantise_q4_1, super_blocks.ARGS, None),
-    DType.Q5_0: (small_blocks.quantise_q5_0, super_blocks.ARGS, None),
-    DType.Q5_1: (small_blocks.quantise_q5_1, super_blocks.ARGS, None),
-    DType.Q8_0: (small_blocks.quantise_q8_0, super_blocks.ARGS, None),
-    DType.Q2_K: (super_blocks.quantise_q2_k, super_blocks.ARGS, None),
-    DType.Q3_K: (super_blocks.quantise_q3_k, super_blocks.ARGS, None),
-    DType.Q4_K: (super_blocks.quantise_q4_k, super_blocks.ARGS, None),
-    DType.Q5_K: (super_blocks.quantise_q5_k, super_blocks.ARGS, None),
-    DType.Q6_K: (super_blocks.quantise_q6_k, super_blocks.ARGS, None),
-    DType.IQ4_NL: (code_blocks.quantise_iq4_nl, code_blocks.ARGS, make_iq4_nearest_value_table),
-    DType.IQ4_XS: (code_blocks.quantise_iq4_xs, code_blocks.ARGS, make_iq4_nearest_value_table),
-    DType.IQ3_S: (iq3_blocks.quantise_iq3_s, code_blocks.ARGS, iq3_blocks.make_iq3_s_table),
-    DType.IQ3_XXS: (iq3_blocks.quantise_iq3_xxs, code_blocks.ARGS, iq3_blocks.make_iq3_xxs_table),
-    DType.IQ2_S: (iq2_blocks.quantise_iq2_s, code_blocks.ARGS, iq2_blocks.make_iq2_s_table),
-    DType.IQ2_XS: (iq2_blocks.quantise_iq2_xs, code_blocks.ARGS, iq2_blocks.make_iq2_xs_table),
-    DType.IQ2_XXS: (iq2_blocks.quantise_iq2_xxs, code_blocks.ARGS, iq2_blocks.make_iq2_xxs_table),
-    DType.IQ1_M: (iq1_blocks.quantise_iq1_m, code_blocks.ARGS, iq1_blocks.make_iq1_search_table),
-    DType.IQ1_S: (iq1_blocks.quantise_iq1_s, code_blocks.ARGS, iq1_blocks.make_iq1_search_table),
-    DType.Q1_0: (narrow_blocks.quantise_q1_0, super_blocks.ARGS, None),
-    DType.Q2_0: (narrow_blocks.quantise_q2_0, super_blocks.ARGS, None),
-    DType.NVFP4: (narrow_blocks.quantise_nvfp4, code_blocks.ARGS, narrow_blocks.make_nvfp4_value_and_scale_table),
-    DType.MXFP4: (code_blocks.quantise_mxfp4, code_blocks.ARGS, make_doubled_fp4_nearest_value_table),
-    DType.TQ1_0: (code_blocks.quantise_tq1_0, super_blocks.ARGS, None),
-    DType.TQ2_0: (code_blocks.quantise_tq2_0, super_blocks.ARGS, None),
+KERNELS: dict[DType, tuple[Kernel, Callable[[], FloatArray] | None]] = {
+    DType.BF16: (small_blocks.round_bf16, None),
+    DType.Q4_0: (small_blocks.quantise_q4_0, None),
+    DType.Q4_1: (small_blocks.quantise_q4_1, None),
+    DType.Q5_0: (small_blocks.quantise_q5_0, None),
+    DType.Q5_1: (small_blocks.quantise_q5_1, None),
+    DType.Q8_0: (small_blocks.quantise_q8_0, None),
+    DType.Q2_K: (super_blocks.quantise_q2_k, None),
+    DType.Q3_K: (super_blocks.quantise_q3_k, None),
+    DType.Q4_K: (super_blocks.quantise_q4_k, None),
+    DType.Q5_K: (super_blocks.quantise_q5_k, None),
+    DType.Q6_K: (super_blocks.quantise_q6_k, None),
+    DType.IQ4_NL: (code_blocks.quantise_iq4_nl, make_iq4_nearest_value_table),
+    DType.IQ4_XS: (code_blocks.quantise_iq4_xs, make_iq4_nearest_value_table),
+    DType.IQ3_S: (iq3_blocks.quantise_iq3_s, iq3_blocks.make_iq3_s_table),
+    DType.IQ3_XXS: (iq3_blocks.quantise_iq3_xxs, iq3_blocks.make_iq3_xxs_table),
+    DType.IQ2_S: (iq2_blocks.quantise_iq2_s, iq2_blocks.make_iq2_s_table),
+    DType.IQ2_XS: (iq2_blocks.quantise_iq2_xs, iq2_blocks.make_iq2_xs_table),
+    DType.IQ2_XXS: (iq2_blocks.quantise_iq2_xxs, iq2_blocks.make_iq2_xxs_table),
+    DType.IQ1_M: (iq1_blocks.quantise_iq1_m, iq1_blocks.make_iq1_search_table),
+    DType.IQ1_S: (iq1_blocks.quantise_iq1_s, iq1_blocks.make_iq1_search_table),
+    DType.Q1_0: (narrow_blocks.quantise_q1_0, None),
+    DType.Q2_0: (narrow_blocks.quantise_q2_0, None),
+    DType.NVFP4: (narrow_blocks.quantise_nvfp4, narrow_blocks.make_nvfp4_value_and_scale_table),
+    DType.MXFP4: (code_blocks.quantise_mxfp4, make_doubled_fp4_nearest_value_table),
+    DType.TQ1_0: (code_blocks.quantise_tq1_0, None),
+    DType.TQ2_0: (code_blocks.quantise_tq2_0, None),
 }
-"""By dtype: the kernel, its argument words, and the function that makes its table."""
+"""By dtype: the kernel, and the function that makes its table."""
 SEARCHED_DTYPES = (DType.Q4_1, DType.Q5_1)
 """Dtypes with blocks of 32 that have a search of scales also without importances.
 
@@ -92,20 +92,18 @@ def quantise_rows(
     x = np.ascontiguousarray(x, np.float32)
     if dtype not in KERNELS:
         return np.ascontiguousarray(encode_array(x, dtype)).view(np.uint8).reshape(rows, -1)
-    body, words, make_table = KERNELS[dtype]
+    body, make_table = KERNELS[dtype]
     table = None if make_table is None else make_table()
     out = np.empty((rows, dtype.count_bytes(columns)), np.uint8)
     scratch = np.empty(LATTICE_SCRATCH_BYTES, np.uint8)
     values = {"x": x.ctypes.data, "y": out.ctypes.data, "rows": rows, "columns": columns}
-    values |= {"scratch": scratch.ctypes.data, "importance": 0}
+    values |= {"scratch": scratch.ctypes.data, "importance": 0, "table": 0 if table is None else table.ctypes.data}
     if importance is None and searches and dtype in SEARCHED_DTYPES:
         importance = np.ones(columns, np.float32)
     if importance is not None:
         importance = _normalise_and_raise_importances(importance)
         values["importance"] = importance.ctypes.data
-    if table is not None:
-        values["table"] = table.ctypes.data
-    block = np.array(words(**values), np.int64)
+    block = np.array(ARGS(**values), np.int64)
     KERNEL_FUNCTION(body.address)(block.ctypes.data, 0, 1)
     return out
 

@@ -6,6 +6,7 @@ ggml-quants.c. With importances, which may be equal, the scale has the smallest 
 
 from __future__ import annotations
 
+from .....graph.dtypes import DType
 from ...compilation.compiler import kernel, subroutine
 from ...simd.half_memory import store_first_bf16, store_lane_0_as_f16
 from ...simd.vectors import (
@@ -35,6 +36,7 @@ from ...simd.vectors import (
     to_float,
 )
 from ...steps.partition import compute_thread_range
+from .block_loop import ARGS, row_quantiser
 from .scale_search import (
     ONE,
     ZERO,
@@ -47,7 +49,7 @@ from .scale_search import (
     single,
     write_error_weights,
 )
-from .super_blocks import ARGS, CODES, FIRST, SCRATCH_BYTES, STEP, WEIGHTS
+from .super_blocks import CODES, FIRST, STEP, WEIGHTS
 
 BLOCK = 32
 HALF, LARGEST_INT8 = single(0.5), single(127)
@@ -140,79 +142,45 @@ def store_32_fifth_bits(codes, y):
         store_byte(y + 2 * h + 1, bits >> 8)
 
 
-@kernel
-def quantise_q4_0(a, thread, threads):
+@row_quantiser(DType.Q4_0)
+def quantise_q4_0(x, importance, scratch, table, block):
     """Quantise rows to Q4_0: 4-bit codes, with a scale for each 32 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, weights = y + (i * columns + c) // BLOCK * 18, importance + 4 * c if importance != 0 else 0
-            quantise_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(8), block)
-            store_32_nibbles(scratch + CODES, block + 2)
-    return 0
+    quantise_symmetric_block(x, importance, scratch, single(8), block)
+    store_32_nibbles(scratch + CODES, block + 2)
 
 
-@kernel
-def quantise_q4_1(a, thread, threads):
+@row_quantiser(DType.Q4_1)
+def quantise_q4_1(x, importance, scratch, table, block):
     """Quantise rows to Q4_1: 4-bit codes, with a scale and a minimum for each 32 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, weights = y + (i * columns + c) // BLOCK * 20, importance + 4 * c if importance != 0 else 0
-            quantise_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(15), block, block + 2)
-            store_32_nibbles(scratch + CODES, block + 4)
-    return 0
+    quantise_block_with_minimum(x, importance, scratch, single(15), block, block + 2)
+    store_32_nibbles(scratch + CODES, block + 4)
 
 
-@kernel
-def quantise_q5_0(a, thread, threads):
+@row_quantiser(DType.Q5_0)
+def quantise_q5_0(x, importance, scratch, table, block):
     """Quantise rows to Q5_0: 5-bit codes, with a scale for each 32 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, weights = y + (i * columns + c) // BLOCK * 22, importance + 4 * c if importance != 0 else 0
-            quantise_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(16), block)
-            store_32_fifth_bits(scratch + CODES, block + 2)
-            store_32_nibbles(scratch + CODES, block + 6)
-    return 0
+    quantise_symmetric_block(x, importance, scratch, single(16), block)
+    store_32_fifth_bits(scratch + CODES, block + 2)
+    store_32_nibbles(scratch + CODES, block + 6)
 
 
-@kernel
-def quantise_q5_1(a, thread, threads):
+@row_quantiser(DType.Q5_1)
+def quantise_q5_1(x, importance, scratch, table, block):
     """Quantise rows to Q5_1: 5-bit codes, with a scale and a minimum for each 32 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, weights = y + (i * columns + c) // BLOCK * 24, importance + 4 * c if importance != 0 else 0
-            quantise_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(31), block, block + 2)
-            store_32_fifth_bits(scratch + CODES, block + 4)
-            store_32_nibbles(scratch + CODES, block + 8)
-    return 0
+    quantise_block_with_minimum(x, importance, scratch, single(31), block, block + 2)
+    store_32_fifth_bits(scratch + CODES, block + 4)
+    store_32_nibbles(scratch + CODES, block + 8)
 
 
-@kernel
-def quantise_q8_0(a, thread, threads):
+@row_quantiser(DType.Q8_0)
+def quantise_q8_0(x, importance, scratch, table, block):
     """Quantise rows to Q8_0: 8-bit codes, with a scale for each 32 numbers. Importances have no effect."""
-    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, BLOCK):
-            block, source = y + (i * columns + c) // BLOCK * 34, x + 4 * (i * columns + c)
-            low, high = load(source), load(source + 4 * LANES)
-            scale = lane_max(maximum(absolute(low), absolute(high))) / LARGEST_INT8
-            inverse = splat(compute_reciprocal_or_zero(scale))
-            store_lane_0_as_f16(block, splat(scale))
-            store_u8_lanes(block + 2, round_small_floats_to_int(round_away(mul(low, inverse))))
-            store_u8_lanes(block + 2 + LANES, round_small_floats_to_int(round_away(mul(high, inverse))))
-    return 0
+    low, high = load(x), load(x + 4 * LANES)
+    scale = lane_max(maximum(absolute(low), absolute(high))) / LARGEST_INT8
+    inverse = splat(compute_reciprocal_or_zero(scale))
+    store_lane_0_as_f16(block, splat(scale))
+    store_u8_lanes(block + 2, round_small_floats_to_int(round_away(mul(low, inverse))))
+    store_u8_lanes(block + 2 + LANES, round_small_floats_to_int(round_away(mul(high, inverse))))
 
 
 @kernel

@@ -5,8 +5,8 @@ Layouts: ``ggml-common.h`` of llama.cpp, as in `hocket.ops.quantisation`.
 
 from __future__ import annotations
 
-from ...compilation.compiler import kernel, subroutine
-from ...compilation.kernel_args import declare_args
+from .....graph.dtypes import DType
+from ...compilation.compiler import subroutine
 from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half, to_int
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
@@ -25,7 +25,7 @@ from ...simd.vectors import (
     store_scalar,
     store_u8_lanes,
 )
-from ...steps.partition import compute_thread_range
+from .block_loop import row_quantiser
 from .scale_search import (
     ZERO,
     choose_scale_and_minimum_codes,
@@ -40,13 +40,9 @@ from .scale_search import (
     write_error_weights,
 )
 
-ARGS = declare_args("x y importance rows columns scratch")
-"""Addresses of float32 rows, of the stored rows, and of one float32 for each column, or 0; and `SCRATCH_BYTES` for each
-thread."""
 SUPER_BLOCK = 256
 WEIGHTS, CODES, SCALES, MINIMA, STRENGTHS, SCALE_CODES, MINIMUM_CODES = 0, 1024, 1280, 1344, 1408, 1472, 1488
-SCRATCH_BYTES = 2048
-"""Bytes of scratch memory of one thread; the names above are offsets in it."""
+"""Offsets in the scratch memory of a thread."""
 FEW_BITS_FIRST, FEW_BITS_STEP = single(0.75), single(0.06)
 """Factors of the first candidates of 2 bits."""
 FIRST, STEP = single(0.92), single(0.012)
@@ -171,79 +167,45 @@ def store_4_bit_codes_2_per_byte(codes, y):
             store_u8_lanes(y + 32 * h + c, pack_code_fields_into_bytes(codes + 64 * h + c, 32, 4, 15))
 
 
-@kernel
-def quantise_q2_k(a, thread, threads):
+@row_quantiser(DType.Q2_K)
+def quantise_q2_k(x, importance, scratch, table, block):
     """Quantise rows to Q2_K: 2-bit codes, with a 4-bit scale and a 4-bit minimum for each 16 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 84
-            weights = importance + 4 * c if importance != 0 else 0
-            source = x + 4 * (i * columns + c)
-            quantise_super_block_with_minima(
-                source,
-                weights,
-                scratch,
-                16,
-                single(3),
-                FEW_BITS_FIRST,
-                FEW_BITS_STEP,
-                single(15),
-                block + 80,
-                block + 82,
-            )
-            scales, minima = (
-                load_u8_as_int32_lanes(scratch + SCALE_CODES),
-                load_u8_as_int32_lanes(scratch + MINIMUM_CODES),
-            )
-            store_u8_lanes(block, or_int(scales, shift_left(minima, splat_int(4))))
-            store_2_bit_codes_4_per_byte(scratch + CODES, block + 16)
-    return 0
+    quantise_super_block_with_minima(
+        x,
+        importance,
+        scratch,
+        16,
+        single(3),
+        FEW_BITS_FIRST,
+        FEW_BITS_STEP,
+        single(15),
+        block + 80,
+        block + 82,
+    )
+    scales, minima = load_u8_as_int32_lanes(scratch + SCALE_CODES), load_u8_as_int32_lanes(scratch + MINIMUM_CODES)
+    store_u8_lanes(block, or_int(scales, shift_left(minima, splat_int(4))))
+    store_2_bit_codes_4_per_byte(scratch + CODES, block + 16)
 
 
-@kernel
-def quantise_q4_k(a, thread, threads):
+@row_quantiser(DType.Q4_K)
+def quantise_q4_k(x, importance, scratch, table, block):
     """Quantise rows to Q4_K: 4-bit codes, with a 6-bit scale and a 6-bit minimum for each 32 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 144
-            weights = importance + 4 * c if importance != 0 else 0
-            source = x + 4 * (i * columns + c)
-            quantise_super_block_with_minima(
-                source, weights, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2
-            )
-            store_6_bit_scales_and_minima(scratch, block + 4)
-            store_4_bit_codes_2_per_byte(scratch + CODES, block + 16)
-    return 0
+    quantise_super_block_with_minima(x, importance, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2)
+    store_6_bit_scales_and_minima(scratch, block + 4)
+    store_4_bit_codes_2_per_byte(scratch + CODES, block + 16)
 
 
-@kernel
-def quantise_q5_k(a, thread, threads):
+@row_quantiser(DType.Q5_K)
+def quantise_q5_k(x, importance, scratch, table, block):
     """Quantise rows to Q5_K: 5-bit codes, with a 6-bit scale and a 6-bit minimum for each 32 numbers.
 
     The fifth bits of all codes are stored together, apart from the low bits.
     """
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 176
-            weights = importance + 4 * c if importance != 0 else 0
-            source = x + 4 * (i * columns + c)
-            quantise_super_block_with_minima(
-                source, weights, scratch, 32, single(31), FIRST, STEP, single(63), block, block + 2
-            )
-            store_6_bit_scales_and_minima(scratch, block + 4)
-            for k in range(0, 32, LANES):
-                store_u8_lanes(block + 16 + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 4, 8))
-            store_4_bit_codes_2_per_byte(scratch + CODES, block + 48)
-    return 0
+    quantise_super_block_with_minima(x, importance, scratch, 32, single(31), FIRST, STEP, single(63), block, block + 2)
+    store_6_bit_scales_and_minima(scratch, block + 4)
+    for k in range(0, 32, LANES):
+        store_u8_lanes(block + 16 + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 4, 8))
+    store_4_bit_codes_2_per_byte(scratch + CODES, block + 48)
 
 
 @subroutine
@@ -283,74 +245,58 @@ def quantise_super_block_with_signed_scales(x, importance, scratch, lowest, high
         quantise_to_byte_codes(x + 64 * j, LANES, code * common, ZERO, lowest, highest, scratch + CODES + 16 * j)
 
 
-@kernel
-def quantise_q3_k(a, thread, threads):
+@row_quantiser(DType.Q3_K)
+def quantise_q3_k(x, importance, scratch, table, block):
     """Quantise rows to Q3_K: 3-bit codes, with a signed 6-bit scale for each 16 numbers.
 
     The third bits of all codes are stored together, apart from the low bits.
     """
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 110
-            weights = importance + 4 * c if importance != 0 else 0
-            spread = make_8_inverse_scales_per_peak(single(-4), single(3), single(0.8), single(0.08))
-            quantise_super_block_with_signed_scales(
-                x + 4 * (i * columns + c),
-                weights,
-                scratch,
-                single(-4),
-                single(3),
-                single(-32),
-                single(31),
-                spread,
-                block + 108,
-            )
-            for k in range(0, 32, LANES):
-                store_u8_lanes(block + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 2, 8))
-            store_2_bit_codes_4_per_byte(scratch + CODES, block + 32)
-            for j in range(8):
-                low, high = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + SCALE_CODES + 8 + j)
-                store_byte(block + 96 + j, (low & 15) | (high & 15) << 4)
-            for j in range(4):
-                bits = 0
-                for k in range(4):
-                    bits |= (load_byte(scratch + SCALE_CODES + 4 * k + j) >> 4) << (2 * k)
-                store_byte(block + 104 + j, bits)
-    return 0
+    spread = make_8_inverse_scales_per_peak(single(-4), single(3), single(0.8), single(0.08))
+    quantise_super_block_with_signed_scales(
+        x,
+        importance,
+        scratch,
+        single(-4),
+        single(3),
+        single(-32),
+        single(31),
+        spread,
+        block + 108,
+    )
+    for k in range(0, 32, LANES):
+        store_u8_lanes(block + k, pack_code_high_bits_into_bytes(scratch + CODES + k, 32, 1, 2, 8))
+    store_2_bit_codes_4_per_byte(scratch + CODES, block + 32)
+    for j in range(8):
+        low, high = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + SCALE_CODES + 8 + j)
+        store_byte(block + 96 + j, (low & 15) | (high & 15) << 4)
+    for j in range(4):
+        bits = 0
+        for k in range(4):
+            bits |= (load_byte(scratch + SCALE_CODES + 4 * k + j) >> 4) << (2 * k)
+        store_byte(block + 104 + j, bits)
 
 
-@kernel
-def quantise_q6_k(a, thread, threads):
+@row_quantiser(DType.Q6_K)
+def quantise_q6_k(x, importance, scratch, table, block):
     """Quantise rows to Q6_K: 6-bit codes, with a signed 8-bit scale for each 16 numbers."""
-    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
-    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
-    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    for i in range(first, end):
-        for c in range(0, columns, SUPER_BLOCK):
-            block = y + (i * columns + c) // SUPER_BLOCK * 210
-            weights = importance + 4 * c if importance != 0 else 0
-            spread = make_inverse_scale_candidates(single(-32), single(0.96), single(0.006))
-            quantise_super_block_with_signed_scales(
-                x + 4 * (i * columns + c),
-                weights,
-                scratch,
-                single(-32),
-                single(31),
-                single(-128),
-                single(127),
-                spread,
-                block + 208,
-            )
-            codes = scratch + CODES
-            for h in range(2):
-                for k in range(0, 64, LANES):
-                    store_u8_lanes(block + 64 * h + k, pack_code_fields_into_bytes(codes + 128 * h + k, 64, 4, 15))
-                for k in range(0, 32, LANES):
-                    high = pack_code_high_bits_into_bytes(codes + 128 * h + k, 32, 2, 4, 4)
-                    store_u8_lanes(block + 128 + 32 * h + k, high)
-            shifted = add_int(load_u8_as_int32_lanes(scratch + SCALE_CODES), splat_int(-128))
-            store_u8_lanes(block + 192, shifted)
-    return 0
+    spread = make_inverse_scale_candidates(single(-32), single(0.96), single(0.006))
+    quantise_super_block_with_signed_scales(
+        x,
+        importance,
+        scratch,
+        single(-32),
+        single(31),
+        single(-128),
+        single(127),
+        spread,
+        block + 208,
+    )
+    codes = scratch + CODES
+    for h in range(2):
+        for k in range(0, 64, LANES):
+            store_u8_lanes(block + 64 * h + k, pack_code_fields_into_bytes(codes + 128 * h + k, 64, 4, 15))
+        for k in range(0, 32, LANES):
+            high = pack_code_high_bits_into_bytes(codes + 128 * h + k, 32, 2, 4, 4)
+            store_u8_lanes(block + 128 + 32 * h + k, high)
+    shifted = add_int(load_u8_as_int32_lanes(scratch + SCALE_CODES), splat_int(-128))
+    store_u8_lanes(block + 192, shifted)

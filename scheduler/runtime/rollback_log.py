@@ -1,19 +1,22 @@
-"""The undo log of pipelined runs: saved arena bytes with which a device rolls back runs that have ended.
+"""The rollback log of a device: it undoes the current run, the last run, and earlier runs of a pipeline.
 
-The arena has the saved state entries of the last run only, because the next run overwrites them. Therefore these
-bytes are copied after each run.
+The arena has the saved state entries of the last run only, because the next run overwrites them. Therefore a pipeline
+copies these bytes after each run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ...backends.base import Array, Instruction, Tensor
+from ...graph.errors import BackendError, StepError
 from .bound_plan import BoundPlan
+from .communicators import SingleDeviceComm
 
 ARENA_BUFFER = 0
 """The number of the arena among the buffers of every program."""
@@ -21,11 +24,12 @@ UndoData = Mapping[Tensor, Array]
 """The undo data of one run: a copy of the arena bytes of each tensor that the rollback reads."""
 
 
-class UndoLog:
-    """Saves, after each run of a plan in a pipeline, the data with which one device can undo the run.
+class RollbackLog:
+    """Restores the states of one device to their values before a run.
 
-    It copies the arena bytes that the restoring instructions of the program read, because the next run overwrites them.
-    Two kinds of states need no undo data:
+    `Program.undo` has the instructions that restore the states from the arena, as long as no other run has begun. For
+    earlier runs of a pipeline, the log saves the arena bytes that these instructions read. Two kinds of states need no
+    undo data:
 
     - states in `staying`, which a rollback does not restore;
     - states that the rollback of an earlier run overwrites completely.
@@ -33,7 +37,7 @@ class UndoLog:
     Args:
         bound: The plan with its memory.
         number: The number of the device.
-        staying: Names of states that a rollback does not restore.
+        staying: Names of states that the rollback of an earlier run does not restore.
     """
 
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
@@ -49,13 +53,35 @@ class UndoLog:
         """Whether the rollback of a state reads another state. Then every run must save the data of all states."""
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
-    def list_states_restored_by(self, earlier_logs: Iterable[UndoLog]) -> frozenset[str]:
+    def roll_back_current_run(self, error: BaseException | None) -> None:
+        """Restore the states to their values before the current run.
+
+        Args:
+            error: The error with which the run of this device ended; None for a complete run.
+
+        Raises:
+            BackendError: The error does not say which instructions have finished.
+        """
+        finished = error.finished_instructions if isinstance(error, StepError) else None
+        if error is None:
+            finished = len(self._program.instructions)
+        if self._program.undo and finished is None:
+            raise BackendError("it does not say how far it came")
+        self._bound.run_program_without_collectives_once(self._number, self._program.build_undo_program(finished or 0))
+
+    @cached_property
+    def undo_last_run(self) -> Callable[[], object]:
+        """Undoes the last run. It is compiled once, because every text that ends early needs it."""
+        undo = self._program.build_undo_program(len(self._program.instructions))
+        return self._bound.compile_program(self._number, undo, SingleDeviceComm())
+
+    def list_states_restored_by(self, earlier_logs: Iterable[RollbackLog]) -> frozenset[str]:
         """Return the states that need no undo data, because the rollback of earlier runs restores them whole.
 
         The result is empty if the rollback of one state reads another state.
 
         Args:
-            earlier_logs: The undo logs of the earlier runs.
+            earlier_logs: The rollback logs of the earlier runs.
         """
         before = [*earlier_logs]
         if self._reads_other_states or any(journal._reads_other_states for journal in before):
