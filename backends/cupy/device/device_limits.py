@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 
 KIB = 1024
@@ -22,6 +23,21 @@ Source: CUDA C++ Programming Guide, technical specifications per compute capabil
 """
 WARPGROUP_CAPABILITIES = frozenset(("90",))
 """Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
+
+
+class WarpRole(StrEnum):
+    """A kernel family that has kernels for warps with roles: some warps copy, and warpgroups multiply in turn."""
+
+    ATTENTION = "attention"
+    PRODUCTS = "products"
+
+
+MEASURED_WARP_ROLES: Mapping[str, frozenset[WarpRole]] = MappingProxyType({"90": frozenset()})
+"""Families that use warps with roles, by compute capability.
+
+No GPU has run these kernels, so no family uses them. The part `roles` of ``benchmarks/run_gpu.py`` measures both
+kernels of each family. Add a family here where its kernel with roles is faster, and delete the other kernel.
+"""
 
 RESERVED_SHARED_BYTES = KIB
 """Shared-memory bytes of each block that the device reserves."""
@@ -76,12 +92,14 @@ MULTIPROCESSORS: Mapping[str, MultiprocessorLimits] = MappingProxyType(
 class KernelLimits:
     """Resource limits of kernels on a device.
 
-    `shared_bytes_per_block` is the maximum of declared and dynamic shared memory together. `has_warpgroups` tells
-    whether the device has matrix products of four warps (wgmma).
+    - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
+    - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
+    - `warp_roles`: kernel families that use their kernels for warps with roles; see `MEASURED_WARP_ROLES`.
     """
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
+    warp_roles: frozenset[WarpRole] = frozenset()
 
 
 LARGEST_LIMITS = KernelLimits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
@@ -91,4 +109,8 @@ HIP_LIMITS = KernelLimits(64 * KIB)
 
 def find_kernel_limits(capability: str) -> KernelLimits:
     """Return the resource limits of a compute capability such as ``90``; an unknown one gets the common minimum."""
-    return KernelLimits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)
+    return KernelLimits(
+        MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES),
+        capability in WARPGROUP_CAPABILITIES,
+        MEASURED_WARP_ROLES.get(capability, frozenset()),
+    )

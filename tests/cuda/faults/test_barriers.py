@@ -15,7 +15,7 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.attention import by_warps
+from ...given.devices.attention import by_roles, by_warps
 from ...given.devices.emulation import barriers, needs_compiler
 from . import test_chain_faults, test_order
 
@@ -58,6 +58,7 @@ REACHED = {
     "attention_cells.cu": {"attention(q=f32[1,4,64], k=f16[32,1,64], v=f16[32,1,64], scale=0.1)": (0, 1, 5, 6)},
     "attention_short.cu": {ATTENTION.format(300, 64): (0, 1, 3), ATTENTION.format(100, 56): (2,)},
     "attention_warpgroups.cu": {ATTENTION.format(300, 64): (1,), ATTENTION.format(100, 56): (0,)},
+    "attention_roles.cu": {ATTENTION.format(300, 64): (0,), ATTENTION.format(100, 56): (1,)},
     "attention_around.cu": {MASKED: (0,), "attention(q=f32[1,1,8], k=f32[512,1,8], v=f32[512,1,8], scale=0.1)": (1,)},
     "dense.cu": {"mul_mat(w=f32[4,512], x=f32[1,512])": (0,)},
     "attention_tiles.cu": {SPLIT.format(1, 8): (0, 1, 2, 4), SPLIT.format(65, 8): (3, 5)},  # a tile of keys, two
@@ -74,6 +75,8 @@ REACHED = {
     "rows.cu": {"count_equal(a=i32[64], b=i32[64])": (0,), "argmax(x=f32[1,256])": (1,)},
     "sorting.cu": {"argsort(x=f32[2,100])": (0, 1, 2), "argsort(x=f32[1,2049])": (3,)},  # one run, two merged
 }
+# Kernels that an emulated device chooses only so.
+CHOICES = {"attention_short.cu": by_warps, "attention_roles.cu": by_roles}
 # Barriers that no test here drops, and why.
 LEFT_OUT = {
     **{("attention_cells.cu", n): "no load waits behind a product: orders no memory" for n in (2, 3, 4)},
@@ -113,7 +116,7 @@ def check_case(file, case, dropped=("", 0)):
     """Return the result of the case and the unordered accesses."""
     driver = AccessLogDriver(dropped)
     backend = AccessLogBackend(driver)
-    with by_warps() if file == "attention_short.cu" else nullcontext():
+    with CHOICES.get(file, nullcontext)():
         result = run_case(parse_test_case(case), backend, backend.device(0))
     return result, list_races(driver.take_log(), driver.memory)
 

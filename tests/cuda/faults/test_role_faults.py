@@ -1,0 +1,166 @@
+"""Mistakes planted in kernels for warps with roles; each is found by a check of the emulation that is named here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.cases.case import parse_test_case
+
+from ...given.devices.attention import by_roles
+from ...given.devices.disordered import RacyDriver
+from ...given.devices.emulation import IN_FLIGHT, WRONG_RESULTS, FaultyDriver, needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.long()]
+
+ATTENTION = "attention_roles.cu"
+PROMPT = "attention(q=f32[66,1,64], k=f16[580,1,64], v=f16[580,1,64], scale=0.125)"
+MASKED = "attention(q=f32[66,1,64], k=f16[270,1,64], v=f16[270,1,64], mask=f32[66,270], scale=0.125, inputs=infinities)"
+"""Five tiles of keys, so that each stage is used again, and three of which some are hidden."""
+STOPPED = {
+    "a consumer does not await its turn": (
+        ATTENTION,
+        "sync_named(TURN + mine, 256);",
+        "",
+        PROMPT,
+        "arrives twice at named barrier|threads are missing at named barrier",
+    ),
+    "a consumer does not pass its turn": (
+        ATTENTION,
+        "if (mine + 1 < CONSUMERS || note & HAS_NEXT) arrive",
+        "if (note & HAS_NEXT && mine == 7) arrive",
+        PROMPT,
+        "deadlock: 128 threads wait at (named barrier|an mbarrier)",
+    ),
+    "the turn is passed once more than awaited": (
+        ATTENTION,
+        "if (mine + 1 < CONSUMERS || note & HAS_NEXT) arrive",
+        "arrive",
+        PROMPT,
+        "ends while 128 of 256 threads are missing at named barrier 1",
+    ),
+    "nobody gives the first turn": (
+        ATTENTION,
+        "if (mine + 1 == CONSUMERS) arrive_named",
+        "if (false) arrive_named",
+        PROMPT,
+        "deadlock: 128 threads wait at named barrier 1|deadlock: [0-9]+ threads wait at an mbarrier",
+    ),
+    "a turn is for other threads": (ATTENTION, "sync_named(TURN + mine, 256)", "sync_named(TURN + mine, 128)", PROMPT, "threads share named barrier"),
+    "producers wait for the wrong phase": (ATTENTION, "STAGES % 2 ^ 1)", "STAGES % 2)", PROMPT, "deadlock: [0-9]+ threads wait at an mbarrier"),
+    "consumers wait for the wrong phase": (
+        ATTENTION,
+        "(&full[number % STAGES], number / STAGES % 2)",
+        "(&full[number % STAGES], number / STAGES % 2 ^ 1)",
+        PROMPT,
+        WRONG_RESULTS + "|deadlock|products in flight|registers no wgmma.fence",
+    ),
+    "a stage is full for fewer arrivals": (ATTENTION, "init_mbarrier(&full[s], producers)", "init_mbarrier(&full[s], producers / 2)", PROMPT, WRONG_RESULTS + "|deadlock|arrives where nobody is missing"),
+    "a stage is empty only for more arrivals": (
+        ATTENTION,
+        "init_mbarrier(&empty[s], consumers)",
+        "init_mbarrier(&empty[s], consumers + 1)",
+        PROMPT,
+        "deadlock: [0-9]+ threads wait at an mbarrier, for 1 arrivals",
+    ),
+    "a warp does not give its stage back": (
+        ATTENTION,
+        "if (threadIdx.x % 32 == 0) arrive_at(&empty",
+        "if (threadIdx.x % 128 == 0) arrive_at(&empty",
+        PROMPT,
+        "deadlock: [0-9]+ threads wait at an mbarrier, for [0-9]+ arrivals",
+    ),
+    "producers keep their registers": (ATTENTION, "release_registers<FOR_COPIES>();", "", PROMPT, "deadlock: a warp waits for registers, and 0 are free|wait at an mbarrier"),
+    "registers are more than a multiprocessor has": (
+        ATTENTION,
+        "FOR_PRODUCTS = 232",
+        "FOR_PRODUCTS = 240",
+        PROMPT,
+        "deadlock: a warp waits for registers|wait at an mbarrier",
+    ),
+    "one warp of a warpgroup keeps its registers": (
+        ATTENTION,
+        "release_registers<FOR_COPIES>();",
+        "if (threadIdx.x / 32 != 4 * CONSUMERS) release_registers<FOR_COPIES>();",
+        PROMPT,
+        "deadlock: a warp waits for registers|wait at an mbarrier|different numbers of registers",
+    ),
+    "copies are handed over before they are there": (ATTENTION, "cp_async_wait<0>();", "", PROMPT, IN_FLIGHT),
+    "registers of products are not fenced": (ATTENTION, "value_ring.wait_until_full(number);\n            wgmma_fence(acc);\n            begin_sums(number);\n            pass_turn", "begin_sums(number);\n            pass_turn", PROMPT, WRONG_RESULTS),
+    "keys come from a stale stage": (ATTENTION, "begin_scores(number + 1)", "begin_scores(number)", PROMPT, WRONG_RESULTS),
+    "values come from a stale stage": (ATTENTION, "begin_sums(number);\n            pass_turn", "begin_sums(number + 1);\n            pass_turn", PROMPT, WRONG_RESULTS),
+    "the note of another tile": (ATTENTION, "note = notes[(number + 1) % STAGES]", "note = notes[number % STAGES]", MASKED, WRONG_RESULTS + "|deadlock"),
+    "a tile of which some is hidden is noted as open": (ATTENTION, "(open ? IS_OPEN : 0)", "IS_OPEN", MASKED, WRONG_RESULTS),
+    "both consumers have the same queries": (ATTENTION, "operand_at(q + mine * 64 * PANEL)", "operand_at(q)", PROMPT, WRONG_RESULTS),
+}
+"""File, text, the mistake in its place, the case that finds it, and the pattern of the message."""
+RACES = {
+    "products do not see copies": (ATTENTION, "        show_to_products();\n        arrive_at(&full", "        arrive_at(&full", PROMPT),
+    "products do not see queries": (ATTENTION, "    show_to_products();\n    sync_named(READY", "    sync_named(READY", PROMPT),
+    "queries are multiplied before all are there": (ATTENTION, "    sync_named(READY, OF_CONSUMERS);\n", "", PROMPT),
+    "keys are given back while products read them": (
+        ATTENTION,
+        "            wgmma_wait<1>(s);\n            key_ring.give_back(number);\n",
+        "            key_ring.give_back(number);\n            wgmma_wait<1>(s);\n",
+        PROMPT,
+    ),
+    "values are given back while products read them": (
+        ATTENTION,
+        "            wgmma_wait<0>(acc);\n            if (number > 0) value_ring.give_back(number - 1);\n",
+        "            if (number > 0) value_ring.give_back(number - 1);\n            wgmma_wait<0>(acc);\n",
+        PROMPT,
+    ),
+    "a stage is empty before all warps have given it back": (ATTENTION, "init_mbarrier(&empty[s], consumers)", "init_mbarrier(&empty[s], consumers / 2)", PROMPT),
+    "values are multiplied before they are there": (
+        ATTENTION,
+        "            value_ring.wait_until_full(number);\n            wgmma_fence(acc);\n            begin_sums(number);\n            pass_turn",
+        "            wgmma_fence(acc);\n            begin_sums(number);\n            pass_turn",
+        PROMPT,
+    ),
+    "a note is written after the stage is handed over": (
+        ATTENTION,
+        "                if (thread == 0) notes[number % STAGES] = note | has_next;\n",
+        "                if (thread == 1) notes[number % STAGES] = note | has_next;\n                if (number > 0 && thread == 0) notes[(number - 1) % STAGES] |= 0;\n",
+        PROMPT,
+    ),
+}
+"""File, text, the mistake in its place and the case whose accesses are then in no order."""
+
+
+def find_races(case: str, *edit: str) -> list[str]:
+    driver = RacyDriver(*edit) if edit else AccessLogDriver()
+    backend = AccessLogBackend(driver)
+    with by_roles():
+        run_case(parse_test_case(case), backend, backend.device(0))
+    return list_races(driver.take_log(), driver.memory)
+
+
+@pytest.mark.parametrize("case", [PROMPT, MASKED])
+def test_without_a_mistake_nothing_is_found(case: str) -> None:
+    backend = DriverBackend(EmulatedDriver())
+    with by_roles():
+        assert run_case(parse_test_case(case), backend, backend.device(0)).outcome is Outcome.PASS
+    assert find_races(case) == []
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_mistake_stops_the_launch_or_changes_results(name: str) -> None:
+    file, good, bad, case, message = STOPPED[name]
+    backend = DriverBackend(FaultyDriver(file, good, bad))
+    with by_roles():
+        result = run_case(parse_test_case(case), backend, backend.device(0))
+    assert result.outcome is Outcome.FAIL
+    print(name, "->", result.why)
+    assert re.search(message, result.why if "of the emulation" in result.why or "deadlock" in result.why else result.why + WRONG_RESULTS)
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_accesses_without_an_order_are_found(name: str) -> None:
+    file, good, bad, case = RACES[name]
+    assert any("in no order with" in race for race in find_races(case, file, good, bad))
