@@ -84,6 +84,22 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
     assert [row["kernel"] for row in rows] == kernels
 
 
+@pytest.mark.long
+@needs_compiler
+def test_kernels_for_warps_with_roles_are_measured_beside_those_of_now(tmp_path):
+    with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
+        rows = rows_of("roles", bench_of(tmp_path))
+    check_rows("roles", rows)
+    compared = [
+        (row["by"], str(row.get("kernels", row.get("kernel"))).partition("<")[0]) for row in rows if "by" in row
+    ]
+    attention = [("now", "attend_warpgroups"), ("roles", "attend_roles")]
+    products = [("now", "clustered"), ("roles", "multiply_by_roles")]
+    # The first launch of attention finds the tiles that are seen.
+    names = [(by, kernel.replace("attention_seen, ", "")) for by, kernel in compared]
+    assert names == attention + 3 * products
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_every_case_of_full_size_has_a_name_of_its_own(part):
     driver = EmulatedDriver(0)

@@ -9,7 +9,7 @@ constexpr int PANEL = 64, STAGES = 2;  // columns that lie together in shared me
 constexpr int CONSUMERS = 2, OF_ROWS = 64 * CONSUMERS, OF_CONSUMERS = 128 * CONSUMERS, OF_COPIERS = 64;
 constexpr u32 FOR_COPIES = 40, FOR_PRODUCTS = 232;  // registers of a thread: those of the block are 65,536 at most
 constexpr i32 IS_OPEN = 1, HAS_NEXT = 2, NO_TILE = -1;  // what a note says of a tile, besides four times its number
-constexpr u32 TURN = 1, READY = 8;     // named barriers: of the first consumer's turn; of all consumers
+constexpr u32 TURN = 1;  // named barrier of the first consumer's turn
 
 // Stages that some threads fill and others read.
 template <int NUMBERS> struct Ring {
@@ -89,8 +89,7 @@ template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(
     // `split_row` goes D numbers from row to row and 64 from panel to panel.
     many.template take_queries<D>([&](int row, int c) { return q + c / 8 * PANEL * (OF_ROWS - 1) - row * (D - PANEL); });
     many.note_biases(biases);
-    show_to_products();
-    sync_named(READY, OF_CONSUMERS);
+    show_to_products();  // behind this warpgroup's first turn
 
     float s[KEYS / 2], acc[E / 2] = {};
     float(*scores)[4] = (float(*)[4])s, (*sums)[4] = (float(*)[4])acc;

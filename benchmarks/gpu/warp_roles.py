@@ -1,0 +1,90 @@
+"""Benchmark the kernels for warps with roles against the kernels that are used now.
+
+The results decide `MEASURED_WARP_ROLES` in ``backends/cupy/device/device_limits.py``. Each family has a case that checks
+the results, and cases that measure both kernels one after the other in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hocket import ops
+from hocket.backends.base import Device
+from hocket.backends.cupy.device.device_limits import KernelLimits, WarpRole
+from hocket.backends.cupy.device.driver import Driver
+from hocket.graph import Graph, input, weight
+from hocket.graph.dtypes import DType
+
+from .attention import SHAPES, AttentionShape, measure_attention
+from .harness import BenchmarkDevice, Case, ResultRow, compute_nmse
+from .matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clusters, measure_matmul
+
+
+class WarpRoleDriver:
+    """A driver on which every kernel family uses its kernels for warps with roles."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.kind = driver, driver.kind
+
+    def limits(self, on: Device) -> KernelLimits:
+        """Return the limits of the device, with all families that have such kernels."""
+        return replace(self.driver.limits(on), warp_roles=frozenset(WarpRole))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+
+def make_warp_role_cases(bench: BenchmarkDevice) -> Iterator[Case]:
+    shapes = bench.select_size(SHAPES, (AttentionShape(4, 2, 32),))
+    for shape in shapes:
+        yield Case(f"attention, {shape}, results", partial(_check_attention, bench, shape))
+    for shape in shapes:
+        for tokens in bench.select_size((512, 2048, 8192), (40,)):
+            measure = partial(measure_attention, shape=shape, tokens=tokens, cells=tokens, kind="f16")
+            yield Case(f"attention, {shape}, {tokens} tokens", partial(_measure_both, bench, measure))
+    sizes = bench.select_size((4000, 4096, 500), (64, 64, 20))
+    for dtype in (DType.BF16, DType.F16):
+        check = partial(check_clusters, dtype=dtype, shape=sizes, is_exact=False)
+        yield Case(f"products, {dtype}, results", partial(_measure_both, bench, check))
+    products = ((DType.BF16, GATE_UP_SHAPE, 8192), (DType.BF16, SQUARE_SHAPE, 512), (DType.Q4_K, GATE_UP_SHAPE, 8192))
+    for dtype, matrix, tokens in bench.select_size(products, ((DType.BF16, (64, 64), 20),)):
+        measure = partial(measure_matmul, dtype=dtype, shape=matrix, tokens=tokens, is_exact=False)
+        yield Case(
+            f"products, {dtype} {matrix[0]}×{matrix[1]}, {tokens} tokens", partial(_measure_both, bench, measure)
+        )
+
+
+def _measure_both(
+    bench: BenchmarkDevice, measure: Callable[[BenchmarkDevice], Iterator[ResultRow]]
+) -> Iterator[ResultRow]:
+    """Measure with the kernels that are used now, and with those for warps with roles."""
+    for by, one in (("now", bench), ("roles", _use_roles(bench))):
+        for row in measure(one):
+            yield {"by": by, **row}
+
+
+def _use_roles(bench: BenchmarkDevice) -> BenchmarkDevice:
+    return bench.with_driver(WarpRoleDriver(bench.driver.driver))
+
+
+def _check_attention(bench: BenchmarkDevice, shape: AttentionShape) -> Iterator[ResultRow]:
+    """Run causal attention many times; compare it with the kernel that is used now, and bit by bit with itself."""
+    tokens = bench.select_size(600, 40)
+    pos = np.arange(tokens, dtype=np.int32)[None]
+    q = input("q", (1, tokens, shape.heads, shape.size))
+    k, v = (weight(name, (1, tokens, shape.key_heads, shape.size), DType.F16) for name in "kv")
+    mask = ops.causal_mask(input("pos", pos.shape, "i32"), cells=tokens)
+    graph = Graph({"y": ops.attention(q, k, v, mask, scale=shape.size**-0.5)})
+    weights = {x.node.name: bench.rng.standard_normal(x.shape, dtype="f4").astype(np.float16) for x in (k, v)}
+    inputs = {"q": bench.rng.standard_normal(q.shape, dtype="f4"), "pos": pos}
+    expected = bench.load_and_record(graph, weights, inputs)[0].run(inputs)["y"].copy()
+    executor, launches = _use_roles(bench).load_and_record(graph, weights, inputs)
+    results = [executor.run(inputs)["y"].copy() for _ in range(bench.select_size(50, 2))]
+    is_right = all(np.array_equal(y, results[0]) for y in results)
+    kernels = ", ".join(dict.fromkeys(x.kernel.name for x in launches))
+    yield {"mode": "fast", "NMSE": compute_nmse(results[0], expected), "right": is_right, "kernels": kernels}
