@@ -29,6 +29,7 @@ MASKED = "attention(q=f32[66,1,64], k=f16[270,1,64], v=f16[270,1,64], mask=f32[6
 WIDE = "mul_mat(w=bf16[200,328], x=f32[300,328], exact=false)"
 SHORT = "mul_mat(w=bf16[130,60], x=f32[130,60], exact=false)"
 """Two tiles of entries for a cluster of two blocks, with six stages where four have room; and a single stage."""
+BEGIN_SUMS = "            wgmma_fence(acc);\n            begin_sums(number);\n            pass_turn"
 STOPPED = {
     "a consumer does not await its turn": (
         ATTENTION,
@@ -313,8 +314,8 @@ RACES = {
     ),
     "values are multiplied before they are there": (
         ATTENTION,
-        "            value_ring.wait_until_full(number);\n            wgmma_fence(acc);\n            begin_sums(number);\n            pass_turn",
-        "            wgmma_fence(acc);\n            begin_sums(number);\n            pass_turn",
+        "            value_ring.wait_until_full(number);\n" + BEGIN_SUMS,
+        BEGIN_SUMS,
         PROMPT,
     ),
     "a note is written by a thread that has handed the stage over": (
