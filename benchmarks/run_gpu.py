@@ -49,12 +49,12 @@ from hocket.benchmarks.gpu import (
     correctness,
     delta_net,
     device_limits,
+    kernel_trials,
     llama_cpp,
     matmul,
     models,
     other_libraries,
     several_devices,
-    warp_roles,
 )
 from hocket.benchmarks.gpu.harness import BenchmarkDevice, Case, NothingToMeasure, ResultRow
 from hocket.benchmarks.gpu.machine import make_machine
@@ -84,7 +84,7 @@ PARTS = {
     "delta-crossover": BenchmarkPart(delta_net.make_crossover_cases, 2),
     "products": BenchmarkPart(matmul.make_matmul_cases, 4),
     "attention": BenchmarkPart(attention.make_attention_cases, 3),
-    "roles": BenchmarkPart(warp_roles.make_warp_role_cases, 2),
+    "trials": BenchmarkPart(kernel_trials.make_kernel_trial_cases, 2),
     "models": BenchmarkPart(models.make_model_cases, 6, 150.0),
     "sharded": BenchmarkPart(several_devices.make_sharded_cases, 3, 120.0),
     "fixtures": BenchmarkPart(correctness.make_fixture_cases, 2),

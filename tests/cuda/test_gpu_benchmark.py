@@ -88,11 +88,11 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
 @needs_compiler
 def test_kernels_for_warps_with_roles_are_measured_beside_those_of_now(tmp_path):
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
-        rows = rows_of("roles", bench_of(tmp_path))
-    check_rows("roles", rows)
+        rows = rows_of("trials", bench_of(tmp_path))
+    check_rows("trials", rows)
     kernels = [(row["by"], str(row.get("kernels", row.get("kernel")))) for row in rows if "by" in row]
-    attention = [("now", "attend_warpgroups"), ("roles", "attend_roles")]
-    products = [("now", "clustered"), ("roles", "multiply_by_roles")]
+    attention = [("now", "attend_warpgroups"), ("trials", "attend_roles")]
+    products = [("now", "clustered"), ("trials", "multiply_by_roles")]
     names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
     assert names == attention + 3 * products
 

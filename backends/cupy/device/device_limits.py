@@ -25,18 +25,24 @@ WARPGROUP_CAPABILITIES = frozenset(("90",))
 """Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
 
 
-class WarpRole(StrEnum):
-    """A kernel family that has kernels for warps with roles: some warps copy, and warpgroups multiply in turn."""
+class KernelTrial(StrEnum):
+    """Kernels that no GPU has measured yet.
 
-    ATTENTION = "attention"
-    PRODUCTS = "products"
+    - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
+    - `PRODUCT_ROLES`: `multiply_by_roles` in place of `clustered` with one term.
+    - `DELTA_SEGMENTS`: several scans of a prompt at once, where few heads leave multiprocessors idle.
+    """
+
+    ATTENTION_ROLES = "attention-roles"
+    PRODUCT_ROLES = "product-roles"
+    DELTA_SEGMENTS = "delta-segments"
 
 
-MEASURED_WARP_ROLES: Mapping[str, frozenset[WarpRole]] = MappingProxyType({"90": frozenset()})
-"""Families that use warps with roles, by compute capability.
+ENABLED_TRIALS: Mapping[str, frozenset[KernelTrial]] = MappingProxyType({"90": frozenset()})
+"""Trials that devices use, by compute capability: none, because none is measured.
 
-No GPU has run these kernels, so no family uses them. The part `roles` of ``benchmarks/run_gpu.py`` measures both
-kernels of each family. Add a family here where its kernel with roles is faster, and delete the other kernel.
+The part `trials` of ``benchmarks/run_gpu.py`` measures each trial beside the kernels that are used now. Add a trial
+here where it is faster, and delete the kernel that it replaces.
 """
 
 RESERVED_SHARED_BYTES = KIB
@@ -94,12 +100,12 @@ class KernelLimits:
 
     - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
     - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
-    - `warp_roles`: kernel families that use their kernels for warps with roles; see `MEASURED_WARP_ROLES`.
+    - `trials`: the trials that the device uses; see `ENABLED_TRIALS`.
     """
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
-    warp_roles: frozenset[WarpRole] = frozenset()
+    trials: frozenset[KernelTrial] = frozenset()
 
 
 LARGEST_LIMITS = KernelLimits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
@@ -112,5 +118,5 @@ def find_kernel_limits(capability: str) -> KernelLimits:
     return KernelLimits(
         MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES),
         capability in WARPGROUP_CAPABILITIES,
-        MEASURED_WARP_ROLES.get(capability, frozenset()),
+        ENABLED_TRIALS.get(capability, frozenset()),
     )

@@ -15,7 +15,7 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.attention import by_roles, by_warps
+from ...given.devices.attention import by_trials, by_warps
 from ...given.devices.emulation import barriers, needs_compiler
 from . import test_chain_faults, test_order
 
@@ -76,7 +76,7 @@ REACHED = {
     "sorting.cu": {"argsort(x=f32[2,100])": (0, 1, 2), "argsort(x=f32[1,2049])": (3,)},  # one run, two merged
 }
 # Kernels that an emulated device chooses only so.
-CHOICES = {"attention_short.cu": by_warps, "attention_roles.cu": by_roles}
+CHOICES = {"attention_short.cu": by_warps, "attention_roles.cu": by_trials}
 # Barriers that no test here drops, and why.
 LEFT_OUT = {
     **{("attention_cells.cu", n): "no load waits behind a product: orders no memory" for n in (2, 3, 4)},

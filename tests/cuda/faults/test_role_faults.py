@@ -15,7 +15,7 @@ from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.attention import by_roles
+from ...given.devices.attention import by_trials
 from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import IN_FLIGHT, WRONG_RESULTS, FaultyDriver, needs_compiler
 from ...given.devices.products import tiles_of
@@ -348,8 +348,8 @@ RACES = {
 
 
 @pytest.fixture(autouse=True)
-def use_roles() -> Iterator[None]:
-    with by_roles(), tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
+def use_trials() -> Iterator[None]:
+    with by_trials(), tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
         yield
 
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, WarpRole
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelTrial
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
 
-ROLE_LIMITS = replace(LARGEST_LIMITS, warp_roles=frozenset(WarpRole))
-"""Limits of a device on which all families use warps with roles."""
+TRIAL_LIMITS = replace(LARGEST_LIMITS, trials=frozenset(KernelTrial))
+"""Limits of a device that uses all trials."""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def by_warps() -> Iterator[None]:
 
 
 @contextmanager
-def by_roles() -> Iterator[None]:
-    """Emulated devices use the kernels for warps with roles."""
-    with patch.object(EmulatedDriver, "limits", lambda self, on: ROLE_LIMITS):
+def by_trials() -> Iterator[None]:
+    """Emulated devices use all trials."""
+    with patch.object(EmulatedDriver, "limits", lambda self, on: TRIAL_LIMITS):
         yield
