@@ -21,6 +21,7 @@ from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 
 from .attention import SHAPES, AttentionShape, measure_attention
+from .delta_net import DeltaNetShape, bind_chunks, bind_steps, compute_output, make_problem
 from .harness import BenchmarkDevice, Case, ResultRow, compute_nmse
 from .matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clusters, measure_matmul
 
@@ -57,6 +58,26 @@ def make_kernel_trial_cases(bench: BenchmarkDevice) -> Iterator[Case]:
         yield Case(
             f"products, {dtype} {matrix[0]}×{matrix[1]}, {tokens} tokens", partial(_measure_both, bench, measure)
         )
+    few_heads = bench.select_size((DeltaNetShape(4, 8, 128), DeltaNetShape(2, 4, 128)), (DeltaNetShape(1, 2, 64),))
+    for heads in few_heads:
+        for tokens in bench.select_size((2048, 8192, 32768), (130,)):
+            for is_exact in (True, False):
+                prefill = partial(_measure_delta_net, shape=heads, tokens=tokens, is_exact=is_exact)
+                title = f"delta net, {heads}, {tokens} tokens, {'exact' if is_exact else 'fast'}"
+                yield Case(title, partial(_measure_both, bench, prefill))
+
+
+def _measure_delta_net(
+    bench: BenchmarkDevice, shape: DeltaNetShape, tokens: int, is_exact: bool
+) -> Iterator[ResultRow]:
+    """Measure a prompt in chunks; the error is relative to the result token by token."""
+    p = make_problem(bench, shape, 1, tokens)
+    bind = partial(bind_chunks, bench, p, exact=is_exact)
+    expected = compute_output(bench, p, partial(bind_steps, bench, p))
+    error, launches = compute_nmse(compute_output(bench, p, bind), expected), bind(p.state)
+    kernels = ", ".join(dict.fromkeys(launch.kernel.name.partition("<")[0] for launch in launches))
+    row = bench.measure_launches([launches]).as_row(flops=shape.compute_flops(tokens))
+    yield {"mode": "exact" if is_exact else "fast", **row, "NMSE": error, "kernels": kernels}
 
 
 def _measure_both(

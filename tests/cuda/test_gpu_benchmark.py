@@ -19,6 +19,7 @@ from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import tiled
+from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.gpu import compare_predictions, llama_cpp
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
@@ -34,6 +35,7 @@ from ..given.waits import WAIT_SECONDS
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use every function of the stand-in; the others make the same calls."""
+SEGMENT_KERNELS = ("begin_segments", "delta_scan", "carry_segments")
 OF_OTHERS = ("peers", "llama.cpp")
 """Parts that need packages or devices that are not installed here."""
 
@@ -86,7 +88,9 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
 
 @pytest.mark.long
 @needs_compiler
-def test_kernels_for_warps_with_roles_are_measured_beside_those_of_now(tmp_path):
+def test_trials_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
         rows = rows_of("trials", bench_of(tmp_path))
     check_rows("trials", rows)
@@ -94,7 +98,8 @@ def test_kernels_for_warps_with_roles_are_measured_beside_those_of_now(tmp_path)
     attention = [("now", "attend_warpgroups"), ("trials", "attend_roles")]
     products = [("now", "clustered"), ("trials", "multiply_by_roles")]
     names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
-    assert names == attention + 3 * products
+    scans = [("now", "delta_prepare, delta_scan"), ("trials", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}")]
+    assert names == attention + 3 * products + 2 * scans
 
 
 @pytest.mark.parametrize("part", PARTS)
