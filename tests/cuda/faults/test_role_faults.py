@@ -320,9 +320,9 @@ RACES = {
     ),
     "a note is written by a thread that has handed the stage over": (
         ATTENTION,
-        "if (thread == 0) notes[number % STAGES] = note | has_next;",
-        "if (thread == 0) notes[number % STAGES] = note | has_next;\n"
-        "                if (thread == 1 && number > 0) notes[(number - 1) % STAGES] = notes[(number - 1) % STAGES];",
+        "if (threadIdx.x == OF_CONSUMERS) notes[number % STAGES] = note | has_next;",
+        "if (threadIdx.x == OF_CONSUMERS) notes[number % STAGES] = note | has_next;\n"
+        "                if (threadIdx.x == OF_CONSUMERS + 1 && number > 0) notes[(number - 1) % STAGES] = notes[(number - 1) % STAGES];",
         PROMPT,
     ),
     "entries are given back while products read them": (

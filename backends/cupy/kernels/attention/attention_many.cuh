@@ -62,11 +62,11 @@ template <class Cell, int KEYS, int OF_WARPS> struct Many {
         if (threadIdx.x < OF_ROWS) biases[threadIdx.x] = bias_of(a, batch, row(threadIdx.x));
     }
     // Brings a tile whose rows of PITCH numbers have 64 columns, and those 64 further APART numbers behind.  Keys past the last
-    // one are the last one again.  Eight lanes bring a row; of the BY threads that bring the tile this one has number `thread`.
-    template <int COLUMNS, int PITCH, int APART, int BY = OF_THREADS>
-    __device__ __forceinline__ void fetch(u16 *tile, const Cell *from, const View &by, int first, int there, int thread = threadIdx.x) const {
-        constexpr int BELOW = BY / 8;
-        const int sub = thread % 8, begin = thread / 8, last_key = (int)a.keys - 1;
+    // one are the last one again.  Eight lanes bring a row.
+    template <int COLUMNS, int PITCH, int APART>
+    __device__ __forceinline__ void fetch(u16 *tile, const Cell *from, const View &by, int first, int there) const {
+        constexpr int BELOW = OF_THREADS / 8;
+        const int sub = threadIdx.x % 8, begin = threadIdx.x / 8, last_key = (int)a.keys - 1;
         if (x.vectors && first + KEYS <= a.keys && there == COLUMNS) {
             const Cell *cells = from + (first + begin) * by.row + 8 * sub;
             u16 *to = tile + chunk(begin, sub, PITCH);

@@ -37,6 +37,28 @@ template <int NUMBERS> struct Ring {
     }
 };
 
+// As Many::fetch, by OF_COPIERS threads: a tile in panels; keys past the last one are the last one again.
+template <int COLUMNS, int KEYS, class Cell>
+__device__ __forceinline__ void bring(u16 *tile, const Tiles &x, const Cell *from, const View &by, int first, int there) {
+    const int sub = threadIdx.x % 8, begin = threadIdx.x % OF_COPIERS / 8, last_key = (int)x.a.keys - 1;
+#pragma unroll 4
+    for (int row = begin; row < KEYS; row += OF_COPIERS / 8) {
+        const Cell *cells = from + min(first + row, last_key) * by.row;
+        u16 *to = tile + chunk(row, sub, PANEL);
+        if (x.vectors) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS / PANEL; c++)
+                if (8 * sub + PANEL * c < there) cp_async_16(to + c * KEYS * PANEL, cells + 8 * sub + PANEL * c);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < COLUMNS / 8; i++) {
+                const int column = 8 * sub + i / 8 * PANEL + i % 8;
+                to[i / 8 * KEYS * PANEL + i % 8] = column < there ? cells[column * by.column].bits : (u16)0;
+            }
+        }
+    }
+}
+
 template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(OF_CONSUMERS + 128, 1) attend_roles(const __grid_constant__ Tiles x) {
     wait_for_earlier();
     const Args &a = x.a;
@@ -56,7 +78,7 @@ template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(
     const u32 mine = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // this warpgroup, which the compiler sees to be one for a warp
     if (mine == CONSUMERS) {
         release_registers<FOR_COPIES>();
-        const int tiles = (int)x.tiles, thread = threadIdx.x % OF_COPIERS;
+        const int tiles = (int)x.tiles;
         const auto each_tile = [&](auto bring) {  // at least once, also without a tile
             Coming coming = many.coming();
             bool open;
@@ -70,15 +92,15 @@ template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(
         if (threadIdx.x < OF_CONSUMERS + OF_COPIERS) {
             each_tile([&](int number, i32 note, i32 has_next) {
                 key_ring.wait_until_empty(number);
-                if (thread == 0) notes[number % STAGES] = note | has_next;
-                if (note != NO_TILE) many.template fetch<D, PANEL, KEYS * PANEL, OF_COPIERS>(key_ring.stage(number), many.keys, a.k, note / 4 * KEYS, (int)a.size, thread);
+                if (threadIdx.x == OF_CONSUMERS) notes[number % STAGES] = note | has_next;
+                if (note != NO_TILE) bring<D, KEYS>(key_ring.stage(number), x, many.keys, a.k, note / 4 * KEYS, (int)a.size);
                 key_ring.hand_over(number);
             });
         } else {
             each_tile([&](int number, i32 note, i32) {
                 if (note == NO_TILE) return;
                 value_ring.wait_until_empty(number);
-                many.template fetch<E, PANEL, KEYS * PANEL, OF_COPIERS>(value_ring.stage(number), many.values, a.v, note / 4 * KEYS, (int)a.width, thread);
+                bring<E, KEYS>(value_ring.stage(number), x, many.values, a.v, note / 4 * KEYS, (int)a.width);
                 value_ring.hand_over(number);
             });
         }
