@@ -88,17 +88,17 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
 
 @pytest.mark.long
 @needs_compiler
-def test_trials_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch):
+def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch):
     monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
     monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
-        rows = rows_of("trials", bench_of(tmp_path))
-    check_rows("trials", rows)
+        rows = rows_of("candidates", bench_of(tmp_path))
+    check_rows("candidates", rows)
     kernels = [(row["by"], str(row.get("kernels", row.get("kernel")))) for row in rows if "by" in row]
-    attention = [("now", "attend_warpgroups"), ("trials", "attend_roles")]
-    products = [("now", "clustered"), ("trials", "multiply_by_roles")]
+    attention = [("now", "attend_warpgroups"), ("candidates", "attend_roles")]
+    products = [("now", "clustered"), ("candidates", "multiply_by_roles")]
     names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
-    scans = [("now", "delta_prepare, delta_scan"), ("trials", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}")]
+    scans = [("now", "delta_prepare, delta_scan"), ("candidates", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}")]
     assert names == attention + 3 * products + 2 * scans
 
 

@@ -25,7 +25,7 @@ WARPGROUP_CAPABILITIES = frozenset(("90",))
 """Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
 
 
-class KernelTrial(StrEnum):
+class KernelCandidate(StrEnum):
     """Kernels that no GPU has measured yet.
 
     - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
@@ -38,10 +38,10 @@ class KernelTrial(StrEnum):
     DELTA_SEGMENTS = "delta-segments"
 
 
-ENABLED_TRIALS: Mapping[str, frozenset[KernelTrial]] = MappingProxyType({"90": frozenset()})
-"""Trials that devices use, by compute capability: none, because none is measured.
+ENABLED_CANDIDATES: Mapping[str, frozenset[KernelCandidate]] = MappingProxyType({"90": frozenset()})
+"""Candidates that devices use, by compute capability: none, because none is measured.
 
-The part `trials` of ``benchmarks/run_gpu.py`` measures each trial beside the kernels that are used now. Add a trial
+The part `candidates` of ``benchmarks/run_gpu.py`` measures each candidate beside the kernels that are used now. Add a candidate
 here where it is faster, and delete the kernel that it replaces.
 """
 
@@ -100,12 +100,12 @@ class KernelLimits:
 
     - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
     - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
-    - `trials`: the trials that the device uses; see `ENABLED_TRIALS`.
+    - `candidates`: the candidates that the device uses; see `ENABLED_CANDIDATES`.
     """
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
-    trials: frozenset[KernelTrial] = frozenset()
+    candidates: frozenset[KernelCandidate] = frozenset()
 
 
 LARGEST_LIMITS = KernelLimits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
@@ -118,5 +118,5 @@ def find_kernel_limits(capability: str) -> KernelLimits:
     return KernelLimits(
         MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES),
         capability in WARPGROUP_CAPABILITIES,
-        ENABLED_TRIALS.get(capability, frozenset()),
+        ENABLED_CANDIDATES.get(capability, frozenset()),
     )

@@ -15,7 +15,7 @@ from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_n
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.attention import by_trials, by_warps
+from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.emulation import barriers, needs_compiler
 from . import test_chain_faults, test_order
 
@@ -80,9 +80,9 @@ REACHED = {
 # Kernels that an emulated device chooses only so.
 CHOICES = {
     "attention_short.cu": by_warps,
-    "attention_roles.cu": by_trials,
-    "product_roles.cu": by_trials,
-    "gated_delta_net_segments.cu": by_trials,
+    "attention_roles.cu": by_candidates,
+    "product_roles.cu": by_candidates,
+    "gated_delta_net_segments.cu": by_candidates,
 }
 # Barriers that no test here drops, and why.
 LEFT_OUT = {

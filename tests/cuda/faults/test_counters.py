@@ -21,7 +21,7 @@ from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import emulate_cases_and_count_accesses
 from hocket.graph import DType
 
-from ...given.devices.attention import by_trials, by_warps
+from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.chains import MEMORY_REQUESTS, run_graph
 from ...given.devices.delta_launches import copy_aligned, operand
 from ...given.devices.emulation import EditedSource, needs_compiler
@@ -212,7 +212,7 @@ def test_attention_by_warpgroups_reads_no_more_than_it_must():
 
 
 def test_attention_by_warps_with_roles_reads_no_more_than_it_must():
-    with by_trials():
+    with by_candidates():
         (found,) = emulate_cases_and_count_accesses([PROMPT])
     assert found.launch.kernel.name == "attend_roles<bf16_bits, 128, 128, 128>"
     read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]

@@ -15,7 +15,7 @@ from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.attention import by_trials
+from ...given.devices.attention import by_candidates
 from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import IN_FLIGHT, WRONG_RESULTS, FaultyDriver, needs_compiler
 from ...given.devices.products import tiles_of
@@ -322,7 +322,7 @@ RACES = {
         ATTENTION,
         "if (threadIdx.x == OF_CONSUMERS) notes[number % STAGES] = note | has_next;",
         "if (threadIdx.x == OF_CONSUMERS) notes[number % STAGES] = note | has_next;\n"
-        "                if (threadIdx.x == OF_CONSUMERS + 1 && number > 0) notes[(number - 1) % STAGES] = notes[(number - 1) % STAGES];",
+        "if (threadIdx.x == OF_CONSUMERS + 1 && number > 0) notes[(number - 1) % STAGES] |= 0;",
         PROMPT,
     ),
     "entries are given back while products read them": (
@@ -348,8 +348,8 @@ RACES = {
 
 
 @pytest.fixture(autouse=True)
-def use_trials() -> Iterator[None]:
-    with by_trials(), tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
+def use_candidates() -> Iterator[None]:
+    with by_candidates(), tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
         yield
 
 

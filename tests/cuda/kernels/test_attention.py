@@ -16,7 +16,7 @@ from hocket.conformance.cases.inputs import generate_random_operands
 from hocket.conformance.checks.run_case import run_three_times_guarded
 from hocket.ops import attention
 
-from ...given.devices.attention import by_trials, by_warps
+from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
@@ -139,7 +139,7 @@ def test_attention_by_single_warps_is_its_definition(case):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("case", BY_HALVES, ids=str)
 def test_attention_by_warps_with_roles_is_its_definition(case):
-    with by_trials():
+    with by_candidates():
         test_attention_is_its_definition_in_every_order_of_threads(case)
 
 
@@ -154,7 +154,7 @@ def test_every_kernel_has_a_case():
             return lambda: None
 
     backend = DriverBackend(Driver())
-    for variant in (nullcontext, by_warps, by_trials):
+    for variant in (nullcontext, by_warps, by_candidates):
         with variant():
             for c in (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES):
                 run_case(c, backend, backend.device(0))

@@ -14,7 +14,7 @@ from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.cupy.kernels.recurrent.delta_segments import Segments, choose_segments
 
-from ...given.devices.attention import TRIAL_LIMITS
+from ...given.devices.attention import CANDIDATE_LIMITS
 from ...given.devices.delta_launches import (
     ORDERS,
     Problem,
@@ -301,7 +301,7 @@ def test_segments_that_are_scanned_at_once_are_the_recurrence(
 ):
     """Down to one token after the last segment; the state of the prompt has its part in all of them."""
     p = problem(tokens, size, 1, 2, tokens, channels=channels, strong=0.0)
-    bound = bind(p, exact=exact, limits=TRIAL_LIMITS)
+    bound = bind(p, exact=exact, limits=CANDIDATE_LIMITS)
     scan = "delta_scan_clusters" if size == 128 else "delta_scan"
     prepare = "delta_prepare_channels" if channels else "delta_prepare"
     assert bound.kernels == [prepare, "begin_segments", scan, scan, "carry_segments", scan, scan]
@@ -310,7 +310,7 @@ def test_segments_that_are_scanned_at_once_are_the_recurrence(
 
 def test_snapshots_behind_segments_go_token_by_token(short_segments: None):
     p = problem(1, 64, 1, 1, 140, snapshots=3)
-    bound = bind(p, limits=TRIAL_LIMITS)
+    bound = bind(p, limits=CANDIDATE_LIMITS)
     assert bound.kernels[-3:] == ["delta_scan", "delta_scan", "delta_net"]
     check(p, bound, EXACT)
 

@@ -23,7 +23,7 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for_group
 
-from ...given.devices.attention import by_trials
+from ...given.devices.attention import by_candidates
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.products import dense, half_bits_to_float64, run_unpacked_product, tiles_of, to_half_bits
 from ...given.random_rows import random_rows
@@ -99,7 +99,7 @@ def test_warps_with_roles_multiply_as_clusters_do(dtype, shape, multiprocessors,
     """A cluster takes one tile after another, or each has one; the order of sums is the same."""
     monkeypatch.setattr(EmulatedDriver, "count_multiprocessors", lambda self, on: multiprocessors)
     results = []
-    for choose, kernel in ((nullcontext, "clustered<{}, 1>"), (by_trials, "multiply_by_roles<{}>")):
+    for choose, kernel in ((nullcontext, "clustered<{}, 1>"), (by_candidates, "multiply_by_roles<{}>")):
         driver = Noting()
         with choose(), tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
             found, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)

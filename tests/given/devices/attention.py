@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelTrial
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
 
-TRIAL_LIMITS = replace(LARGEST_LIMITS, trials=frozenset(KernelTrial))
-"""Limits of a device that uses all trials."""
+CANDIDATE_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset(KernelCandidate))
+"""Limits of a device that uses all candidates."""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def by_warps() -> Iterator[None]:
 
 
 @contextmanager
-def by_trials() -> Iterator[None]:
-    """Emulated devices use all trials."""
-    with patch.object(EmulatedDriver, "limits", lambda self, on: TRIAL_LIMITS):
+def by_candidates() -> Iterator[None]:
+    """Emulated devices use all candidates."""
+    with patch.object(EmulatedDriver, "limits", lambda self, on: CANDIDATE_LIMITS):
         yield

@@ -41,7 +41,7 @@ template <int NUMBERS> struct Ring {
 template <int COLUMNS, int KEYS, class Cell>
 __device__ __forceinline__ void bring(u16 *tile, const Tiles &x, const Cell *from, const View &by, int first, int there) {
     const int sub = threadIdx.x % 8, begin = threadIdx.x % OF_COPIERS / 8, last_key = (int)x.a.keys - 1;
-#pragma unroll 4
+#pragma unroll 2
     for (int row = begin; row < KEYS; row += OF_COPIERS / 8) {
         const Cell *cells = from + min(first + row, last_key) * by.row;
         u16 *to = tile + chunk(row, sub, PANEL);

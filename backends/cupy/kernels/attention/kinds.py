@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
-from ...device.device_limits import KernelLimits, KernelTrial
+from ...device.device_limits import KernelCandidate, KernelLimits
 from ...device.driver import KernelSource
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES
 
@@ -195,11 +195,11 @@ class WarpgroupVariant(Pipelined16BitCacheVariant):
 class WarpRoleVariant(WarpgroupVariant):
     """The kernel `attend_roles`: four warps copy keys and values, and two warpgroups have 64 query rows each.
 
-    It would replace `attend_warpgroups`; see `ENABLED_TRIALS`. Three warpgroups spill registers.
+    It would replace `attend_warpgroups`; see `ENABLED_CANDIDATES`. Three warpgroups spill registers.
     """
 
     def is_enabled(self, limits: KernelLimits) -> bool:
-        return limits.has_warpgroups and KernelTrial.ATTENTION_ROLES in limits.trials
+        return limits.has_warpgroups and KernelCandidate.ATTENTION_ROLES in limits.candidates
 
     @property
     def file(self) -> str:

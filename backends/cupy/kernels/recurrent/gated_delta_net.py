@@ -20,7 +20,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_saved_state_update
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ...device.device_limits import KIB, KernelTrial
+from ...device.device_limits import KIB, KernelCandidate
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import as_float
 from .delta_segments import SEGMENTS_SOURCE, DeltaScan, Segments, choose_segments, launch_segments
@@ -310,7 +310,7 @@ def _choose_segments(
     fits = launches.can_allocate_shared_bytes(chunk.compute_scan_shared_bytes(SLICE_ROWS[0]))
     if rest or not fits or rule.sequences != 1 or rule.value_size != rule.key_size:
         return None
-    if KernelTrial.DELTA_SEGMENTS not in launches.limits.trials:
+    if KernelCandidate.DELTA_SEGMENTS not in launches.limits.candidates:
         return None
     return choose_segments(rule.tokens, blocks * rule.value_heads, CHUNK_TOKENS)
 

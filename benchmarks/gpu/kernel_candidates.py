@@ -1,6 +1,6 @@
-"""Benchmark each `KernelTrial` beside the kernels that are used now.
+"""Benchmark each `KernelCandidate` beside the kernels that are used now.
 
-The results decide `ENABLED_TRIALS` in ``backends/cupy/device/device_limits.py``. A case of each family checks
+The results decide `ENABLED_CANDIDATES` in ``backends/cupy/device/device_limits.py``. A case of each family checks
 the results, and cases that measure both kernels one after the other in one process.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy.device.device_limits import KernelLimits, KernelTrial
+from hocket.backends.cupy.device.device_limits import KernelCandidate, KernelLimits
 from hocket.backends.cupy.device.driver import Driver
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -26,21 +26,21 @@ from .harness import BenchmarkDevice, Case, ResultRow, compute_nmse
 from .matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clusters, measure_matmul
 
 
-class KernelTrialDriver:
-    """A driver of devices that use all trials."""
+class CandidateDriver:
+    """A driver of devices that use all candidates."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.kind = driver, driver.kind
 
     def limits(self, on: Device) -> KernelLimits:
-        """Return the limits of the device, with all trials."""
-        return replace(self.driver.limits(on), trials=frozenset(KernelTrial))
+        """Return the limits of the device, with all candidates."""
+        return replace(self.driver.limits(on), candidates=frozenset(KernelCandidate))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.driver, name)
 
 
-def make_kernel_trial_cases(bench: BenchmarkDevice) -> Iterator[Case]:
+def make_candidate_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     shapes = bench.select_size(SHAPES, (AttentionShape(4, 2, 32),))
     for shape in shapes:
         yield Case(f"attention, {shape}, results", partial(_check_attention, bench, shape))
@@ -83,14 +83,14 @@ def _measure_delta_net(
 def _measure_both(
     bench: BenchmarkDevice, measure: Callable[[BenchmarkDevice], Iterator[ResultRow]]
 ) -> Iterator[ResultRow]:
-    """Measure with the kernels that are used now, and with the trials."""
-    for by, one in (("now", bench), ("trials", _use_trials(bench))):
+    """Measure with the kernels that are used now, and with the candidates."""
+    for by, one in (("now", bench), ("candidates", _use_candidates(bench))):
         for row in measure(one):
             yield {"by": by, **row}
 
 
-def _use_trials(bench: BenchmarkDevice) -> BenchmarkDevice:
-    return bench.with_driver(KernelTrialDriver(bench.driver.driver))
+def _use_candidates(bench: BenchmarkDevice) -> BenchmarkDevice:
+    return bench.with_driver(CandidateDriver(bench.driver.driver))
 
 
 def _check_attention(bench: BenchmarkDevice, shape: AttentionShape) -> Iterator[ResultRow]:
@@ -104,7 +104,7 @@ def _check_attention(bench: BenchmarkDevice, shape: AttentionShape) -> Iterator[
     weights = {x.node.name: bench.rng.standard_normal(x.shape, dtype="f4").astype(np.float16) for x in (k, v)}
     inputs = {"q": bench.rng.standard_normal(q.shape, dtype="f4"), "pos": pos}
     expected = bench.load_and_record(graph, weights, inputs)[0].run(inputs)["y"].copy()
-    executor, launches = _use_trials(bench).load_and_record(graph, weights, inputs)
+    executor, launches = _use_candidates(bench).load_and_record(graph, weights, inputs)
     results = [executor.run(inputs)["y"].copy() for _ in range(bench.select_size(50, 2))]
     is_right = all(np.array_equal(y, results[0]) for y in results)
     kernels = ", ".join(dict.fromkeys(x.kernel.name for x in launches))
