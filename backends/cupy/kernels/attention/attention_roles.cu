@@ -80,7 +80,7 @@ template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(
         release_registers<FOR_COPIES>();
         const int tiles = (int)x.tiles;
         const auto each_tile = [&](auto bring) {  // at least once, also without a tile
-            Coming coming = many.coming();
+            auto coming = many.coming();
             bool open;
             int tile = coming.next(open);
             for (int number = 0; number == 0 || tile < tiles; number++) {

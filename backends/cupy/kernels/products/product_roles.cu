@@ -18,11 +18,11 @@ template <class T> struct Weights {
 template <class T> __global__ void __launch_bounds__(THREADS) tile_weights(const __grid_constant__ Weights<T> a) {
     wait_for_earlier();
     u16 *to = a.tiles + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * HIGH * COLUMNS;
-    const int piece = threadIdx.x % PIECES;
-    const i64 column = (i64)blockIdx.x * COLUMNS + 8 * piece;
+    const int eight = threadIdx.x % 8;
+    const i64 column = (i64)blockIdx.x * COLUMNS + 8 * eight;
     const bool is_whole = (((u64)a.w | (u64)a.step * sizeof(T)) & 15) == 0 && column + 8 <= a.columns;
 #pragma unroll
-    for (int row = threadIdx.x / PIECES; row < HIGH; row += BELOW) {
+    for (int row = threadIdx.x / 8; row < HIGH; row += BELOW) {
         const T *from = a.w + min((i64)blockIdx.y * HIGH + row, a.rows - 1) * a.step + column;
         uint4 cells = make_uint4(0, 0, 0, 0);
         if (is_whole) {
@@ -35,7 +35,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) tile_weights(const
             }
             cells = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-        *(uint4 *)(to + row * COLUMNS + swizzled(row, piece)) = cells;
+        *(uint4 *)(to + row * COLUMNS + swizzled(row, eight)) = cells;
     }
 }
 
