@@ -1,4 +1,4 @@
-"""Benchmark each `KernelCandidate` beside the kernels that are used now.
+"""Benchmark each `KernelCandidate` and the kernels that are used now.
 
 The results decide `ENABLED_CANDIDATES` in ``backends/cupy/device/device_limits.py``. A case of each family checks
 the results, and cases that measure both kernels one after the other in one process.

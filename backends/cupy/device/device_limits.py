@@ -41,8 +41,8 @@ class KernelCandidate(StrEnum):
 ENABLED_CANDIDATES: Mapping[str, frozenset[KernelCandidate]] = MappingProxyType({"90": frozenset()})
 """Candidates that devices use, by compute capability: none, because none is measured.
 
-The part `candidates` of ``benchmarks/run_gpu.py`` measures each candidate beside the kernels that are used now. Add a candidate
-here where it is faster, and delete the kernel that it replaces.
+The part `candidates` of ``benchmarks/run_gpu.py`` measures each candidate and the kernels that are used now. Add a
+candidate here where it is faster, and delete the kernel that it replaces.
 """
 
 RESERVED_SHARED_BYTES = KIB

@@ -62,7 +62,7 @@ MIN_UNPACKED_ENTRIES, MAX_UNPACKED_BYTES = 512, 512 << 20
 On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16.
 """
 ROLE_THREADS, MULTIPROCESSOR_GROUP = 384, 16
-"""Threads of a block of `multiply_by_roles`, and the multiprocessors whose blocks can form a cluster."""
+"""Threads of a block of `multiply_by_roles`, and the multiprocessors that can share the blocks of a cluster."""
 STAGE_COLUMNS = 64
 """Rows of terms are padded with zeros to a multiple of these columns."""
 FLOAT_DTYPES = (DType.F16, DType.BF16)

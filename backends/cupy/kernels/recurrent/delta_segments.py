@@ -1,7 +1,7 @@
 """Scans of a long prompt in segments at once, for gated delta rules with few heads.
 
-The last state of a segment is linear in its first state S: ``S Φ + Ψ``. Ψ is the last state of a scan from zeros, and Φ
-that of a scan from the identity without values. With P segments of equal length, the launches are:
+The last state of a segment is linear in its first state S: ``S Φ + Ψ``. A scan from zeros ends with Ψ. A scan from the
+identity without values ends with Φ. With P segments of equal length, the launches are:
 
 1. Scan segments 1 to P - 2 for Φ, and segments 0 to P - 2 for Ψ. Segment 0 begins with the state of the prompt.
 2. Carry: the first state of segment p + 1 is ``S Φ + Ψ`` of segment p.
@@ -45,14 +45,14 @@ class Segments:
 class DeltaScan:
     """A scan of prepared chunks: operands, prepared keys and heads, and the fields of the first and last states.
 
-    Sequence n ends with the kept state ``n * kept_step``.
+    Sequence n ends with the stored state ``n * end_step``.
     """
 
     rule: DeltaRuleOperands
     memory: tuple[Operand, Operand]
     begin_fields: tuple[LaunchWord, ...]
-    kept_fields: tuple[LaunchWord, ...]
-    kept_step: int
+    end_fields: tuple[LaunchWord, ...]
+    end_step: int
     fault_fields: tuple[LaunchWord, ...]
 
 
@@ -71,11 +71,11 @@ def choose_segments(tokens: int, blocks: int, chunk_tokens: int) -> Segments | N
 def launch_segments(
     launches: LaunchBuilder, scan: DeltaScan, segments: Segments, chunk_bytes: tuple[int, int], chunk_tokens: int = 32
 ) -> Iterator[DeltaScan]:
-    """Launch what segments need besides scans, and yield the scans in order, each of which the caller launches.
+    """Launch the kernels between scans, and yield the scans in order; the caller launches each scan.
 
     Args:
         launches: Receives the launches.
-        scan: The scan of all tokens of one sequence, whose values are as long as its keys.
+        scan: The scan of all tokens of one sequence, with values as long as its keys.
         segments: The segments.
         chunk_bytes: Prepared bytes of a chunk: of keys, and of value heads.
         chunk_tokens: Tokens of a chunk.
@@ -100,13 +100,13 @@ def launch_segments(
     ]
     launches.add_launch(SEGMENTS_SOURCE["begin_segments"], (heads, count), BEGIN_THREADS, words)
 
-    def select(first: int, end: int, begin: tuple[LaunchWord, ...], kept: Operand) -> DeltaScan:
+    def select(first: int, end: int, begin: tuple[LaunchWord, ...], end_states: Operand) -> DeltaScan:
         """Return the scan of segments `first` to ``end - 1`` as sequences of their own."""
         tokens = rule.slice_tokens(first * segments.tokens, (end - first) * segments.tokens)
         v, out = (_split_tokens(x, end - first, segments.tokens) for x in (tokens.v, tokens.out))
         memory = _skip_chunks(scan, first * segments.tokens // chunk_tokens, chunk_bytes)
         own = replace(rule, v=v, out=out)
-        return DeltaScan(own, memory, begin, (kept, 0, end - first), 1, scan.fault_fields)
+        return DeltaScan(own, memory, begin, (end_states, 0, end - first), 1, scan.fault_fields)
 
     of_changes = select(1, count - 1, (identity, 0, 1, 0, 0, 0), changes)
     v = of_changes.rule.v

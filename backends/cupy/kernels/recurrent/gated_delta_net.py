@@ -275,8 +275,8 @@ def launch_delta_rule_by_chunks(
     words += [rule.tokens, rule.k.shape[-2], heads, rule.value_heads_per_key_head, together, rule.scale]
     grid, shared = (count, heads // together, sequences), chunk.compute_prepare_shared_bytes(together)
     launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, shared)
-    kept = tuple(carried.make_fields_without_newer_snapshots(carried.snapshots - 1))
-    scan = DeltaScan(rule, memory, carried.begin_fields, kept, carried.snapshots, carried.fault_fields)
+    end_fields = tuple(carried.make_fields_without_newer_snapshots(carried.snapshots - 1))
+    scan = DeltaScan(rule, memory, carried.begin_fields, end_fields, carried.snapshots, carried.fault_fields)
     if values is None and (segments := _choose_segments(launches, rule, chunk)):
         for part in launch_segments(launches, scan, segments, _count_chunk_bytes(rule, chunk)):
             _launch_scan(launches, part, chunk, SLICE_ROWS[0])
@@ -293,9 +293,9 @@ def _launch_scan(launches: LaunchBuilder, scan: DeltaScan, chunk: ChunkedDeltaRu
         *make_rows_struct_fields(rule.v),
         *make_rows_struct_fields(rule.out),
         *scan.begin_fields,
-        *scan.kept_fields,
+        *scan.end_fields,
     ]
-    words += [scan.kept_step, *scan.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
+    words += [scan.end_step, *scan.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
     slices = rule.value_size // values
     cluster = _choose_scan_cluster_size(launches, slices)
     shared, grid = chunk.compute_scan_shared_bytes(values, cluster), (slices, heads, rule.sequences)
