@@ -41,6 +41,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hocket.backends import find_device
+from hocket.benchmarks import kernel_candidates
 from hocket.benchmarks import results_file as results
 from hocket.benchmarks.finished_cases import STATE_CASE, BenchmarkRecord, RecordError, read_record
 from hocket.benchmarks.gpu import (
@@ -49,7 +50,6 @@ from hocket.benchmarks.gpu import (
     correctness,
     delta_net,
     device_limits,
-    kernel_candidates,
     llama_cpp,
     matmul,
     models,

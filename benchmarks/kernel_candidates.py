@@ -17,13 +17,12 @@ from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy.device.device_limits import KernelCandidate, KernelLimits
 from hocket.backends.cupy.device.driver import Driver
+from hocket.benchmarks.gpu.attention import SHAPES, AttentionShape, measure_attention
+from hocket.benchmarks.gpu.delta_net import DeltaNetShape, bind_chunks, bind_steps, compute_output, make_problem
+from hocket.benchmarks.gpu.harness import BenchmarkDevice, Case, ResultRow, compute_nmse
+from hocket.benchmarks.gpu.matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clusters, measure_matmul
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
-
-from .attention import SHAPES, AttentionShape, measure_attention
-from .delta_net import DeltaNetShape, bind_chunks, bind_steps, compute_output, make_problem
-from .harness import BenchmarkDevice, Case, ResultRow, compute_nmse
-from .matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clusters, measure_matmul
 
 
 class CandidateDriver:
