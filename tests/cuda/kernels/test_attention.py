@@ -130,16 +130,10 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
 
 
 @pytest.mark.long(cases=1)
+@pytest.mark.parametrize("choose", [by_warps, by_candidates])
 @pytest.mark.parametrize("case", BY_HALVES, ids=str)
-def test_attention_by_single_warps_is_its_definition(case):
-    with by_warps():
-        test_attention_is_its_definition_in_every_order_of_threads(case)
-
-
-@pytest.mark.long(cases=1)
-@pytest.mark.parametrize("case", BY_HALVES, ids=str)
-def test_attention_by_warps_with_roles_is_its_definition(case):
-    with by_candidates():
+def test_attention_by_other_kernels_is_its_definition(case, choose):
+    with choose():
         test_attention_is_its_definition_in_every_order_of_threads(case)
 
 
