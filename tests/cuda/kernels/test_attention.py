@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -148,10 +149,9 @@ def test_every_kernel_has_a_case():
             return lambda: None
 
     backend = DriverBackend(Driver())
-    for variant in (nullcontext, by_warps, by_candidates):
+    for variant, c in product((nullcontext, by_warps, by_candidates), (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES)):
         with variant():
-            for c in (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES):
-                run_case(c, backend, backend.device(0))
+            run_case(c, backend, backend.device(0))
     assert launched == {name for source in binding.SOURCES for name in source.names}
 
 
@@ -184,8 +184,7 @@ def test_numbers_of_any_size_keep_their_digits():
     units = {name: x.astype(np.float32).astype(np.float64) for name, x in units.items()}
     want = attention.reference(*units.values(), scale=c.attributes_with_defaults["scale"])
     bound = attention.reference(units["q"], units["k"], np.abs(units["v"]), scale=c.attributes_with_defaults["scale"])
-    backend = EmulatedBackend()
-    (got,) = run_three_times_guarded(c, units, backend, backend.device(0))
+    (got,) = run_three_times_guarded(c, units, backend := EmulatedBackend(), backend.device(0))
     assert np.max(np.abs(got - want) / bound) < 2e-5  # of scores near 30, in float32
 
 
