@@ -112,7 +112,12 @@ def bind_chunks(
     def bind(to: LaunchBuilder) -> None:
         carried = bind_states_and_prepare_memory(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
         kernels.launch_delta_rule_by_chunks(
-            to, p.rule, carried, kernels.allocate_chunk_scratch(to, p.rule, p.rule.tokens, chunk), chunk, values
+            to,
+            p.rule,
+            carried,
+            kernels.allocate_key_and_value_chunk_scratch(to, p.rule, p.rule.tokens, chunk),
+            chunk,
+            values,
         )
 
     return bench.bind_launches(p.memory, bind)

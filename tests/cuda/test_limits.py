@@ -242,5 +242,5 @@ def test_the_newest_compiler_is_taken(monkeypatch, tmp_path):
         ("libnvrtc.so.11.2", "libnvrtc.so.13"),
     ):
         monkeypatch.setattr(nvrtc, "find_library", lambda name, at=of_system: at)
-        assert nvrtc.find_nvrtc_libraries()[0].name == newest
-        assert len(nvrtc.find_nvrtc_libraries()) == 2 + (of_system is not None)
+        assert nvrtc.list_nvrtc_libraries_newest_first()[0].name == newest
+        assert len(nvrtc.list_nvrtc_libraries_newest_first()) == 2 + (of_system is not None)

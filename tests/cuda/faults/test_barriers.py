@@ -8,7 +8,7 @@ import pytest
 
 from hocket.backends.cupy.device.driver import find_kernel_files
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels import sorting
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_net
@@ -128,7 +128,7 @@ def check_case(file, case, dropped=("", 0)):
     backend = AccessLogBackend(driver)
     with CHOICES.get(file, nullcontext)():
         result = run_case(parse_test_case(case), backend, backend.device(0))
-    return result, list_races(driver.take_log(), driver.memory)
+    return result, list_races_between_launches(driver.take_log(), driver.memory)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.backends.cupy.emulation.race_detector import list_races
+from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
@@ -357,7 +357,7 @@ def find_races(case: str, *edit: str) -> list[str]:
     driver = RacyDriver(*edit) if edit else AccessLogDriver()
     backend = AccessLogBackend(driver)
     run_case(parse_test_case(case), backend, backend.device(0))
-    return list_races(driver.take_log(), driver.memory)
+    return list_races_between_launches(driver.take_log(), driver.memory)
 
 
 @pytest.mark.parametrize("case", [LONG_CACHE, MASKED, TWO_TILES, ONE_STAGE])

@@ -283,7 +283,7 @@ def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact:
         def launch(launches, call, rule, exact, values=values):
             carried = binding.bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
             chunk = binding.ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, exact)
-            memory = binding.allocate_chunk_scratch(launches, rule, rule.tokens, chunk)
+            memory = binding.allocate_key_and_value_chunk_scratch(launches, rule, rule.tokens, chunk)
             binding.launch_delta_rule_by_chunks(launches, rule, carried, memory, chunk, values)
 
         bound = bind(p, exact=exact, launch=launch, limits=limits)
@@ -359,4 +359,4 @@ def test_sizes_in_bytes_fit_a_block_of_a_device():
         of_scans = [
             chunk.compute_scan_shared_bytes(values, cluster) for values in binding.SLICE_ROWS for cluster in (1, 2)
         ]
-        assert max(chunk.compute_prepare_shared_bytes(2), *of_scans) <= 227 * 1024
+        assert max(chunk.compute_prepare_bytes_of_value_heads(2), *of_scans) <= 227 * 1024

@@ -185,7 +185,7 @@ def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
     ("blocks", "size"), [(32, 4), (25, 4), (24, 4), (21, 2), (9, 2), (8, 4), (6, 2), (5, 1), (3, 1), (1, 1)]
 )
 def test_clusters_are_as_large_as_leaves_hardly_any_block_without_rows(blocks, size):
-    assert tiled._choose_cluster_size_with_few_idle_blocks(blocks) == size
+    assert tiled._choose_largest_cluster_with_few_idle(blocks) == size
 
 
 @pytest.mark.parametrize(

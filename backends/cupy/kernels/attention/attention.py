@@ -21,7 +21,7 @@ from .....graph.spec import Spec
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import build_merged_iteration_axes
+from ...binding.iteration_axes import build_merged_tiling_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, as_float
 from .kinds import (
@@ -177,7 +177,7 @@ def _iterate_one_axis_batches(leading: Sequence[int], operands: AttentionOperand
     """Yield the operands in batches with at most one leading axis; it is one batch if the leading axes can merge."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
-    axes = build_merged_iteration_axes(leading, heads)
+    axes = build_merged_tiling_iteration_axes(leading, heads)
     sizes = axes.sizes or (1,)
     for index in np.ndindex(sizes[:-1]):
         variants = iter(

@@ -226,10 +226,10 @@ def _is_cluster_faster_than_warpgroup(rows: int, entries: int) -> bool:
         entries: The number of rows of x.
     """
     room, half = (count_blocks(entries, tile.entries) * tile.entries for tile in (CLUSTER_TILE, WARPGROUP_TILE))
-    return _choose_cluster_size_with_few_idle_blocks(count_blocks(rows, CLUSTER_TILE.rows)) > 1 and 4 * room <= 5 * half
+    return _choose_largest_cluster_with_few_idle(count_blocks(rows, CLUSTER_TILE.rows)) > 1 and 4 * room <= 5 * half
 
 
-def _choose_cluster_size_with_few_idle_blocks(row_blocks: int) -> int:
+def _choose_largest_cluster_with_few_idle(row_blocks: int) -> int:
     """Choose the largest number of blocks in a cluster for which rounding up leaves almost no block without work.
 
     A cluster has complete blocks, so the last one may have blocks without weight rows. At most 1/8 of `row_blocks` may
@@ -353,7 +353,7 @@ def launch_tiled_tensor_core_matmul(
     taken_apart, undo = _split_activations_into_terms(launches, w, x, terms, tile, tiles.shape[0])
     rows, count = w.shape[-2], math.prod(out.shape[:-1])
     row_blocks = count_blocks(rows, tile.rows)
-    cluster = _choose_cluster_size_with_few_idle_blocks(row_blocks) if tile == CLUSTER_TILE else 1
+    cluster = _choose_largest_cluster_with_few_idle(row_blocks) if tile == CLUSTER_TILE else 1
     grid = (tiles.shape[0], count_blocks(row_blocks, cluster) * cluster, shares)
     run = count_blocks(w.shape[-1], shares * STAGE_COLUMNS) * STAGE_COLUMNS
     parts = None

@@ -106,7 +106,7 @@ def launch_delta_rule_by_token(
         rule.tokens,
         rule.k.shape[-2],
         rule.value_heads,
-        rule.value_heads_per_key_head,
+        rule.adjacent_value_heads_per_key_head,
     ]
     words += [rule.key_size, rule.value_size, carried.snapshots, stored, tile, rule.scale, saved or 0]
     grid = count_blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
@@ -169,7 +169,7 @@ class ChunkedDeltaRuleVariant:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {_to_cpp(self.is_exact)}>"
 
-    def compute_prepare_shared_bytes(self, together: int) -> int:
+    def compute_prepare_bytes_of_value_heads(self, together: int) -> int:
         """Compute the shared-memory bytes of a block of the prepare kernel, which prepares `together` value heads."""
         square = 8 * CHUNK_TOKENS * (CHUNK_TOKENS + 4) + self.heads_bytes
         if self.channels:
@@ -232,7 +232,7 @@ def uses_chunk_kernels(rule: DeltaRuleOperands, tokens: int) -> bool:
     )
 
 
-def allocate_chunk_scratch(
+def allocate_key_and_value_chunk_scratch(
     launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkedDeltaRuleVariant
 ) -> tuple[Operand, Operand]:
     """Allocate scratch for all chunks of `tokens` tokens: an array for keys, and one for data of the value heads."""
@@ -261,7 +261,7 @@ def launch_delta_rule_by_chunks(
         launches: Receives the launches.
         rule: The operands.
         carried: The states and snapshots.
-        memory: The scratch of `allocate_chunk_scratch`.
+        memory: The scratch of `allocate_key_and_value_chunk_scratch`.
         chunk: The kernel variant.
         values: State rows of a block, one of `SLICE_ROWS`, or `None` for an automatic choice.
     """
@@ -271,9 +271,9 @@ def launch_delta_rule_by_chunks(
         *make_rows_struct_fields(rule.beta, 2),
         *memory,
     ]
-    together = _choose_heads_per_block(rule)
-    words += [rule.tokens, rule.k.shape[-2], heads, rule.value_heads_per_key_head, together, rule.scale]
-    grid, shared = (count, heads // together, sequences), chunk.compute_prepare_shared_bytes(together)
+    together = _choose_value_heads_per_block(rule)
+    words += [rule.tokens, rule.k.shape[-2], heads, rule.adjacent_value_heads_per_key_head, together, rule.scale]
+    grid, shared = (count, heads // together, sequences), chunk.compute_prepare_bytes_of_value_heads(together)
     launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, shared)
     end_fields = tuple(carried.make_fields_without_newer_snapshots(carried.snapshots - 1))
     scan = DeltaScan(rule, memory, carried.begin_fields, end_fields, carried.snapshots, carried.fault_fields)
@@ -287,7 +287,7 @@ def launch_delta_rule_by_chunks(
 def _launch_scan(launches: LaunchBuilder, scan: DeltaScan, chunk: ChunkedDeltaRuleVariant, values: int) -> None:
     """Launch a scan of prepared chunks in blocks of `values` state rows."""
     rule, heads = scan.rule, scan.rule.value_heads
-    keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.value_heads_per_key_head)
+    keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.adjacent_value_heads_per_key_head)
     words: list[LaunchWord] = [
         *scan.memory,
         *make_rows_struct_fields(rule.v),
@@ -320,7 +320,7 @@ def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
-def _choose_heads_per_block(rule: DeltaRuleOperands) -> int:
+def _choose_value_heads_per_block(rule: DeltaRuleOperands) -> int:
     """Choose how many value heads of one key head a thread block computes.
 
     It is all of them if there still are blocks for all multiprocessors, else one."""
@@ -328,10 +328,12 @@ def _choose_heads_per_block(rule: DeltaRuleOperands) -> int:
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
 
-def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> bool:
+def _can_both_kernels_fit_shared_memory(
+    launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant
+) -> bool:
     """Return whether blocks of both chunk kernels can fit into the shared memory of the device."""
     return launches.can_allocate_shared_bytes(
-        chunk.compute_prepare_shared_bytes(_choose_heads_per_block(rule))
+        chunk.compute_prepare_bytes_of_value_heads(_choose_value_heads_per_block(rule))
     ) and launches.can_allocate_shared_bytes(
         chunk.compute_scan_shared_bytes(_choose_scan_block_rows(launches, rule, chunk))
     )
@@ -371,8 +373,8 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
     last = carried.snapshots - 1
     first = rule.tokens - last
     chunk = ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, exact)
-    if uses_chunk_kernels(rule, first) and _can_fit_shared_memory(launches, rule, chunk):
-        memory = allocate_chunk_scratch(launches, rule, first, chunk)
+    if uses_chunk_kernels(rule, first) and _can_both_kernels_fit_shared_memory(launches, rule, chunk):
+        memory = allocate_key_and_value_chunk_scratch(launches, rule, first, chunk)
         if rule.is_vector_aligned:
             launch_delta_rule_by_chunks(launches, rule.slice_tokens(0, first), carried, memory, chunk)
             if last:

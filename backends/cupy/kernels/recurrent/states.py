@@ -173,7 +173,7 @@ class DeltaRuleOperands:
         return self.g.shape[-1] != 1
 
     @property
-    def value_heads_per_key_head(self) -> int:
+    def adjacent_value_heads_per_key_head(self) -> int:
         """The number of adjacent value heads that share a key head; 0 with tiled heads."""
         return 0 if self.has_tiled_heads else self.value_heads // max(self.k.shape[-2], 1)
 
