@@ -41,6 +41,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hocket.backends import find_device
+from hocket.benchmarks import kernel_candidates
 from hocket.benchmarks import results_file as results
 from hocket.benchmarks.finished_cases import STATE_CASE, BenchmarkRecord, RecordError, read_record
 from hocket.benchmarks.gpu import (
@@ -83,6 +84,7 @@ PARTS = {
     "delta-crossover": BenchmarkPart(delta_net.make_crossover_cases, 2),
     "products": BenchmarkPart(matmul.make_matmul_cases, 4),
     "attention": BenchmarkPart(attention.make_attention_cases, 3),
+    "candidates": BenchmarkPart(kernel_candidates.make_candidate_cases, 2),
     "models": BenchmarkPart(models.make_model_cases, 6, 150.0),
     "sharded": BenchmarkPart(several_devices.make_sharded_cases, 3, 120.0),
     "fixtures": BenchmarkPart(correctness.make_fixture_cases, 2),

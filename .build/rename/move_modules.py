@@ -2,7 +2,7 @@
 
 A row of the table is the old and the new path of a file, separated by a tab and relative to the root.  Rows with an old
 path that does not exist are skipped, so a second run changes nothing.  A module that is imported by name from its
-package, ``from ..trials import grow``, keeps the old name in that file by ``as``; such lines are printed.
+package, ``from ..candidates import grow``, keeps the old name in that file by ``as``; such lines are printed.
 """
 
 from __future__ import annotations

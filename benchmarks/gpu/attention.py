@@ -39,20 +39,20 @@ def make_attention_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     for shape, kind, suffix in kinds:
         for tokens in bench.select_size((256, 1024, 4096, 16384, 65536), (40,)):
             yield Case(
-                f"{shape}, 1 token on {tokens}{suffix}", partial(_measure_attention, bench, shape, 1, tokens, kind)
+                f"{shape}, 1 token on {tokens}{suffix}", partial(measure_attention, bench, shape, 1, tokens, kind)
             )
     for shape, kind, suffix in kinds:
         for tokens in bench.select_size((128, 512, 2048, 8192), (20,)):
             yield Case(
-                f"{shape}, {tokens} tokens{suffix}", partial(_measure_attention, bench, shape, tokens, tokens, kind)
+                f"{shape}, {tokens} tokens{suffix}", partial(measure_attention, bench, shape, tokens, tokens, kind)
             )
         if not bench.tiny:
             yield Case(
-                f"{shape}, 512 tokens on 8192{suffix}", partial(_measure_attention, bench, shape, 512, 8192, kind)
+                f"{shape}, 512 tokens on 8192{suffix}", partial(measure_attention, bench, shape, 512, 8192, kind)
             )
 
 
-def _measure_attention(
+def measure_attention(
     bench: BenchmarkDevice, shape: AttentionShape, tokens: int, cells: int, kind: str
 ) -> Iterator[ResultRow]:
     """Measure the attention of the last `tokens` tokens of a context; each token attends to all tokens before it.

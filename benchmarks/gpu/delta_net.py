@@ -181,11 +181,11 @@ def _measure_prefill(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, t
     exactly = None
     if tokens <= 8192:
         plain = bind_steps(bench, p, p.state)
-        exactly = _compute_output(bench, p, partial(bind_steps, bench, p))
+        exactly = compute_output(bench, p, partial(bind_steps, bench, p))
         yield {"mode": "one by one", **bench.measure_launches([plain * each], each).as_row(**numbers)}
     for exact in (True, False):
         bind = partial(bind_chunks, bench, p, exact=exact)
-        error: ResultRow = {} if exactly is None else {"NMSE": compute_nmse(_compute_output(bench, p, bind), exactly)}
+        error: ResultRow = {} if exactly is None else {"NMSE": compute_nmse(compute_output(bench, p, bind), exactly)}
         ours = bind(p.state)[1].kernel.name
         for values in bench.select_size(kernels.SLICE_ROWS, kernels.SLICE_ROWS[-1:]):
             launches = bind(p.state, values=values)
@@ -197,7 +197,7 @@ def _measure_prefill(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, t
             yield measured | error
 
 
-def _compute_output(
+def compute_output(
     bench: BenchmarkDevice, p: DeltaNetProblem, bind: Callable[[Operand], list[KernelLaunch]]
 ) -> np.ndarray:
     """Return the output of a launch from a fresh state."""

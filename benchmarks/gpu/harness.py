@@ -213,10 +213,11 @@ class BenchmarkDevice:
             return memory.copy_array(array.reshape(-1).view(np.int8), DType.I8).address
 
         fault = memory.make_zeros((2,), DType.I64).address
-        tried = LaunchBuilder(upload_array=lambda array: 1 << 20)
+        limits = self.driver.limits(self.on)
+        tried = LaunchBuilder(upload_array=lambda array: 1 << 20, limits=limits)
         bind(tried)
         room = memory.make_zeros((max(tried.scratch_bytes, 1),), DType.I8).address
-        builder = LaunchBuilder(upload_array=keep, scratch_address=room, fault_address=fault)
+        builder = LaunchBuilder(upload_array=keep, scratch_address=room, fault_address=fault, limits=limits)
         bind(builder)
         return builder.items
 

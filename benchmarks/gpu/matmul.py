@@ -30,7 +30,7 @@ def make_matmul_cases(bench: BenchmarkDevice) -> Iterator[Case]:
     for dtype, is_exact in product((DType.BF16, DType.F16), (True, False)):
         title = f"{dtype} by clusters of blocks, {'exact' if is_exact else 'fast'}"
         yield Case(
-            title, partial(_check_clusters, bench, dtype, bench.select_size((4000, 4096, 500), (64, 64, 20)), is_exact)
+            title, partial(check_clusters, bench, dtype, bench.select_size((4000, 4096, 500), (64, 64, 20)), is_exact)
         )
     if bench.tiny:
         for tokens in (1, 5):
@@ -80,7 +80,7 @@ def measure_matmul(
     )
 
 
-def _check_clusters(
+def check_clusters(
     bench: BenchmarkDevice, dtype: DType, shape: tuple[int, int, int], is_exact: bool
 ) -> Iterator[ResultRow]:
     """Run a matmul many times, and compare each result with float64 and, bit by bit, with the first result.

@@ -32,10 +32,11 @@ _FIRST_STEPS = (
     PlanStep("peers", 60, r"^versions|^PyTorch"),
     PlanStep("attention", 45, r"^(32 heads on 8 of 128|16 heads on 4 of 256), (2048|8192) tokens, f16"),
     PlanStep("products", 60, r"^q4_K (9216|2560|8192)×|^q6_K 2|^bf16 18432×2560|^q4_K 4096×4096, (1|4096) token"),
+    PlanStep("candidates", 40),
     PlanStep("models", 130, r"4B"),
     PlanStep("delta-prefill", 40, r"^16/32×128, (2048|8192) tokens"),
     PlanStep("delta-decode", 20, r"^16/32×128, batch (1|64)$"),
-    PlanStep("peers", 110, r"^flash-linear-attention, (8192 tokens|1 token, batch 1$)"),
+    PlanStep("peers", 80, r"^flash-linear-attention, (8192 tokens|1 token, batch 1$)"),
     PlanStep("models", 60, r"embedded"),
 )
 _MORE_STEPS = (

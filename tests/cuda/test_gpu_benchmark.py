@@ -19,6 +19,7 @@ from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import tiled
+from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.gpu import compare_predictions, llama_cpp
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
@@ -34,6 +35,7 @@ from ..given.waits import WAIT_SECONDS
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use every function of the stand-in; the others make the same calls."""
+SEGMENT_KERNELS = ("begin_segments", "delta_scan", "carry_segments")
 OF_OTHERS = ("peers", "llama.cpp")
 """Parts that need packages or devices that are not installed here."""
 
@@ -82,6 +84,22 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
     assert all(row["right"] for row in rows)
     kernels = [f"clustered<{name}, {terms}>" for name in ("bf16_bits", "half_bits") for terms in (2, 1)]
     assert [row["kernel"] for row in rows] == kernels
+
+
+@pytest.mark.long
+@needs_compiler
+def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
+    with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
+        rows = rows_of("candidates", bench_of(tmp_path))
+    check_rows("candidates", rows)
+    kernels = [(row["by"], str(row.get("kernels", row.get("kernel")))) for row in rows if "by" in row]
+    attention = [("now", "attend_warpgroups"), ("candidates", "attend_roles")]
+    products = [("now", "clustered"), ("candidates", "multiply_by_roles")]
+    names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
+    scans = [("now", "delta_prepare, delta_scan"), ("candidates", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}")]
+    assert names == attention + 3 * products + 2 * scans
 
 
 @pytest.mark.parametrize("part", PARTS)

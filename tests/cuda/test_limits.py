@@ -141,8 +141,8 @@ def test_kernels_that_size_much_memory_declare_little():
         for name in (c.prepare_name, *map(c.format_scan_name, gated_delta_net.SLICE_ROWS))
     }
     sized = {name: rows for name, rows in read_resource_table().kernels.items() if name.split(": ")[1] in chunked}
-    of_attention = tuple(f"attention_{name}.cu" for name in ("tiles", "short", "cells", "warpgroups"))
-    tiles = (*of_attention, "warpgroups.cu: grouped", "clusters.cu")
+    of_attention = tuple(f"attention_{name}.cu" for name in ("tiles", "short", "cells", "warpgroups", "roles"))
+    tiles = (*of_attention, "warpgroups.cu: grouped", "clusters.cu", "product_roles.cu")
     sized |= {name: rows for name, rows in read_resource_table().kernels.items() if name.startswith(tiles)}
     assert len(sized) > len(chunked)
     books = {f"warpgroups.cu: grouped_packed<{t.name}>": packed.count_code_book_bytes(t) for t in PLANE_LAYOUTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 
 KIB = 1024
@@ -22,6 +23,27 @@ Source: CUDA C++ Programming Guide, technical specifications per compute capabil
 """
 WARPGROUP_CAPABILITIES = frozenset(("90",))
 """Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
+
+
+class KernelCandidate(StrEnum):
+    """Kernels that no GPU has measured yet.
+
+    - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
+    - `PRODUCT_ROLES`: `multiply_by_roles` in place of `clustered` with one term.
+    - `DELTA_SEGMENTS`: several scans of a prompt at once, where few heads leave multiprocessors idle.
+    """
+
+    ATTENTION_ROLES = "attention-roles"
+    PRODUCT_ROLES = "product-roles"
+    DELTA_SEGMENTS = "delta-segments"
+
+
+ENABLED_CANDIDATES: Mapping[str, frozenset[KernelCandidate]] = MappingProxyType({"90": frozenset()})
+"""Candidates that devices use, by compute capability: none, because none is measured.
+
+The part `candidates` of ``benchmarks/run_gpu.py`` measures each candidate and the kernels that are used now. Add a
+candidate here where it is faster, and delete the kernel that it replaces.
+"""
 
 RESERVED_SHARED_BYTES = KIB
 """Shared-memory bytes of each block that the device reserves."""
@@ -76,12 +98,14 @@ MULTIPROCESSORS: Mapping[str, MultiprocessorLimits] = MappingProxyType(
 class KernelLimits:
     """Resource limits of kernels on a device.
 
-    `shared_bytes_per_block` is the maximum of declared and dynamic shared memory together. `has_warpgroups` tells
-    whether the device has matrix products of four warps (wgmma).
+    - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
+    - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
+    - `candidates`: the candidates that the device uses; see `ENABLED_CANDIDATES`.
     """
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
+    candidates: frozenset[KernelCandidate] = frozenset()
 
 
 LARGEST_LIMITS = KernelLimits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)
@@ -91,4 +115,8 @@ HIP_LIMITS = KernelLimits(64 * KIB)
 
 def find_kernel_limits(capability: str) -> KernelLimits:
     """Return the resource limits of a compute capability such as ``90``; an unknown one gets the common minimum."""
-    return KernelLimits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)
+    return KernelLimits(
+        MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES),
+        capability in WARPGROUP_CAPABILITIES,
+        ENABLED_CANDIDATES.get(capability, frozenset()),
+    )

@@ -262,6 +262,7 @@ static void say_deadlock(Worker &w) {
         const Thread &t = w.all[i];
         if (t.done) continue;
         current = &w.all[i];
+        if (t.generation == &w.releases) return note(FAILED, "deadlock: a warp waits for registers, and %u are free", w.free_registers);
         at_cluster += t.generation == &w.cluster->all.phase;
         for (auto &m : w.mbarriers)
             if (t.generation == &m.second.phase) missing = &m.second, at_mbarrier++;
@@ -272,7 +273,6 @@ static void say_deadlock(Worker &w) {
         return note(FAILED, "deadlock: of %u threads %u wait at the barrier of the cluster, %u have ended", w.threads, at_cluster, ended);
     for (const Thread &t : w.all) {
         if (t.done || !t.generation) continue;
-        if (t.generation == &w.releases) return note(FAILED, "deadlock: a warp waits for registers, and %u are free", w.free_registers);
         if (t.waits_for_word) return note(FAILED, "deadlock: a thread waits for a word that no running block increments");
     }
     for (unsigned id = 1; id < NAMED_BARRIERS; id++) {

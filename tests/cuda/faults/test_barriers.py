@@ -11,11 +11,11 @@ from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLo
 from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels import sorting
 from hocket.backends.cupy.kernels.products import matmul, tiled
-from hocket.backends.cupy.kernels.recurrent import gated_delta_net
+from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_net
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.attention import by_warps
+from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.emulation import barriers, needs_compiler
 from . import test_chain_faults, test_order
 
@@ -41,6 +41,7 @@ REACHED = {
         "mul_mat(w=q8_0[130,64], x=f32[512,64])": (5,),  # unpacked once
     },
     "clusters.cu": {"mul_mat(w=bf16[130,64], x=f32[130,64])": (0,)},
+    "product_roles.cu": {"mul_mat(w=bf16[130,328], x=f32[130,328], exact=false)": (1,)},
     "products.cu": {"mul_mat(w=f32[32,64], x=f32[33,64])": (0, 1)},
     "prelude.cuh": {"softmax(x=f32[1,2,256])": (0, 2, 3), "norm(x=f32[2,1024])": (1,)},
     "gated_delta_net.cu": {DELTA_NET.format(2, 32): (0,)},
@@ -54,10 +55,12 @@ REACHED = {
         DELTA_NET.format(70, 16): (0, 1),
         DELTA_NET.format(70, 32): (0, 1),  # in a cluster
     },
+    "gated_delta_net_segments.cu": {DELTA_NET.format(130, 64): (0, 1)},
     "attention_few.cu": {"attention(q=f32[1,4,64], k=f32[32,1,64], v=f32[32,1,64], scale=0.1)": (0, 1, 2, 3)},
     "attention_cells.cu": {"attention(q=f32[1,4,64], k=f16[32,1,64], v=f16[32,1,64], scale=0.1)": (0, 1, 5, 6)},
     "attention_short.cu": {ATTENTION.format(300, 64): (0, 1, 3), ATTENTION.format(100, 56): (2,)},
     "attention_warpgroups.cu": {ATTENTION.format(300, 64): (1,), ATTENTION.format(100, 56): (0,)},
+    "attention_roles.cu": {ATTENTION.format(300, 64): (0,), ATTENTION.format(100, 56): (1,)},
     "attention_around.cu": {MASKED: (0,), "attention(q=f32[1,1,8], k=f32[512,1,8], v=f32[512,1,8], scale=0.1)": (1,)},
     "dense.cu": {"mul_mat(w=f32[4,512], x=f32[1,512])": (0,)},
     "attention_tiles.cu": {SPLIT.format(1, 8): (0, 1, 2, 4), SPLIT.format(65, 8): (3, 5)},  # a tile of keys, two
@@ -74,8 +77,16 @@ REACHED = {
     "rows.cu": {"count_equal(a=i32[64], b=i32[64])": (0,), "argmax(x=f32[1,256])": (1,)},
     "sorting.cu": {"argsort(x=f32[2,100])": (0, 1, 2), "argsort(x=f32[1,2049])": (3,)},  # one run, two merged
 }
+# Kernels that an emulated device chooses only so.
+CHOICES = {
+    "attention_short.cu": by_warps,
+    "attention_roles.cu": by_candidates,
+    "product_roles.cu": by_candidates,
+    "gated_delta_net_segments.cu": by_candidates,
+}
 # Barriers that no test here drops, and why.
 LEFT_OUT = {
+    ("product_roles.cu", 0): "lanes come to the barrier of the cluster together: orders no memory",
     **{("attention_cells.cu", n): "no load waits behind a product: orders no memory" for n in (2, 3, 4)},
     ("attention_many.cuh", 0): "few loads at once, for which there are registers: orders no memory",
     ("collective.cu", 1): "all are told before anybody waits, however threads take turns: orders no memory",
@@ -98,6 +109,8 @@ def few_tiles(monkeypatch):
     A row that is sorted has two runs early, and few slots of experts have tiles.
     """
     monkeypatch.setattr(gated_delta_net, "FULL_DEVICE_BLOCKS", 1)
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(matmul, "has_few_slots_per_expert", lambda call: False)
     monkeypatch.setattr(tiled, "MIN_BF16_TILES", 1)
     monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 3)
@@ -113,7 +126,7 @@ def check_case(file, case, dropped=("", 0)):
     """Return the result of the case and the unordered accesses."""
     driver = AccessLogDriver(dropped)
     backend = AccessLogBackend(driver)
-    with by_warps() if file == "attention_short.cu" else nullcontext():
+    with CHOICES.get(file, nullcontext)():
         result = run_case(parse_test_case(case), backend, backend.device(0))
     return result, list_races_between_launches(driver.take_log(), driver.memory)
 

@@ -21,7 +21,7 @@ from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import emulate_cases_and_count_accesses
 from hocket.graph import DType
 
-from ...given.devices.attention import by_warps
+from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.chains import MEMORY_REQUESTS, run_graph
 from ...given.devices.delta_launches import copy_aligned, operand
 from ...given.devices.emulation import EditedSource, needs_compiler
@@ -208,6 +208,15 @@ def test_attention_by_warpgroups_reads_no_more_than_it_must():
     read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
     # Per warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, which have their weights in registers.
     numbers = 2 * 8 * ((64 + 128) * 16 + 128 * 16)
+    assert sum(site.cost for site in read) == sum(site.minimum_cost for site in read) == numbers * 2 // 128
+
+
+def test_attention_by_warps_with_roles_reads_no_more_than_it_must():
+    with by_candidates():
+        (found,) = emulate_cases_and_count_accesses([PROMPT])
+    assert found.launch.kernel.name == "attend_roles<bf16_bits, 128, 128, 128>"
+    read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
+    numbers = 2 * 8 * ((64 + 128) * 16 + 128 * 16)  # as above
     assert sum(site.cost for site in read) == sum(site.minimum_cost for site in read) == numbers * 2 // 128
 
 

@@ -20,6 +20,7 @@ from . import (
     test_delta_faults,
     test_faults,
     test_product_faults,
+    test_role_faults,
     test_warpgroup_faults,
 )
 
@@ -41,6 +42,7 @@ TABLES = {
     "inefficiencies": (*MEMORY_FAULTS.values(), *MACHINE_CODE_FAULTS.values()),
     "products": test_product_faults.PLANTS.values(),
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
+    "roles": (*test_role_faults.STOPPED.values(), *test_role_faults.RACES.values()),
     "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),
     "sorting": test_sorting.PLANTS.values(),
     "warpgroups": test_warpgroup_faults.PLANTS.values(),

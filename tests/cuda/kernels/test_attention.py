@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hocket.conformance.cases.inputs import generate_random_operands
 from hocket.conformance.checks.run_case import run_three_times_guarded
 from hocket.ops import attention
 
-from ...given.devices.attention import by_warps
+from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
@@ -130,9 +131,10 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
 
 
 @pytest.mark.long(cases=1)
+@pytest.mark.parametrize("choose", [by_warps, by_candidates])
 @pytest.mark.parametrize("case", BY_HALVES, ids=str)
-def test_attention_by_single_warps_is_its_definition(case):
-    with by_warps():
+def test_attention_by_other_kernels_is_its_definition(case, choose):
+    with choose():
         test_attention_is_its_definition_in_every_order_of_threads(case)
 
 
@@ -147,10 +149,9 @@ def test_every_kernel_has_a_case():
             return lambda: None
 
     backend = DriverBackend(Driver())
-    for variant in (nullcontext, by_warps):
+    for variant, c in product((nullcontext, by_warps, by_candidates), (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES)):
         with variant():
-            for c in (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES):
-                run_case(c, backend, backend.device(0))
+            run_case(c, backend, backend.device(0))
     assert launched == {name for source in binding.SOURCES for name in source.names}
 
 
@@ -183,8 +184,7 @@ def test_numbers_of_any_size_keep_their_digits():
     units = {name: x.astype(np.float32).astype(np.float64) for name, x in units.items()}
     want = attention.reference(*units.values(), scale=c.attributes_with_defaults["scale"])
     bound = attention.reference(units["q"], units["k"], np.abs(units["v"]), scale=c.attributes_with_defaults["scale"])
-    backend = EmulatedBackend()
-    (got,) = run_three_times_guarded(c, units, backend, backend.device(0))
+    (got,) = run_three_times_guarded(c, units, backend := EmulatedBackend(), backend.device(0))
     assert np.max(np.abs(got - want) / bound) < 2e-5  # of scores near 30, in float32
 
 

@@ -10,8 +10,11 @@ import pytest
 
 from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
+from hocket.backends.cupy.kernels.recurrent.delta_segments import Segments, choose_segments
 
+from ...given.devices.attention import CANDIDATE_LIMITS
 from ...given.devices.delta_launches import (
     ORDERS,
     Problem,
@@ -36,6 +39,12 @@ SCANS = pytest.mark.parametrize(
     ("limits", "kernel"), [(A100, "delta_scan"), (LARGEST_LIMITS, "delta_scan_clusters")], ids=["alone", "clusters"]
 )
 KINDS = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
+    monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
 
 
 @pytest.mark.long(cases=1)
@@ -281,6 +290,43 @@ def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact:
         check(p, bound, EXACT if exact else FAST)
         results.append(bound.out)
     assert all(np.array_equal(results[0], other) for other in results)
+
+
+@pytest.mark.long(cases=1)
+@KINDS
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("size", "tokens"), [(64, 225), (64, 200), (128, 130)])
+def test_segments_that_are_scanned_at_once_are_the_recurrence(
+    size: int, tokens: int, exact: bool, channels: bool, short_segments: None
+):
+    """Down to one token after the last segment; the state of the prompt has its part in all of them."""
+    p = problem(tokens, size, 1, 2, tokens, channels=channels, strong=0.0)
+    bound = bind(p, exact=exact, limits=CANDIDATE_LIMITS)
+    scan = "delta_scan_clusters" if size == 128 else "delta_scan"
+    prepare = "delta_prepare_channels" if channels else "delta_prepare"
+    assert bound.kernels == [prepare, "begin_segments", scan, scan, "carry_segments", scan, scan]
+    check(p, bound, EXACT if exact else FAST, ORDERS[tokens % 3])
+
+
+def test_snapshots_behind_segments_go_token_by_token(short_segments: None):
+    p = problem(1, 64, 1, 1, 140, snapshots=3)
+    bound = bind(p, limits=CANDIDATE_LIMITS)
+    assert bound.kernels[-3:] == ["delta_scan", "delta_scan", "delta_net"]
+    check(p, bound, EXACT)
+
+
+def test_segments_fill_the_device_and_leave_a_token() -> None:
+    for tokens, blocks, expected in (
+        (8192, 16, (8, 1023)),
+        (8193, 16, (8, 1024)),
+        (8192, 8, (16, 511)),
+        (2048, 8, (7, 292)),
+        (8192, 32, None),
+        (1024, 8, None),
+    ):
+        found = choose_segments(tokens, blocks, binding.CHUNK_TOKENS)
+        assert found == (expected and Segments(expected[0], expected[1] // 32 * 32))
+        assert found is None or found.count * found.tokens < tokens
 
 
 @pytest.mark.parametrize("mapping", ["tiled", "interleaved"])

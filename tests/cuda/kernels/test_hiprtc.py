@@ -19,6 +19,7 @@ from ...given.devices.tools import needs
 
 ARCHITECTURE = "gfx90a"
 OF_PROMPTS = (
+    "attention_roles.cu",
     "attention_short.cu",
     "attention_tiles.cu",
     "attention_warpgroups.cu",
@@ -27,6 +28,7 @@ OF_PROMPTS = (
     "gated_delta_net_clusters.cu",
     "gated_delta_net_prepare.cu",
     "gated_delta_net_scan.cu",
+    "product_roles.cu",
     "tiled.cu",
     "warpgroups.cu",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for_group
 
+from ...given.devices.attention import by_candidates
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.products import dense, half_bits_to_float64, run_unpacked_product, tiles_of, to_half_bits
 from ...given.random_rows import random_rows
@@ -86,6 +89,31 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
     assert f"{split}<{CUDA_TYPE_NAMES[dtype]}, {terms}>" in driver.names
     left_out = tiled.find_activation_rounding_error(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
     assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("multiprocessors", [1, 32])
+@pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 300), (129, 61, 513)], ids=str)
+@pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
+def test_warps_with_roles_multiply_as_clusters_do(dtype, shape, multiprocessors, monkeypatch):
+    """A cluster takes one tile after another, or each has one; the order of sums is the same."""
+    monkeypatch.setattr(EmulatedDriver, "count_multiprocessors", lambda self, on: multiprocessors)
+    results = []
+    for choose, kernel in ((nullcontext, "clustered<{}, 1>"), (by_candidates, "multiply_by_roles<{}>")):
+        driver = Noting()
+        with choose(), tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
+            found, want, size = dense(dtype, *shape, DriverBackend(driver), is_exact=False)
+        assert driver.names[-1] == kernel.format(CUDA_TYPE_NAMES[dtype])
+        assert (np.abs(found[0] - want) <= (tiled.find_activation_rounding_error(dtype, False) + SUMMED) * size).all()
+        results += found
+    assert all(np.array_equal(y, results[0]) for y in results)
+
+
+def test_blocks_of_a_persistent_kernel_are_resident_at_once():
+    count = tiled._count_persistent_blocks
+    assert [count(132, cluster, 1000) for cluster in (1, 2, 4)] == [132, 128, 128]
+    assert [count(132, cluster, 3) for cluster in (1, 2, 4)] == [3, 6, 12]
+    assert [count(2, cluster, 3) for cluster in (1, 2, 4)] == [2, 2, 4]
 
 
 @pytest.mark.long(cases=1)

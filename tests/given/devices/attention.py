@@ -1,13 +1,19 @@
-"""Attention on devices without groups of four warps for products."""
+"""Attention by other kernels than an emulated device would choose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
+
+CANDIDATE_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset(KernelCandidate))
+"""Limits of a device that uses all candidates."""
 
 
 @contextmanager
@@ -20,3 +26,10 @@ def by_warps() -> Iterator[None]:
             yield
     finally:
         compute_scratch_bytes_at_placeholders.cache_clear()
+
+
+@contextmanager
+def by_candidates() -> Iterator[None]:
+    """Emulated devices use all candidates."""
+    with patch.object(EmulatedDriver, "limits", lambda self, on: CANDIDATE_LIMITS):
+        yield

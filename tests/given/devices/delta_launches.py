@@ -165,7 +165,7 @@ def bind(
     attrs = {"heads": p.mapping, "snapshots": p.snapshots, "pool": p.pool}
     call = BoundInstruction("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
     rule = binding.DeltaRuleOperands(*src[:5], operand(out), p.mapping == "tiled")
-    room, fault = copy_aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
+    room, fault = copy_aligned(np.zeros(scratch_bytes(call, rule, exact, limits), np.uint8)), np.zeros(2, np.int64)
     places = {"scratch_address": room.ctypes.data, "fault_address": fault.ctypes.data}
     launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data, limits=limits, **places)
     (launch or binding.launch_delta_rule)(launches, call, rule, exact)
@@ -177,8 +177,8 @@ ALIVE_ARRAYS: list[object] = []
 """Memory that launches know by its address only."""
 
 
-def scratch_bytes(call: BoundInstruction, rule: binding.Rule, exact: bool) -> int:
-    launches = LaunchBuilder(upload_array=lambda array: 1)
+def scratch_bytes(call: BoundInstruction, rule: binding.Rule, exact: bool, limits: KernelLimits) -> int:
+    launches = LaunchBuilder(upload_array=lambda array: 1, limits=limits)
     binding.launch_delta_rule(launches, call, rule, exact)
     return launches.scratch_bytes
 

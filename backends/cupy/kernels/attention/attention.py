@@ -264,8 +264,7 @@ class _AttentionBinder:
     def add_attention_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Add the launches of the attention: a tiled variant if there are many query rows, else another variant."""
         s, cells = self.shape, operands[1].dtype
-        has_warpgroups = self.launches.limits.has_warpgroups
-        kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
+        kinds = (t for t in TILED_SOURCES if t.is_enabled(self.launches.limits))
         tiled = next((t for t in kinds if t.can_process(s.key_columns, s.value_columns, cells)), None)
         if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
             self._launch_key_tiled(tiled, operands, leading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
+from ...device.device_limits import KernelCandidate, KernelLimits
 from ...device.driver import KernelSource
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES
 
@@ -13,6 +14,8 @@ PREFILL_HEADERS = (*ATTENTION_HEADERS, "attention_powers.cuh", "attention_many.c
 ATTENTION_THREADS, ATTENTION_WARPS, TILE_ROWS = 128, 4, 64
 CELL_ROWS = 16
 """Query rows of a block of `attend_cells`, and keys that a warp processes at a time."""
+RING_BYTES = 8 * 8 + 2 * 4
+"""Bytes of `attend_roles` for rings of two stages: two mbarriers for a stage of keys or values, and a note for keys."""
 TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 """Terms of the cell dtype that together are as precise as float32."""
 
@@ -84,6 +87,10 @@ class KeyTiledVariant:
     def uses_warpgroups(self) -> bool:
         """Whether the kernel uses warpgroup products, which only some devices have."""
         return False
+
+    def is_enabled(self, limits: KernelLimits) -> bool:
+        """Return whether a device with `limits` uses the kernel."""
+        return limits.has_warpgroups or not self.uses_warpgroups
 
     @property
     def visibility_tile_rows(self) -> int:
@@ -185,6 +192,33 @@ class WarpgroupVariant(Pipelined16BitCacheVariant):
 
 
 @dataclass(frozen=True, slots=True)
+class WarpRoleVariant(WarpgroupVariant):
+    """The kernel `attend_roles`: four warps copy keys and values, and two warpgroups have 64 query rows each.
+
+    It would replace `attend_warpgroups`; see `ENABLED_CANDIDATES`. Three warpgroups spill registers.
+    """
+
+    def is_enabled(self, limits: KernelLimits) -> bool:
+        return limits.has_warpgroups and KernelCandidate.ATTENTION_ROLES in limits.candidates
+
+    @property
+    def file(self) -> str:
+        return "attention_roles.cu"
+
+    def make_source(self) -> KernelSource:
+        before = (*PREFILL_HEADERS, "wgmma.cuh", "cluster.cuh", "roles.cuh")
+        return KernelSource(self.file, (self.name,), before, architectures=("sm_90a",))
+
+    @property
+    def name(self) -> str:
+        return f"attend_roles<{CUDA_TYPE_NAMES[self.cells]}, {self.size}, {self.width}, {self.tile}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + 4 * self.tile * (self.size + self.width) + self.rows * (2 * self.size + 16) + RING_BYTES
+
+
+@dataclass(frozen=True, slots=True)
 class FewQueryRowsTensorCoreVariant:
     """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
 
@@ -240,9 +274,16 @@ _WARPGROUP_SIZES = (
     (192, 128, 128, False, 128, 256),
     (256, 256, 64, False, 128, 256),
 )
+_WARP_ROLE_SIZES = (
+    (64, 64, 128, False, 128, 384),
+    (128, 128, 128, False, 128, 384),
+    (192, 128, 128, False, 128, 384),
+    (256, 256, 64, False, 128, 384),
+)
 TILED_SOURCES = {
     t: t.make_source()
     for t in (
+        *(WarpRoleVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _WARP_ROLE_SIZES),
         *(WarpgroupVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _WARPGROUP_SIZES),
         *(Pipelined16BitCacheVariant(*sizes, cells=cells) for cells in HALF_DTYPES for sizes in _PIPELINED_SIZES),
         KeyTiledVariant(64, 64, 64, True),
@@ -252,7 +293,7 @@ TILED_SOURCES = {
         WideKeyTiledVariant(576, 512, 16, has_register_queries=True),
     )
 }
-"""Sources of tiled variants. The first variant that supports the sizes is the best."""
+"""Sources of tiled variants. The first variant that is enabled and supports the sizes is the best."""
 _COMBINE_KERNELS = ("attention_combine", "attention_combine_few")
 _AUXILIARY_KERNELS = (
     "attention_seen",

@@ -34,6 +34,21 @@ template <int TERMS> struct Room {
     u64 full[OF_X], empty[OF_X];  // mbarriers
 };
 
+// The sums of the rows from `first` on with the entries of a tile, as warpgroups have them.
+template <class T, class A> __device__ __forceinline__ void store_sums(const A &a, const int4 &tile, i64 first, const float (&sum)[128]) {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        const int entry = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (entry >= tile.z) continue;
+        float *out = a.out + (tile.y + entry) * a.out_step + first;
+        const float undo = IS_SCALED<T> ? a.undo[tile.y + entry] : 1.0f;
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (first + row + 8 * h < a.rows) out[row + 8 * h] = sum[i / 2 * 4 + 2 * h + i % 2] * undo;
+    }
+}
+
 template <class T, int TERMS> __global__ void __launch_bounds__(THREADS) clustered(const __grid_constant__ Grouped<T> a) {
     wait_for_earlier();
     constexpr int OF_X = Room<TERMS>::OF_X, OF_W = Room<TERMS>::OF_W;
@@ -94,15 +109,5 @@ template <class T, int TERMS> __global__ void __launch_bounds__(THREADS) cluster
     sync_cluster();  // nobody arrives here any more
     if (a.parts != nullptr && !has_all(a, sum, *(u32 *)&room)) return;
 
-    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 64; i++) {
-        const int entry = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        if (entry >= tile.z) continue;
-        float *out = a.out + (tile.y + entry) * a.out_step + first;
-        const float undo = IS_SCALED<T> ? a.undo[tile.y + entry] : 1.0f;
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            if (first + row + 8 * h < a.rows) out[row + 8 * h] = sum[i / 2 * 4 + 2 * h + i % 2] * undo;
-    }
+    store_sums<T>(a, tile, first, sum);
 }

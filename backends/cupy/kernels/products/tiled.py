@@ -16,6 +16,7 @@ from .....graph.dtypes import DType
 from ....fusion.operands import Operand
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
+from ...device.device_limits import KernelCandidate
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
 from .packed import count_code_book_bytes, list_format_headers
@@ -60,6 +61,8 @@ MIN_UNPACKED_ENTRIES, MAX_UNPACKED_BYTES = 512, 512 << 20
 
 On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16.
 """
+ROLE_THREADS, MULTIPROCESSOR_GROUP = 384, 16
+"""Threads of a block of `multiply_by_roles`, and the multiprocessors that can share the blocks of a cluster."""
 STAGE_COLUMNS = 64
 """Rows of terms are padded with zeros to a multiple of these columns."""
 FLOAT_DTYPES = (DType.F16, DType.BF16)
@@ -84,6 +87,12 @@ def _make_cluster_source(t: DType) -> KernelSource:
     return KernelSource("clusters.cu", tuple(names), before, architectures=("sm_90a",))
 
 
+def _make_role_source(t: DType) -> KernelSource:
+    names = (f"{kernel}<{CUDA_TYPE_NAMES[t]}>" for kernel in ("tile_weights", "multiply_by_roles"))
+    before = (*_make_cluster_source(t).before, "clusters.cu", "roles.cuh")
+    return KernelSource("product_roles.cu", tuple(names), before, architectures=("sm_90a",))
+
+
 TILED_SOURCE_BY_DTYPE = {
     **{
         t: _make_tiled_source(
@@ -103,12 +112,14 @@ WARPGROUP_SOURCE_BY_DTYPE = {
     **{t: _make_warpgroup_source(t, f"grouped_packed<{t.name}>", f"unpacked<{t.name}>") for t in PLANE_LAYOUTS},
 }
 CLUSTER_SOURCE_BY_DTYPE = {t: _make_cluster_source(t) for t in FLOAT_DTYPES}
+ROLE_SOURCE_BY_DTYPE = {t: _make_role_source(t) for t in FLOAT_DTYPES}
 SHARED_SOURCE = _make_tiled_source(None, *(f"split_rows<{CUDA_TYPE_NAMES[t]}, 1>" for t in FLOAT_DTYPES), "add_shares")
 SOURCES = (
     SHARED_SOURCE,
     *TILED_SOURCE_BY_DTYPE.values(),
     *WARPGROUP_SOURCE_BY_DTYPE.values(),
     *CLUSTER_SOURCE_BY_DTYPE.values(),
+    *ROLE_SOURCE_BY_DTYPE.values(),
 )
 
 
@@ -296,6 +307,25 @@ def _select_tiled_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelIns
     ]
 
 
+def _launch_weight_tiling(launches: LaunchBuilder, w: Operand, row_tiles: int) -> Operand:
+    """Launch the copy of a 16-bit matrix [rows, columns] into tiles in the order and layout of shared memory."""
+    rows, columns = w.shape[-2:]
+    stages = count_blocks(columns, STAGE_COLUMNS)
+    to = launches.allocate_scratch((row_tiles, stages, CLUSTER_TILE.rows, STAGE_COLUMNS), DType.BF16)
+    kernel = ROLE_SOURCE_BY_DTYPE[w.dtype][f"tile_weights<{CUDA_TYPE_NAMES[w.dtype]}>"]
+    launches.add_launch(kernel, (stages, row_tiles), CLUSTER_TILE.threads, [w, to, rows, columns, w.strides[-2]])
+    return to
+
+
+def _count_persistent_blocks(multiprocessors: int, cluster: int, items: int) -> int:
+    """Count the blocks that are resident at once in clusters of `cluster` blocks, at most one cluster for each item.
+
+    Blocks of a cluster share a group of multiprocessors; a group has at least `MULTIPROCESSOR_GROUP` of them.
+    """
+    group = MULTIPROCESSOR_GROUP if cluster > 1 else 1
+    return cluster * max(1, min(items, multiprocessors // group * (group // cluster)))
+
+
 def launch_tiled_tensor_core_matmul(
     launches: LaunchBuilder,
     w: Operand,
@@ -342,12 +372,19 @@ def launch_tiled_tensor_core_matmul(
         *_make_weight_stride_or_size_words(w),
         rows if parts else compute_row_stride(out),
     ]
-    words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
-    kernel, shared_bytes = (
-        _select_tiled_kernel(w.dtype, tile, terms),
-        _compute_shared_bytes_of_all_stages(w.dtype, tile),
-    )
-    launches.add_launch(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
+    words: list[LaunchWord] = [w, taken_apart, undo, *to, tiles, *route, run, count * rows]
+    shared_bytes = _compute_shared_bytes_of_all_stages(w.dtype, tile)
+    is_plain = tile == CLUSTER_TILE and shares == terms == 1 and math.prod(w.shape[:-2]) == 1
+    if is_plain and KernelCandidate.PRODUCT_ROLES in launches.limits.candidates:
+        tiled_weight = _launch_weight_tiling(launches, w, row_blocks)
+        items = tiles.shape[0] * grid[1] // cluster
+        blocks = _count_persistent_blocks(launches.multiprocessor_count, cluster, items)
+        role_words = [tiled_weight, *words[1:], tiles.shape[0], items]
+        kernel = ROLE_SOURCE_BY_DTYPE[w.dtype][f"multiply_by_roles<{CUDA_TYPE_NAMES[w.dtype]}>"]
+        launches.add_launch(kernel, blocks, ROLE_THREADS, role_words, shared_bytes, (cluster, 1, 1))
+        return
+    kernel = _select_tiled_kernel(w.dtype, tile, terms)
+    launches.add_launch(kernel, grid, tile.threads, [*words, *more], shared_bytes, (1, cluster, 1))
     if parts:
         words = [parts, out, shares, count * rows, rows, compute_row_stride(out)]
         launches.add_launch(SHARED_SOURCE["add_shares"], (count, count_blocks(rows, 1024)), 256, words)

@@ -10,9 +10,8 @@ A chunk has 32 tokens. For one value head, with G the cumulative log decays of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from .....graph.dtypes import DType
@@ -21,15 +20,16 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_saved_state_update
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ...device.device_limits import KIB
+from ...device.device_limits import KIB, KernelCandidate
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import as_float
+from .delta_segments import SEGMENTS_SOURCE, DeltaScan, Segments, choose_segments, launch_segments
 from .states import (
     RECURRENT_HEADER,
     STATES_SOURCE,
+    DeltaRuleOperands,
     StateOperands,
     bind_states_and_prepare_memory,
-    is_vector_aligned,
     make_rows_struct_fields,
 )
 
@@ -66,71 +66,6 @@ STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
         for size in LANES_AND_ROWS
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaRuleOperands:
-    """The operands of a gated delta rule and its output.
-
-    `has_tiled_heads` is the order of value heads: if it is false, adjacent value heads share a key head.
-    """
-
-    q: Operand
-    k: Operand
-    v: Operand
-    g: Operand
-    beta: Operand
-    out: Operand
-    has_tiled_heads: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.v.shape[-3]
-
-    @property
-    def sequences(self) -> int:
-        return math.prod(self.v.shape[:-3])
-
-    @property
-    def key_size(self) -> int:
-        return self.k.shape[-1]
-
-    @property
-    def value_size(self) -> int:
-        return self.v.shape[-1]
-
-    @property
-    def value_heads(self) -> int:
-        return self.v.shape[-2]
-
-    @property
-    def has_channel_decay(self) -> bool:
-        """Whether each key channel has its own decay, instead of one decay per head."""
-        return self.g.shape[-1] != 1
-
-    @property
-    def adjacent_value_heads_per_key_head(self) -> int:
-        """The number of adjacent value heads that share a key head; 0 with tiled heads."""
-        return 0 if self.has_tiled_heads else self.value_heads // max(self.k.shape[-2], 1)
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / math.sqrt(self.key_size)
-
-    @property
-    def is_vector_aligned(self) -> bool:
-        """Whether every row of the operands is contiguous and begins at a multiple of 16 bytes."""
-        read = (self.q, self.k, self.v, *([self.g] if self.has_channel_decay else []))
-        return self.value_size % 4 == 0 and all(is_vector_aligned(x) for x in read)
-
-    def slice_tokens(self, start: int, count: int) -> DeltaRuleOperands:
-        """Slice all operands to `count` tokens from token `start` on."""
-
-        def slice_operand(x: Operand, inner: int = 3) -> Operand:
-            return x.slice_axis(len(x.shape) - inner, start, count)
-
-        q, k, v, g, out = (slice_operand(x) for x in (self.q, self.k, self.v, self.g, self.out))
-        return replace(self, q=q, k=k, v=v, g=g, out=out, beta=slice_operand(self.beta, 2))
 
 
 def launch_delta_rule_by_token(
@@ -302,9 +237,14 @@ def allocate_key_and_value_chunk_scratch(
 ) -> tuple[Operand, Operand]:
     """Allocate scratch for all chunks of `tokens` tokens: an array for keys, and one for data of the value heads."""
     count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
+    keys, heads = (launches.allocate_scratch((count * n,), DType.I8) for n in _count_chunk_bytes(rule, chunk))
+    return keys, heads
+
+
+def _count_chunk_bytes(rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> tuple[int, int]:
+    """Count the prepared bytes of a chunk of one sequence: of all keys, and of all value heads."""
     keyed = rule.value_heads if rule.has_channel_decay else rule.k.shape[-2]
-    keys = launches.allocate_scratch((count * keyed * chunk.keys_bytes,), DType.I8)
-    return keys, launches.allocate_scratch((count * rule.value_heads * chunk.heads_bytes,), DType.I8)
+    return keyed * chunk.keys_bytes, rule.value_heads * chunk.heads_bytes
 
 
 def launch_delta_rule_by_chunks(
@@ -335,20 +275,44 @@ def launch_delta_rule_by_chunks(
     words += [rule.tokens, rule.k.shape[-2], heads, rule.adjacent_value_heads_per_key_head, together, rule.scale]
     grid, shared = (count, heads // together, sequences), chunk.compute_prepare_bytes_of_value_heads(together)
     launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, shared)
-    values = values or _choose_scan_block_rows(launches, rule, chunk)
+    end_fields = tuple(carried.make_fields_without_newer_snapshots(carried.snapshots - 1))
+    scan = DeltaScan(rule, memory, carried.begin_fields, end_fields, carried.snapshots, carried.fault_fields)
+    if values is None and (segments := _choose_segments(launches, rule, chunk)):
+        for part in launch_segments(launches, scan, segments, _count_chunk_bytes(rule, chunk)):
+            _launch_scan(launches, part, chunk, SLICE_ROWS[0])
+    else:
+        _launch_scan(launches, scan, chunk, values or _choose_scan_block_rows(launches, rule, chunk))
+
+
+def _launch_scan(launches: LaunchBuilder, scan: DeltaScan, chunk: ChunkedDeltaRuleVariant, values: int) -> None:
+    """Launch a scan of prepared chunks in blocks of `values` state rows."""
+    rule, heads = scan.rule, scan.rule.value_heads
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.adjacent_value_heads_per_key_head)
-    words = [
-        *memory,
+    words: list[LaunchWord] = [
+        *scan.memory,
         *make_rows_struct_fields(rule.v),
         *make_rows_struct_fields(rule.out),
-        *carried.begin_fields,
-        *carried.make_fields_without_newer_snapshots(carried.snapshots - 1),
+        *scan.begin_fields,
+        *scan.end_fields,
     ]
-    words += [carried.snapshots, *carried.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
+    words += [scan.end_step, *scan.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
     slices = rule.value_size // values
     cluster = _choose_scan_cluster_size(launches, slices)
-    shared, grid = chunk.compute_scan_shared_bytes(values, cluster), (slices, heads, sequences)
+    shared, grid = chunk.compute_scan_shared_bytes(values, cluster), (slices, heads, rule.sequences)
     launches.add_launch(chunk.select_scan_kernel(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
+
+
+def _choose_segments(
+    launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant
+) -> Segments | None:
+    """Choose the segments of a prompt that are scanned at once; `None` if one scan of all tokens is better."""
+    blocks, rest = divmod(rule.value_size, SLICE_ROWS[0])
+    fits = launches.can_allocate_shared_bytes(chunk.compute_scan_shared_bytes(SLICE_ROWS[0]))
+    if rest or not fits or rule.sequences != 1 or rule.value_size != rule.key_size:
+        return None
+    if KernelCandidate.DELTA_SEGMENTS not in launches.limits.candidates:
+        return None
+    return choose_segments(rule.tokens, blocks * rule.value_heads, CHUNK_TOKENS)
 
 
 def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
@@ -444,6 +408,7 @@ FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType({"cont": (_fuse_s
 BINDINGS: Mapping[str, OpBinder] = {"gated_delta_net": _bind_gated_delta_net}
 SOURCES = (
     STATES_SOURCE,
+    SEGMENTS_SOURCE,
     *STEP_SOURCES.values(),
     *PREPARE_SOURCES.values(),
     *SCAN_SOURCES.values(),

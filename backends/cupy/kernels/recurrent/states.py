@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute
@@ -130,3 +130,68 @@ def bind_states_and_prepare_memory(
     )
     old: list[LaunchWord] = [state, 0, sequences] if slots_in is None else [state, slots_in, state.shape[0]]
     return StateOperands(sequences, snapshots, stored, (*old, 1, *aside), new, slots_out, tuple(faults))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuleOperands:
+    """The operands of a gated delta rule and its output.
+
+    `has_tiled_heads` is the order of value heads: if it is false, adjacent value heads share a key head.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    g: Operand
+    beta: Operand
+    out: Operand
+    has_tiled_heads: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.v.shape[-3]
+
+    @property
+    def sequences(self) -> int:
+        return math.prod(self.v.shape[:-3])
+
+    @property
+    def key_size(self) -> int:
+        return self.k.shape[-1]
+
+    @property
+    def value_size(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def value_heads(self) -> int:
+        return self.v.shape[-2]
+
+    @property
+    def has_channel_decay(self) -> bool:
+        """Whether each key channel has its own decay, instead of one decay per head."""
+        return self.g.shape[-1] != 1
+
+    @property
+    def adjacent_value_heads_per_key_head(self) -> int:
+        """The number of adjacent value heads that share a key head; 0 with tiled heads."""
+        return 0 if self.has_tiled_heads else self.value_heads // max(self.k.shape[-2], 1)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.key_size)
+
+    @property
+    def is_vector_aligned(self) -> bool:
+        """Whether every row of the operands is contiguous and begins at a multiple of 16 bytes."""
+        read = (self.q, self.k, self.v, *([self.g] if self.has_channel_decay else []))
+        return self.value_size % 4 == 0 and all(is_vector_aligned(x) for x in read)
+
+    def slice_tokens(self, start: int, count: int) -> DeltaRuleOperands:
+        """Slice all operands to `count` tokens from token `start` on."""
+
+        def slice_operand(x: Operand, inner: int = 3) -> Operand:
+            return x.slice_axis(len(x.shape) - inner, start, count)
+
+        q, k, v, g, out = (slice_operand(x) for x in (self.q, self.k, self.v, self.g, self.out))
+        return replace(self, q=q, k=k, v=v, g=g, out=out, beta=slice_operand(self.beta, 2))
