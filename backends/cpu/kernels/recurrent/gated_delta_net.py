@@ -425,7 +425,15 @@ def _add_delta_net_and_save_step(steps: StepTableBuilder, call: BoundInstruction
     )
     kernel = make_delta_net_kernel(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
     writes = [out, new] if saved_state is None else [out, new, saved_state]
-    steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=writes)
+    is_one_row = out.shape[-1] % BLOCK_ROWS == 0 and math.prod(out.shape[:-2]) == 1
+    steps.add_units(
+        kernel,
+        words,
+        sequences * v.shape[-2] * -(-v.shape[-1] // BLOCK_ROWS),
+        reads=[q, k, v, g, beta, state],
+        writes=writes,
+        of_units=[out] if is_one_row else [],
+    )
 
 
 def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:

@@ -227,9 +227,7 @@ def add_row_step(
         return False
     work, strides = whole
     kernel = row_kernel.select(strides)
-    if row_kernel.whole_row_shape is not None or not _add_step_for_previously_split_columns(
-        steps, row_kernel, kernel, sources, results
-    ):
+    if not _add_step_for_previously_split_columns(steps, row_kernel, kernel, sources, results):
         steps.add(kernel, work.words, reads=sources, writes=results)
     return True
 
@@ -245,13 +243,15 @@ def _add_step_for_previously_split_columns(
 
     Return False if the operands have no such columns.
     """
-    column_split, count = find_continued_column_split(steps, sources, results[0]), len(sources)
+    whole_rows, count = row_kernel.whole_row_shape is not None, len(sources)
+    column_split = find_continued_column_split(steps, sources, results[0], whole_rows=whole_rows)
     if column_split is None:
         return False
     slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, *results)), strict=True)
     parts: list[ThreadWork | None] = []
     for each, (first, last) in zip(slices, pairwise(column_split.axis_bounds), strict=True):
-        part = None if None in each else make_row_thread_work(row_kernel, each[:count], each[count:])
+        own = replace(row_kernel, whole_row_shape=each[0].shape) if whole_rows and each[0] else row_kernel
+        part = None if None in each else make_row_thread_work(own, each[:count], each[count:])
         if first < last and (part is None or row_kernel.select(part[1]) != kernel):
             return False
         parts.append(part and part[0])
