@@ -32,7 +32,7 @@ class TracedInstruction:
     Attributes:
         expression: the expression of the op.
         operands: operands of the expression; None for an absent one.
-        producers: for each operand, the last instruction before that writes into its memory; None if there is none.
+        producers: for each operand, the last instruction before this one that writes into its memory, or None.
         attributes: attributes of the instruction.
         out: the result.
         readers: the instructions that read the result; None if it is retained.
@@ -128,7 +128,7 @@ class ExpressionGroup:
 class GroupComposition:
     """The composition of a group over one shape: its steps, its operands, and the step of each instruction.
 
-    `compose_instructions` makes one. Another instruction adds its steps to those that are there (`join`).
+    `compose_instructions` makes one. Another instruction adds its steps to the present ones (`join`).
     """
 
     calls: Mapping[int, TracedInstruction]
@@ -160,10 +160,10 @@ class GroupComposition:
     @cached_property
     def group(self) -> ExpressionGroup:
         """The group, with results in the order of instructions; raises `NoKernelError` if no kernel can compute it."""
-        return self._build_group(sorted(self._stored))
+        return self._build_group(sorted(self._result_numbers))
 
     @property
-    def _stored(self) -> list[int]:
+    def _result_numbers(self) -> list[int]:
         """The instructions with results that something outside of the group reads."""
         calls = self.calls
         return [n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys()]
@@ -186,7 +186,10 @@ class GroupComposition:
 
     def build_group_for_any_order(self) -> ExpressionGroup:
         """Return the group; it is the same for each valid order of the program."""
-        whole, stored = GroupComposition(self.calls, self.shape), sorted(self._stored, key=self._make_result_key)
+        whole, stored = (
+            GroupComposition(self.calls, self.shape),
+            sorted(self._result_numbers, key=self._make_result_key),
+        )
         for number in stored:
             whole.add_with_producers(number)
         return whole._build_group(stored)

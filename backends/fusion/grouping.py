@@ -109,8 +109,8 @@ class _GroupSearch:
 
     def _find_neighbours(self, number: int, call: TracedInstruction) -> dict[int, TracedInstruction]:
         """Return the instructions that read the result of an instruction or produce its operands, and that may join."""
-        near = {*self.flow.reader_table.find_readers_in_program(number), *call.producers}
-        return {n: traced for n in near if n is not None and (traced := self.trace(n)) is not None}
+        adjacent = {*self.flow.reader_table.find_readers_in_program(number), *call.producers}
+        return {n: traced for n in adjacent if n is not None and (traced := self.trace(n)) is not None}
 
     def _join(
         self, members: GroupComposition, number: int, call: TracedInstruction

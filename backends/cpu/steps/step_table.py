@@ -153,7 +153,7 @@ class StepTableBuilder:
         of_units: Sequence[Operand],
         stops: bool = False,
     ) -> None:
-        """Append a step whose kernel gives each thread a contiguous range of `unit_count` units.
+        """Append a step in which the kernel gives each thread a contiguous range of `unit_count` units.
 
         The kernel splits the units as `compute_thread_range` does. So each thread accesses its own columns of some
         operands, and needs no barrier after a step that split them in the same way. Later steps can continue with the
