@@ -48,7 +48,7 @@ class TracedInstruction:
     @cached_property
     def shape(self) -> Shape:
         """The shape over which the expression is evaluated: the shape of the rows, or of the result."""
-        if not self.expression.depends_on_whole_row:
+        if not self.expression.depends_on_row_reduction_or_length:
             return self.out.shape
         return next(o.shape for o in self.operands if o is not None)
 
@@ -67,7 +67,7 @@ class TracedInstruction:
             return "nobody reads a result"
         if not (out.is_float and out.is_dense and out.declared_spec is None and out.size):
             return "a result is not dense float32 in the arena"
-        if expression.number_steps.issuperset(expression.results):
+        if expression.steps_without_operands.issuperset(expression.results):
             return "a result needs no operand"
         return None
 
@@ -242,11 +242,13 @@ class GroupComposition:
     def _is_number_per_row(self, call: TracedInstruction) -> bool:
         """Return whether an instruction computes numbers per row from such numbers; raises `NoKernelError`."""
         if call.size == self.size:
-            fits = not call.expression.depends_on_whole_row or call.shape[-1:] == self.shape[-1:]
+            fits = not call.expression.depends_on_row_reduction_or_length or call.shape[-1:] == self.shape[-1:]
             require_supported(fits, "rows have other lengths")
             return False
         is_per_row = (
-            bool(self.shape) and call.size * self.shape[-1] == self.size and not call.expression.depends_on_whole_row
+            bool(self.shape)
+            and call.size * self.shape[-1] == self.size
+            and not call.expression.depends_on_row_reduction_or_length
         )
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
@@ -291,7 +293,8 @@ class GroupComposition:
     def _view_result(self, number: int, expression: Expression) -> Operand:
         """Return a written result as a view of the shape of the group."""
         is_per_row = (
-            expression.depends_on_whole_row and self.step_by_number[number] in expression.steps_with_one_number_per_row
+            expression.depends_on_row_reduction_or_length
+            and self.step_by_number[number] in expression.steps_with_one_number_per_row
         )
         require_supported(is_per_row == (number in self.numbers_per_row), "a number of the row is repeated")
         if (number, is_per_row) not in self.result_views:

@@ -69,7 +69,7 @@ def plan_scratch(expression: Expression, operand_shapes: Sequence[Shape | None])
         dead = [s for s in {*sources} & buffers.keys() if expression.last_readers[s] == number]
         if not is_reduction:
             _release(dead, buffers, planned, free)
-        if number not in expression.number_steps and sources and number < len(expression.steps) - 1:
+        if number not in expression.steps_without_operands and sources and number < len(expression.steps) - 1:
             reusable = free.setdefault(shapes[-1], [])
             if not reusable:
                 reusable.append(len(planned))
@@ -88,7 +88,7 @@ def _release(
         free.setdefault(shapes[buffers[step]], []).append(buffers[step])
 
 
-def make_expression_calls(
+def make_float32_expression_calls(
     expression: Expression,
     operands: Sequence[Array | None],
     numbers: Mapping[int, float],
@@ -146,7 +146,7 @@ def make_expression_binding(declared: ScalarLanguageDeclaration) -> Binding:
         expression, operands, out = arrange(call.src, call.attrs, call.out)
         plan = plan_scratch(expression, [None if a is None else a.shape for a in operands])
         memory = [call.take_scratch(*shape) for shape in plan.shapes]
-        return make_expression_calls(
+        return make_float32_expression_calls(
             expression, operands, expression.compute_number_steps(call.attrs), out, plan, memory
         )
 

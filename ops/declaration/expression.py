@@ -45,7 +45,7 @@ class Expression:
         return self.listed_results or (len(self.steps) - 1,)
 
     @cached_property
-    def number_steps(self) -> frozenset[int]:
+    def steps_without_operands(self) -> frozenset[int]:
         """The steps that depend only on constants and attributes, so that each is one number for the whole call.
 
         They are computed in float64 (rule 2 of the scalar language).
@@ -54,7 +54,7 @@ class Expression:
 
     @cached_property
     def steps_with_one_number_per_row(self) -> frozenset[int]:
-        """The steps that are one number for each row, such as a sum of the row; `number_steps` are included."""
+        """The steps that are one number for each row, such as a sum of the row; `steps_without_operands` are included."""
         leaves = ("attribute", "constant", "row_count")
         return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
 
@@ -67,14 +67,14 @@ class Expression:
         return found
 
     @cached_property
-    def depends_on_whole_row(self) -> bool:
+    def depends_on_row_reduction_or_length(self) -> bool:
         """Whether an element of the result depends on its whole row, by a reduction or by the number of elements."""
         return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
 
     @cached_property
     def reduces_row(self) -> bool:
         """Whether each result is one number for each row, such as the sum of the row."""
-        return self.depends_on_whole_row and self.steps_with_one_number_per_row.issuperset(self.results)
+        return self.depends_on_row_reduction_or_length and self.steps_with_one_number_per_row.issuperset(self.results)
 
     def find_element_steps(self, number: int, known: frozenset[int] = frozenset()) -> set[int]:
         """Return the steps per element on which a step depends, itself included.
@@ -96,9 +96,9 @@ class Expression:
         return {source: number for number, step in enumerate(self.steps) for source in step.sources}
 
     def compute_number_steps(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
-        """Compute `number_steps` from the attributes of a call. Return the numbers by step, computed in float64."""
+        """Compute `steps_without_operands` from the attributes of a call. Return the numbers by step, computed in float64."""
         numbers: dict[int, Any] = {}
-        for number in sorted(self.number_steps):
+        for number in sorted(self.steps_without_operands):
             function, sources, value = self.steps[number]
             if function == "attribute":
                 numbers[number] = float(attributes[str(value)])  # type: ignore[arg-type]  # only float attributes
@@ -182,7 +182,7 @@ def format_formula(expression: Expression, operand_names: tuple[str, ...]) -> st
     texts: list[tuple[str, int]] = []
     definitions: list[str] = []
     for number, step in enumerate(expression.steps):
-        text, level = _format_step(step, texts, operand_names)
+        text, level = _format_step_and_binding_strength(step, texts, operand_names)
         if uses.count(number) > 1 and step.function not in LEAVES:
             definitions.append(f"t{len(definitions) + 1} = {text}")
             text, level = f"t{len(definitions)}", _ATOM
@@ -190,7 +190,9 @@ def format_formula(expression: Expression, operand_names: tuple[str, ...]) -> st
     return "; ".join([*definitions, texts[-1][0]])
 
 
-def _format_step(step: Step, texts: list[tuple[str, int]], operand_names: tuple[str, ...]) -> tuple[str, int]:
+def _format_step_and_binding_strength(
+    step: Step, texts: list[tuple[str, int]], operand_names: tuple[str, ...]
+) -> tuple[str, int]:
     """Return the text of one step and its binding strength."""
     function, sources, value = step
     if function == "operand":

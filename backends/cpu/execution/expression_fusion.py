@@ -80,7 +80,7 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
     expression = declared.trace([o is not None for o in operands], call.attrs)
     if not has_lane_code_for_all_functions(expression) or (
-        expression.depends_on_whole_row and not (operands[0] and operands[0].shape)
+        expression.depends_on_row_reduction_or_length and not (operands[0] and operands[0].shape)
     ):
         return None
     producers = [None if o is None else flow.find_last_writer(o.region, number) for o in operands]
@@ -91,7 +91,7 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
 
 
 def _has_kernel(group: ExpressionGroup) -> bool:
-    has_rows = group.expression.depends_on_whole_row
+    has_rows = group.expression.depends_on_row_reduction_or_length
     if has_rows and not (group.operands and group.shape):
         return False
     return make_loop_args_of_results(group.shape if has_rows else None, group.operands, group.results) is not None

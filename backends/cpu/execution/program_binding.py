@@ -15,7 +15,7 @@ from ...compile_log import log
 from ...fusion.dataflow import Dataflow
 from ...fusion.liveness import build_reader_table
 from ...fusion.operands import BoundInstruction, NoKernelError, Operand
-from ...kernel_sources import locate_source
+from ...kernel_sources import read_source_location_and_text
 from ...kernel_tables import find_op_package_binding
 from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
@@ -124,7 +124,7 @@ def list_kernel_calls(
 
 def _locate_kernel_source(kernel: Kernel) -> SourceLocation:
     """Return the source location of the Python function that a kernel is compiled from."""
-    return locate_source(kernel.body.source if isinstance(kernel.body, IrBody) else kernel.body)
+    return read_source_location_and_text(kernel.body.source if isinstance(kernel.body, IrBody) else kernel.body)
 
 
 def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:

@@ -95,7 +95,7 @@ class StepTableBuilder:
     - `add_units`: as `add`, but it is known which columns each thread accesses.
     - `add_queued`: threads take work items from a queue, for a step that takes long.
     - `add_per_thread`: each thread has its own part. After a matmul that was split by columns, each thread continues
-      with the columns that it wrote (`find_column_bounds`). Each thread computes for itself the values that all threads
+      with the columns that it wrote (`find_column_bounds_written_since_barrier`). Each thread computes for itself the values that all threads
       need next (`take_private_memory`).
     """
 
@@ -134,13 +134,13 @@ class StepTableBuilder:
         """
         part, moved = (
             ThreadWork(words, reads, writes),
-            _count_accessed_bytes(reads, writes) if nbytes is None else nbytes,
+            _count_bytes_without_scratch(reads, writes) if nbytes is None else nbytes,
         )
         self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
 
     def is_step_shared_by_threads(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
         """Return whether `add` would split a step with these operands and results over all threads."""
-        return self.threads > 1 and _count_accessed_bytes(reads, writes) >= MIN_SHARED_BYTES
+        return self.threads > 1 and _count_bytes_without_scratch(reads, writes) >= MIN_SHARED_BYTES
 
     def add_units(
         self,
@@ -215,7 +215,7 @@ class StepTableBuilder:
         if self.threads > 1:
             self._column_bounds |= {o.region: bounds for o in results if bounds[-1] in (o.shape[-1], o.size)}
 
-    def find_column_bounds(self, operands: Sequence[Operand]) -> Sequence[int] | None:
+    def find_column_bounds_written_since_barrier(self, operands: Sequence[Operand]) -> Sequence[int] | None:
         """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
         bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
@@ -349,7 +349,7 @@ def _slice_row(row: Operand, first: int, last: int, unit_count: int) -> Operand:
     return flat.slice_axis(0, first * each, (last - first) * each)
 
 
-def _count_accessed_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
+def _count_bytes_without_scratch(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
     """Return the number of bytes of all operands and results, except scratch."""
     return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
 

@@ -12,7 +12,7 @@ from hocket import ops
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import program_binding
 from hocket.backends.fusion.expression_groups import GroupComposition, find_strides_of_reshape
-from hocket.conformance.cases.random_graphs import make_random_graph
+from hocket.conformance.cases.random_graphs import make_random_graph_and_weights
 from hocket.ops import REGISTRY, op
 from hocket.ops.declaration import scalar
 from hocket.ops.declaration.scalar import Scalar
@@ -49,7 +49,7 @@ def x(*shape: int, name: str = "x") -> hocket.Value:
 @pytest.mark.long(cases=6)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_random_program_has_the_bits_of_its_ops_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch):
-    graph, weights = make_random_graph(seed)
+    graph, weights = make_random_graph_and_weights(seed)
     fused = run(graph, weights, threads=1 + seed % 2)
     monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
     for name, expected in run(graph, weights, threads=1).items():

@@ -308,7 +308,7 @@ def test_a_thread_owns_the_columns_of_its_units(unit_count: int):
     tensor = Tensor(0, 0, (1, unit_count, each), (unit_count * each, each, 1), DType.F32)
     out = Operand(row.address, tensor)
     steps.add_units(kernel, [], unit_count, reads=[], writes=[out], of_units=[out])
-    bounds = steps.find_column_bounds([out])
+    bounds = steps.find_column_bounds_written_since_barrier([out])
     assert bounds == [0, -(-unit_count // 2) * each, unit_count * each]
     split = find_continued_column_split(steps, [out], out, whole_rows=True)
     assert split is not None

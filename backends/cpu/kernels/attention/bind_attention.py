@@ -19,7 +19,7 @@ from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ... import target_cpu
 from ...steps.step_table import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import make_whole_result_copy_per_thread
+from ..matmul.packed_matmul import make_memory_for_redundant_results
 from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import add_copy_step
 from . import amx_attention, decode_attention, partial_results, prefill_attention
@@ -151,21 +151,21 @@ def _choose_decode_work_split(
     max_splits = (
         max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
     )
-    parts = _compute_balanced_split_count(steps, sequences)
+    parts = _find_smallest_balanced_split_count(steps, sequences)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if head_groups % parts == 0:
             return head_groups // parts, 1
         if max_splits >= parts:
             return head_groups, parts
-    return 1, min(max_splits, _compute_balanced_split_count(steps, sequences * head_groups))
+    return 1, min(max_splits, _find_smallest_balanced_split_count(steps, sequences * head_groups))
 
 
-def _compute_balanced_split_count(steps: StepTableBuilder, units: int) -> int:
+def _find_smallest_balanced_split_count(steps: StepTableBuilder, units: int) -> int:
     """Return the smallest number of parts of each of `units` work units with which all threads get equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
 
-def _is_readable_key_or_value(x: Operand | None) -> bool:
+def _is_readable_directly_or_copied(x: Operand | None) -> bool:
     """Return whether attention kernels can read keys or values of this form, in place or from a dense copy."""
     return x is not None and (
         x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_blocks)
@@ -179,7 +179,7 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     """
     inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
     floats = (call.operand(0), call.optional_operand(3), sinks)
-    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable_key_or_value, inputs[1:3])):
+    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable_directly_or_copied, inputs[1:3])):
         return False
     if not out.is_float or out.strides[-1] != 1:
         return False
@@ -218,7 +218,7 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
             else prefill_attention
         )
         span = prefill_attention.choose_tokens_per_work_unit(many.JOBS_PER_TILE, units, shared, tokens, steps.threads)
-        each = many.compute_prefill_scratch_bytes(shared * span, size, width)
+        each = many.compute_prefill_scratch_bytes_per_thread(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
         kernel = many.make_prefill_attention_kernel(k.dtype, v.dtype)
         common |= {"scratch": scratch.address, "scratch_bytes": each}
@@ -244,7 +244,7 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     words = decode_attention.ARGS(**common)
     writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
     steps.add_units(
-        decode_attention.make_decode_attention_kernel(k.dtype, v.dtype),
+        decode_attention.make_few_token_attention_kernel(k.dtype, v.dtype),
         words,
         units // beside * splits,
         reads=reads,
@@ -268,7 +268,7 @@ def _add_merge_partial_results_step(
 
     If only matmuls read the result, each thread merges everything into its own copy.
     """
-    own = make_whole_result_copy_per_thread(steps, call)
+    own = make_memory_for_redundant_results(steps, call)
     if own is None:
         steps.add(
             decode_attention.merge_partial_results,

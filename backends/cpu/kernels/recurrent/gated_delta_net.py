@@ -43,9 +43,9 @@ from ...simd.vectors import (
     splat,
     splat_from,
     store,
+    store_16_floats_streaming,
     store_first_lanes,
     store_scalar,
-    store_streaming,
     sub,
     zeros,
 )
@@ -351,7 +351,7 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
                 start = 4 * size * ((n * heads + h) * width)
                 for c in range(start + 4 * first * size, start + 4 * last * size, 4 * LANES):
                     prefetch_l2(ARGS.state(a) + c + 4 * BLOCK_ROWS * size)  # the next block
-                    store_streaming(ARGS.saved_state(a) + c, load(ARGS.state(a) + c))
+                    store_16_floats_streaming(ARGS.saved_state(a) + c, load(ARGS.state(a) + c))
             is_transposed = tokens >= MIN_TRANSPOSED_TOKENS and ARGS.new(a, 2) == 0 and last - first == BLOCK_ROWS
             in_pairs = not is_transposed and ARGS.new(a, 2) == 0 and (last - first) % CROSS_ROWS == 0
             t = 0

@@ -27,7 +27,7 @@ from ...simd.vectors import (
     splat,
     splat_int,
     store,
-    store_streaming,
+    store_16_floats_streaming,
     zeros,
 )
 from ...steps.partition import compute_thread_range
@@ -203,7 +203,7 @@ def save_and_overwrite_state_rows(state, saved_state, old, ids, nbytes, x, step,
         for c in range(0, 4 * size, 4 * LANES):
             row = load(state + 4 * j * channels + c)
             store(old + 4 * j * size + c, row)
-            store_streaming(saved_state + 4 * j * channels + c, row)
+            store_16_floats_streaming(saved_state + 4 * j * channels + c, row)
     for j in range(3):
         row = load_row_id(ids, nbytes, j)
         copy_float_vectors(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
@@ -217,7 +217,7 @@ HEAD_ARGS = declare_args(
 
 
 @cache
-def make_convolution_and_head_norm_kernel(norm: str) -> Kernel:
+def make_convolution_norm_and_state_kernel(norm: str) -> Kernel:
     """Make the fused kernel of a short convolution, SiLU and head norms, which also updates the rows of the state.
 
     The old state rows are copied to `saved_state`. Normed heads are not written to y. Kernel arguments:
@@ -315,7 +315,7 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
     others = [flow.bound_instruction(n) for n in flow.require_readers(chain.activation) if n not in chain.norms]
     _require_disjoint_results(join, mix, active, keep, save, norms, others, normed)
     kernel, eps = (
-        make_convolution_and_head_norm_kernel(select_norm_factor_name(norms[0])),
+        make_convolution_norm_and_state_kernel(select_norm_factor_name(norms[0])),
         norms[0].float_attribute_bits("eps"),
     )
     sequences, tokens, channels = y.shape

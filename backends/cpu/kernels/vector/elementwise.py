@@ -123,7 +123,7 @@ UNARY_ARGS = make_row_args("x y")
 
 
 @kernel
-def copy_strided_rows(a, thread, threads):
+def copy_strided_rows_to_dense(a, thread, threads):
     """Copy rows with strided elements to rows with dense elements."""
     n, apart = UNARY_ARGS.columns(a), splat_int(UNARY_ARGS.x_step(a))
     lo, hi = compute_thread_range(UNARY_ARGS.rows(a), thread, threads)
@@ -210,11 +210,11 @@ def add_row_step_after_dense_copies(
     if add_row_step(steps, row_kernel, sources, [out]):
         return True
     dense = [_make_scratch_for_dense_copy(steps, o, k) for k, o in enumerate(sources)]
-    if dense == [*sources] or make_row_thread_work(row_kernel, dense, [out]) is None:
+    if dense == [*sources] or make_row_thread_work_and_strides(row_kernel, dense, [out]) is None:
         return False
     for source, to in zip(sources, dense, strict=True):
         if to is not source:
-            _add_strided_copy_step(steps, source, to)
+            _add_strided_to_dense_copy_step(steps, source, to)
     return add_row_step(steps, row_kernel, dense, [out])
 
 
@@ -222,7 +222,7 @@ def add_row_step(
     steps: StepTableBuilder, row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> bool:
     """Add the step of a kernel over rows; return False if it cannot loop over the operands and results."""
-    whole = make_row_thread_work(row_kernel, sources, results)
+    whole = make_row_thread_work_and_strides(row_kernel, sources, results)
     if whole is None:
         return False
     work, strides = whole
@@ -251,7 +251,7 @@ def _add_step_for_previously_split_columns(
     parts: list[ThreadWork | None] = []
     for each, (first, last) in zip(slices, pairwise(column_split.axis_bounds), strict=True):
         own = replace(row_kernel, whole_row_shape=each[0].shape) if whole_rows and each[0] else row_kernel
-        part = None if None in each else make_row_thread_work(own, each[:count], each[count:])
+        part = None if None in each else make_row_thread_work_and_strides(own, each[:count], each[count:])
         if first < last and (part is None or row_kernel.select(part[1]) != kernel):
             return False
         parts.append(part and part[0])
@@ -271,7 +271,7 @@ def _make_scratch_for_dense_copy(steps: StepTableBuilder, x: Operand, number: in
 
 
 def _make_strided_copy_loop_args(x: Operand, to: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_loop_args`) of `copy_strided_rows`; None if it cannot loop over them."""
+    """Make the loop arguments (`make_row_loop_args`) of `copy_strided_rows_to_dense`; None if it cannot loop over them."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_loop_args(to.shape, [x, to], apart=True)
@@ -285,12 +285,12 @@ def can_copy(x: Operand, to: Operand) -> bool:
     return _make_strided_copy_loop_args(x, to) is not None
 
 
-def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
+def _add_strided_to_dense_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
     """Add the step that copies strided `x` to dense `to`; return False if the kernel cannot loop over both."""
     walk = _make_strided_copy_loop_args(x, to)
     if walk is None:
         return False
-    steps.add(copy_strided_rows, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
+    steps.add(copy_strided_rows_to_dense, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
     return True
 
 
@@ -306,12 +306,12 @@ def make_whole_row_args_and_dense_copy(
         walk = make_row_loop_args(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
             if source is not x:
-                _add_strided_copy_step(steps, x, source)
+                _add_strided_to_dense_copy_step(steps, x, source)
             return walk, source
     return None
 
 
-def make_row_thread_work(
+def make_row_thread_work_and_strides(
     row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> tuple[ThreadWork, Strides] | None:
     """Make the argument words and accesses of one thread for a kernel over rows; also return element strides.
@@ -378,7 +378,7 @@ def make_expression_row_kernel(
     """Make the kernel over rows of an expression; None if it has functions without code, or no rows."""
     plan, sources = ExpressionKernel(expression, ()), _select_read_operands(expression, operands)
     if not has_lane_code_for_all_functions(expression) or (
-        expression.depends_on_whole_row and (not sources or not sources[0].shape)
+        expression.depends_on_row_reduction_or_length and (not sources or not sources[0].shape)
     ):
         return None
     numbers = expression.compute_number_steps(attributes)
@@ -387,7 +387,7 @@ def make_expression_row_kernel(
     def select(strides: Strides) -> Kernel:
         return make_expression_kernel(expression, tuple(stride == 0 for stride in strides))
 
-    return RowKernel(select, words, sources[0].shape if expression.depends_on_whole_row else None)
+    return RowKernel(select, words, sources[0].shape if expression.depends_on_row_reduction_or_length else None)
 
 
 COPY, FILL = linearise(Scalar("operand", (), 0)), linearise(Scalar("attribute", (), "value"))
@@ -396,7 +396,7 @@ COPY, FILL = linearise(Scalar("operand", (), 0)), linearise(Scalar("attribute", 
 
 def add_copy_step(steps: StepTableBuilder, x: Operand, out: Operand) -> bool:
     """Add the step that copies an operand; return False if no kernel can loop over both."""
-    return add_expression_step(steps, COPY, [x], out) or _add_strided_copy_step(steps, x, out)
+    return add_expression_step(steps, COPY, [x], out) or _add_strided_to_dense_copy_step(steps, x, out)
 
 
 def add_fill_step(steps: StepTableBuilder, value: float, out: Operand) -> bool:
