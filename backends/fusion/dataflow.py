@@ -188,10 +188,12 @@ class Dataflow:
         """
         if not all(map(self.can_join_fusion, numbers)):
             return None
+        places = sorted(self._position_by_instruction[n] for n in numbers)
+        if not any(self._order[place] for place in {*range(places[0], places[-1])}.difference(places)):
+            return [], []
         touched = {**self._accesses, **self._find_external_accesses(numbers)}
-        places = [self._position_by_instruction[n] for n in numbers]
         before, members, behind = (list[tuple[int, ...]]() for _ in range(3))
-        for group in filter(None, self._order[min(places) : max(places) + 1]):
+        for group in filter(None, self._order[places[0] : places[-1] + 1]):
             must_follow = self._has_group_order_dependency(behind, group, touched)
             if group[0] in numbers:
                 if must_follow:
@@ -292,9 +294,10 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
 
 def has_same_elements(one: Operand, other: Operand) -> bool:
     """Return whether two operands consist of the same memory elements in the same order."""
+    if one.address != other.address:
+        return False
     has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)
-    dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
-    return one.address == other.address and (has_equal_strides or dense)
+    return has_equal_strides or (one.is_dense and other.is_dense and one.size == other.size)
 
 
 if not TYPE_CHECKING:

@@ -7,7 +7,7 @@ the kernels of the single ops, so the bits of all results are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from ...graph.attrs import Attrs
 from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.expression import Expression, Step
 from ..base import contiguous_strides
-from .dataflow import Dataflow, has_same_elements
+from .dataflow import has_same_elements
 from .operands import NoKernelError, Operand, compute_broadcast_strides, require_supported
 
 MAX_GROUP_OPERANDS = 16
@@ -32,25 +32,63 @@ class TracedInstruction:
     Attributes:
         expression: the expression of the op.
         operands: operands of the expression; None for an absent one.
+        producers: for each operand, the last instruction before this one that writes into its memory, or None.
         attributes: attributes of the instruction.
         out: the result.
+        readers: the instructions that read the result; None if it is retained.
     """
 
     expression: Expression
     operands: Sequence[Operand | None]
+    producers: Sequence[int | None]
     attributes: Attrs
     out: Operand
+    readers: frozenset[int] | None
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """The shape over which the expression is evaluated: the shape of the rows, or of the result."""
         if not self.expression.depends_on_row_reduction_or_length:
             return self.out.shape
         return next(o.shape for o in self.operands if o is not None)
 
+    @cached_property
+    def size(self) -> int:
+        """The number of elements of `shape`."""
+        return math.prod(self.shape)
 
-TraceInstruction = Callable[[int], TracedInstruction | None]
-"""A function from the number of an instruction to the traced instruction; None for one that must stay alone."""
+    @cached_property
+    def why_it_cannot_join(self) -> str | None:
+        """The reason why the instruction can be in no group, or None."""
+        out, expression = self.out, self.expression
+        if not self.size:
+            return "an op has no elements"
+        if self.readers is not None and not self.readers:
+            return "nobody reads a result"
+        if not (out.is_float and out.is_dense and out.declared_spec is None and out.size):
+            return "a result is not dense float32 in the arena"
+        if expression.steps_without_operands.issuperset(expression.results):
+            return "a result needs no operand"
+        return None
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """The bytes that a kernel of the instruction alone reads and writes; raises `NoKernelError` without one."""
+        read = (self.view_operand(int(s.value), self.shape) for s in self.expression.steps if s.function == "operand")
+        views = {(view.address, view.strides): view for view in read}
+        return count_region_bytes([*views.values(), self.out])
+
+    @cached_property
+    def _views(self) -> dict[tuple[int, Shape], Operand]:
+        return {}
+
+    def view_operand(self, index: int, shape: Shape) -> Operand:
+        """Return an operand as a view with another shape of equal size; raises `NoKernelError` without such a view."""
+        operand = self.operands[index]
+        assert operand is not None
+        if (index, shape) not in self._views:
+            self._views[index, shape] = view_over_shape(operand, self.shape, shape)
+        return self._views[index, shape]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +102,6 @@ class ExpressionGroup:
         shape: the shape over which the expression is evaluated.
         operands: the operands as views with this shape; repeated axes have stride 0.
         results: the results that are written, as views with this shape, or with one column for a number per row.
-        result_numbers: the instruction of each result.
         saved_bytes: the bytes that single kernels would move in addition.
     """
 
@@ -74,44 +111,26 @@ class ExpressionGroup:
     shape: Shape
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
-    result_numbers: tuple[int, ...]
     saved_bytes: int = 0
 
     @property
+    def size(self) -> int:
+        """The number of elements of `shape`."""
+        return math.prod(self.shape)
+
+    @cached_property
     def moved_bytes(self) -> int:
         """The bytes that the kernel reads and writes. Each byte of an operand counts once."""
-        return sum(o.region.high - o.region.low for o in (*self.operands, *self.results))
-
-
-def compose_group(flow: Dataflow, numbers: Sequence[int], trace: TraceInstruction) -> ExpressionGroup:
-    """Compose the expressions of instructions. The result is the same for each valid order of the program.
-
-    Raises:
-        NoKernelError: an instruction has no expression, or the views of the values do not fit together.
-    """
-    calls: dict[int, TracedInstruction] = {}
-    for number in sorted(numbers):
-        call = trace(number)
-        if call is None:
-            raise NoKernelError("an op is not declared in the scalar language")
-        calls[number] = call
-    size = max(math.prod(call.shape) for call in calls.values())
-    require_supported(all(math.prod(call.shape) for call in calls.values()), "an op has no elements")
-    shapes = {call.shape: None for call in calls.values() if math.prod(call.shape) == size}
-    reasons: list[NoKernelError] = []
-    for shape in sorted(shapes, key=len, reverse=True):
-        try:
-            return _GroupComposer(flow, calls, shape).compose()
-        except NoKernelError as why:
-            reasons.append(why)
-    raise reasons[0]
+        return count_region_bytes([*self.operands, *self.results])
 
 
 @dataclass
-class _GroupComposer:
-    """The composition of a group over one shape: steps so far, operands, and the step of each instruction."""
+class GroupComposition:
+    """The composition of a group over one shape: its steps, its operands, and the step of each instruction.
 
-    flow: Dataflow
+    `compose_instructions` makes one. Another instruction adds its steps to the present ones (`join`).
+    """
+
     calls: Mapping[int, TracedInstruction]
     shape: Shape
     steps: dict[Step, int] = field(default_factory=dict)
@@ -119,14 +138,37 @@ class _GroupComposer:
     operands: list[Operand] = field(default_factory=list)
     step_by_number: dict[int, int] = field(default_factory=dict)
     numbers_per_row: set[int] = field(default_factory=set)
+    result_views: dict[tuple[int, bool], Operand] = field(default_factory=dict)
 
-    def compose(self) -> ExpressionGroup:
-        """Compose all instructions; raises `NoKernelError`."""
-        stored = sorted((n for n in self.calls if not self._is_read_inside_only(n)), key=self._make_result_key)
-        require_supported(stored, "nobody reads a result")
-        for number in stored:
-            self._add_with_producers(number)
-        require_supported(len(self.step_by_number) == len(self.calls), "nobody reads a result")
+    def join(self, number: int, call: TracedInstruction) -> GroupComposition:
+        """Return the composition with one more instruction; raises `NoKernelError`."""
+        return _compose_over_any_shape({**self.calls, number: call}, self)
+
+    def copy_for(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
+        """Return a copy to which the instructions `calls` may be added."""
+        return GroupComposition(
+            calls,
+            self.shape,
+            self.steps.copy(),
+            self.attributes.copy(),
+            self.operands.copy(),
+            self.step_by_number.copy(),
+            self.numbers_per_row.copy(),
+            self.result_views.copy(),
+        )
+
+    @cached_property
+    def group(self) -> ExpressionGroup:
+        """The group, with results in the order of instructions; raises `NoKernelError` if no kernel can compute it."""
+        return self._build_group(sorted(self._result_numbers))
+
+    @property
+    def _result_numbers(self) -> list[int]:
+        """The instructions with results that something outside of the group reads."""
+        calls = self.calls
+        return [n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys()]
+
+    def _build_group(self, stored: Sequence[int]) -> ExpressionGroup:
         expression = Expression(tuple(self.steps), listed_results=tuple(self.step_by_number[n] for n in stored))
         results = tuple(self._view_result(n, expression) for n in stored)
         require_supported(
@@ -135,13 +177,22 @@ class _GroupComposer:
         )
         for position, result in enumerate(results):
             require_supported(
-                all(has_same_elements(o, result) or not o.region.overlaps(result.region) for o in self.operands)
+                all(not o.region.overlaps(result.region) or has_same_elements(o, result) for o in self.operands)
                 and not any(other.region.overlaps(result.region) for other in results[:position]),
                 "a result lies where something is still read",
             )
-        return ExpressionGroup(
-            tuple(self.calls), expression, self.attributes, self.shape, tuple(self.operands), results, tuple(stored)
+        numbers = tuple(sorted(self.calls))
+        return ExpressionGroup(numbers, expression, self.attributes, self.shape, tuple(self.operands), results)
+
+    def build_group_for_any_order(self) -> ExpressionGroup:
+        """Return the group; it is the same for each valid order of the program."""
+        whole, stored = (
+            GroupComposition(self.calls, self.shape),
+            sorted(self._result_numbers, key=self._make_result_key),
         )
+        for number in stored:
+            whole.add_with_producers(number)
+        return whole._build_group(stored)
 
     def _make_result_key(self, number: int) -> tuple[int, int, int]:
         """Return the key that orders results: it is the same in each valid order of the program."""
@@ -152,33 +203,20 @@ class _GroupComposer:
     def _producers_inside(self) -> Mapping[int, set[int]]:
         """The instructions of the group on which each one depends."""
         producers: dict[int, set[int]] = {}
-        for number, call in self.calls.items():
-            direct = {n for o in call.operands if o is not None for n in self._find_writers_inside(o, number)}
+        for number in sorted(self.calls):
+            direct = self.calls.keys() & {n for n in self.calls[number].producers if n is not None}
             producers[number] = direct.union(*(producers[n] for n in direct))
         return producers
 
-    def _find_writers_inside(self, operand: Operand, number: int) -> list[int]:
-        """Return the earlier instructions of the group that write into an operand of instruction `number`."""
-        return [n for n in self.calls if n < number and self.calls[n].out.region.overlaps(operand.region)]
-
-    def _is_read_inside_only(self, number: int) -> bool:
-        readers = self.flow.find_readers(number)
-        return readers is not None and self.calls.keys() >= {*readers}
-
-    def _add_with_producers(self, number: int) -> None:
+    def add_with_producers(self, number: int) -> None:
         """Add the steps of the producers of an instruction, then its own; steps that exist are shared."""
         if number in self.step_by_number:
             return
         call = self.calls[number]
-        expression, out = call.expression, call.out
+        expression = call.expression
+        if call.why_it_cannot_join is not None:
+            raise NoKernelError(call.why_it_cannot_join)
         is_per_row = self._is_number_per_row(call)
-        require_supported(
-            out.is_float and out.is_dense and out.declared_spec is None and out.tensor.spec.size,
-            "a result is not dense float32 in the arena",
-        )
-        require_supported(
-            not expression.steps_without_operands.issuperset(expression.results), "a result needs no operand"
-        )
         steps = [self._add_operand(number, call, int(s.value)) for s in expression.steps if s.function == "operand"]
         position, added, inner = len(self.step_by_number), list[int](), iter(steps)
         for function, sources, value in expression.steps:
@@ -196,34 +234,42 @@ class _GroupComposer:
         if is_per_row or expression.reduces_row:
             self.numbers_per_row.add(number)
 
+    @cached_property
+    def size(self) -> int:
+        """The number of elements of `shape`."""
+        return math.prod(self.shape)
+
     def _is_number_per_row(self, call: TracedInstruction) -> bool:
         """Return whether an instruction computes numbers per row from such numbers; raises `NoKernelError`."""
-        size, own = math.prod(self.shape), math.prod(call.shape)
-        if own == size:
+        if call.size == self.size:
             fits = not call.expression.depends_on_row_reduction_or_length or call.shape[-1:] == self.shape[-1:]
             require_supported(fits, "rows have other lengths")
             return False
         is_per_row = (
-            bool(self.shape) and own * self.shape[-1] == size and not call.expression.depends_on_row_reduction_or_length
+            bool(self.shape)
+            and call.size * self.shape[-1] == self.size
+            and not call.expression.depends_on_row_reduction_or_length
         )
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
 
     def _add_operand(self, number: int, call: TracedInstruction, index: int) -> int:
         """Return the step of an operand: the result of an earlier instruction, or an operand of the group."""
-        operand = call.operands[index]
+        operand, maker = call.operands[index], call.producers[index]
         assert operand is not None
-        makers = self._find_writers_inside(operand, number)
-        if makers:
-            maker = self.flow.find_last_writer(operand.region, number)
-            require_supported(maker in makers, "something else lies there")
+        if maker in self.calls:
             assert maker is not None
-            self._add_with_producers(maker)
+            self.add_with_producers(maker)
             self._require_whole_value(maker, call, operand)
             return self.step_by_number[maker]
+        region = operand.region
+        require_supported(
+            not any(c.out.region.overlaps(region) for n, c in self.calls.items() if n < number),
+            "something else lies there",
+        )
         require_supported(operand.is_float, "an operand is not float32")
-        require_supported(math.prod(call.shape) == math.prod(self.shape), "an operand has one number per row")
-        view = view_over_shape(operand, call.shape, self.shape)
+        require_supported(call.size == self.size, "an operand has one number per row")
+        view = call.view_operand(index, self.shape)
         known = (n for n, o in enumerate(self.operands) if (o.address, o.strides) == (view.address, view.strides))
         position = next(known, len(self.operands))
         self.operands += [view] if position == len(self.operands) else []
@@ -233,12 +279,11 @@ class _GroupComposer:
         """Require that an operand has each element, or each number per row, of an earlier result in its place."""
         out = self.calls[maker].out
         require_supported(
-            operand.region == out.region and operand.is_dense and operand.tensor.spec.size == out.tensor.spec.size,
+            operand is out or (operand.region == out.region and operand.is_dense and operand.size == out.size),
             "a part of a result is read",
         )
-        own = math.prod(call.shape)
-        if maker not in self.numbers_per_row or own != math.prod(self.shape):
-            require_supported(operand.tensor.spec.size == own, "a result is repeated")
+        if maker not in self.numbers_per_row or call.size != self.size:
+            require_supported(operand.size == call.size, "a result is repeated")
             return
         padded = (1,) * (len(call.shape) - len(operand.shape)) + operand.shape
         require_supported(
@@ -252,9 +297,53 @@ class _GroupComposer:
             and self.step_by_number[number] in expression.steps_with_one_number_per_row
         )
         require_supported(is_per_row == (number in self.numbers_per_row), "a number of the row is repeated")
-        shape = (*self.shape[:-1], 1) if is_per_row else self.shape
-        out = self.calls[number].out
-        return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
+        if (number, is_per_row) not in self.result_views:
+            shape = (*self.shape[:-1], 1) if is_per_row else self.shape
+            out = self.calls[number].out
+            self.result_views[number, is_per_row] = _view(out, shape, contiguous_strides(shape))
+        return self.result_views[number, is_per_row]
+
+
+def compose_instructions(calls: Mapping[int, TracedInstruction]) -> GroupComposition:
+    """Compose the expressions of instructions.
+
+    Raises:
+        NoKernelError: the views of the values do not fit together.
+    """
+    return _compose_over_any_shape(calls, None)
+
+
+def _compose_over_any_shape(
+    calls: Mapping[int, TracedInstruction], smaller: GroupComposition | None
+) -> GroupComposition:
+    """Compose instructions over the first shape that fits: of the largest size, with the most axes.
+
+    `smaller` is the composition of all instructions but one. Its steps are kept if the other one is the last.
+    """
+    numbers = sorted(calls)
+    size = max(call.size for call in calls.values())
+    shapes = {calls[number].shape: None for number in numbers if calls[number].size == size}
+    reasons: list[NoKernelError] = []
+    for shape in sorted(shapes, key=len, reverse=True):
+        is_last_added = smaller is not None and smaller.shape == shape and numbers[-1] not in smaller.calls
+        try:
+            if smaller is not None and is_last_added:
+                composition = smaller.copy_for(calls)
+            else:
+                composition = GroupComposition(calls, shape)
+            for number in numbers[-1:] if is_last_added else numbers:
+                composition.add_with_producers(number)
+            require_supported(composition.group.operands, "nothing is read")
+        except NoKernelError as why:
+            reasons.append(why)
+        else:
+            return composition
+    raise reasons[0]
+
+
+def count_region_bytes(operands: Sequence[Operand]) -> int:
+    """Return the sum of the bytes from the first to the last of each operand."""
+    return sum(o.region.high - o.region.low for o in operands)
 
 
 def view_over_shape(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
@@ -270,6 +359,13 @@ def view_over_shape(operand: Operand, own_shape: Shape, shape: Shape) -> Operand
     strides = find_strides_of_reshape(own_shape, compute_broadcast_strides(operand, own_shape), shape)
     if strides is None:
         raise NoKernelError("an operand has no view with the shape of the group")
+    return _view(operand, shape, strides)
+
+
+def _view(operand: Operand, shape: Shape, strides: Shape) -> Operand:
+    """Return the memory of an operand with another shape."""
+    if (shape, strides) == (operand.shape, operand.strides):
+        return operand
     return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
 
 

@@ -7,20 +7,19 @@ work of the composed kernel, which passes over a row several times.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...ops.declaration.expression import Expression
 from .dataflow import Dataflow
-from .expression_groups import ExpressionGroup, TraceInstruction, compose_group
+from .expression_groups import ExpressionGroup, GroupComposition, TracedInstruction, compose_instructions
 from .operands import NoKernelError
 
 STEP_COST_BYTES = 1024
 """The bytes that a core moves while it calls a kernel: about 50 ns."""
 MAX_GROUP_INSTRUCTIONS = 24
-Ranks = Mapping[int, tuple[int, str, Sequence[tuple[int, int]], int]]
-"""The key of each instruction in the order of the search."""
+Rank = tuple[int, str, Sequence[tuple[int, int]], int]
+"""The key of an instruction in the order of the search."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,11 @@ class GroupingRules:
 
     Attributes:
         trace: returns the traced instruction of a number; None for one that must stay alone.
-        compose_alone: returns the group of one instruction; raises `NoKernelError`.
         has_kernel: returns whether a kernel can loop over the operands and results of a group.
         price_expression: returns the price of an expression per element, in bytes of memory traffic.
     """
 
-    trace: TraceInstruction
-    compose_alone: Callable[[int], ExpressionGroup]
+    trace: Callable[[int], TracedInstruction | None]
     has_kernel: Callable[[ExpressionGroup], bool]
     price_expression: Callable[[Expression], float]
 
@@ -46,18 +43,16 @@ def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[Express
     Instructions in a group of `flow` stay there, and fixed instructions stay alone. Each valid order of a program has
     the same groups.
     """
+    search = _GroupSearch(flow, rules, _rank_instructions(flow))
     groups: list[ExpressionGroup] = []
-    ranks = _rank_instructions(flow)
-    for number in sorted(ranks, key=ranks.__getitem__):
-        if flow.can_join_fusion(number) and rules.trace(number) is not None:
-            group = _grow_group(flow, rules, ranks, number)
-            if group is not None:
-                flow.group_instructions(group.instruction_numbers)
-                groups.append(group)
+    for number in sorted(search.ranks, key=search.ranks.__getitem__):
+        if (group := search.grow_group(number)) is not None:
+            flow.group_instructions(group.instruction_numbers)
+            groups.append(group)
     return groups
 
 
-def _rank_instructions(flow: Dataflow) -> Ranks:
+def _rank_instructions(flow: Dataflow) -> Mapping[int, Rank]:
     """Return for each instruction the length of the longest chain of producers, its op, and the place of its result."""
     instructions = flow.reader_table.program.instructions
     depths = [0] * len(instructions)
@@ -68,55 +63,76 @@ def _rank_instructions(flow: Dataflow) -> Ranks:
     return {n: (depths[n], i.op, places[n], n) for n, i in enumerate(instructions)}
 
 
-def _grow_group(flow: Dataflow, rules: GroupingRules, ranks: Ranks, first: int) -> ExpressionGroup | None:
-    """Join neighbours to an instruction as long as a join saves more than it costs; return None without a join."""
-    try:
-        group = rules.compose_alone(first)
-    except NoKernelError:
-        return None
-    while len(group.instruction_numbers) < MAX_GROUP_INSTRUCTIONS:
-        neighbours = _list_neighbours(flow, rules, ranks, group)
-        joined = next((g for n in neighbours if (g := _join(flow, rules, group, n)) is not None), None)
-        if joined is None:
-            break
-        group = joined
-    return group if len(group.instruction_numbers) > 1 else None
+@dataclass
+class _GroupSearch:
+    """The search for groups in a program. It traces each instruction once."""
 
+    flow: Dataflow
+    rules: GroupingRules
+    ranks: Mapping[int, Rank]
+    traced: dict[int, TracedInstruction | None] = field(default_factory=dict)
 
-def _list_neighbours(flow: Dataflow, rules: GroupingRules, ranks: Ranks, group: ExpressionGroup) -> Sequence[int]:
-    """Return the instructions that read results of a group or produce its operands, and that may join it."""
+    def trace(self, number: int) -> TracedInstruction | None:
+        """Trace an instruction; return None if it must stay alone, or is in a group."""
+        if not self.flow.can_join_fusion(number):
+            return None
+        if number not in self.traced:
+            call = self.rules.trace(number)
+            self.traced[number] = None if call is None or call.why_it_cannot_join else call
+        return self.traced[number]
 
-    def neighbours() -> Iterator[int]:
-        for number in group.instruction_numbers:
-            yield from flow.reader_table.find_readers_in_program(number)
-            call = rules.trace(number)
-            assert call is not None
-            for operand in filter(None, call.operands):
-                maker = flow.find_last_writer(operand.region, number)
-                if maker is not None:
-                    yield maker
+    def grow_group(self, first: int) -> ExpressionGroup | None:
+        """Join neighbours to an instruction as long as a join saves more than it costs; return None without a join."""
+        call = self.trace(first)
+        neighbours = {} if call is None else self._find_neighbours(first, call)
+        if call is None or not neighbours:
+            return None
+        try:
+            members = compose_instructions({first: call})
+        except NoKernelError:
+            return None
+        saved_bytes = 0
+        while len(members.calls) < MAX_GROUP_INSTRUCTIONS:
+            for number in sorted(neighbours, key=self.ranks.__getitem__):
+                joined = self._join(members, number, neighbours[number])
+                if joined is not None:
+                    break
+            else:
+                break
+            members, saved = joined
+            saved_bytes += saved
+            neighbours |= self._find_neighbours(number, neighbours[number])
+            neighbours = {n: neighbours[n] for n in neighbours.keys() - members.calls}
+        if len(members.calls) == 1:
+            return None
+        return replace(members.build_group_for_any_order(), saved_bytes=saved_bytes)
 
-    return [
-        n
-        for n in sorted({*neighbours()} - {*group.instruction_numbers}, key=ranks.__getitem__)
-        if flow.can_join_fusion(n) and rules.trace(n) is not None
-    ]
+    def _find_neighbours(self, number: int, call: TracedInstruction) -> dict[int, TracedInstruction]:
+        """Return the instructions that read the result of an instruction or produce its operands, and that may join."""
+        adjacent = {*self.flow.reader_table.find_readers_in_program(number), *call.producers}
+        return {n: traced for n in adjacent if n is not None and (traced := self.trace(n)) is not None}
 
+    def _join(
+        self, members: GroupComposition, number: int, call: TracedInstruction
+    ) -> tuple[GroupComposition, int] | None:
+        """Return the group with one more instruction, and the bytes that it no longer moves.
 
-def _join(flow: Dataflow, rules: GroupingRules, group: ExpressionGroup, number: int) -> ExpressionGroup | None:
-    """Return the group with one more instruction; None if that is impossible or costs more than it saves."""
-    try:
-        alone = rules.compose_alone(number)
-        joined = compose_group(flow, [*group.instruction_numbers, number], rules.trace)
-    except NoKernelError:
-        return None
-    saved = STEP_COST_BYTES + _price(rules, group) + _price(rules, alone) - _price(rules, joined)
-    if saved <= 0 or not rules.has_kernel(joined) or not flow.can_group(joined.instruction_numbers):
-        return None
-    traffic = group.saved_bytes + group.moved_bytes + alone.moved_bytes - joined.moved_bytes
-    return replace(joined, saved_bytes=traffic)
+        The result is None if the join is impossible, or costs more than it saves.
+        """
+        try:
+            joined = members.join(number, call)
+            alone = self._price(call.moved_bytes, call.size, call.expression)
+        except NoKernelError:
+            return None
+        group, larger = members.group, joined.group
+        saved = STEP_COST_BYTES + self._price_group(group) + alone - self._price_group(larger)
+        if saved <= 0 or not self.rules.has_kernel(larger) or not self.flow.can_group(larger.instruction_numbers):
+            return None
+        return joined, group.moved_bytes + call.moved_bytes - larger.moved_bytes
 
+    def _price_group(self, group: ExpressionGroup) -> float:
+        return self._price(group.moved_bytes, group.size, group.expression)
 
-def _price(rules: GroupingRules, group: ExpressionGroup) -> float:
-    """Return the price of a group in bytes of memory traffic."""
-    return group.moved_bytes + math.prod(group.shape) * rules.price_expression(group.expression)
+    def _price(self, moved_bytes: int, size: int, expression: Expression) -> float:
+        """Return a price in bytes of memory traffic."""
+        return moved_bytes + size * self.rules.price_expression(expression)

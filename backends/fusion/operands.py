@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -92,6 +93,11 @@ class Operand:
         return self.is_whole_buffer or (rows and self.is_dense and t.offset % (row_multiple * row_bytes) == 0)
 
     @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @cached_property
     def is_dense(self) -> bool:
         """Whether the elements are contiguous in row-major order."""
         dense = contiguous_strides(self.shape)

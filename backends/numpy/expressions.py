@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...graph.attrs import Attrs
+from ...graph.attrs import Attr, Attrs
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.declaration.expression import Expression
@@ -150,12 +150,17 @@ def make_expression_binding(declared: ScalarLanguageDeclaration) -> Binding:
             expression, operands, expression.compute_number_steps(call.attrs), out, plan, memory
         )
 
-    def scratch(node: Node) -> int:
+    @lru_cache(maxsize=4096)
+    def count_elements(sources: tuple[Spec | None, ...], result: Spec, attrs: tuple[tuple[str, Attr], ...]) -> int:
         def view(spec: Spec) -> Array:  # it has a shape, but no memory
             return np.broadcast_to(np.float32(0), spec.shape)
 
-        operands = [None if v is None else view(v.spec) for v in node.src]
-        expression, operands, _ = arrange(operands, node.attrs, view(node.specs[0]))
+        operands = [None if spec is None else view(spec) for spec in sources]
+        expression, operands, _ = arrange(operands, dict(attrs), view(result))
         return count_scratch_elements(plan_scratch(expression, [None if a is None else a.shape for a in operands]))
+
+    def scratch(node: Node) -> int:
+        sources = tuple(None if v is None else v.spec for v in node.src)
+        return count_elements(sources, node.specs[0], tuple(node.attrs.items()))
 
     return Binding(bind, scratch)

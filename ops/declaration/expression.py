@@ -66,12 +66,12 @@ class Expression:
                 found.add(number)
         return found
 
-    @property
+    @cached_property
     def depends_on_row_reduction_or_length(self) -> bool:
         """Whether an element of the result depends on its whole row, by a reduction or by the number of elements."""
         return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
 
-    @property
+    @cached_property
     def reduces_row(self) -> bool:
         """Whether each result is one number for each row, such as the sum of the row."""
         return self.depends_on_row_reduction_or_length and self.steps_with_one_number_per_row.issuperset(self.results)

@@ -8,18 +8,13 @@ from ....ops.declaration.expression import Expression
 from ....ops.registry import REGISTRY
 from ...capabilities import FusedExpression
 from ...fusion.dataflow import Dataflow
-from ...fusion.expression_groups import ExpressionGroup, TracedInstruction, compose_group
+from ...fusion.expression_groups import ExpressionGroup, TracedInstruction
 from ...fusion.grouping import GroupingRules, find_expression_groups
 from ...kernel_tables import find_op_package_binding
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.gated_units import GATED
 from ..kernels.matmul.packed_matmul import find_result_read_forms
-from ..kernels.vector.elementwise import (
-    RowKernel,
-    add_row_step,
-    make_expression_row_kernel,
-    make_row_thread_work_and_strides,
-)
+from ..kernels.vector.elementwise import add_row_step, make_expression_row_kernel, make_loop_args_of_results
 from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
 from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
 from ..steps.step_table import FusedBinding, StepTableBuilder
@@ -33,9 +28,8 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    trace = cache(partial(_trace_instruction, flow))
-    compose_alone = cache(lambda number: compose_group(flow, [number], trace))
-    return find_expression_groups(flow, GroupingRules(trace, compose_alone, _has_kernel, price_expression))
+    rules = GroupingRules(partial(_trace_instruction, flow), _has_kernel, price_expression)
+    return find_expression_groups(flow, rules)
 
 
 def make_fused_binding(group: ExpressionGroup) -> FusedBinding:
@@ -89,23 +83,22 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
         expression.depends_on_row_reduction_or_length and not (operands[0] and operands[0].shape)
     ):
         return None
-    return TracedInstruction(expression, operands, call.attrs, call.out)
-
-
-def _make_row_kernel(group: ExpressionGroup) -> RowKernel | None:
-    return make_expression_row_kernel(group.expression, group.operands, group.attributes)
-
-
-def _has_kernel(group: ExpressionGroup) -> bool:
-    row_kernel = _make_row_kernel(group)
-    return (
-        row_kernel is not None
-        and make_row_thread_work_and_strides(row_kernel, group.operands, group.results) is not None
+    producers = [None if o is None else flow.find_last_writer(o.region, number) for o in operands]
+    readers = flow.find_readers(number)
+    return TracedInstruction(
+        expression, operands, producers, call.attrs, call.out, None if readers is None else frozenset(readers)
     )
 
 
+def _has_kernel(group: ExpressionGroup) -> bool:
+    has_rows = group.expression.depends_on_row_reduction_or_length
+    if has_rows and not (group.operands and group.shape):
+        return False
+    return make_loop_args_of_results(group.shape if has_rows else None, group.operands, group.results) is not None
+
+
 def _add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
-    row_kernel = _make_row_kernel(group)
+    row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
     assert row_kernel is not None
     added = add_row_step(steps, row_kernel, group.operands, group.results)
     assert added, "the group was chosen because its kernel fits"

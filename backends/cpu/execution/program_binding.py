@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -147,6 +148,7 @@ def _build_placeholder_dataflow(program: Program) -> Dataflow:
 def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> Dataflow:
     """Build the dataflow of a program with buffers at the given addresses."""
 
+    @cache  # instructions share the operand of a tensor, which knows its memory region
     def operand(tensor: Tensor) -> Operand:
         spec = program.buffers[tensor.buffer]
         return Operand(

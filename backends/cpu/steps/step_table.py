@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import count
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ...fusion.dataflow import Dataflow
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
+from .partition import compute_even_bounds
 
 RUN_STATUS_REGION = MemoryRegion(0, -1, 0)
 """Region that stands for "the run continues".
@@ -91,6 +92,7 @@ class StepTableBuilder:
 
     - `add`: all threads share a step that moves many bytes; the kernel splits the step. The first thread does a small
       step alone.
+    - `add_units`: as `add`, but it is known which columns each thread accesses.
     - `add_queued`: threads take work items from a queue, for a step that takes long.
     - `add_per_thread`: each thread has its own part. After a matmul that was split by columns, each thread continues
       with the columns that it wrote (`find_column_bounds_written_since_barrier`). Each thread computes for itself the
@@ -140,6 +142,48 @@ class StepTableBuilder:
         """Return whether `add` would split a step with these operands and results over all threads."""
         return self.threads > 1 and _count_bytes_without_scratch(reads, writes) >= MIN_SHARED_BYTES
 
+    def add_units(
+        self,
+        kernel: Kernel,
+        words: Sequence[int],
+        unit_count: int,
+        *,
+        reads: Sequence[Operand],
+        writes: Sequence[Operand],
+        of_units: Sequence[Operand],
+        stops: bool = False,
+    ) -> None:
+        """Append a step in which the kernel gives each thread a contiguous range of `unit_count` units.
+
+        The kernel splits the units as `compute_thread_range` does. So each thread accesses its own columns of some
+        operands, and needs no barrier after a step that split them in the same way. Later steps can continue with the
+        columns that each thread wrote.
+
+        Args:
+            kernel: The kernel.
+            words: Argument words of the kernel.
+            unit_count: The number of units.
+            reads: All operands, except private memory.
+            writes: All results, except private memory.
+            of_units: Operands and results that are one row of `unit_count` equal parts, in which unit i accesses only
+                part i.
+            stops: Whether the step may stop the run.
+        """
+        rows = {o.region: o for o in of_units if o.is_dense and not o.has_packed_blocks and o.size % unit_count == 0}
+        if not rows or not self.is_step_shared_by_threads(reads, writes):
+            self.add(kernel, words, reads=reads, writes=writes, stops=stops)
+            return
+        parts: dict[int, ThreadWork] = {}
+        units = compute_even_bounds(unit_count, 1, self.threads)
+        for thread, (first, last) in enumerate(pairwise(units)):
+            own = {region: _slice_row(o, first, last, unit_count) for region, o in rows.items()}
+            read, written = ([own.get(o.region, o) for o in some] for some in (reads, writes))
+            parts[thread] = ThreadWork(words, read, written)
+        self._append(kernel, parts, stops, is_presplit=False)
+        for out in writes:
+            if out.region in rows:
+                self._column_bounds[out.region] = [unit * (out.size // unit_count) for unit in units]
+
     def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None], *, stops: bool = False) -> None:
         """Append a step in which each thread does its own part of the work; None for a thread without work.
 
@@ -173,7 +217,7 @@ class StepTableBuilder:
         """
         self.add_per_thread(kernel, parts)
         if self.threads > 1:
-            self._column_bounds |= {out.region: bounds for out in results}
+            self._column_bounds |= {o.region: bounds for o in results if bounds[-1] in (o.shape[-1], o.size)}
 
     def find_column_bounds_written_since_barrier(self, operands: Sequence[Operand]) -> Sequence[int] | None:
         """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
@@ -197,7 +241,13 @@ class StepTableBuilder:
         )
 
     def _append(
-        self, kernel: Kernel, parts: Mapping[int, ThreadWork], stops: bool, *, uses_queue: bool = False
+        self,
+        kernel: Kernel,
+        parts: Mapping[int, ThreadWork],
+        stops: bool,
+        *,
+        uses_queue: bool = False,
+        is_presplit: bool = True,
     ) -> None:
         read, written = _find_thread_accesses(parts, stops, uses_queue)
         needs_barrier = self.threads > 1 and self._needs_barrier(read, written)
@@ -210,7 +260,8 @@ class StepTableBuilder:
         else:
             work_by_thread = [parts.get(thread) for thread in range(self.threads)]
         words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
-        self.steps.append(TableStep(kernel, words, ALL_THREADS not in parts, needs_barrier, self.instruction_number))
+        is_presplit = is_presplit and ALL_THREADS not in parts
+        self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number))
         self.invalidate_values_in_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:
@@ -293,6 +344,13 @@ def view_with_layout_of(memory: Operand, value: Operand) -> Operand:
     """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
     return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
+
+
+def _slice_row(row: Operand, first: int, last: int, unit_count: int) -> Operand:
+    """Return units `first` to `last` of a dense operand that is one row of `unit_count` units."""
+    each = row.size // unit_count
+    flat = replace(row, tensor=replace(row.tensor, shape=(row.size,), strides=(1,)))
+    return flat.slice_axis(0, first * each, (last - first) * each)
 
 
 def _count_bytes_without_scratch(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:

@@ -11,7 +11,7 @@ import hocket
 from hocket import ops
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import program_binding
-from hocket.backends.fusion.expression_groups import find_strides_of_reshape
+from hocket.backends.fusion.expression_groups import GroupComposition, find_strides_of_reshape
 from hocket.conformance.cases.random_graphs import make_random_graph_and_weights
 from hocket.ops import REGISTRY, op
 from hocket.ops.declaration import scalar
@@ -105,6 +105,25 @@ def test_a_scalar_and_a_row_of_one_number_are_no_error():
     number = ops.neg(hocket.input("x", ()))
     graph = hocket.Graph({"y": ops.abs(ops.sum_rows(ops.reshape(number, shape=(1, 1)))), "z": ops.abs(number)})
     assert run(graph, {}, threads=1)["y"].shape == (1, 1)
+
+
+def test_each_op_of_a_long_chain_is_composed_a_few_times(monkeypatch: pytest.MonkeyPatch):
+    """One time when it joins, and one time for the canonical order; not again at each later join."""
+    added: list[int] = []
+    add = GroupComposition.add_with_producers
+
+    def count(composition: GroupComposition, number: int) -> None:
+        added.append(number)
+        add(composition, number)
+
+    y, r = x(), x(name="r")
+    for length in range(240):
+        y = ops.neg(y) if length % 2 else ops.add(y, r)
+    program = make_program(hocket.Graph({"y": y}))
+    monkeypatch.setattr(GroupComposition, "add_with_producers", count)
+    kernels = CpuBackend(1).describe_fusion(program).expressions
+    assert sum(len(k.instruction_numbers) for k in kernels) == 240
+    assert len(added) <= 5 * 240  # a producer that is there counts as well
 
 
 def test_a_state_is_no_result_of_a_group():

@@ -10,6 +10,7 @@ import pytest
 
 import hocket
 from hocket import ops
+from hocket.backends.base import Tensor
 from hocket.backends.cpu import target_cpu
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import binding_cache, program_binding, replay
@@ -17,9 +18,10 @@ from hocket.backends.cpu.kernels.matmul.gated_matmul_many import TILE_SUFFIX
 from hocket.backends.cpu.kernels.vector.elementwise import COPY
 from hocket.backends.cpu.kernels.vector.expression_kernels import make_expression_kernel
 from hocket.backends.cpu.simd.vectors import MANY_REGISTERS, count_vector_registers
+from hocket.backends.cpu.steps.column_split import find_continued_column_split
 from hocket.backends.cpu.steps.step_loop import BARRIER_FLAG
 from hocket.backends.cpu.steps.step_table import RUN_STATUS_REGION, StepTableBuilder, ThreadWork
-from hocket.backends.fusion.operands import MemoryRegion
+from hocket.backends.fusion.operands import MemoryRegion, Operand
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph.dtypes import DType
@@ -71,7 +73,7 @@ def test_threads_with_work_items_and_copies_of_their_own_compute_the_bits_of_one
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["llama-rope-freqs", "qwen3-q4_k_m", "qwen35moe"])
+@pytest.mark.parametrize("name", ["llama-rope-freqs", "qwen3-q4_k_m", "qwen35", "qwen35moe"])
 def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads: int, monkeypatch):
     model, tokens = open_model(path_of(name)), tokens_of(name)
 
@@ -257,6 +259,63 @@ def test_threads_synchronise_twice_in_a_gated_unit_of_one_token():
     run = hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values_of(graph))
     run.run({"x": RNG.standard_normal((1, 192))})
     assert [int((s.table[0, :, 2] & BARRIER_FLAG).sum()) for _, s in compiled[0].work] == [2 * 5 - 1]
+
+
+def delta_layer(heads: int) -> hocket.Graph:
+    """One token: the gated delta rule, a gated norm of its heads, and a product."""
+    width, wide = 128, 128 * heads
+    x = hocket.input("x", (1, 256))
+    q, k, v, z = (ops.mul_mat(hocket.weight(n, (wide, 256), DType.Q8_0), x) for n in ("q", "k", "v", "z"))
+    q, k, v, z = (ops.reshape(y, shape=(1, heads, width)) for y in (q, k, v, z))
+    q, k = ops.l2_norm(q), ops.l2_norm(k)
+    beta, state = hocket.input("beta", (1, heads)), hocket.state("s", (heads, width, width))
+    out, new = ops.gated_delta_net(q, k, v, ops.reshape(beta, shape=(1, heads, 1)), beta, state)
+    normed = ops.mul(ops.mul(ops.rms_norm(out), hocket.weight("n", (width,))), ops.silu(z))
+    y = ops.mul_mat(hocket.weight("o", (256, wide), DType.Q8_0), ops.reshape(normed, shape=(1, wide)))
+    return hocket.Graph({"y": y}, {state: new})
+
+
+@pytest.mark.parametrize("heads", [8, 6, 3])
+def test_threads_continue_with_their_heads_after_the_delta_rule(heads: int):
+    """The bits are the same for any thread count, also if threads have no whole heads, or none."""
+    graph = delta_layer(heads)
+    values = values_of(graph)
+    inputs = {"x": RNG.standard_normal((1, 256)), "beta": -RNG.uniform(0.01, 0.1, (1, heads))}
+    results = []
+    for threads in (1, 2, 3, 4, 7):
+        run = load_with_threads(graph, values, threads)
+        results.append([run.run(inputs)["y"] for _ in range(9)])
+    assert np.isfinite(results[0]).all()
+    assert all(np.array_equal(some, results[0]) for some in results)
+
+
+def test_a_gated_norm_of_heads_needs_no_barrier_after_the_delta_rule():
+    program = load_with_threads(delta_layer(8), values_of(delta_layer(8)), 2).plan.device_plans[0].program
+    flow = program_binding._build_placeholder_dataflow(program)
+    (steps,) = program_binding._split_into_compiled_segments(flow, StepTableBuilder(2))
+    names = [(step.kernel.name.split(".")[0], step.has_barrier) for step in steps]
+    gated_norm, codes, product = names[-3:]
+    assert gated_norm == ("rows", False)
+    assert codes == ("activation_quantisation", False)
+    assert product == ("packed_matmul", True)
+
+
+@pytest.mark.parametrize("unit_count", [1, 2, 3, 5, 8])
+def test_a_thread_owns_the_columns_of_its_units(unit_count: int):
+    steps = StepTableBuilder(2)
+    kernel, each = make_expression_kernel(COPY, (False,)), 8192
+    row = steps.allocate_memory(4 * unit_count * each)
+    tensor = Tensor(0, 0, (1, unit_count, each), (unit_count * each, each, 1), DType.F32)
+    out = Operand(row.address, tensor)
+    steps.add_units(kernel, [], unit_count, reads=[], writes=[out], of_units=[out])
+    bounds = steps.find_column_bounds_written_since_barrier([out])
+    assert bounds == [0, -(-unit_count // 2) * each, unit_count * each]
+    split = find_continued_column_split(steps, [out], out, whole_rows=True)
+    assert split is not None
+    parts = [None if o is None else ThreadWork([], [o], []) for o in split.slice_by_thread(out)]
+    steps.add_per_thread(kernel, parts)
+    steps.add_per_thread(kernel, [ThreadWork([], [out], [])] * 2)
+    assert [s.has_barrier for s in steps.take_steps()] == [False, False, True]
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -280,8 +280,15 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     common |= {"partial": parts.address, "chunks": chunks, "beside": beside, "splits": splits}
     words = decode_attention.ARGS(**common)
     writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
-    kernel = decode_attention.make_few_token_attention_kernel(k.dtype, v.dtype)
-    steps.add(kernel, words, reads=reads, writes=writes, stops=stops)
+    steps.add_units(
+        decode_attention.make_few_token_attention_kernel(k.dtype, v.dtype),
+        words,
+        units // beside * splits,
+        reads=reads,
+        writes=writes,
+        of_units=[out] if splits == math.prod(out.shape[:-2]) == 1 else [],
+        stops=stops,
+    )
     if splits > 1:
         _add_merge_partial_results_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True

@@ -397,14 +397,12 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
 
 def _add_delta_net_and_save_step(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
     """Add the step of a gated delta rule; it also copies the old state to `saved_state` unless that is None."""
-    q, k, v, g, beta, state = (call.operand(i) for i in range(6))
-    out, new = call.dst
-    sequences = q.shape[0] if len(q.shape) == 4 else 1
+    reads = q, k, v, g, beta, state = [call.operand(i) for i in range(6)]
+    (out, new), sequences = call.dst, math.prod(q.shape[:-3])
     snapshots = new.shape[-4] if len(new.shape) > len(state.shape) else 1
     size = 4 * math.prod(state.shape[-3:])
     q_at, k_at, v_at, g_at, out_at = (compute_address_and_strides(x, 3, len(q.shape) == 4) for x in (q, k, v, g, out))
     each = compute_delta_net_scratch_bytes.body(q.shape[-1])
-    memory = steps.scratch(f"delta net {each}", each * steps.threads)
     words = ARGS(
         sequences=sequences,
         tokens=q.shape[-3],
@@ -421,11 +419,13 @@ def _add_delta_net_and_save_step(steps: StepTableBuilder, call: BoundInstruction
         state=state.address,
         new=[new.address + (snapshots - 1) * size, snapshots * size, 0 if snapshots == 1 else -size],
         saved_state=0 if saved_state is None else saved_state.address,
-        scratch=memory.address,
+        scratch=steps.scratch(f"delta net {each}", each * steps.threads).address,
     )
     kernel = make_delta_net_kernel(g.shape[-1] != 1, call.attrs["heads"] == "tiled")
     writes = [out, new] if saved_state is None else [out, new, saved_state]
-    steps.add(kernel, words, reads=[q, k, v, g, beta, state], writes=writes)
+    units = sequences * v.shape[-2] * -(-v.shape[-1] // BLOCK_ROWS)
+    of_units = [out] if sequences * q.shape[-3] == 1 and v.shape[-1] % BLOCK_ROWS == 0 else []
+    steps.add_units(kernel, words, units, reads=reads, writes=writes, of_units=of_units)
 
 
 def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:

@@ -346,7 +346,15 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
         )
         steps.instruction_number = chain.state_update
         writes = [y, state, saved_state, *(n.out for n in norms), scratch]
-        steps.add(kernel, words, reads=[state, new, weights, ids], writes=writes, stops=True)
+        steps.add_units(
+            kernel,
+            words,
+            channels // size,
+            reads=[state, new, weights, ids],
+            writes=writes,
+            of_units=[new, y] if sequences * tokens == 1 else [],
+            stops=True,
+        )
 
     return FusedBinding(
         [number, chain.convolution, chain.activation, *chain.norms, chain.state_update, chain.save], bind

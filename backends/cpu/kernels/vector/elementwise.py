@@ -227,9 +227,7 @@ def add_row_step(
         return False
     work, strides = whole
     kernel = row_kernel.select(strides)
-    if row_kernel.whole_row_shape is not None or not _add_step_for_previously_split_columns(
-        steps, row_kernel, kernel, sources, results
-    ):
+    if not _add_step_for_previously_split_columns(steps, row_kernel, kernel, sources, results):
         steps.add(kernel, work.words, reads=sources, writes=results)
     return True
 
@@ -245,13 +243,15 @@ def _add_step_for_previously_split_columns(
 
     Return False if the operands have no such columns.
     """
-    column_split, count = find_continued_column_split(steps, sources, results[0]), len(sources)
+    whole_rows, count = row_kernel.whole_row_shape is not None, len(sources)
+    column_split = find_continued_column_split(steps, sources, results[0], whole_rows=whole_rows)
     if column_split is None:
         return False
     slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, *results)), strict=True)
     parts: list[ThreadWork | None] = []
     for each, (first, last) in zip(slices, pairwise(column_split.axis_bounds), strict=True):
-        part = None if None in each else make_row_thread_work_and_strides(row_kernel, each[:count], each[count:])
+        own = replace(row_kernel, whole_row_shape=each[0].shape) if whole_rows and each[0] else row_kernel
+        part = None if None in each else make_row_thread_work_and_strides(own, each[:count], each[count:])
         if first < last and (part is None or row_kernel.select(part[1]) != kernel):
             return False
         parts.append(part and part[0])
@@ -318,19 +318,32 @@ def make_row_thread_work_and_strides(
 
     The result is None if operands are empty, or need a copy first.
     """
-    operands, whole_rows = [*sources, *results], row_kernel.whole_row_shape
-    if not all(o.is_float and o.tensor.spec.size for o in operands):
+    walk = make_loop_args_of_results(row_kernel.whole_row_shape, sources, results)
+    if walk is None:
         return None
-    shape = whole_rows or results[0].shape
-    walk = None if whole_rows else make_row_loop_args(shape, operands)
+    strides = tuple(walk[ELEMENT_STRIDE_WORDS][: len(sources)])
+    return ThreadWork([*walk, *row_kernel.words], sources, results), strides
+
+
+def make_loop_args_of_results(
+    whole_row_shape: tuple[int, ...] | None, sources: Sequence[Operand], results: Sequence[Operand]
+) -> list[int] | None:
+    """Make the loop arguments (`make_row_loop_args`) of a kernel that writes dense rows, or one number per row.
+
+    The result is None if operands are empty, or need a copy first. `whole_row_shape` is as in `RowKernel`.
+    """
+    operands = [*sources, *results]
+    if not all(o.is_float and o.size for o in operands):
+        return None
+    shape = whole_row_shape or results[0].shape
+    walk = None if whole_row_shape else make_row_loop_args(shape, operands)
     walk = walk or make_row_loop_args(shape, operands, whole_rows=True)
     if walk is None:
         return None
-    strides = walk[ELEMENT_STRIDE_WORDS]
-    for to, out in zip(strides[len(sources) :], results, strict=True):
-        if to != 4 and not (whole_rows and out.shape[-1] == 1):
+    for to, out in zip(walk[ELEMENT_STRIDE_WORDS][len(sources) :], results, strict=True):
+        if to != 4 and not (whole_row_shape and out.shape[-1] == 1):
             return None
-    return ThreadWork([*walk, *row_kernel.words], sources, results), tuple(strides[: len(sources)])
+    return walk
 
 
 def add_expression_step(
