@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
+COMPILING_PROGRAM = """
 import threading
 from hocket.backends.cpu.compilation.compiler import IrBody, Kernel, _load_kernel
 from llvmlite import ir
@@ -29,7 +29,7 @@ begun.wait()
 
 def test_a_process_ends_after_the_kernel_that_it_compiles(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", COMPILING_PROGRAM],
         env={**os.environ, "HOCKET_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
