@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ..frontends.errors import ModelError
 from ..frontends.generation.grammar import Grammar
-from ..frontends.generation.lazy_grammar import LazyGrammar
+from ..frontends.generation.lazy_grammar import LazyJsonGrammar
 from ..frontends.gguf.tokenization.tokenizer import Tokenizer
 from .bodies.schemas import MAX_GRAMMAR_CHARACTERS
 from .errors import make_bad_request_error
@@ -84,7 +84,7 @@ class GrammarCache:
         return grammar
 
 
-def list_ignored_schema_keywords(grammar: Grammar | LazyGrammar | None) -> tuple[str, ...]:
+def list_ignored_schema_keywords(grammar: Grammar | LazyJsonGrammar | None) -> tuple[str, ...]:
     """List the keywords of a JSON schema that its compiled grammar does not enforce.
 
     They are entries of the header that names ignored fields.

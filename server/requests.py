@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..frontends.errors import ModelError
 from ..frontends.generation.generate import EMPTY_PROMPT_ERROR, GenerationParams
 from ..frontends.generation.grammar import Grammar
-from ..frontends.generation.lazy_grammar import LazyGrammar
+from ..frontends.generation.lazy_grammar import LazyJsonGrammar
 from ..frontends.serving.requests import GenerationRequest
 from ..frontends.serving.service import ModelService
 from .bodies.messages import ChatPrompt, render_messages
@@ -259,7 +259,7 @@ class RequestBuilder:
             ) from None
 
     def build_generation_params(
-        self, body: SamplingBody, limit: int | None, grammar: Grammar | LazyGrammar | None, choice: int = 0
+        self, body: SamplingBody, limit: int | None, grammar: Grammar | LazyJsonGrammar | None, choice: int = 0
     ) -> GenerationParams:
         """Build the generation parameters of choice number `choice`; each choice has its own seed.
 

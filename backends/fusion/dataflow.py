@@ -70,7 +70,7 @@ class Dataflow:
         require_supported(self.is_whole_result_operand_of(number, readers[0], index), "another operand is read")
         return readers[0]
 
-    def require_whole_result_reader(self, number: int, op: str) -> int:
+    def require_first_whole_result_reader(self, number: int, op: str) -> int:
         """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
 
         Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
@@ -165,7 +165,7 @@ class Dataflow:
         """
         return self._partition_around_group(numbers) is not None
 
-    def group_instructions(self, numbers: Sequence[int]) -> None:
+    def group_instructions_unchecked(self, numbers: Sequence[int]) -> None:
         """Make one group of these instructions; the caller has tested `can_group`."""
         parted = self._partition_around_group(numbers)
         assert parted is not None

@@ -87,7 +87,7 @@ class TracedInstruction:
         operand = self.operands[index]
         assert operand is not None
         if (index, shape) not in self._views:
-            self._views[index, shape] = view_over_shape(operand, self.shape, shape)
+            self._views[index, shape] = reshape_repeated_operand(operand, self.shape, shape)
         return self._views[index, shape]
 
 
@@ -346,7 +346,7 @@ def count_region_bytes(operands: Sequence[Operand]) -> int:
     return sum(o.region.high - o.region.low for o in operands)
 
 
-def view_over_shape(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
+def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
     """Return an operand that is repeated to `own_shape` as a view with another shape of equal size.
 
     Raises:

@@ -43,21 +43,21 @@ def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[Express
     Instructions in a group of `flow` stay there, and fixed instructions stay alone. Each valid order of a program has
     the same groups.
     """
-    search = _GroupSearch(flow, rules, _rank_instructions(flow))
+    search = _GroupSearch(flow, rules, _rank_by_chain_op_and_place(flow))
     groups: list[ExpressionGroup] = []
     for number in sorted(search.ranks, key=search.ranks.__getitem__):
         if (group := search.grow_group(number)) is not None:
-            flow.group_instructions(group.instruction_numbers)
+            flow.group_instructions_unchecked(group.instruction_numbers)
             groups.append(group)
     return groups
 
 
-def _rank_instructions(flow: Dataflow) -> Mapping[int, Rank]:
+def _rank_by_chain_op_and_place(flow: Dataflow) -> Mapping[int, Rank]:
     """Return for each instruction the length of the longest chain of producers, its op, and the place of its result."""
     instructions = flow.reader_table.program.instructions
     depths = [0] * len(instructions)
     for number in range(len(instructions)):
-        for reader in flow.reader_table.find_readers_in_program(number):
+        for reader in flow.reader_table.find_known_readers_of_first_result(number):
             depths[reader] = max(depths[reader], depths[number] + 1)
     places = [[(t.buffer, t.offset) for t in i.dst] for i in instructions]
     return {n: (depths[n], i.op, places[n], n) for n, i in enumerate(instructions)}
@@ -109,7 +109,7 @@ class _GroupSearch:
 
     def _find_neighbours(self, number: int, call: TracedInstruction) -> dict[int, TracedInstruction]:
         """Return the instructions that read the result of an instruction or produce its operands, and that may join."""
-        adjacent = {*self.flow.reader_table.find_readers_in_program(number), *call.producers}
+        adjacent = {*self.flow.reader_table.find_known_readers_of_first_result(number), *call.producers}
         return {n: traced for n in adjacent if n is not None and (traced := self.trace(n)) is not None}
 
     def _join(

@@ -55,7 +55,7 @@ class ReaderTable:
         readers = self._readers_by_instruction.get(number)
         return None if number in self._retained_results else readers
 
-    def find_readers_in_program(self, number: int) -> list[int]:
+    def find_known_readers_of_first_result(self, number: int) -> list[int]:
         """Return the instructions that are known to read the first result of instruction `number`, ascending.
 
         Something else may read a retained result, too.

@@ -71,7 +71,7 @@ class Operand:
         return self.tensor.dtype is DType.F32
 
     @property
-    def has_packed_blocks(self) -> bool:
+    def has_packed_layout(self) -> bool:
         """Whether quantised blocks have the packed layout, as weights do; the blocks of states lie row by row."""
         return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
 
@@ -140,7 +140,7 @@ class Operand:
     @cached_property  # each instruction compares its regions with the regions of earlier instructions
     def region(self) -> MemoryRegion:
         t = self.tensor
-        if self.has_packed_blocks:
+        if self.has_packed_layout:
             assert self.stored_spec is not None
             return MemoryRegion(t.buffer, 0, self.stored_spec.nbytes)
         last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))

@@ -31,8 +31,8 @@ from ..inference.prefill_chunks import F32
 from ..inference.session import Session
 from ..models import Step
 from .grammar import Grammar, GrammarState
-from .lazy_grammar import LazyGrammar, LazyGrammarState
-from .sampling import Sampling, require_finite_logit
+from .lazy_grammar import LazyGrammarState, LazyJsonGrammar
+from .sampling import Sampling, require_finite_largest_logit
 from .speculative import SpeculativeDecoder
 from .stop_strings import StopStringFilter
 from .timing import GenerationTiming as GenerationTiming
@@ -121,7 +121,7 @@ class GenerationParams:
     sampling: Sampling
     seed: int = 0
     end_tokens: frozenset[int] = frozenset()
-    grammar: Grammar | LazyGrammar | None = None
+    grammar: Grammar | LazyJsonGrammar | None = None
     pinned_tokens: int | None = None
     token_count: int | None = None
 
@@ -188,7 +188,7 @@ def _sample_sequences(
     grammar_states: Mapping[int, GrammarState | LazyGrammarState],
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
-        prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
+        prompts = [_shorten_prompt_and_reset_sequence(session, i, p, params, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
         raise ModelError(EMPTY_PROMPT_ERROR)
     limit, sampling = params.limit, params.sampling
@@ -216,7 +216,7 @@ def _sample_sequences(
     def choose_token(i: int, answer: F32 | DeviceArgmaxToken | TokenCandidates) -> tuple[int, F32]:
         """Return the next token of sequence `i`, and the logits from which the host chose it."""
         if isinstance(answer, DeviceArgmaxToken):
-            require_finite_logit(*answer)
+            require_finite_largest_logit(*answer)
             return answer.token, NO_LOGITS
         rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
         if isinstance(answer, TokenCandidates):
@@ -332,7 +332,7 @@ def broadcast_sampled_token(session: Session | MicroBatchedSession, token: int) 
     return int.from_bytes(session.world.broadcast_from_rank_0(lambda: token.to_bytes(8, "little")), "little")
 
 
-def _shorten_prompt_to_context(
+def _shorten_prompt_and_reset_sequence(
     session: Session | MicroBatchedSession,
     i: int,
     prompt: Sequence[int],

@@ -188,7 +188,7 @@ class GrammarState:
         self._require_valid_state()
         return not self._matcher.is_stopped()
 
-    def accept_first_tokens(self, tokens: Sequence[int]) -> bool:
+    def accept_first_tokens_and_can_continue(self, tokens: Sequence[int]) -> bool:
         """Accept the first tokens of a text, and return whether the grammar allows them and the text may continue.
 
         After False the state is of no use.

@@ -14,7 +14,7 @@ from .grammar import F32, Grammar, GrammarState, make_full_mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LazyGrammar:
+class LazyJsonGrammar:
     """A grammar of JSON objects that holds after each `trigger` in a text.
 
     - `tokenizer`: the tokenizer of the model; `grammar`: the grammar of an object.
@@ -43,7 +43,7 @@ class LazyGrammar:
 class LazyGrammarState:
     """The state of one text with a lazy grammar; it has the methods of `GrammarState`."""
 
-    def __init__(self, lazy: LazyGrammar) -> None:
+    def __init__(self, lazy: LazyJsonGrammar) -> None:
         self._lazy = lazy
         self._trigger, self._close_thought = lazy.trigger.encode(), lazy.close_thought.encode()
         self._open_thought = lazy.open_thought.encode()
@@ -83,12 +83,12 @@ class LazyGrammarState:
         """
         if self._object is None:
             self._tail += self._lazy.tokenizer.token_bytes(token)
-            self._scan_tail_for_thought_or_trigger()
+            self._find_thought_trigger_or_object()
         elif not self._object.accept_token_and_can_continue(token):
             self._object, self._mode = None, "free"
         return True
 
-    def _scan_tail_for_thought_or_trigger(self) -> None:
+    def _find_thought_trigger_or_object(self) -> None:
         """Scan the bytes in `_tail` for the end of a thought, a trigger, and the beginning of an object, in this order.
 
         Scanned bytes are removed. Bytes that may begin a mark stay until further bytes decide.
@@ -123,5 +123,5 @@ class LazyGrammarState:
         except UnicodeDecodeError:
             return
         state = self._lazy.grammar.make_state()
-        if state.accept_first_tokens(tokens):
+        if state.accept_first_tokens_and_can_continue(tokens):
             self._object = state

@@ -245,7 +245,7 @@ class Sampling:
         ):
             require(ModelError, "Sampling.choose_token", name, value, kind)
         best = int(np.argmax(logits))  # the index of a NaN, if there is one
-        require_finite_logit(best, float(logits[best]))
+        require_finite_largest_logit(best, float(logits[best]))
         adjusted = self._apply_bias_and_penalties(logits, before)
         if self.temperature == 0:
             return best if adjusted is logits else int(np.argmax(adjusted))
@@ -268,7 +268,7 @@ class Sampling:
         """
         if candidates.mask_error is not None:
             raise candidates.mask_error
-        require_finite_logit(*candidates.largest)
+        require_finite_largest_logit(*candidates.largest)
         ids, logits = candidates.list_in_token_order()
         changes = self
         if self.bias:
@@ -327,7 +327,7 @@ def _as_token_array(tokens: Sequence[int], vocabulary: int) -> npt.NDArray[np.in
     return array.astype(np.int64)
 
 
-def require_finite_logit(token: int, logit: float) -> None:
+def require_finite_largest_logit(token: int, logit: float) -> None:
     """Raise `ModelError` unless the largest logit of a step, which `token` has, is finite."""
     if not math.isfinite(logit):
         raise ModelError(f"the model gives token {token} the logit {logit}; its file is damaged, fetch it again")

@@ -36,7 +36,7 @@ from .hyperparameters import read_expert_count, read_hyperparameter_pairs
 from .joined_experts import EXPERT_NAME, split_joined_experts, stack_experts
 from .json_files import JsonObject, read_json
 from .linear_attention import convert_delta_net
-from .packed_checkpoints import STORED_DTYPES, join_blocks_and_scales, read_quantisation_method
+from .packed_checkpoints import STORED_DTYPES, join_blocks_and_scales_when_read, read_quantisation_method
 from .rope_scaling import make_rope_divisor_tensors
 from .shards import DTYPES, read_shards
 from .tokenizer_files import read_tokenizer_pairs
@@ -79,7 +79,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
     config = read_language_config(read_json(folder / CONFIG_NAME))
     family = choose_family(config)
     stored = read_shards(folder, DTYPES | STORED_DTYPES.get(read_quantisation_method(config), {}), skipped=SKIPPED_NAME)
-    tensors = _map_tensors(family, config, join_blocks_and_scales(config, stored))
+    tensors = _map_tensors(family, config, join_blocks_and_scales_when_read(config, stored))
     require_complete_layers(config, tensors)
     require_stated_sizes(config, tensors)
     tensors |= make_rope_divisor_tensors(family, config)

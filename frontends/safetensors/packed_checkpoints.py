@@ -79,7 +79,7 @@ def _read_block_shape(config: JsonObject) -> tuple[int, int] | None:
     return rows, columns
 
 
-def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def join_blocks_and_scales_when_read(config: JsonObject, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Join each packed weight with the tensor of its scales to one tensor, which is computed when it is read.
 
     FP8 weights become floats, and MXFP4 weights become blocks of GGUF. Scales of activations are left out.
@@ -96,7 +96,7 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
     if method == "mxfp4":
         for name in [name for name in joined if name.endswith(SCALES_SUFFIX)]:
             scales, weight = joined.pop(name), name.removesuffix(SCALES_SUFFIX)
-            blocks = _require_byte_tensor_of_scales(scales, stored, weight + BLOCKS_SUFFIX)
+            blocks = _find_packed_tensor_of_scales(scales, stored, weight + BLOCKS_SUFFIX)
             joined[weight] = _join_mxfp4(blocks, scales, weight)
             del joined[weight + BLOCKS_SUFFIX]
     elif method:
@@ -108,7 +108,7 @@ def join_blocks_and_scales(config: JsonObject, stored: dict[str, Tensor]) -> dic
         }
         dtype = DType.BF16 if all(map(_are_powers_of_two, scales_by_weight.values())) else DType.F32
         for weight, scales in scales_by_weight.items():
-            blocks = _require_byte_tensor_of_scales(scales, stored, weight)
+            blocks = _find_packed_tensor_of_scales(scales, stored, weight)
             joined[weight] = _dequantise_fp8(config, blocks, scales, dtype)
     for name, tensor in joined.items():
         if tensor.dtype is DType.I8:
@@ -124,7 +124,7 @@ def _are_powers_of_two(scales: Tensor) -> bool:
     return are_exact
 
 
-def _require_byte_tensor_of_scales(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
+def _find_packed_tensor_of_scales(scales: Tensor, stored: dict[str, Tensor], name: str) -> Tensor:
     """Return the tensor of packed bytes that `scales` scale; raise `ModelError` if `name` is no such tensor."""
     blocks = stored.get(name)
     if blocks is None or blocks.dtype is not DType.I8:

@@ -20,7 +20,6 @@ from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
-    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -29,6 +28,7 @@ from .requests import (
     PromptProgressEvent,
     QueueFullError,
     RequestTiming,
+    TokensKeptInSlot,
 )
 from .running_requests import (
     QueuedRequest,
@@ -36,9 +36,9 @@ from .running_requests import (
     are_all_decoding_on,
     choose_move_to_shrink_window,
     choose_token,
+    decode_to_logits_or_candidates,
     is_prefix_being_read,
     make_token_event,
-    run_decode_step,
     select_preempted_requests,
     start_request,
 )
@@ -87,7 +87,7 @@ class Engine:
         self._reads_next = True
         self._chunk_seconds, self._decode_seconds = dict[int, float](), dict[int, float]()
         self._request_seconds, self._sums = 0.0, EngineTotals()
-        self.last_end: EndedSequence | None = None
+        self.last_end: TokensKeptInSlot | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
         """The events of a step that has not ended; after an exception `restart` returns them."""
@@ -174,7 +174,7 @@ class Engine:
         return events
 
     def _run_step(self, paused: Container[str]) -> Iterator[Event]:
-        yield from self._start_queued_requests()
+        yield from self._start_queued_and_yield_cached_counts()
         reading = [one for one in self._running.values() if one.unread_tokens]
         awake = (one for one in self._running.values() if one.request.id not in paused)
         decoding = self._select_window_block_in_turn([one for one in awake if one.next_token is not None])
@@ -212,7 +212,7 @@ class Engine:
         self._running.clear()
         self.failed_slots.clear()
         self._pool.rebind_plans_and_zero_states()
-        self._cache.forget_all_slots()
+        self._cache.forget_tokens_and_states_of_slots()
         self._sums.restarts += 1
         return events
 
@@ -224,7 +224,7 @@ class Engine:
         self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
         return [one for one in decoding if one.slot // size == self._last_block]
 
-    def _start_queued_requests(self) -> Iterator[Event]:
+    def _start_queued_and_yield_cached_counts(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
 
         A request waits while another slot is reading a prompt that shares a long prefix with it. After that, more of
@@ -282,11 +282,11 @@ class Engine:
         """
         if (move := choose_move_to_shrink_window(decoding, self._running, self._pool.slots)) is not None:
             outside, target = move
-            self._cache.move_slot(outside.slot, target, len(outside.tokens))
+            self._cache.move_running_request(outside.slot, target, len(outside.tokens))
             self._running[target] = self._running.pop(outside.slot)
             outside.slot = target
 
-    def _choose_chunk_size(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> int:
+    def _choose_power_of_two_chunk_size(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> int:
         """Choose how many prompt tokens the next chunk reads: a power of two, or all that are left.
 
         Other requests decode only between chunks. So a chunk takes about the predicted time of a decode step, and at
@@ -294,15 +294,15 @@ class Engine:
         """
         if decoding:
             step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
-            budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
+            budget = min(max(step, self._predict_nearest_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
         else:
             budget = self._idle_chunk_seconds
         size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
-        while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
+        while size * 2 <= self._pool.batch and self._predict_nearest_chunk_seconds(size * 2) <= budget:
             size *= 2
         return self._cache.limit_chunk_to_save_position(running.slot, len(running.tokens), min(size, self._pool.batch))
 
-    def _predict_chunk_seconds(self, size: int) -> float:
+    def _predict_nearest_chunk_seconds(self, size: int) -> float:
         """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
 
         Before the first measurement, the prediction comes from the plan of the chunk.
@@ -313,7 +313,7 @@ class Engine:
 
     def _read_chunk(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
         before = len(running.tokens)
-        size = self._choose_chunk_size(running, decoding)
+        size = self._choose_power_of_two_chunk_size(running, decoding)
         chunk = running.request.prompt[before : before + size]
         self.requests_in_step = (running.request.id,)
         start, planned = self._clock(), self._pool.planning_seconds
@@ -345,7 +345,7 @@ class Engine:
         start, planned = self._clock(), self._pool.planning_seconds
         try:
             is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
-            rows = run_decode_step(self._pool, decoding, self._running, is_followed=is_followed)
+            rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
@@ -356,7 +356,7 @@ class Engine:
         self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])
         for one in decoding:
             one.drafted_tokens += (drafted := len(self._pool.list_drafted_tokens(one.slot)))
-            self._sums.add_drafted_tokens(drafted)
+            self._sums.add_evaluated_draft_tokens(drafted)
             yield from self._advance(one, rows[one.slot])
 
     def _reserve_cells_or_preempt(self, decoding: Sequence[RunningRequest]) -> list[RunningRequest]:
@@ -369,7 +369,7 @@ class Engine:
     def _take_drafted_tokens(self, drafted: Sequence[RunningRequest]) -> Iterator[Event]:
         """Advance requests by a token that was drafted right; its logits need no run."""
         self.requests_in_step, start = tuple(one.request.id for one in drafted), self._clock()
-        rows = run_decode_step(self._pool, drafted, self._running)
+        rows = decode_to_logits_or_candidates(self._pool, drafted, self._running)
         self.history.record_step("decode", start, self._clock() - start, [(one.request.id, 1) for one in drafted])
         self._sums.accepted_tokens += len(drafted)
         for one in drafted:
@@ -384,7 +384,7 @@ class Engine:
             return
         for one in decoding:
             try:
-                rows = run_decode_step(self._pool, [one], self._running)
+                rows = decode_to_logits_or_candidates(self._pool, [one], self._running)
             except HocketError as why:
                 self.failed_slots.add(one.slot)
                 yield self._end_with_error_and_zero_slot(one, why)
@@ -433,7 +433,7 @@ class Engine:
     def _end_with_error_and_zero_slot(self, one: RunningRequest, error: HocketError) -> EndEvent:
         """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
         self._pool.zero_slot_states(one.slot)
-        self._cache.forget_slot(one.slot)
+        self._cache.forget_slot_tokens_and_states(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 
     def _end(self, one: RunningRequest, reason: str, message: str = "") -> EndEvent:
@@ -443,9 +443,9 @@ class Engine:
             self._cache.record_contents(one.slot, one.context_tokens, len(one.tokens))
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
-        self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
+        self.last_end = TokensKeptInSlot(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
         self.history.record_end(one.request.id, now, reason, one.new_tokens)
-        return EndEvent(one.request.id, reason, one.measure_timing(now), message)
+        return EndEvent(one.request.id, reason, one.measure_timing_and_token_counts(now), message)
 
     def predict_seconds_until_queue_has_room(self) -> float:
         """Predict the seconds until a place in the queue is free, from the mean time of a request."""

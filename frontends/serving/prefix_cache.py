@@ -66,7 +66,7 @@ class SlotMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SlotMatch:
+class SourceAndTargetSlots:
     """The slots that were chosen for a prompt.
 
     Slot `source` holds the first `tokens` tokens of the prompt. The free slot `target` will run it.
@@ -78,7 +78,7 @@ class SlotMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotContents:
+class EvaluatedSlotTokens:
     """The contents of a slot: it has evaluated the first `length` of `tokens`.
 
     The last token of a text may follow them, which was sampled and never evaluated.
@@ -88,7 +88,7 @@ class SlotContents:
     length: int
 
 
-NO_CONTENTS = SlotContents((), 0)
+NO_CONTENTS = EvaluatedSlotTokens((), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class PrefixCache:
         self._saved: OrderedDict[tuple[int, int], _SavedRecurrentStates] = OrderedDict()
         """Saved states by slot and position, least recently used first."""
         self._saved_bytes = 0
-        self._contents: list[SlotContents] = [NO_CONTENTS] * memory.slots
+        self._contents: list[EvaluatedSlotTokens] = [NO_CONTENTS] * memory.slots
         """The contents of each slot after the end of its last request, for slot files."""
         self._ring_starts: list[int] = [0] * memory.slots
         """Per slot the tokens before which its ring caches have no complete window, because they came from a file."""
@@ -135,7 +135,7 @@ class PrefixCache:
 
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
-    ) -> SlotMatch:
+    ) -> SourceAndTargetSlots:
         """Find the best free slot for a prompt, and the slot from which its longest known prefix can be reused.
 
         At least one token is left to read. The prompt goes to the slot that makes the smallest window. Among equal
@@ -156,14 +156,14 @@ class PrefixCache:
             return window_size(slot), not stays, bool(self._tokens[slot]), self._last_use[slot]
 
         target = min(free, key=rank)
-        return SlotMatch(tokens, best if tokens else target, target)
+        return SourceAndTargetSlots(tokens, best if tokens else target, target)
 
-    def move_slot(self, source: int, target: int, length: int) -> None:
+    def move_running_request(self, source: int, target: int, length: int) -> None:
         """Move a running request, with its `length` tokens, from slot `source` to the free slot `target`.
 
         The tokens that the free slot kept for reuse are forgotten.
         """
-        self.forget_slot(target)
+        self.forget_slot_tokens_and_states(target)
         self._memory.copy_cache_cells(source, target, length)
         if self._memory.has_recurrent_states:
             self._memory.restore_recurrent_states(target, self._memory.save_recurrent_states(source))
@@ -172,7 +172,7 @@ class PrefixCache:
             self._saved[target, key[1]] = self._saved.pop(key)
         self._save_points[target] = self._save_points[source]
         self._ring_starts[target] = self._ring_starts[source]
-        self.forget_slot(source)
+        self.forget_slot_tokens_and_states(source)
         self._touch(target)
 
     def _count_reusable_tokens(self, slot: int, prompt: tuple[int, ...]) -> int:
@@ -190,7 +190,7 @@ class PrefixCache:
             return shared
         return shared if self._lengths[slot] - shared <= slack and shared >= self._ring_starts[slot] else 0
 
-    def has_room_for(self, match: SlotMatch, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
+    def has_room_for(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
         """Whether the memory has room for a request; a slot always has, because it has cells for its context.
 
         Args:
@@ -205,7 +205,7 @@ class PrefixCache:
         """Reserve the cells of `count` tokens in all for a slot; return False if other requests have them."""
         return True
 
-    def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...], limit: int = 0) -> None:
+    def prepare_target_slot(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int = 0) -> None:
         """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens.
 
         `limit` is the largest number of new tokens.
@@ -215,7 +215,7 @@ class PrefixCache:
         shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))
         if source != target:
-            self.forget_slot(target)
+            self.forget_slot_tokens_and_states(target)
             if match.tokens:
                 self._memory.copy_cache_cells(source, target, match.tokens)
                 self._lengths[target] = self._lengths[source]
@@ -264,7 +264,7 @@ class PrefixCache:
     def resize_to_slot_count(self, slots: int) -> None:
         """Change the memory to `slots` slots, and forget the slots beyond them. The others keep their tokens."""
         for slot in range(slots, len(self._tokens)):
-            self.forget_slot(slot)
+            self.forget_slot_tokens_and_states(slot)
         self._memory.resize_to_slot_count(slots, self._lengths[:slots])
         added = slots - len(self._tokens)
         self._tokens[slots:] = [()] * added
@@ -274,30 +274,30 @@ class PrefixCache:
         self._contents[slots:] = [NO_CONTENTS] * added
         self._ring_starts[slots:] = [0] * added
 
-    def forget_slot(self, slot: int) -> None:
+    def forget_slot_tokens_and_states(self, slot: int) -> None:
         """Forget the tokens and the saved recurrent states of a slot."""
         self._tokens[slot], self._contents[slot], self._ring_starts[slot] = (), NO_CONTENTS, 0
         for key in [key for key in self._saved if key[0] == slot]:
             self._drop(key)
 
-    def forget_all_slots(self) -> None:
+    def forget_tokens_and_states_of_slots(self) -> None:
         """Forget the tokens and the saved recurrent states of all slots."""
         for slot in range(self._memory.slots):
-            self.forget_slot(slot)
+            self.forget_slot_tokens_and_states(slot)
 
     def record_decoded_length(self, slot: int, length: int) -> None:
         """Record that a slot holds `length` tokens after a decode step."""
         self._lengths[slot] = length
 
     def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        """Record the contents of a slot at the end of its request; see `SlotContents`."""
-        self._contents[slot] = SlotContents(tuple(tokens), length)
+        """Record the contents of a slot at the end of its request; see `EvaluatedSlotTokens`."""
+        self._contents[slot] = EvaluatedSlotTokens(tuple(tokens), length)
 
-    def get_contents(self, slot: int) -> SlotContents:
+    def get_contents(self, slot: int) -> EvaluatedSlotTokens:
         """Return the contents of a slot after the end of its last request; they are empty while it runs one."""
         return self._contents[slot]
 
-    def can_save_recurrent_states(self) -> bool:
+    def has_room_for_recurrent_states(self) -> bool:
         """Whether one copy of the recurrent states of a slot fits into the memory for them."""
         return self._memory.compute_recurrent_state_bytes() <= self._state_bytes
 
@@ -306,7 +306,7 @@ class PrefixCache:
 
         Recurrent states can be reused at the end of the contents alone.
         """
-        self.forget_slot(slot)
+        self.forget_slot_tokens_and_states(slot)
         self._tokens[slot], self._lengths[slot] = tuple(tokens[:length]), length
         self._ring_starts[slot] = length
         self.record_contents(slot, tokens, length)

@@ -68,7 +68,7 @@ class ReplayTape(TimeAndChecksumTape):
         return self._left.popleft()
 
     @property
-    def unread_times(self) -> int:
+    def unread_times_of_line(self) -> int:
         """The number of times of the line that the engine has not read."""
         return len(self._left)
 
@@ -143,7 +143,7 @@ class LogReplay:
                 self._repeat_step(line, record)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise ModelError(f"line {line} of the log has wrong fields ({error!r:.80}); give another log") from error
-        if unread := self._tape.unread_times:
+        if unread := self._tape.unread_times_of_line:
             raise ReplayDifferenceError(line, f"the engine has read the clock {unread} times less than in the log")
 
     def _repeat_order(self, line: int, record: Mapping[str, Any]) -> None:
@@ -160,7 +160,7 @@ class LogReplay:
                 self._slot_files.erase(record["slot"])
             case "restore":
                 path = record["path"]
-                state = read_state(path, self._pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES)
+                state = read_state(path, self._pool.compute_slot_bytes_in_float32() + MAX_HEADER_BYTES)
                 count = self._slot_files.restore(record["slot"], state, path)
                 if count != record["tokens"]:
                     raise ReplayDifferenceError(line, f"{path} has {count} tokens; it had {record['tokens']}")

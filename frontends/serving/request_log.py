@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ModelError
 from ..generation.generate import GenerationParams
 from ..generation.grammar import Grammar
-from ..generation.lazy_grammar import LazyGrammar
+from ..generation.lazy_grammar import LazyJsonGrammar
 from ..generation.sampling import Sampling
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.prefill_chunks import F32
@@ -52,7 +52,7 @@ class TimeAndChecksumTape:
 
     def record_logits_checksum(self, slot: int, logits: F32) -> None:
         """Record the checksum of the logits of a slot."""
-        self._checksums.append(f"{slot}:{compute_logits_checksum(logits)}")
+        self._checksums.append(f"{slot}:{compute_sum_and_xor_of_logits(logits)}")
 
     def take_line_fields(self) -> dict[str, object]:
         """Return the recorded times and checksums as fields of the next line of the log, and forget them."""
@@ -63,7 +63,7 @@ class TimeAndChecksumTape:
         return fields
 
 
-def compute_logits_checksum(logits: F32) -> str:
+def compute_sum_and_xor_of_logits(logits: F32) -> str:
     """Compute a checksum of the bits of logits f32[n]: the sum and the exclusive or of their words, as hexadecimals."""
     words = np.ascontiguousarray(logits, np.float32).view(np.uint32)
     return f"{int(words.sum(dtype=np.uint64)) & 0xFFFFFFFF:08x}{int(np.bitwise_xor.reduce(words)):08x}"
@@ -245,10 +245,10 @@ def _describe_bias(sampling: Sampling) -> list[tuple[int, float | None]]:
     return [(token, None if value == -np.inf else value) for token, value in sampling.bias]
 
 
-def _describe_grammar(grammar: Grammar | LazyGrammar | None) -> dict[str, object] | None:
+def _describe_grammar(grammar: Grammar | LazyJsonGrammar | None) -> dict[str, object] | None:
     if isinstance(grammar, Grammar):
         return {"rules": grammar.compiled_rules}
-    if isinstance(grammar, LazyGrammar):
+    if isinstance(grammar, LazyJsonGrammar):
         names = ("trigger", "open_thought", "close_thought", "begins_in_thought")
         return {"rules": grammar.grammar.compiled_rules, **{name: getattr(grammar, name) for name in names}}
     return None
@@ -284,11 +284,11 @@ def read_request(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> Gene
         ) from None
 
 
-def _read_grammar(record: Mapping[str, Any] | None, tokenizer: Tokenizer | None) -> Grammar | LazyGrammar | None:
+def _read_grammar(record: Mapping[str, Any] | None, tokenizer: Tokenizer | None) -> Grammar | LazyJsonGrammar | None:
     if record is None:
         return None
     if tokenizer is None:
         raise ModelError("the log has a grammar, but the model has no vocabulary; choose the model of the log")
     grammar = Grammar.from_compiled_rules(tokenizer, record["rules"])
     rest = {name: value for name, value in record.items() if name != "rules"}
-    return LazyGrammar(tokenizer, grammar, **rest) if rest else grammar
+    return LazyJsonGrammar(tokenizer, grammar, **rest) if rest else grammar

@@ -113,7 +113,7 @@ class EndEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedSequence:
+class TokensKeptInSlot:
     """The sequence of a request that has ended: its slot keeps `tokens` until another request starts there.
 
     `context_tokens` may have one more token, which was sampled, but not evaluated.
@@ -155,7 +155,7 @@ class EngineTotals:
     restarts: int = 0
     preemptions: int = 0
 
-    def add_drafted_tokens(self, count: int) -> None:
+    def add_evaluated_draft_tokens(self, count: int) -> None:
         """Add the draft tokens that a step has evaluated for a request; 0 for a request without drafts."""
         self.drafts += count > 0
         self.drafted_tokens += count

@@ -77,7 +77,7 @@ class RunningRequest:
         sent = (*self.context_tokens[len(self.request.prompt) :], *self.repeated_tokens)
         return QueuedRequest(self.request, self.submitted, self.started, self.first_token, sent, self.reported_tokens)
 
-    def measure_timing(self, now: float) -> RequestTiming:
+    def measure_timing_and_token_counts(self, now: float) -> RequestTiming:
         """Return the token counts and the seconds of this request, which ends at the moment `now`."""
         first = now if self.first_token is None else self.first_token
         return RequestTiming(
@@ -170,11 +170,11 @@ def select_preempted_requests(
     for one in [one for one in staying if one.slot in slots]:
         while one in staying and not cache.reserve_cells(one.slot, len(one.tokens) + 1):
             preempted.append(youngest := staying.pop())
-            cache.forget_slot(youngest.slot)
+            cache.forget_slot_tokens_and_states(youngest.slot)
     return preempted
 
 
-def run_decode_step(
+def decode_to_logits_or_candidates(
     pool: StepRunner,
     decoding: Sequence[RunningRequest],
     running: Mapping[int, RunningRequest],
@@ -193,7 +193,7 @@ def run_decode_step(
     """
     tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
     before: dict[int, Sequence[int]] = {slot: one.tokens for slot, one in running.items()}
-    needs = {one.slot: own for one in decoding if (own := _find_candidate_needs(one)) is not None}
+    needs = {one.slot: own for one in decoding if (own := _find_candidate_needs_after_next_token(one)) is not None}
     is_enough = needs.keys() == tokens.keys()
     candidates = pool.decode_to_candidates(tokens, before, needs, is_followed) if is_enough else None
     return pool.decode(tokens, before) if candidates is None else candidates
@@ -214,7 +214,7 @@ def are_all_decoding_on(
     )
 
 
-def _find_candidate_needs(one: RunningRequest) -> CandidateNeeds | None:
+def _find_candidate_needs_after_next_token(one: RunningRequest) -> CandidateNeeds | None:
     """Return the candidates that a request needs for the token after its next one; None if it needs all logits."""
     request, sampling = one.request, one.request.params.sampling
     if request.top_logprobs is not None or sampling.largest_logits_needed is None:

@@ -69,7 +69,7 @@ class ServedModel:
     def __init__(self, model: LoadedModel, *, name: str, version: str) -> None:
         self.rank_calls: RankCalls = RankCalls(model.session.world)
         self._model, self._name, self._version = model, name, version
-        self._fingerprint = self._compute_fingerprint(version)
+        self._fingerprint = self._compute_version_plan_and_device_digest(version)
 
     @property
     def model_name(self) -> str:
@@ -99,7 +99,7 @@ class ServedModel:
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def _compute_fingerprint(self, version: str) -> str:
+    def _compute_version_plan_and_device_digest(self, version: str) -> str:
         """Compute a digest of the version, the model, the plan of a token, the processor's features and the devices."""
         session = self._model.session
         parts = [

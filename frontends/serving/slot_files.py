@@ -52,7 +52,7 @@ class SlotFiles:
         Raises:
             ModelError: The state is of another model, does not fit the context, or has fewer tokens than it says.
         """
-        if self._pool.has_recurrent_states and not self._cache.can_save_recurrent_states():
+        if self._pool.has_recurrent_states and not self._cache.has_room_for_recurrent_states():
             raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
         _require_token_for_each_evaluated_position(state, path)
         tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
@@ -62,7 +62,7 @@ class SlotFiles:
     def erase(self, slot: int) -> int:
         """Forget the tokens of a slot, and return their number."""
         count = max(self._cache.get_contents(slot).length, self._cache.count_cached_slot_tokens(slot))
-        self._cache.forget_slot(slot)
+        self._cache.forget_slot_tokens_and_states(slot)
         self._pool.zero_slot_states(slot)
         return count
 

@@ -191,7 +191,7 @@ class SlotPool:
             window.executor(sampled_step[0])
 
     @on_all_ranks
-    def prepare_appending(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:
+    def compile_appending_runs(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:
         """Compile runs of `append_tokens` in a window.
 
         Args:
@@ -215,7 +215,7 @@ class SlotPool:
             before: The tokens that the slot has already.
         """
         padded = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
-        recent = [self._select_recent_tokens(before)]
+        recent = [self._select_tokens_for_n_grams(before)]
         return self._run_window(slot, 1, [len(before)], recent, [list(tokens)], padded)[0][-1]
 
     def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
@@ -251,7 +251,7 @@ class SlotPool:
         slots = range(first, min(first + count, self.slots))
         known = [before.get(slot, ()) for slot in slots]
         new = [tokens.get(slot, []) for slot in slots]
-        recent = [*map(self._select_recent_tokens, known)]
+        recent = [*map(self._select_tokens_for_n_grams, known)]
         rows = self._run_window(first, count, [*map(len, known)], recent, new, min_tokens, reversible)
         return {slot: rows[slot - first] for slot in tokens}
 
@@ -259,7 +259,7 @@ class SlotPool:
         """Return the next tokens of a slot that are evaluated already; see `StepRunner.list_drafted_tokens`."""
         return ()
 
-    def _select_recent_tokens(self, tokens: Sequence[int]) -> list[int]:
+    def _select_tokens_for_n_grams(self, tokens: Sequence[int]) -> list[int]:
         """Return the last tokens of a text that the next token depends on directly, as in n-gram models."""
         return list(tokens[len(tokens) - min(self._all_slots.model.history_token_count, len(tokens)) :])
 
@@ -304,7 +304,7 @@ class SlotPool:
         window = self.open_window_session(first, count)
         return self._candidate_decoder.decode(window, first, tokens, before, needs, is_followed=is_followed)
 
-    def compute_max_saved_slot_bytes(self) -> int:
+    def compute_slot_bytes_in_float32(self) -> int:
         """Compute the bytes of all states of one slot in float32, the largest size in a file."""
         store = self.open_window_session(0, 1).store
         return sum(4 * math.prod(store.state(name).shape) for name in self._state_names)
@@ -331,7 +331,7 @@ class SlotPool:
         for name in self._state_names:
             self._all_slots.store.state(name)[:] = 0
 
-    def can_devices_run_test_prompt(self, slot: int) -> bool:
+    def can_still_run_steps(self, slot: int) -> bool:
         """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
         try:
             self.zero_slot_states(slot)
@@ -380,7 +380,7 @@ class SlotPool:
     def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
         """Copy the states of a slot that has evaluated the first `length` of `tokens`."""
         window = self.open_window_session(slot, 1)
-        window.lengths, window.recent = [length], [self._select_recent_tokens(tokens[:length])]
+        window.lengths, window.recent = [length], [self._select_tokens_for_n_grams(tokens[:length])]
         return capture_state(window, [tokens])
 
     @on_all_ranks

@@ -44,7 +44,7 @@ MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SlotAction:
+class PendingSlotAction:
     """An action on a slot that waits until the slot is free; `future` gets its result."""
 
     slot: int
@@ -109,7 +109,7 @@ class EngineThread(ServedModel):
         self._engine = self._make_engine_and_log_header(cache, options)
         self._receivers: dict[str, Callable[[Event], None]] = {}
         self._receivers_lock = threading.Lock()
-        self._slot_actions: list[SlotAction] = []
+        self._slot_actions: list[PendingSlotAction] = []
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
         self._preparations: Iterator[None] = self._pool.compile_longer_steps()
         self._status, self._last_beat = self._engine.status, time.monotonic()
@@ -207,10 +207,10 @@ class EngineThread(ServedModel):
 
     @property
     def max_slot_file_bytes(self) -> int:
-        return self._pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES
+        return self._pool.compute_slot_bytes_in_float32() + MAX_HEADER_BYTES
 
     def capture_slot(self, slot: int) -> Future[SavedSessionState]:
-        return self._put_slot_action(slot, partial(self._slot_files.capture, slot))
+        return self._put_action_for_free_slot(slot, partial(self._slot_files.capture, slot))
 
     def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
         def restore() -> int:
@@ -219,7 +219,7 @@ class EngineThread(ServedModel):
                 self._engine.log_restored_slot(slot, str(Path(path).absolute()), count)
             return count
 
-        return self._put_slot_action(slot, restore)
+        return self._put_action_for_free_slot(slot, restore)
 
     def erase_slot(self, slot: int) -> Future[int]:
         def erase() -> int:
@@ -228,7 +228,7 @@ class EngineThread(ServedModel):
                 self._engine.log_erased_slot(slot)
             return count
 
-        return self._put_slot_action(slot, erase)
+        return self._put_action_for_free_slot(slot, erase)
 
     def list_requests(self) -> list[RequestRecord]:
         return self._engine.history.list_requests()
@@ -236,7 +236,7 @@ class EngineThread(ServedModel):
     def trace_request_or_choices(self, name: str) -> list[RequestTrace]:
         return self._engine.history.trace_request_or_choices(name)
 
-    def _put_slot_action(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
+    def _put_action_for_free_slot(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
         """Put an action into the queue that runs when the slot is free, and return its result as a future."""
         future: Future[ActionResult] = Future()
 
@@ -251,7 +251,7 @@ class EngineThread(ServedModel):
         with self._receivers_lock:
             if self._failure or self._is_closing:
                 raise ModelError(f"the engine has ended: {self._failure or 'the server shuts down'}")
-            self._slot_actions.append(SlotAction(slot, run_action, future))
+            self._slot_actions.append(PendingSlotAction(slot, run_action, future))
         self._orders.put(list)  # an order without events wakes the engine
         return future
 
@@ -271,11 +271,11 @@ class EngineThread(ServedModel):
                 self._run_actions_of_free_slots()
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
-            self._fail_all_requests(_describe_error(error))
+            self._fail_and_refuse_all_requests(_describe_error(error))
             self.error = error
             self._on_failure(self._failure)
             return
-        self._fail_all_requests("the server shuts down")
+        self._fail_and_refuse_all_requests("the server shuts down")
 
     def _run_step_or_restart_engine(self) -> None:
         """Run a step of the engine and send its events; build the engine anew after a failure.
@@ -301,7 +301,7 @@ class EngineThread(ServedModel):
             self._restarts_in_row = 0
         free = [slot for slot in engine.failed_slots if not engine.status.slot_requests[slot]]
         engine.failed_slots.clear()
-        if free and not self._pool.can_devices_run_test_prompt(free[0]):
+        if free and not self._pool.can_still_run_steps(free[0]):
             self.require_no_lost_device()
             self._restart((), "the devices run no steps any more", None)
 
@@ -318,7 +318,7 @@ class EngineThread(ServedModel):
         if self._restarts_in_row > MAX_RESTARTS:
             raise error or ModelError(f"{why}; the engine has failed after {MAX_RESTARTS} restarts, start it again")
         self._send_events(self._engine.restart_and_requeue_requests(failed_requests, why))
-        if not self._pool.can_devices_run_test_prompt(0):
+        if not self._pool.can_still_run_steps(0):
             raise ModelError(f"{why}; a new engine does not run either, start the server again")
         self._preparations = self._pool.compile_longer_steps()
         self._on_restart(why)
@@ -379,7 +379,7 @@ class EngineThread(ServedModel):
             if receiver is not None:
                 receiver(event)
 
-    def _fail_all_requests(self, why: str) -> None:
+    def _fail_and_refuse_all_requests(self, why: str) -> None:
         """End all requests with the error `why`, and refuse further requests."""
         with self._receivers_lock:
             self._failure = self._failure or why

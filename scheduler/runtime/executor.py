@@ -157,14 +157,14 @@ class Executor:
             BackendError: The device cannot start the run; the states are restored.
         """
         with self._device_lock:
-            if self.trace is not None or self._start_run is None:
+            if self.trace is not None or self._start_run_on_only_device is None:
                 outputs = self.run(inputs)
                 return LaunchedRun(self, lambda: [outputs[name] for name in self._output_devices])
             self._write_inputs(inputs)
-            return LaunchedRun(self, self._run_local_devices({0: self._start_run})[0])
+            return LaunchedRun(self, self._run_local_devices_or_restore({0: self._start_run_on_only_device})[0])
 
     @cached_property
-    def _start_run(self) -> Callable[[], Callable[[], Sequence[Array]]] | None:
+    def _start_run_on_only_device(self) -> Callable[[], Callable[[], Sequence[Array]]] | None:
         """Starts the program of the only device; None if it cannot be launched ahead, or if there are more devices."""
         if len(self.plan.device_plans) > 1:
             return None
@@ -174,16 +174,16 @@ class Executor:
             return None
         return runner.make_starter_with_outputs(tensors)
 
-    def _finish_launched(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
+    def _await_outputs_or_restore_states(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
         """Wait for the end of a launched run, and return its outputs by name; after an error restore the states."""
         with self._device_lock:
-            return self._name_outputs(self._run_local_devices({0: finish})[0])
+            return self._name_outputs(self._run_local_devices_or_restore({0: finish})[0])
 
     def _name_outputs(self, arrays: Sequence[Array]) -> dict[str, Array]:
         """Return the arrays of a launched run by the names of the outputs."""
         return dict(zip(self._output_devices, arrays, strict=True))
 
-    def _undo_launched(self, finish: Callable[[], Sequence[Array]]) -> None:
+    def _wait_and_undo_launched_run(self, finish: Callable[[], Sequence[Array]]) -> None:
         """Wait for the end of a launched run, and restore the states. A fault of the run has no further effect."""
         with self._device_lock, DeferredInterrupts():
             with suppress(StepError):
@@ -252,20 +252,20 @@ class Executor:
             if trace is not None and len(trace.noted) < MAX_TRACED_RUNS:
                 self._require_timing_support()
                 start = time.monotonic()
-                steps = self._run_local_devices(self._timed_runners)
+                steps = self._run_local_devices_or_restore(self._timed_runners)
                 in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.device_plans)))
                 trace.noted.append((self.plan, self.label, start, time.monotonic(), in_order))
                 return {}
             if trace is not None:
                 trace.dropped_runs += 1
-            return self._run_local_devices(works)
+            return self._run_local_devices_or_restore(works)
 
     def _require_timing_support(self) -> None:
         """Raise `PlanError` unless all backends can time their steps."""
         if self._untimed_device is not None:
             raise PlanError(f"device {self._untimed_device} cannot time its steps; its backend compiles no `Measures`")
 
-    def _run_local_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+    def _run_local_devices_or_restore(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run the work of all devices of this process; if a device fails, restore all states and raise its error."""
         results = self._device_threads.run_devices(works)
         if self._device_threads.failures:
@@ -353,7 +353,7 @@ class LaunchedRun:
         finish, self._finish = self._finish, None
         assert finish is not None, "a run ends once"
         if follower is None:
-            return self._executor._finish_launched(finish)
+            return self._executor._await_outputs_or_restore_states(finish)
         try:
             return self._executor._name_outputs(finish())
         except BackendError as why:
@@ -365,7 +365,7 @@ class LaunchedRun:
         """Wait for the end of the run, and restore the states to their values before it."""
         finish, self._finish = self._finish, None
         if finish is not None:
-            self._executor._undo_launched(finish)
+            self._executor._wait_and_undo_launched_run(finish)
 
 
 @validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))

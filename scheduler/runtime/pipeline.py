@@ -72,7 +72,7 @@ class PipelinedRuns:
         interrupts = self._exit_stack.enter_context(DeferredInterrupts())
         self._device_threads.rendezvous = self
         works = {
-            n: partial(device.run_queued_runs, interrupts, self._record_device_done)
+            n: partial(device.run_queued_runs, interrupts, self._record_done_and_wake_waiters)
             for n, device in self._workers.items()
         }
         self._workers_done = self._exit_stack.enter_context(ThreadPoolExecutor(1, "hocket")).submit(
@@ -109,7 +109,7 @@ class PipelinedRuns:
         """Wait until the devices have finished all pending runs. Also returns when one device has failed."""
         with self._progress:
             self._progress.wait_for(
-                lambda: self._is_done_on_all_devices(self._pending_runs) or self._workers_done.done()
+                lambda: self._is_done_on_local_devices(self._pending_runs) or self._workers_done.done()
             )
 
     def wait_for_outputs(self) -> dict[str, Array]:
@@ -119,12 +119,12 @@ class PipelinedRuns:
         """
         run = self._pending_runs[0]
         with self._progress:
-            self._progress.wait_for(lambda: self._is_done_on_all_devices([run]) or self._workers_done.done())
-        if not self._is_done_on_all_devices([run]):
+            self._progress.wait_for(lambda: self._is_done_on_local_devices([run]) or self._workers_done.done())
+        if not self._is_done_on_local_devices([run]):
             self._workers_done.result()
             raise self._device_threads.failures[0][1]
         outputs = {
-            name: run.pipeline._bound_plan.assemble_output_across_processes(name, run.list_output_shards(name))
+            name: run.pipeline._bound_plan.assemble_output_across_processes(name, run.list_local_output_shards(name))
             for name in run.pipeline._bound_plan.output_shapes
         }
         run.is_final = not self._is_all_or_nothing
@@ -135,7 +135,7 @@ class PipelinedRuns:
         with self._exit_stack:
             if isinstance(why, KeyboardInterrupt) and not self._device_threads.failures:  # a second interrupt
                 self._device_threads.record_failure_and_abort(None, why)
-            self._end_workers_after_queued_runs()
+            self._end_and_join_workers()
             if self._device_threads.failures:
                 self._device_threads.roll_back_and_raise(self._roll_back)
             if self._pending_runs or (why is not None and self._is_all_or_nothing):
@@ -143,7 +143,7 @@ class PipelinedRuns:
                     self._roll_back, why or PlanError("runs that nobody waited for are taken back")
                 )
 
-    def _end_workers_after_queued_runs(self) -> None:
+    def _end_and_join_workers(self) -> None:
         """Tell the workers to end after their queued runs, and wait for them.
 
         Raises `BackendError` if a device does not stop.
@@ -157,14 +157,14 @@ class PipelinedRuns:
             except KeyboardInterrupt as why:
                 self._device_threads.record_failure_and_abort(None, why)
 
-    def _is_done_on_all_devices(self, runs: Iterable[_PipelinedRun]) -> bool:
+    def _is_done_on_local_devices(self, runs: Iterable[_PipelinedRun]) -> bool:
         """Return whether all devices of this process have finished the given runs."""
         return all(len(run.outputs_by_device) == len(self._workers) for run in runs)
 
     def _roll_back(self, number: int, error: BaseException | None) -> None:
         self._workers[number].roll_back(error)
 
-    def _record_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
+    def _record_done_and_wake_waiters(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
         """Record that a device has finished its part of a run, and wake the threads that wait for the run."""
         with self._progress:
             run.outputs_by_device[number] = outputs
@@ -200,7 +200,7 @@ class _PipelinedRun:
         self.pipeline, self.input_arrays, self.is_final = pipeline, input_arrays, False
         self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
 
-    def list_output_shards(self, name: str) -> dict[int, Array]:
+    def list_local_output_shards(self, name: str) -> dict[int, Array]:
         """Return the parts of an output by device number, from the local devices that have a part."""
         return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
 

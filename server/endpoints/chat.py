@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from ...frontends.generation.grammar import Grammar
-from ...frontends.generation.lazy_grammar import LazyGrammar
+from ...frontends.generation.lazy_grammar import LazyJsonGrammar
 from ...frontends.serving.requests import GenerationRequest
 from ...graph.lazy_dataclass import dataclass
 from ..bodies.answers import AnswerParser, AnswerParserOptions
@@ -94,7 +94,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
 
 async def _compile_lazy_grammar(
     state: ServingState, prompt: ChatPrompt, functions: list[FunctionBody]
-) -> tuple[LazyGrammar | None, str]:
+) -> tuple[LazyJsonGrammar | None, str]:
     """Compile a grammar that constrains the answer only after each tool-call marker.
 
     If a schema cannot be compiled and no function has ``strict``, the tool calls are not constrained.
@@ -113,7 +113,7 @@ async def _compile_lazy_grammar(
             raise
         return None, f"tools.function.parameters ({error.message})"
     begins_in_thought = prompt.can_answer_with_thoughts and prompt.opens_thought
-    lazy = LazyGrammar(state.service.tokenizer, grammar, OPEN_CALL, begins_in_thought=begins_in_thought)
+    lazy = LazyJsonGrammar(state.service.tokenizer, grammar, OPEN_CALL, begins_in_thought=begins_in_thought)
     return lazy, ""
 
 

@@ -28,7 +28,7 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(_trace_instruction, flow), _has_kernel, price_expression)
+    rules = GroupingRules(partial(_trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
     return find_expression_groups(flow, rules)
 
 
@@ -51,7 +51,7 @@ def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
 
 
 @cache
-def price_expression(expression: Expression) -> int:
+def count_expression_steps_per_element(expression: Expression) -> int:
     """Return the price of an expression per element: each step of each pass over a row."""
     return sum(
         TRANSCENDENTAL_PRICE if expression.steps[n].function in TRANSCENDENTAL_FUNCTIONS else ARITHMETIC_PRICE

@@ -194,7 +194,7 @@ def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]
             _find_fusions_starting_at(flow, number), key=lambda chain: len(chain.instruction_numbers), default=None
         )
         if longest is not None:
-            flow.group_instructions(longest.instruction_numbers)
+            flow.group_instructions_unchecked(longest.instruction_numbers)
             chains[tuple(sorted(longest.instruction_numbers))] = longest
     return chains
 

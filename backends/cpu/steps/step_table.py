@@ -169,7 +169,7 @@ class StepTableBuilder:
                 part i.
             stops: Whether the step may stop the run.
         """
-        rows = {o.region: o for o in of_units if o.is_dense and not o.has_packed_blocks and o.size % unit_count == 0}
+        rows = {o.region: o for o in of_units if o.is_dense and not o.has_packed_layout and o.size % unit_count == 0}
         if not rows or not self.is_step_shared_by_threads(reads, writes):
             self.add(kernel, words, reads=reads, writes=writes, stops=stops)
             return

@@ -51,5 +51,5 @@ def bind_largest_fusion(
         launches.items = []
     numbers, launches.items = best
     if numbers:
-        flow.group_instructions(numbers)
+        flow.group_instructions_unchecked(numbers)
     return numbers

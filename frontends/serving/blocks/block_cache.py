@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
-from ..prefix_cache import MIN_REUSED_TOKENS, PrefixCache, SlotContents, SlotMatch
+from ..prefix_cache import MIN_REUSED_TOKENS, EvaluatedSlotTokens, PrefixCache, SourceAndTargetSlots
 from .prefix_tree import PrefixTree
 from .slot_pool import NO_SLOT_FILES, BlockSlotPool
 
@@ -37,13 +37,13 @@ class BlockPrefixCache(PrefixCache):
 
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
-    ) -> SlotMatch:
+    ) -> SourceAndTargetSlots:
         """Find the free slot with the smallest window, and count the known tokens of a prompt."""
         target = min(free, key=lambda slot: (window_size(slot), slot))
         _, tokens = self._tree.find_prefix(prompt[:-1])
-        return SlotMatch(tokens if tokens >= MIN_REUSED_TOKENS else 0, target, target)
+        return SourceAndTargetSlots(tokens if tokens >= MIN_REUSED_TOKENS else 0, target, target)
 
-    def has_room_for(self, match: SlotMatch, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
+    def has_room_for(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
         """Whether enough blocks are free, or can be evicted, for a request that starts now; see `PrefixCache`."""
         count = self._count_blocks(prompt, limit, sent_tokens) - self._count_shared_blocks(prompt, match)
         missing = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._reserved))
@@ -54,19 +54,19 @@ class BlockPrefixCache(PrefixCache):
         ahead = limit if self._reserves_whole_texts else min(limit, sent_tokens + AHEAD_TOKENS)
         return -(-min(len(prompt) + ahead, self._pool.context) // BLOCK_KEYS)
 
-    def _count_shared_blocks(self, prompt: tuple[int, ...], match: SlotMatch) -> int:
+    def _count_shared_blocks(self, prompt: tuple[int, ...], match: SourceAndTargetSlots) -> int:
         """Count the known blocks of a prompt that a running request has, so that they cannot be evicted."""
         blocks, _ = self._tree.find_prefix(prompt[: match.tokens])
         whole = blocks[: match.tokens // BLOCK_KEYS]
         return sum(self._blocks.count_references(block) > 1 for block in whole)
 
-    def prepare_target_slot(self, match: SlotMatch, prompt: tuple[int, ...], limit: int = 0) -> None:
+    def prepare_target_slot(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int = 0) -> None:
         """Give the slot of a match the blocks of its prompt; its first `match.tokens` tokens are known.
 
         The block that is known in part may be evicted meanwhile. Its cells are unchanged until the next run.
         """
         slot, (whole, cells) = match.target, divmod(match.tokens, BLOCK_KEYS)
-        self.forget_slot(slot)
+        self.forget_slot_tokens_and_states(slot)
         known, _ = self._tree.find_prefix(prompt[: match.tokens])
         for block in known[:whole]:
             self._blocks.retain(block)
@@ -98,7 +98,7 @@ class BlockPrefixCache(PrefixCache):
         if table != self._pool.tables[slot]:
             self._pool.set_table(slot, table)
 
-    def move_slot(self, source: int, target: int, length: int) -> None:
+    def move_running_request(self, source: int, target: int, length: int) -> None:
         """Move a running request from slot `source` to the free slot `target`; no cell moves."""
         self._pool.set_table(target, list(self._pool.tables[source]))
         self._pool.set_table(source, [])
@@ -106,20 +106,20 @@ class BlockPrefixCache(PrefixCache):
 
     def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Free the blocks of a slot at the end of its request; the tree keeps the blocks of the prompt."""
-        self.forget_slot(slot)
+        self.forget_slot_tokens_and_states(slot)
 
-    def forget_slot(self, slot: int) -> None:
+    def forget_slot_tokens_and_states(self, slot: int) -> None:
         """Free the blocks of a slot; the tree keeps the blocks of its prompt."""
         for block in self._pool.tables[slot]:
             self._blocks.release(block)
         self._pool.set_table(slot, [])
         self._reserved[slot] = 0
 
-    def forget_all_slots(self) -> None:
+    def forget_tokens_and_states_of_slots(self) -> None:
         """Free all blocks, also the blocks of known prompts."""
-        super().forget_all_slots()
+        super().forget_tokens_and_states_of_slots()
         self._tree.clear()
 
-    def get_contents(self, slot: int) -> SlotContents:
+    def get_contents(self, slot: int) -> EvaluatedSlotTokens:
         """Raise `ModelError`: the blocks of a slot are free after its request."""
         raise ModelError(NO_SLOT_FILES)

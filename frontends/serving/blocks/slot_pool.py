@@ -95,11 +95,11 @@ class BlockSlotPool(SlotPool):
             for block in blocks:
                 self._all_slots.store.state(name)[block * BLOCK_KEYS : (block + 1) * BLOCK_KEYS] = 0
 
-    def can_devices_run_test_prompt(self, slot: int) -> bool:
+    def can_still_run_steps(self, slot: int) -> bool:
         """As of `SlotPool`; the prompt is read into the block for padding."""
         self.set_table(slot, [0])
         try:
-            return super().can_devices_run_test_prompt(slot)
+            return super().can_still_run_steps(slot)
         finally:
             self.set_table(slot, [])
 

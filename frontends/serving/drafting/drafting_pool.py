@@ -185,7 +185,7 @@ class DraftingSlotPool(MtpSlotPool):
         """Compile the steps with drafts after `length` tokens, in windows in which drafts can be worth their time."""
         for count in [count for count in self._list_window_sizes() if count <= MAX_DRAFTED_WINDOW]:
             if self.predict_break_even_acceptance(count, length) < self.drafter.max_tokens:
-                self.prepare_appending(count, self._draft_bucket, length, reversible=True)
+                self.compile_appending_runs(count, self._draft_bucket, length, reversible=True)
                 yield
                 yield from self.drafter.compile_draft_steps(count, length)
 

@@ -110,7 +110,7 @@ class ModelSlotDrafter:
 
     def compile_draft_steps(self, count: int, length: int) -> Iterator[None]:
         if length + self.catch_up_bucket <= self.own_pool.context:
-            self.own_pool.prepare_appending(count, self.catch_up_bucket, length, reversible=False)
+            self.own_pool.compile_appending_runs(count, self.catch_up_bucket, length, reversible=False)
             yield
 
     def rebind_plans_and_forget_slots(self) -> None:

@@ -35,7 +35,7 @@ def order(flow: Dataflow, *chains: Sequence[int]) -> list[tuple[int, ...]] | Non
     for numbers in chains:
         if not flow.can_group(numbers):
             return None
-        flow.group_instructions(numbers)
+        flow.group_instructions_unchecked(numbers)
     return [*flow.list_groups()]
 
 

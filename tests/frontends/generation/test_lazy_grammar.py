@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.generation.grammar import Grammar
-from hocket.frontends.generation.lazy_grammar import LazyGrammar, LazyGrammarState
+from hocket.frontends.generation.lazy_grammar import LazyGrammarState, LazyJsonGrammar
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
 from ...given.fakes.fake_service import build_metadata
@@ -21,8 +21,8 @@ CITY_SCHEMA = {
 
 
 @pytest.fixture(name="lazy", scope="module")
-def lazy_grammar() -> LazyGrammar:
-    return LazyGrammar(TOKENIZER, Grammar(TOKENIZER, json_schema=CITY_SCHEMA, allows_spaces=True), "<tool_call>")
+def lazy_grammar() -> LazyJsonGrammar:
+    return LazyJsonGrammar(TOKENIZER, Grammar(TOKENIZER, json_schema=CITY_SCHEMA, allows_spaces=True), "<tool_call>")
 
 
 def write_under_grammar(state: LazyGrammarState, text: str) -> str:
@@ -47,13 +47,13 @@ def write_under_grammar(state: LazyGrammarState, text: str) -> str:
     ],
     ids=["text", "valid", "other form", "thought"],
 )
-def test_valid_texts_stay_as_they_are(lazy: LazyGrammar, text: str) -> None:
+def test_valid_texts_stay_as_they_are(lazy: LazyJsonGrammar, text: str) -> None:
     assert write_under_grammar(lazy.make_state(), text) == text
 
 
 @pytest.mark.parametrize("before", ["", "I look. ", "<think><tool_call>{</think>", 'a<tool_call>{"city":"Rome"}b'])
 @pytest.mark.parametrize("start", ['{"', " \n {", "{"])
-def test_an_object_follows_its_schema(lazy: LazyGrammar, before: str, start: str) -> None:
+def test_an_object_follows_its_schema(lazy: LazyJsonGrammar, before: str, start: str) -> None:
     state = lazy.make_state()
     write_under_grammar(state, f"{before}<tool_call>{start}")
     assert state.is_constrained
@@ -63,7 +63,7 @@ def test_an_object_follows_its_schema(lazy: LazyGrammar, before: str, start: str
     assert written.partition(": ")[2][:2] in ('"R', '"O')
 
 
-def test_a_beginning_that_the_grammar_forbids_stays_free(lazy: LazyGrammar) -> None:
+def test_a_beginning_that_the_grammar_forbids_stays_free(lazy: LazyJsonGrammar) -> None:
     class JoinedTokens:
         """A vocabulary in which one token has the trigger and the beginning of an object."""
 
@@ -71,13 +71,13 @@ def test_a_beginning_that_the_grammar_forbids_stays_free(lazy: LazyGrammar) -> N
         token_bytes = {0: b'<tool_call>{"town', 1: b'<tool_call>{"ci', 2: b"<tool_call>{\xff"}.__getitem__
 
     for token, is_constrained in ((0, False), (1, True), (2, False)):
-        state = LazyGrammar(JoinedTokens(), lazy.grammar, "<tool_call>").make_state()  # type: ignore[arg-type]
+        state = LazyJsonGrammar(JoinedTokens(), lazy.grammar, "<tool_call>").make_state()  # type: ignore[arg-type]
         assert state.accept_token_and_can_continue(token)
         assert state.is_constrained == is_constrained
 
 
-def test_a_text_may_begin_inside_a_thought(lazy: LazyGrammar) -> None:
-    state = LazyGrammar(TOKENIZER, lazy.grammar, "<tool_call>", begins_in_thought=True).make_state()
+def test_a_text_may_begin_inside_a_thought(lazy: LazyJsonGrammar) -> None:
+    state = LazyJsonGrammar(TOKENIZER, lazy.grammar, "<tool_call>", begins_in_thought=True).make_state()
     write_under_grammar(state, '<tool_call>{"')
     assert not state.is_constrained
     write_under_grammar(state, 'a"}</think><tool_call>{"')

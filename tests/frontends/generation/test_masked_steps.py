@@ -17,7 +17,7 @@ from hocket.frontends.generation.generate import (
     sample_tokens_of_all_sequences,
 )
 from hocket.frontends.generation.grammar import Grammar, GrammarState
-from hocket.frontends.generation.lazy_grammar import LazyGrammar
+from hocket.frontends.generation.lazy_grammar import LazyJsonGrammar
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.session import DeviceGroup, Session
@@ -49,11 +49,11 @@ def open_small_session(device: str = "numpy:0", sequences: int = 3) -> Session:
     return Session(open_model(None), on=DeviceGroup(devices=(device,)), context=64, sequences=sequences, batch=64)
 
 
-def make_grammars(session: Session) -> tuple[Grammar | LazyGrammar, ...]:
+def make_grammars(session: Session) -> tuple[Grammar | LazyJsonGrammar, ...]:
     tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
     letters, digits = (Grammar(tokenizer, grammar=text) for text in ("root ::= [a-z ]*", 'root ::= ([0-9] "," )*'))
     schema = Grammar(tokenizer, json_schema={"type": "object", "properties": {"a": {"type": "integer"}}})
-    return letters, digits, schema, LazyGrammar(tokenizer, digits, "{")
+    return letters, digits, schema, LazyJsonGrammar(tokenizer, digits, "{")
 
 
 def sample_and_continue(session: Session, params: GenerationParams, *, needs_logits: bool) -> tuple[object, ...]:

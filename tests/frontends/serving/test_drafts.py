@@ -168,7 +168,7 @@ def test_a_text_that_moves_to_a_slot_gets_no_drafts_of_the_text_before(name: str
     for one in (pool, plain):
         one.clear_recurrent_states(1)
         one.read_prompt(1, other, [])
-        PrefixCache(one, state_bytes=1 << 20).move_slot(1, 0, len(other))
+        PrefixCache(one, state_bytes=1 << 20).move_running_request(1, 0, len(other))
         logits.append(one.decode({0: token}, {0: other})[0])
     assert np.array_equal(*logits)
 

@@ -120,7 +120,7 @@ def test_a_text_that_moves_to_another_slot_keeps_its_drafts(tmp_path: Path) -> N
     pool.read_prompt(2, prompt, [])
     drafts = pool.drafter.draft_tokens({2: known})[2]
     assert pool.drafter.draft_tokens({0: known})[0] != drafts
-    PrefixCache(pool, state_bytes=1 << 20).move_slot(2, 0, len(prompt))
+    PrefixCache(pool, state_bytes=1 << 20).move_running_request(2, 0, len(prompt))
     assert pool.drafter.draft_tokens({0: known})[0] == drafts
 
 

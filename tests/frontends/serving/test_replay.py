@@ -17,12 +17,17 @@ from hocket.cli import main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.grammar import Grammar
-from hocket.frontends.generation.lazy_grammar import LazyGrammar
+from hocket.frontends.generation.lazy_grammar import LazyJsonGrammar
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.saved_state import write_state_atomically
 from hocket.frontends.serving.replay import read_complete_log_lines
-from hocket.frontends.serving.request_log import RequestLog, compute_logits_checksum, describe_request, read_request
+from hocket.frontends.serving.request_log import (
+    RequestLog,
+    compute_sum_and_xor_of_logits,
+    describe_request,
+    read_request,
+)
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
@@ -287,7 +292,7 @@ def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
     assert errors == ["No space left on device"]
 
 
-def mask_first_token(grammar: Grammar | LazyGrammar | None) -> object:
+def mask_first_token(grammar: Grammar | LazyJsonGrammar | None) -> object:
     assert grammar is not None
     return grammar.make_state().mask_logits(np.zeros(300, np.float32))
 
@@ -295,7 +300,7 @@ def mask_first_token(grammar: Grammar | LazyGrammar | None) -> object:
 def test_a_request_is_the_same_after_its_description() -> None:
     tokenizer = tokenizer_from_metadata(build_metadata())
     grammar = Grammar(tokenizer, json_schema={"type": "boolean"})
-    lazy = LazyGrammar(tokenizer, grammar, "<tool_call>", begins_in_thought=True)
+    lazy = LazyJsonGrammar(tokenizer, grammar, "<tool_call>", begins_in_thought=True)
     for rules in (None, grammar, lazy):
         sampling = Sampling(0.5, 3, 0.9, 0.1, 1.1, 5, 0.2, 0.3, ((4, -np.inf), (5, 1.5)))
         params = GenerationParams(9, sampling, 3, frozenset([1, 2]), rules, None, 50)
@@ -316,5 +321,5 @@ def test_a_checksum_sees_one_bit() -> None:
     logits = np.random.default_rng(1).standard_normal(500).astype(np.float32)
     other = logits.copy()
     other.view(np.uint32)[77] ^= 1
-    assert compute_logits_checksum(logits) == compute_logits_checksum(logits.copy())
-    assert compute_logits_checksum(logits) != compute_logits_checksum(other)
+    assert compute_sum_and_xor_of_logits(logits) == compute_sum_and_xor_of_logits(logits.copy())
+    assert compute_sum_and_xor_of_logits(logits) != compute_sum_and_xor_of_logits(other)

@@ -59,7 +59,7 @@ class Server:
 
     def restore(self, slot: int, path: Path) -> int:
         return self.files.restore(
-            slot, read_state(path, self.pool.compute_max_saved_slot_bytes() + MAX_HEADER_BYTES), path
+            slot, read_state(path, self.pool.compute_slot_bytes_in_float32() + MAX_HEADER_BYTES), path
         )
 
 

@@ -239,10 +239,10 @@ def test_more_slots_than_memory_name_the_flag() -> None:
 def test_a_probe_says_that_a_broken_pool_runs_no_steps(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     """Errors of other types had ended the engine without a restart."""
     pool = make_pool("llama", slots=1)
-    assert pool.can_devices_run_test_prompt(0)
+    assert pool.can_still_run_steps(0)
 
     def fail(*args: object) -> F32:
         raise error("the device is lost")
 
     monkeypatch.setattr(pool, "read_prompt", fail)
-    assert not pool.can_devices_run_test_prompt(0)
+    assert not pool.can_still_run_steps(0)

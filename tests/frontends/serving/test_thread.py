@@ -12,7 +12,7 @@ from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.requests import Event, QueueFullError
 from hocket.frontends.serving.slots import SlotPool
-from hocket.frontends.serving.thread import EngineThread, SlotAction
+from hocket.frontends.serving.thread import EngineThread, PendingSlotAction
 
 from ...given.models.goldens import path_of
 
@@ -51,7 +51,7 @@ def test_a_cancelled_action_of_a_busy_slot_is_dropped() -> None:
     thread, waiting, cancelled = EngineThread.__new__(EngineThread), Future[int](), Future[int]()
     cancelled.cancel()
     thread._engine = SimpleNamespace(status=SimpleNamespace(slot_requests=("busy",)))
-    thread._slot_actions = [SlotAction(0, lambda: None, future) for future in (waiting, cancelled)]
+    thread._slot_actions = [PendingSlotAction(0, lambda: None, future) for future in (waiting, cancelled)]
     thread._run_actions_of_free_slots()
     assert [action.future for action in thread._slot_actions] == [waiting]
 

@@ -194,7 +194,7 @@ def _find_smallest_balanced_split_count(steps: StepTableBuilder, units: int) -> 
 def _is_readable_directly_or_copied(x: Operand | None) -> bool:
     """Return whether attention kernels can read keys or values of this form, in place or from a dense copy."""
     return x is not None and (
-        x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_blocks)
+        x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_layout)
     )
 
 

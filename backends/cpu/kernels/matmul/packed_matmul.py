@@ -379,7 +379,7 @@ def has_matmul_kernel(call: BoundInstruction) -> bool:
     if experts and not has_readable_expert_ids(call):
         return False
     if w.dtype in FORMATS:
-        return w.has_packed_blocks and w.is_whole_or_row_aligned(GROUP_ROWS, w.dtype.count_bytes(w.shape[-1]))
+        return w.has_packed_layout and w.is_whole_or_row_aligned(GROUP_ROWS, w.dtype.count_bytes(w.shape[-1]))
     return float_matmul.is_readable_float_weight(w)
 
 

@@ -125,7 +125,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if size is None or not out.has_uniform_row_stride:
         return False
     *leading, rows, columns = table.shape
-    if table.has_packed_blocks:
+    if table.has_packed_layout:
         form = FORMATS.get(table.dtype)
         if form is None or leading or not table.is_whole_buffer or size != 4:
             return False
@@ -169,7 +169,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 def _is_writable_table(table: Operand) -> bool:
     """Return whether kernels can write rows of the type of `table`: floats, or cache blocks that are not packed."""
-    return table.dtype in LANE_STORERS or (table.dtype in block_rows.BLOCK_STORERS and not table.has_packed_blocks)
+    return table.dtype in LANE_STORERS or (table.dtype in block_rows.BLOCK_STORERS and not table.has_packed_layout)
 
 
 def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -201,7 +201,8 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
         ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved"
     )
     require_supported(
-        all(o.has_uniform_row_stride and len(o.shape) == 2 for o in (table, rows, saved_rows)), "operands have no rows"
+        all(o.has_uniform_row_stride and len(o.shape) == 2 for o in (table, rows, saved_rows)),
+        "operands have no rows",
     )
     require_supported(
         _is_writable_table(table) and rows.is_float and saved_rows.is_float,
@@ -317,7 +318,7 @@ def _can_widen_16_bit_rows(source: Operand, target: Operand) -> bool:
     """Return whether `make_16_bit_to_f32_kernel` can convert 16-bit rows of `source` to float32 rows of
     `target`.
     """
-    halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
+    halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_layout
     return halves and source.has_uniform_row_stride and target.is_float and target.has_uniform_row_stride
 
 

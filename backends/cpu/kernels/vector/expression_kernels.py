@@ -88,7 +88,7 @@ class ExpressionKernel:
         return max((n for n, s in enumerate(self.expression.steps) if s.function in ROW_FUNCTIONS), default=-1)
 
     @cached_property
-    def stash(self) -> int | None:
+    def stored_step(self) -> int | None:
         """The step that the last reduction writes to the result, and that the last pass reads from there.
 
         It is of a transcendental function. All other values that the last pass needs are numbers of the row. An
@@ -111,7 +111,9 @@ class ExpressionKernel:
         ends = [[*step.sources] for step in expression.steps if step.function in ROW_FUNCTIONS] + [
             [n for n in expression.results if n not in expression.steps_with_one_number_per_row]
         ]
-        known = [frozenset[int]()] * (len(ends) - 1) + [frozenset(() if self.stash is None else (self.stash,))]
+        known = [frozenset[int]()] * (len(ends) - 1) + [
+            frozenset(() if self.stored_step is None else (self.stored_step,))
+        ]
         return [
             set[int]().union(*(expression.find_element_steps(n, there) for n in some))
             for some, there in zip(ends, known, strict=True)
@@ -150,7 +152,7 @@ class _RowKernelEmitter:
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.columns = self._word(0)
-        first_number = HEADER_WORDS + OPERAND_WORDS * self._address_count
+        first_number = HEADER_WORDS + OPERAND_WORDS * self._operand_and_result_count
         numbers: dict[int, Any] = {}
         for index, number in enumerate(self.plan.steps_passed_as_words):
             bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
@@ -163,11 +165,11 @@ class _RowKernelEmitter:
             elif step.function == "row_count":
                 numbers[number] = vectors.splat.body(self.b, self.b.sitofp(self.columns, _F32))
         first, last = self._emit_thread_row_range()
-        self._emit_range_loop(first, last, 1, lambda row: self._emit_row(row, numbers))
+        self._emit_loop_and_return_index(first, last, 1, lambda row: self._emit_passes_over_row(row, numbers))
         self.b.ret(_integer(0))
 
     @property
-    def _address_count(self) -> int:
+    def _operand_and_result_count(self) -> int:
         """The number of operands and results."""
         return len(self.plan.operand_indices) + len(self.plan.expression.results)
 
@@ -183,7 +185,7 @@ class _RowKernelEmitter:
         first, last = (b.select(b.icmp_signed("<", x, rows), x, rows) for x in bounds)
         return first, last
 
-    def _emit_range_loop(self, start: Any, stop: Any, step: int, body: Callable[[Any], None]) -> Any:
+    def _emit_loop_and_return_index(self, start: Any, stop: Any, step: int, body: Callable[[Any], None]) -> Any:
         """Emit ``for i in range(start, stop, step)``, and return the value of i after the loop."""
         with self.b.goto_entry_block():
             place = self.b.alloca(_I64)
@@ -202,15 +204,15 @@ class _RowKernelEmitter:
 
     # ------------------------------------------------------------------------------------------------------- rows
 
-    def _emit_row(self, row: Any, numbers: Mapping[int, Any]) -> None:
+    def _emit_passes_over_row(self, row: Any, numbers: Mapping[int, Any]) -> None:
         """Emit the code of one row: a pass for each reduction, then the pass that writes the result."""
         expression = self.plan.expression
-        self.addresses, self.row_values = self._emit_row_addresses(row), {**numbers}
-        self._emit_row_steps()
+        self.addresses, self.row_values = self._emit_operand_and_result_row_addresses(row), {**numbers}
+        self._emit_steps_computed_once_per_row()
         for number, step in enumerate(expression.steps):
             if step.function in ROW_FUNCTIONS:
                 self.row_values[number] = self._emit_reduction(number)
-                self._emit_row_steps()
+                self._emit_steps_computed_once_per_row()
         elements: list[tuple[int, Any]] = []
         for result, address in zip(expression.results, self.addresses[-len(expression.results) :], strict=True):
             if expression.depends_on_row_reduction_or_length and result in expression.steps_with_one_number_per_row:
@@ -226,7 +228,7 @@ class _RowKernelEmitter:
         if elements:
             self._emit_pass_over_columns(write_results)
 
-    def _emit_row_steps(self) -> None:
+    def _emit_steps_computed_once_per_row(self) -> None:
         """Emit all steps that depend only on row values known so far: they are computed once for each row."""
         for number, step in enumerate(self.plan.expression.steps):
             is_known = step.sources and step.function not in ROW_FUNCTIONS and self.row_values.keys() >= {*step.sources}
@@ -234,7 +236,7 @@ class _RowKernelEmitter:
                 values = (self.row_values[s] for s in step.sources)
                 self.row_values[number] = LANE_FUNCTIONS[step.function](self.b, *values)
 
-    def _emit_row_addresses(self, row: Any) -> list[Any]:
+    def _emit_operand_and_result_row_addresses(self, row: Any) -> list[Any]:
         """Emit code that computes the address of row number `row` in each operand and in the result."""
         b, outer, inner = self.b, self._word(2), self._word(3)
         axes = b.icmp_signed("==", b.mul(self._word(1), outer), _integer(1))
@@ -249,7 +251,7 @@ class _RowKernelEmitter:
                 b.store(value, place)
         indices = [b.load(place) for place in places]
         addresses = []
-        for operand in range(self._address_count):
+        for operand in range(self._operand_and_result_count):
             first = HEADER_WORDS + OPERAND_WORDS * operand
             address = self._word(first)
             for axis, index in enumerate(indices):
@@ -264,7 +266,7 @@ class _RowKernelEmitter:
         turn if fewer than 16 are left.
         """
         whole = self.b.sub(self.columns, _integer(LANES - 1))
-        end = self._emit_range_loop(
+        end = self._emit_loop_and_return_index(
             _integer(0) if start is None else start, whole, LANES, lambda column: body(column, None)
         )
         with self.b.if_then(self.b.icmp_signed("<", end, self.columns)):
@@ -294,7 +296,7 @@ class _RowKernelEmitter:
                 add_columns(totals[0], column, None)
                 add_columns(totals[1], b.add(column, _integer(LANES)), None)
 
-            start = self._emit_range_loop(_integer(0), pairs, 2 * LANES, add_pair)
+            start = self._emit_loop_and_return_index(_integer(0), pairs, 2 * LANES, add_pair)
         self._emit_pass_over_columns(lambda column, count: add_columns(totals[0], column, count), start)
         result = b.load(totals[0])
         if len(totals) == 2:
@@ -319,7 +321,7 @@ class _RowKernelEmitter:
         while pending:  # without recursion, as in `Expression.find_element_steps`
             number = pending[-1]
             function, sources, value = self.plan.expression.steps[number]
-            is_stashed = number == self.plan.stash and reduction is None
+            is_stashed = number == self.plan.stored_step and reduction is None
             if missing := [s for s in sources if s not in values and number not in values and not is_stashed]:
                 pending += reversed(missing)
                 continue
@@ -335,7 +337,7 @@ class _RowKernelEmitter:
                 values[number] = load or self._load(address, column, count)
             else:
                 values[number] = LANE_FUNCTIONS[function](self.b, *(values[s] for s in sources))
-            if number == self.plan.stash and reduction is not None and reduction == self.plan.last_reduction:
+            if number == self.plan.stored_step and reduction is not None and reduction == self.plan.last_reduction:
                 self._emit_store_of_lanes(self.addresses[-1], values[number], column, count)
         return [values[number] for number in required]
 

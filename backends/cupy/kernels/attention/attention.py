@@ -199,7 +199,7 @@ def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
     return replace(x, address=x.address + skipped, tensor=tensor)
 
 
-def _make_view_fields(x: Operand | None) -> list[LaunchWord]:
+def _make_view_fields_or_zeros(x: Operand | None) -> list[LaunchWord]:
     """Return the fields of the C struct `View`: address and four strides; zeros for `None`."""
     return [0] * 5 if x is None else [x, *_compute_broadcast_strides(x)]
 
@@ -233,7 +233,7 @@ class _SplitKeyValueHalvesScratch:
         return cls(k, v, launches.allocate_scratch((count,)), launches.allocate_scratch((count,)))
 
     @property
-    def words(self) -> list[LaunchWord]:
+    def value_and_scale_words(self) -> list[LaunchWord]:
         """The launch words of the split keys and values, and of their scales."""
         return [self.k, self.v, self.k_units, self.v_units]
 
@@ -269,7 +269,7 @@ class _AttentionBinder:
         if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
             self._launch_key_tiled(tiled, operands, leading)
         else:
-            self._launch_few_query_rows_variant(operands, leading)
+            self._launch_fastest_few_rows_variant(operands, leading)
 
     def _make_argument_words(
         self, operands: AttentionOperands, splits: int, sums: list[LaunchWord]
@@ -282,7 +282,7 @@ class _AttentionBinder:
             sums: The scratch of `_allocate_partial_sums`.
         """
         return [
-            *(w for o in operands for w in _make_view_fields(o)),
+            *(w for o in operands for w in _make_view_fields_or_zeros(o)),
             *self._leading_words,
             splits,
             *self._trailing_words,
@@ -307,7 +307,7 @@ class _AttentionBinder:
                 kernel, (count, count_blocks(self.shape.value_columns, 32) if few else 1), ATTENTION_THREADS, words
             )
 
-    def _launch_few_query_rows_variant(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
+    def _launch_fastest_few_rows_variant(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch the fastest variant for few query rows, then the combination of the key splits."""
         s = self.shape
         cells = operands[1].dtype
@@ -389,8 +389,14 @@ class _AttentionBinder:
                 self._launch_split_into_halves(k, kind.size, kind.tile, copies.k, copies.k_units)
                 self._launch_split_into_halves(v, kind.width, kind.tile, copies.v, copies.v_units)
             words = self._make_argument_words(batch, splits, sums)
-            step = [0, 0] if mask is None else self._compute_visibility_table_strides(mask, row_tiles * tiles)
-            with_tiles = [*words, *([0] * 4 if copies is None else copies.words), seen or 0, *step, tiles]
+            step = [0, 0] if mask is None else self._compute_visibility_batch_and_head_strides(mask, row_tiles * tiles)
+            with_tiles = [
+                *words,
+                *([0] * 4 if copies is None else copies.value_and_scale_words),
+                seen or 0,
+                *step,
+                tiles,
+            ]
             with_tiles += [
                 kind.tile,
                 kind.visibility_tile_rows,
@@ -408,7 +414,7 @@ class _AttentionBinder:
             )
             self._launch_combine_splits(batch, words, splits)
 
-    def _compute_visibility_table_strides(self, mask: Operand, tiles: int) -> list[int]:
+    def _compute_visibility_batch_and_head_strides(self, mask: Operand, tiles: int) -> list[int]:
         """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
         return [tiles * groups if _compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
@@ -426,7 +432,7 @@ class _AttentionBinder:
         s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
         count = x.shape[0] * s.key_heads * count_blocks(s.key_count, tile) * tile
         words = [
-            *_make_view_fields(x),
+            *_make_view_fields_or_zeros(x),
             halves,
             units,
             s.key_count,

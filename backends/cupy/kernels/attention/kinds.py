@@ -219,7 +219,7 @@ class WarpRoleVariant(WarpgroupVariant):
 
 
 @dataclass(frozen=True, slots=True)
-class FewQueryRowsTensorCoreVariant:
+class FewRows16BitTensorCoreVariant:
     """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
 
     Keys have at most `size` columns, values at most `width` columns. Their rows must be aligned for vector loads.
@@ -257,7 +257,7 @@ FEW_ROWS_SOURCES = {f: f.make_source() for f in (*_FLOAT_VARIANTS, *_GENERAL_VAR
 CELL_SOURCES = {
     c: c.make_source()
     for c in (
-        FewQueryRowsTensorCoreVariant(*sizes, t)
+        FewRows16BitTensorCoreVariant(*sizes, t)
         for t in HALF_DTYPES
         for sizes in ((64, 64), (128, 128), (192, 128), (256, 256))
     )
