@@ -28,7 +28,7 @@ from .requests import (
     PromptProgressEvent,
     QueueFullError,
     RequestTiming,
-    TokensKeptInSlot,
+    EndedSequence,
 )
 from .running_requests import (
     QueuedRequest,
@@ -87,7 +87,7 @@ class Engine:
         self._reads_next = True
         self._chunk_seconds, self._decode_seconds = dict[int, float](), dict[int, float]()
         self._request_seconds, self._sums = 0.0, EngineTotals()
-        self.last_end: TokensKeptInSlot | None = None
+        self.last_end: EndedSequence | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
         """The events of a step that has not ended; after an exception `restart` returns them."""
@@ -443,7 +443,7 @@ class Engine:
             self._cache.record_contents(one.slot, one.context_tokens, len(one.tokens))
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
-        self.last_end = TokensKeptInSlot(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
+        self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
         self.history.record_end(one.request.id, now, reason, one.new_tokens)
         return EndEvent(one.request.id, reason, one.measure_timing_and_token_counts(now), message)
 

@@ -113,7 +113,7 @@ class EndEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensKeptInSlot:
+class EndedSequence:
     """The sequence of a request that has ended: its slot keeps `tokens` until another request starts there.
 
     `context_tokens` may have one more token, which was sampled, but not evaluated.
