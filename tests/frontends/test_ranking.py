@@ -31,7 +31,7 @@ def test_a_cross_encoder_scores_as_transformers_does(tmp_path: Path) -> None:
         with pytest.raises(hocket.ModelError, match=r"4 \(rank\): it scores pairs of texts"):
             model.embed([[1, 2]])
     with torch.no_grad():
-        want = [oracle(input_ids=torch.tensor([text])).logits[0].numpy() for text in texts]
+        want = [oracle.double()(input_ids=torch.tensor([text])).logits[0].numpy() for text in texts]
     assert np.abs(np.subtract(scores, want)).max() <= 1e-5 * np.abs(want).max()
 
 

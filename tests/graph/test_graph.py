@@ -67,7 +67,7 @@ def test_there_is_one_value_of_each_result():
 
 def test_the_repr_of_an_unnamed_node_calls_it_by_its_op():
     assert repr(ops.softmax(input("x", (1, 2, 3)), None, input("n", (1,))).node) == (
-        "%softmax = softmax(%x, _, %n, scale=1.0, max_bias=0.0) : f32[1,2,3]"
+        '%softmax = softmax(%x, _, %n, scale=1.0, max_bias=0.0, mask_heads="one") : f32[1,2,3]'
     )
 
 
