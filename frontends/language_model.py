@@ -241,7 +241,7 @@ class Model:
         self, lease: SessionLease, params: GenerationParams
     ) -> speculative.SpeculativeDecoder | None:
         """Make the decoder that drafts tokens with MTP blocks or a draft model; `None` without draft options."""
-        if (root := self._drafting) is None and not self._model.used_mtp_block_count:
+        if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
         if params.pinned_tokens is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")

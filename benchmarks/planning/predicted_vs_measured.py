@@ -24,7 +24,7 @@ from hocket.frontends.measure_plan import draw_random_token_lists_endlessly, run
 from hocket.frontends.open_model import open_model, open_session
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.costs.speeds import Speeds
-from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, BoundCalibrationProbes, compute_mean_of_middle_half
+from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, BoundCalibrationProbes, compute_trimmed_mean
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS_PER_ROUND = 5
@@ -49,7 +49,7 @@ class ModelRun:
             start = perf_counter()
             run_at_context_end(self.session, tokens)
             each.append(perf_counter() - start)
-        return compute_mean_of_middle_half(each[self.warm_up_count :])
+        return compute_trimmed_mean(each[self.warm_up_count :])
 
     @property
     def warm_up_count(self) -> int:
@@ -124,7 +124,7 @@ def measure_round(probes: BoundCalibrationProbes, runs: list[ModelRun]) -> list[
             "model": run.name,
             "tokens": run.token_count,
             "predicted": run.predict_seconds(probes.fit_speeds(beside[at])),
-            "measured": compute_mean_of_middle_half(seconds[at]),
+            "measured": compute_trimmed_mean(seconds[at]),
         }
         for at, run in enumerate(runs)
     ]

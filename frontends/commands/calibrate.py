@@ -15,7 +15,7 @@ from ...scheduler.measurement.calibrate import (
 )
 from ..errors import ModelError
 from ..flag_values import parse_devices
-from ..inference.device_group import DeviceGroup, resolve_devices_and_apply_options
+from ..inference.device_group import DeviceGroup, resolve_devices
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     )
     known: dict[str, Speeds] = {}
     for devices in (args.devices,) if args.devices else CALIBRATED_GROUPS:
-        group = resolve_devices_and_apply_options(DeviceGroup(devices=devices))
+        group = resolve_devices(DeviceGroup(devices=devices))
         speeds = known[format_saved_speeds_key(group)] = measure_speeds(group, kinds=kinds, rounds=1 + rounds)
         write_to_stdout_unless_closed(
             "\n".join(format_measured_speeds(format_saved_speeds_key(group), speeds, len(group))) + "\n"

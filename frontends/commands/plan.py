@@ -35,7 +35,7 @@ from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_ha
 from ..errors import ModelError
 from ..flag_values import parse_positive
 from ..graph_file import MAX_GRAPH_FILE_BYTES, is_gguf_or_hf_folder, read_graph
-from ..inference.device_group import resolve_devices_and_apply_options
+from ..inference.device_group import resolve_devices
 from ..inference.model_layout import OFFLOAD_DEVICE, create_layout_workload, find_speeds_of_first_device_alone
 from ..inference.prefill_chunks import explain_prefill_chunks
 from ..models import Step
@@ -275,7 +275,7 @@ def make_requested_and_session_plans(
         use: The workload of the layout, or None.
     """
     if simulated is None:
-        group, host = resolve_devices_and_apply_options(on), HostOffload(*find_device(OFFLOAD_DEVICE))
+        group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
         hardware = choose_calibrated_or_built_in_hardware(graph, group)
         use = None if use is None else replace(use, lone_hardware=find_speeds_of_first_device_alone(on, group, graph))
     else:

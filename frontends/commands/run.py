@@ -314,7 +314,7 @@ def chat_template_from_flags(args: argparse.Namespace, model: Model) -> ChatTemp
 
 def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
     """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
-    if session.model.used_mtp_block_count:
+    if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:
         return None

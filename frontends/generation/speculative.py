@@ -120,7 +120,7 @@ def make_mtp_draft_step(session: Session, length: int, draft_index: int) -> Step
         length: The tokens of the longest sequence after the step.
         draft_index: The number of the draft token.
     """
-    block = min(draft_index, session.model.used_mtp_block_count - 1)
+    block = min(draft_index, session.model.mtp_block_count - 1)
     return session.make_step(1, length, session.sequences, "guess", block)
 
 

@@ -18,7 +18,7 @@ from ..run_config import ONE_DEVICE as ONE_DEVICE
 from ..run_config import DeviceGroup as DeviceGroup
 
 
-def resolve_devices_and_apply_options(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
+def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
     """Return the backend and the device of each name in a group, with a thread count and the exact mode applied.
 
     Without `on.threads` the devices of a machine share its processors. With several processes, a name without a rank,

@@ -98,7 +98,7 @@ def can_choose_tokens_on_device(session: object) -> bool:
         and isinstance(session.group[0][0], HasSeparateMemory)
         and session.world.size == 1
         and session.model.is_causal
-        and not session.model.used_mtp_block_count
+        and not session.model.mtp_block_count
         and not session.model.history_token_count
         and session.watch is None
         and session.min_tokens == 1
@@ -210,10 +210,10 @@ def evaluate_to_masked_candidates(
                 chosen = selection.launch({"token_bits": bits} | ({"named_ids": ids} if ids.size else {}))
             except BaseException:
                 run.finish()
-                session.advance_lengths_and_tokens_by_chunk(tokens)
+                session.advance_by_chunk(tokens)
                 raise
             run.finish(chosen)
-            session.advance_lengths_and_tokens_by_chunk(tokens)
+            session.advance_by_chunk(tokens)
             rows = list_candidates(chosen.finish(), ids)
             return [row._replace(mask_error=errors.get(i)) for i, row in enumerate(rows)]
 

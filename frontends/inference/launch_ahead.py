@@ -97,7 +97,7 @@ class LaunchAheadDecoder:
             session.reversible_step = None
             following = None if is_last else self._launch_following_step(launched, tokens, describe)
             results = launched.run.finish(following and following.run)
-            session.advance_lengths_and_tokens_by_chunk(tokens)
+            session.advance_by_chunk(tokens)
             self.step_count += 1
             if following is not None:
                 lock.leave_launched(following.run)
@@ -168,7 +168,7 @@ class LaunchAheadDecoder:
             )
         except BaseException:
             launched.run.finish()
-            session.advance_lengths_and_tokens_by_chunk(tokens)
+            session.advance_by_chunk(tokens)
             raise
 
     def undo_launched_step(self) -> None:

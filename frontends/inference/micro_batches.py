@@ -274,7 +274,7 @@ def make_session_micro_batched_if_faster(
     def of(count: int) -> Session:
         return Session(like.model, like=like, sequences=count, context=context, batch=batch)
 
-    if len(like.group) == 1 or like.model.used_mtp_block_count or not like.model.is_causal or like.watch is not None:
+    if len(like.group) == 1 or like.model.mtp_block_count or not like.model.is_causal or like.watch is not None:
         return of(sequences)
     cells = context or like.context
     step = replace(

@@ -14,7 +14,7 @@ from ...graph.spec import Spec
 from ...scheduler import HostOffload, Plan, Store, plan_with_cache
 from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..models import Model, Step
-from .device_group import DeviceGroup, resolve_devices_and_apply_options
+from .device_group import DeviceGroup, resolve_devices
 from .model_digest import make_shared_mapping_key
 from .prefill_chunks import list_allowed_chunk_sizes
 
@@ -64,7 +64,7 @@ def plan_model_layout(
         largest_step: The step that needs the most memory.
         can_pipeline: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
     """
-    asked, one = resolve_devices_and_apply_options(on, world), graph_of(first_step)
+    asked, one = resolve_devices(on, world), graph_of(first_step)
     cells = max(first_step.cells, min(ASSUMED_PROMPT_TOKENS, first_step.context))
 
     def graph_with(sequences: int, tokens: int) -> Graph:
@@ -96,14 +96,10 @@ def plan_model_layout(
         shares = compute_balanced_proportions(graph_of(replace(first_step, tokens=BALANCED_PROMPT_TOKENS)), len(asked))
     first = options(one, asked, tensor_split=shares)
     if first.unused_devices and on.threads is None:  # used devices share the processors of unused ones
-        group = resolve_devices_and_apply_options(
-            replace(on, devices=tuple(str(device) for _, device in first.group)), world
-        )
+        group = resolve_devices(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
         first = plan_graph(one, group, like=first)
     host = HostOffload(
-        *resolve_devices_and_apply_options(
-            replace(on, devices=(f"{OFFLOAD_DEVICE}@0" if world.size > 1 else OFFLOAD_DEVICE,)), world
-        )[0]
+        *resolve_devices(replace(on, devices=(f"{OFFLOAD_DEVICE}@0" if world.size > 1 else OFFLOAD_DEVICE,)), world)[0]
     )
     if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
         return first
@@ -143,7 +139,7 @@ def find_speeds_of_first_device_alone(
     """
     if on.threads is not None or len(group) == 1 or world.size > 1:
         return None
-    lone = resolve_devices_and_apply_options(replace(on, devices=(str(group[0][1]),)), world)
+    lone = resolve_devices(replace(on, devices=(str(group[0][1]),)), world)
     alone, together = (
         agree_on_slowest_rank_speeds(devices, world).hardware_for_graph(graph) for devices in (lone, group)
     )

@@ -117,16 +117,14 @@ class Session:
         self._rules = tuple(
             (rule, resolve_device_name_for_exact_results(name, self.on)) for rule, name in self.on.place
         )
-        self._gives = "both" if model.used_mtp_block_count else "logits"
+        self._gives = "both" if model.mtp_block_count else "logits"
         self._token_step = self.make_step(1, 1, sequences)
-        self._full_step = (
-            replace(self._token_step, output_kind="all") if model.used_mtp_block_count else self._token_step
-        )
+        self._full_step = replace(self._token_step, output_kind="all") if model.mtp_block_count else self._token_step
         """The step that reads all weights; all other plans keep its layout of the weights."""
         self.group: list[tuple[Backend, Device]]  # mode `none` may use fewer devices
         if like is None:
             largest = self.make_step(next_power_of_two(self.batch), self.context, sequences)
-            can_pipeline = model.is_causal and not model.used_mtp_block_count and watch is None
+            can_pipeline = model.is_causal and not model.mtp_block_count and watch is None
             self._layout_plan = plan_model_layout(
                 on, self.world, self._rules, self._graph, self._full_step, largest, can_pipeline=can_pipeline
             )
@@ -146,7 +144,7 @@ class Session:
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         first_rows = np.zeros((1, model.draft_input_columns), np.float32)
-        self.mtp_rows = [first_rows] * sequences if model.used_mtp_block_count else []
+        self.mtp_rows = [first_rows] * sequences if model.mtp_block_count else []
         """Per sequence the rows [rows, `Model.draft_input_columns`] that MTP blocks read with the next token."""
         self.reversible_step: ReversibleStep | None = None  # the last step, if it was reversible
         self._executors: dict[Step, Executor] = {}
@@ -224,7 +222,7 @@ class Session:
         with DeferredInterrupts():  # states and lengths belong together
             results = executor.run(inputs)
             self.reversible_step = ReversibleStep(step, self.lengths, self.recent, part) if reversible else None
-            self.advance_lengths_and_tokens_by_chunk(part)
+            self.advance_by_chunk(part)
             if self.mtp_rows and not hidden:
                 self.mtp_rows = split_output_rows(results["hidden"], part, every_position, self.mtp_rows)
         if self.watch is not None:
@@ -242,9 +240,7 @@ class Session:
         """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
             return split_into_full_chunks(tokens, self.batch)
-        return choose_pipelined_chunks(
-            tokens, past_tokens, self.batch, self._round_context_to_power_of_two, self._plan_chunk
-        )
+        return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._round_up_context, self._plan_chunk)
 
     def _plan_chunk(self, tokens: int, length: int) -> Plan:
         return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
@@ -292,7 +288,7 @@ class Session:
         """Return the empty rows that an idle sequence gets: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
-    def advance_lengths_and_tokens_by_chunk(self, chunk: PrefillChunk) -> None:
+    def advance_by_chunk(self, chunk: PrefillChunk) -> None:
         """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
         count = self.model.history_token_count
         self.lengths, self.recent = advance_lengths_and_recent_tokens(chunk, self.lengths, self.recent, count)
@@ -341,7 +337,7 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, batch = self._round_context_to_power_of_two(length), next_power_of_two(self.batch)
+        cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
         return _step(
             self.sequences,
             tokens,
@@ -356,18 +352,18 @@ class Session:
             blocks=self.blocks,
         )
 
-    def _round_context_to_power_of_two(self, length: int) -> int:
+    def _round_up_context(self, length: int) -> int:
         """Return the context bucket, a power of two, for a longest sequence of `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
         self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False, follow: bool = False
     ) -> Step:
-        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._round_tokens_to_power_of_two(tokens)
+        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._round_up_tokens(tokens)
         outputs = self.sequences * (room if every_position else 1)
         return self._step_of(room, length, outputs, gives, reversible)
 
-    def _round_tokens_to_power_of_two(self, tokens: int) -> int:
+    def _round_up_tokens(self, tokens: int) -> int:
         """Return the token bucket of a run: a power of two, or `tokens` itself with a value watch (no padding)."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
@@ -394,7 +390,7 @@ class Session:
             step = self.make_step(len(new), self.lengths[0] + len(new))
             inputs = self.model.inputs(step, Batch([new], self.lengths, None, self.recent, None, self.tables))
             yield from compare_values_with_device(self.store, self.model, self.plan(step), inputs, device, self._rules)
-            self.advance_lengths_and_tokens_by_chunk([new])
+            self.advance_by_chunk([new])
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:

@@ -171,14 +171,14 @@ class Model:
         )
 
     @property
-    def used_mtp_block_count(self) -> int:
+    def mtp_block_count(self) -> int:
         """Number of multi-token prediction (MTP) blocks in use."""
         return self.hyper.mtp_blocks.layers if self.hyper.mtp_blocks else 0
 
     @property
     def draft_input_columns(self) -> int:
         """Number of columns of `Batch.draft_inputs`, the rows that all MTP blocks read with the next token."""
-        return self.used_mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
+        return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
         """Return whether a state belongs to the sequences.
@@ -191,7 +191,7 @@ class Model:
 
     def is_mtp_state(self, state: str) -> bool:
         """Return whether a state is a cache of an MTP block."""
-        return state.endswith(tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.used_mtp_block_count)))
+        return state.endswith(tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count)))
 
     def require_context_within_training(self, context: int, subject: str = "context") -> None:
         """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for.
@@ -224,7 +224,7 @@ class Model:
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()
         self.weights.require_no_unknown_unread_tensors(
-            self.hyper.stored_blocks + (self.used_mtp_block_count if step.output_kind == "all" else 0)
+            self.hyper.stored_blocks + (self.mtp_block_count if step.output_kind == "all" else 0)
         )
         return self.adapters.add_lora_changes(graph)
 

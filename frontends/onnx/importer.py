@@ -23,7 +23,7 @@ from ...graph import DType, Graph, GraphError, Value, input, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
-from ..tensors.tensor import Tensor, cast, constant_tensor, flatten_shape_beyond_max_rank, merge_equal_nodes
+from ..tensors.tensor import Tensor, cast, constant_tensor, limit_shape_to_max_rank, merge_equal_nodes
 from .files import MAX_NODES, read_model, read_tensor_array
 from .op_table import CONSTANT_FOLDED_OPS, CONSTANT_INPUT_OPS, OLDER_OPSET_ROWS, OP_TABLE
 from .program import Program, convert_bool_and_bf16_for_graph
@@ -231,7 +231,7 @@ class _ModelImporter:
         dtype, truth = resolve_dtype_name(name, info.name)
         shape = tuple(int(n) for n in dims)
         self.arguments.append(ProgramArgument(info.name, None, shape, name))
-        self.values[info.name] = Tensor(input(info.name, flatten_shape_beyond_max_rank(shape), dtype), shape, truth)
+        self.values[info.name] = Tensor(input(info.name, limit_shape_to_max_rank(shape), dtype), shape, truth)
 
     def _require_convertible_ops(self, graph: GraphProto) -> None:
         """Raise `ModelError` if the op table has no converter for some ops of a graph; the message lists them all."""
@@ -363,9 +363,9 @@ class _ModelImporter:
             else:
                 self.weights[name] = convert_bool_and_bf16_for_graph(
                     known.astype(np.float32) if wide else known
-                ).reshape(flatten_shape_beyond_max_rank(known.shape))
+                ).reshape(limit_shape_to_max_rank(known.shape))
                 self.values[name] = Tensor(
-                    weight(name, flatten_shape_beyond_max_rank(known.shape), dtype), known.shape, truth
+                    weight(name, limit_shape_to_max_rank(known.shape), dtype), known.shape, truth
                 )
         return self.values[name]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from ..tensors.tensor import flatten_shape_beyond_max_rank
+from ..tensors.tensor import limit_shape_to_max_rank
 
 if TYPE_CHECKING:
     from ...scheduler import Plan
@@ -59,7 +59,7 @@ class Program:
                 )
             if argument.name in read:
                 arrays[argument.name] = convert_bool_and_bf16_for_graph(array).reshape(
-                    flatten_shape_beyond_max_rank(array.shape)
+                    limit_shape_to_max_rank(array.shape)
                 )
         return arrays
 

@@ -20,6 +20,7 @@ from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
+    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -28,7 +29,6 @@ from .requests import (
     PromptProgressEvent,
     QueueFullError,
     RequestTiming,
-    EndedSequence,
 )
 from .running_requests import (
     QueuedRequest,
@@ -240,10 +240,9 @@ class Engine:
                     continue
                 free = [request.slot]
             self.requests_in_step = (request.id,)
+            known, busy = request.prompt if request.uses_cache else (), tuple(self._running)
             match = self._cache.find_slot_for_prompt(
-                request.prompt if request.uses_cache else (),
-                free,
-                lambda slot: choose_smallest_aligned_slot_window([slot, *self._running])[1],
+                known, free, lambda slot, busy=busy: choose_smallest_aligned_slot_window([slot, *busy])[1]
             )
             if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue

@@ -54,12 +54,7 @@ def can_run_in_shared_engine(session: Session) -> bool:
     pipelines of several stages.
     """
     model = session.model
-    if (
-        not model.is_causal
-        or model.is_encoder_without_logits
-        or model.used_mtp_block_count
-        or session.watch is not None
-    ):
+    if not model.is_causal or model.is_encoder_without_logits or model.mtp_block_count or session.watch is not None:
         return False
     return session.world.size == 1 and count_useful_pipeline_stages(session.plan(session.make_step(1, 1))) == 1
 

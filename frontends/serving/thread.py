@@ -411,7 +411,7 @@ def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls, pool
     """
     root, small = model.session, model.draft_session
     draft_tokens = min(model.draft_max, root.batch - 1)
-    if not draft_tokens or (small is None and not root.model.used_mtp_block_count):
+    if not draft_tokens or (small is None and not root.model.mtp_block_count):
         return make_slot_pool(root, slots, pool_tokens, rank_calls)
     if pool_tokens:
         raise ModelError("slots with drafts have no pool of blocks; leave out pool_tokens, or the drafts")

@@ -21,7 +21,7 @@ from .tensor import (
     as_tensor,
     cast,
     constant_tensor,
-    flatten_shape_beyond_max_rank,
+    limit_shape_to_max_rank,
     number_as_tensor,
     promote_dtypes,
     reshape_value,
@@ -44,7 +44,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     if prod(whole) != size:
         raise ModelError(f"shape {list(shape)} does not hold the {size} elements of a tensor of {list(x.shape)}")
     known_array = None if x.constant is None else x.constant.reshape(whole)
-    return Tensor(reshape_value(x.value, flatten_shape_beyond_max_rank(whole)), whole, x.is_bool, known_array)
+    return Tensor(reshape_value(x.value, limit_shape_to_max_rank(whole)), whole, x.is_bool, known_array)
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:

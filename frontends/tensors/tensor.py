@@ -66,7 +66,7 @@ Number: TypeAlias = "int | float | bool"
 Operand: TypeAlias = "Tensor | int | float | bool"
 
 
-def flatten_shape_beyond_max_rank(shape: Sequence[int]) -> tuple[int, ...]:
+def limit_shape_to_max_rank(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the graph value that stores a tensor of `shape`.
 
     It is `shape` itself, or one axis with all entries if `shape` has more than `MAX_RANK` axes.
@@ -80,7 +80,7 @@ def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = 
     `is_bool` marks a tensor of booleans.
     """
     full_shape = value.shape if shape is None else tuple(shape)
-    value_shape = flatten_shape_beyond_max_rank(full_shape)
+    value_shape = limit_shape_to_max_rank(full_shape)
     return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)
 
 
@@ -100,7 +100,7 @@ def constant_tensor(array: npt.ArrayLike) -> Tensor:
     """
     known = np.asarray(array)
     data = known.astype(np.float32) if known.dtype == bool or known.dtype == np.float64 else known
-    data = np.ascontiguousarray(data).reshape(flatten_shape_beyond_max_rank(known.shape))
+    data = np.ascontiguousarray(data).reshape(limit_shape_to_max_rank(known.shape))
     digest = hashlib.sha256(data.tobytes() + repr((data.dtype.str, data.shape)).encode()).hexdigest()
     return Tensor(constant(f"constant.{digest[:16]}", data), known.shape, known.dtype == bool, known)
 

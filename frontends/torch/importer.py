@@ -20,7 +20,7 @@ from ...graph import DType, Graph, GraphError, Value, input, state, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
-from ..tensors.tensor import Tensor, cast, constant_tensor, flatten_shape_beyond_max_rank, merge_equal_nodes
+from ..tensors.tensor import Tensor, cast, constant_tensor, limit_shape_to_max_rank, merge_equal_nodes
 from .array_views import view_tensor_as_array
 from .op_table import CAST_OPERAND_OPS, OP_TABLE
 from .program import Program
@@ -107,7 +107,7 @@ def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
     from torch.export import default_decompositions
 
     decompositions = default_decompositions()
-    for op in [op for op in decompositions if _get_aten_name_without_overload(op) in OP_TABLE]:
+    for op in [op for op in decompositions if _get_aten_op_name(op) in OP_TABLE]:
         decompositions.pop(op)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own names
@@ -117,7 +117,7 @@ def decompose_unsupported_ops(exported: ExportedProgram) -> ExportedProgram:
 def has_op_converter(node: Node) -> bool:
     """Return whether hocket can convert a node. Either the op table has its op, or the node computes nothing."""
     return node.op == "call_function" and (
-        _get_aten_name_without_overload(node.target) in OP_TABLE or _is_assertion_or_tuple_item(node)
+        _get_aten_op_name(node.target) in OP_TABLE or _is_assertion_or_tuple_item(node)
     )
 
 
@@ -127,7 +127,7 @@ def has_pytorch_order_of_equal_entries(node: Node) -> bool:
     Without ``stable=True``, PyTorch may change the order of equal entries if it sorts 17 or more. The result is True
     for a node that does not sort.
     """
-    name = _get_aten_name_without_overload(node.target)
+    name = _get_aten_op_name(node.target)
     if name not in ("sort", "argsort") or node.kwargs.get("stable"):
         return True
     places = node.meta["val"] if name == "argsort" else node.meta["val"][1]
@@ -137,7 +137,7 @@ def has_pytorch_order_of_equal_entries(node: Node) -> bool:
     return name == "sort" and not any(user.args[1] == 1 and user.users for user in node.users)
 
 
-def _get_aten_name_without_overload(target: object) -> str:
+def _get_aten_op_name(target: object) -> str:
     """Return the name of an ATen op without its overload, or an empty string for any other target."""
     packet = getattr(target, "_overloadpacket", None)
     return str(getattr(packet, "__name__", "")) if packet is not None else ""
@@ -198,7 +198,7 @@ class _ProgramImporter:
             data = self.exported_program.state_dict[spec.target]
             if kind == "BUFFER":
                 dtype, truth = _to_dtype_and_boolean_flag(data.dtype, node)
-                value = state(spec.target, flatten_shape_beyond_max_rank(data.shape), dtype)
+                value = state(spec.target, limit_shape_to_max_rank(data.shape), dtype)
                 self.states[spec.target], self.weights[spec.target] = value, view_tensor_as_array(data, spec.target)
                 self.values[node] = Tensor(value, tuple(data.shape), truth)
             else:
@@ -221,7 +221,7 @@ class _ProgramImporter:
         shape = _require_static_shape(node, value)
         self.arguments.append(ProgramArgument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
         leaf = weight if is_weight else input
-        self.values[node] = Tensor(leaf(node.name, flatten_shape_beyond_max_rank(shape), dtype), shape, truth)
+        self.values[node] = Tensor(leaf(node.name, limit_shape_to_max_rank(shape), dtype), shape, truth)
 
     def _add_or_share_weight(self, name: str, data: torch.Tensor) -> Tensor:
         """Add a tensor as a weight, and return it; tensors with equal address, shape and strides share one weight."""
@@ -231,8 +231,8 @@ class _ProgramImporter:
         dtype, truth = _to_dtype_and_boolean_flag(data.dtype, name)
         array = view_tensor_as_array(data, name)
         shape = tuple(data.shape)
-        self.weights[name] = array.reshape(flatten_shape_beyond_max_rank(shape))
-        self.weight_by_memory[key] = Tensor(weight(name, flatten_shape_beyond_max_rank(shape), dtype), shape, truth)
+        self.weights[name] = array.reshape(limit_shape_to_max_rank(shape))
+        self.weight_by_memory[key] = Tensor(weight(name, limit_shape_to_max_rank(shape), dtype), shape, truth)
         return self.weight_by_memory[key]
 
     # ------------------------------------------------------------------------------------------------------- nodes
@@ -254,7 +254,7 @@ class _ProgramImporter:
                     known.add(node)
                 elif not self.can_convert(node):
                     is_result = node.all_input_nodes and node.all_input_nodes[0].op == "call_function"
-                    if _get_aten_name_without_overload(node.target) in MEMORY_READING_OPS and is_result:
+                    if _get_aten_op_name(node.target) in MEMORY_READING_OPS and is_result:
                         raise ModelError(
                             f"%{node.name} = {_format_call_target(node.target)}: it reads the memory of a result, and "
                             "hocket lays results out in its own way"
@@ -266,7 +266,7 @@ class _ProgramImporter:
 
     def _convert_or_fold_call(self, node: Node) -> None:
         """Convert one call to graph nodes, or constant-fold it if all of its operands are constants."""
-        name = _get_aten_name_without_overload(node.target)
+        name = _get_aten_op_name(node.target)
         if name in ASSERTION_OPS:
             return
         if _has_no_randomness_or_subgraph(node) and all(n in self.constants for n in node.all_input_nodes):
@@ -411,9 +411,7 @@ def _format_call_target(target: object) -> str:
 
 def _is_assertion_or_tuple_item(node: Node) -> bool:
     """Return whether a node computes nothing: it is an assertion, or it takes one result of a tuple."""
-    return (
-        _format_call_target(node.target) == "getitem" or _get_aten_name_without_overload(node.target) in ASSERTION_OPS
-    )
+    return _format_call_target(node.target) == "getitem" or _get_aten_op_name(node.target) in ASSERTION_OPS
 
 
 def _has_no_randomness_or_subgraph(node: Node) -> bool:

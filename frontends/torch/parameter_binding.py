@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from ...scheduler import Executor, Plan, Store
 from ...scheduler.runtime.shared_buffers import WeightCopies
-from ..tensors.tensor import flatten_shape_beyond_max_rank
+from ..tensors.tensor import limit_shape_to_max_rank
 from .array_views import view_tensor_as_array
 from .memory_sharers import MemorySharers
 from .program import Program, Runner
@@ -161,5 +161,5 @@ class ExecutorsByParameters:
             copies.source = parameter.untyped_storage()
             others = [other._version for other in _sharers.find_sharers(parameter)]
             copies.version = (_get_address_and_strides(parameter), parameter._version, *others)
-            array = view_tensor_as_array(parameter, name).reshape(flatten_shape_beyond_max_rank(parameter.shape))
+            array = view_tensor_as_array(parameter, name).reshape(limit_shape_to_max_rank(parameter.shape))
             store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

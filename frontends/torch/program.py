@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from ..tensors.tensor import flatten_shape_beyond_max_rank
+from ..tensors.tensor import limit_shape_to_max_rank
 from .array_views import as_torch_tensor, view_tensor_as_array
 
 if TYPE_CHECKING:
@@ -149,10 +149,7 @@ class Runner:
 
         program = self.program
         outputs = self.executor.run(
-            {
-                k: v.reshape(flatten_shape_beyond_max_rank(v.shape))
-                for k, v in program.as_graph_inputs(arguments).items()
-            }
+            {k: v.reshape(limit_shape_to_max_rank(v.shape)) for k, v in program.as_graph_inputs(arguments).items()}
         )
         tensors = {r.name: as_torch_tensor(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 1. `BoundCalibrationProbes` plans and binds the graphs of `probe_graphs` for a device group.
 2. A round runs each probe in turn and takes its seconds.
-3. `compute_mean_of_middle_half` reduces the seconds of a probe over several rounds to one number.
+3. `compute_trimmed_mean` reduces the seconds of a probe over several rounds to one number.
 4. `SpeedFit` computes the speeds from the plans and the seconds of all probes.
 """
 
@@ -38,7 +38,7 @@ from .probe_graphs import (
     build_matmul_chain_graph,
     build_matvec_chain_graph,
     build_prefill_activation_graph,
-    build_second_half_prefill_attention_graph,
+    build_prefill_attention_graph,
 )
 
 PROBED_DTYPES = (
@@ -78,7 +78,7 @@ Clock = Callable[[Sequence[Executor]], float]
 """A function that runs all executors once at the same time and returns the seconds."""
 
 
-def compute_mean_of_middle_half(seconds: Sequence[float]) -> float:
+def compute_trimmed_mean(seconds: Sequence[float]) -> float:
     """Return the mean of measured times without the shortest and the longest quarter of them.
 
     A shared processor alternates between fast and slow phases. A probe of some milliseconds runs in one phase, so a
@@ -148,7 +148,7 @@ class BoundCalibrationProbes:
             "launches": build_launch_and_message_chain_graph(SHORT_CHAIN_WIDTH),
             "values": build_prefill_activation_graph(),
             "recurrence": build_delta_rule_graph(),
-            "attention": build_second_half_prefill_attention_graph(),
+            "attention": build_prefill_attention_graph(),
         }
         graphs["states"] = build_decode_attention_graph(MEMORY_PROBE_BYTES)
         for kind in kinds:
@@ -223,7 +223,7 @@ class BoundCalibrationProbes:
         Args:
             rounds: The seconds of each probe by name, one mapping for each round. The trimmed mean of a probe is used.
         """
-        seconds = {name: compute_mean_of_middle_half([each[name] for each in rounds]) for name in rounds[0]}
+        seconds = {name: compute_trimmed_mean([each[name] for each in rounds]) for name in rounds[0]}
         plans = {name: runs[0].plan for name, runs in self.executors.items()}
         return SpeedFit(
             plans, seconds, [*map(str, self.dtypes)], self.device_count, self.reread_probes

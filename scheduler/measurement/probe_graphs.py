@@ -79,7 +79,7 @@ def build_collective_matmul_graph(hidden: int) -> Graph:
     return Graph({"y": x})
 
 
-def build_second_half_prefill_attention_graph() -> Graph:
+def build_prefill_attention_graph() -> Graph:
     """Build the probe of attention in prefill: the tokens of the second half of a prompt attend to both halves.
 
     The graph has no weights. Keys and values are states, because a backend keeps states in the dtype that they have in

@@ -231,7 +231,7 @@ class LayoutPropagation:
         cuts: list[Factor] = []
         if node.op in ("weight", "state"):
             self.stored_values.add(value)
-            cuts = self._list_chosen_factors_largest_first(value)
+            cuts = self._list_chosen_factors(value)
         is_sharded = (
             cuts
             and value not in self.replicated_weights
@@ -239,7 +239,7 @@ class LayoutPropagation:
         )
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
-    def _list_chosen_factors_largest_first(self, value: Value) -> list[Factor]:
+    def _list_chosen_factors(self, value: Value) -> list[Factor]:
         """List the sharded factors of a value, largest first; the first one shards a weight or state."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
@@ -258,11 +258,7 @@ class LayoutPropagation:
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
         elif (factor := self._choose_legal_factor_with_largest_operands(node)) is None:
             wants, by = self._choose_layouts_without_factor(node)
-            if (
-                by is REPLICATE
-                and self.row_factor is not None
-                and self._can_scatter_rows_of_operand(node, self.row_factor)
-            ):
+            if by is REPLICATE and self.row_factor is not None and self._can_scatter_rows(node, self.row_factor):
                 by = FactorShard(self.row_factor)
                 wants = tuple(by if self.row_factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
             results = tuple(by for _ in node.results)
@@ -288,7 +284,7 @@ class LayoutPropagation:
             if isinstance(layout, FactorShard):
                 candidates[layout.factor] = None
             elif self._is_weight_or_state(source):
-                candidates |= dict.fromkeys(self._list_chosen_factors_largest_first(source))
+                candidates |= dict.fromkeys(self._list_chosen_factors(source))
         if not candidates:
             return None
         uses = self.factors.roles_of(node)
@@ -299,7 +295,7 @@ class LayoutPropagation:
             default=None,
         )
 
-    def _can_scatter_rows_of_operand(self, node: Node, row_factor: Factor) -> bool:
+    def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
         """Return whether a partial sum that `node` reads can be reduce-scattered by its row index (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
@@ -313,7 +309,7 @@ class LayoutPropagation:
             for s in node.inputs
             if self.assignment.produced_layouts[s].is_partial and row_factor in self.factors.factors_of(s)
         )
-        return any(not self._is_already_converted_to_layout(s, REPLICATE) for s in sums)
+        return any(not self._is_converted_to_layout(s, REPLICATE) for s in sums)
 
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`: all results have it, or none has it and the node sums over it.
@@ -377,9 +373,7 @@ class LayoutPropagation:
         Otherwise every device computes the whole node. Rules 5 and 7.
         """
         layouts, named = self.assignment.produced_layouts, list_present_operands_by_name(node)
-        partial = {
-            s for s in node.inputs if layouts[s].is_partial and not self._is_already_converted_to_layout(s, REPLICATE)
-        }
+        partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted_to_layout(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
             self._can_pass_on_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
@@ -428,26 +422,22 @@ class LayoutPropagation:
         names = {n for joint in passing for n in joint.split("+")}
         places = [n for n, s in list_present_operands_by_name(reader_node) if s == value]
         others = [s for s in reader_node.inputs if s != value]
-        has_sharded_operand = any(
-            self._is_weight_or_state(s) and self._list_chosen_factors_largest_first(s) for s in others
-        )
+        has_sharded_operand = any(self._is_weight_or_state(s) and self._list_chosen_factors(s) for s in others)
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
     def _add_missing_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
         """Add the conversions of `value` to `target_layout` that `reader_node` needs and that do not exist yet."""
         source_layout = self.assignment.produced_layouts[value]
-        if not find_conversion_path(source_layout, target_layout) or self._is_already_converted_to_layout(
-            value, target_layout
-        ):
+        if not find_conversion_path(source_layout, target_layout) or self._is_converted_to_layout(value, target_layout):
             return
-        if self._is_already_converted_to_layout(value, REPLICATE):
+        if self._is_converted_to_layout(value, REPLICATE):
             source_layout = REPLICATE
         for state in find_conversion_path(source_layout, target_layout):
-            if not self._is_already_converted_to_layout(value, state):
-                self._record_conversion_at_current_node(LayoutConversion(value, source_layout, state, reader_node))
+            if not self._is_converted_to_layout(value, state):
+                self._record_conversion(LayoutConversion(value, source_layout, state, reader_node))
             source_layout = state
 
-    def _is_already_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
+    def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether the conversions so far already give `value` in this layout."""
         return (value, layout) in self.converted_layouts
 
@@ -455,6 +445,6 @@ class LayoutPropagation:
         """Return whether `value` is a weight, a state or a view of one, so that its shards save stored bytes."""
         return value in self.stored_values
 
-    def _record_conversion_at_current_node(self, conversion: LayoutConversion) -> None:
+    def _record_conversion(self, conversion: LayoutConversion) -> None:
         self.converted_layouts.add((conversion.value, conversion.target_layout))
         self.assignment.conversions.append(conversion)

@@ -169,7 +169,7 @@ load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 
 
 @intrinsic(INTS, ADDRESS)
-def load_u8_as_int32_lanes(b, address):
+def load_u8_as_i32(b, address):
     """Load 16 unsigned bytes, zero-extended to one int32 lane each."""
     return b.zext(_load(b, address, ir.VectorType(_i8, 16), 1), _I)
 

@@ -159,7 +159,7 @@ class _ChangedNodesPropagation(LayoutPropagation):
         out.recomputed_nodes = tuple(fresh)
         return out
 
-    def _is_already_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
+    def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether a conversion for an earlier node of the graph already gives `value` in this layout."""
         return any(
             c.target_layout == layout
@@ -171,7 +171,7 @@ class _ChangedNodesPropagation(LayoutPropagation):
         """Return whether `value` is a weight, a state or a view of one, and comes before the current node."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
-    def _record_conversion_at_current_node(self, conversion: LayoutConversion) -> None:
+    def _record_conversion(self, conversion: LayoutConversion) -> None:
         """Record a layout conversion together with the position of the current node.
 
         If the node is visited again, the conversion can be replaced.

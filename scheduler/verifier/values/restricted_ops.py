@@ -131,7 +131,7 @@ class _DimensionEntries:
     leading_entries: list[AxisEntries] = field(default_factory=list)
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
-    def record_or_check_dimension_entries(self, name: str, entries: AxisEntries) -> None:
+    def record_dimension_entries(self, name: str, entries: AxisEntries) -> None:
         """Record an operand's entries of a dimension; raise `NodeMismatchError` if an earlier operand has others."""
         self.entries_by_dimension[name] = (
             _unify_entries(self.entries_by_dimension[name], entries, name)
@@ -139,9 +139,7 @@ class _DimensionEntries:
             else entries
         )
 
-    def record_or_check_leading_entries(
-        self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]
-    ) -> None:
+    def record_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
         """Store the entries of an operand's leading axes in `common_entries`; raise if an earlier one has others."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
@@ -182,9 +180,9 @@ def _infer_entries_by_signature(
             continue
         ahead = len(spec.shape) - len(operand.dims)
         if operand.leading is LeadingAxesBroadcast.EQUAL:
-            names.record_or_check_leading_entries(names.leading_entries, part[:ahead])
+            names.record_leading_entries(names.leading_entries, part[:ahead])
         elif operand.leading is LeadingAxesBroadcast.CONTRACTED:
-            names.record_or_check_leading_entries(names.contracted_leading_entries, part[:ahead])
+            names.record_leading_entries(names.contracted_leading_entries, part[:ahead])
         for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
             if not (dim.may_be_one and n == 1):
                 _add_factor_entries(dim, own, sizes, local, names)
@@ -274,9 +272,7 @@ def _add_factor_entries(
             if part != make_index_of_all_entries(n):
                 raise NodeMismatchError(f"the device has {format_index(part)} of the fixed size {name}")
         else:
-            dimensions.record_or_check_dimension_entries(
-                name, (part, to_factor_digits(digits, inner, n) if inner else ())
-            )
+            dimensions.record_dimension_entries(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
 
 
 def _combine_factor_entries(

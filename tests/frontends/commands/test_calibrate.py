@@ -8,7 +8,7 @@ import pytest
 
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
-from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices_and_apply_options
+from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices
 from hocket.scheduler.costs.calibration_file import (
     Speeds,
     format_calibrated_with_day,
@@ -28,9 +28,7 @@ def test_a_group_that_is_measured_later_leaves_the_other_groups_as_they_were(
 ) -> None:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibrate, "measure_speeds", lambda group, **_: NEW)
-    one, three = (
-        resolve_devices_and_apply_options(DeviceGroup(devices=("numpy:0", "numpy:1", "numpy:2")[:n])) for n in (1, 3)
-    )
+    one, three = (resolve_devices(DeviceGroup(devices=("numpy:0", "numpy:1", "numpy:2")[:n])) for n in (1, 3))
     write_speeds({format_saved_speeds_key(one): OLD}, "earlier")
     assert main(["calibrate", "--quick", "--devices", "numpy:0,numpy:1,numpy:2"]) == 0
     assert "numpy with" in capsys.readouterr().out

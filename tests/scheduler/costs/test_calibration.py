@@ -18,7 +18,7 @@ from hocket.backends.base import find_device
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
-from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices_and_apply_options
+from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices
 from hocket.frontends.measure_plan import format_time_comparison_table
 from hocket.graph import DType, Graph, constant, input, state, weight
 from hocket.graph.spec import Spec
@@ -40,7 +40,7 @@ from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCoun
 from hocket.scheduler.measurement.calibrate import (
     PROBED_DTYPES,
     ConcurrentTimer,
-    compute_mean_of_middle_half,
+    compute_trimmed_mean,
     measure_speeds,
 )
 from hocket.scheduler.measurement.probe_graphs import (
@@ -50,7 +50,7 @@ from hocket.scheduler.measurement.probe_graphs import (
     build_delta_rule_graph,
     build_launch_and_message_chain_graph,
     build_matmul_chain_graph,
-    build_second_half_prefill_attention_graph,
+    build_prefill_attention_graph,
 )
 from hocket.scheduler.reports.measured_steps import MeasuredInstruction, MeasuredPlan
 
@@ -71,13 +71,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans_use_the_saved_speeds_of_their_devices():
-    graph, group = build_matmul_chain_graph(DType.Q8_0, 1, 1), resolve_devices_and_apply_options(ONE_DEVICE)
+    graph, group = build_matmul_chain_graph(DType.Q8_0, 1, 1), resolve_devices(ONE_DEVICE)
     assert plan_with_cache(graph, group).hardware == DEFAULT_HARDWARE
     write_speeds({format_saved_speeds_key(group): SPEEDS})
     plan = plan_with_cache(graph, group)
     assert (plan.hardware.bandwidth, plan.hardware.flops) == pytest.approx((10e9, 4e9))
     assert (plan.hardware.launch, plan.hardware.link_bandwidth, plan.hardware.link_latency) == (3e-6, 5e9, 7e-6)
-    others = resolve_devices_and_apply_options(DeviceGroup(devices=("cpu:0", "cpu:1")))
+    others = resolve_devices(DeviceGroup(devices=("cpu:0", "cpu:1")))
     assert choose_calibrated_or_built_in_hardware(graph, others).source == "built in", (
         "two at once have other speeds than one"
     )
@@ -103,8 +103,8 @@ def test_two_virtual_devices_are_not_predicted_faster_than_one():
     seconds = []
     for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
         group, graph = (
-            resolve_devices_and_apply_options(DeviceGroup(devices=devices)),
-            build_second_half_prefill_attention_graph(),
+            resolve_devices(DeviceGroup(devices=devices)),
+            build_prefill_attention_graph(),
         )
         for mode in ("auto", "tensor", "layer"):
             plan = plan_for_group(
@@ -120,7 +120,7 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
         for plain in (0.0, 1e8)
     )
     for graph, times in (
-        (build_second_half_prefill_attention_graph(), 10),
+        (build_prefill_attention_graph(), 10),
         (build_delta_rule_graph(), 20),
         (build_matmul_chain_graph(DType.F32, 1, 8), 1),
     ):
@@ -130,7 +130,7 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
 
 def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture[str]):
     assert describe_speed_source(DEFAULT_HARDWARE) == "built in; hocket calibrate measures them"
-    group = resolve_devices_and_apply_options(ONE_DEVICE)
+    group = resolve_devices(ONE_DEVICE)
     document = json.loads(read_cached(write_speeds({format_saved_speeds_key(group): SPEEDS})) or b"")
     write_cached(
         make_saved_speeds_path(),
@@ -178,7 +178,7 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize("spoil", [_truncate_file, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
-    graph, group = build_launch_and_message_chain_graph(64), resolve_devices_and_apply_options(ONE_DEVICE)
+    graph, group = build_launch_and_message_chain_graph(64), resolve_devices(ONE_DEVICE)
     write_speeds({format_saved_speeds_key(group): SPEEDS})
     assert read_speeds(make_saved_speeds_path()) == {format_saved_speeds_key(group): SPEEDS}
     spoil(make_saved_speeds_path())
@@ -347,10 +347,10 @@ def test_runs_side_by_side_are_on_the_threads_of_a_session():
 
 
 def test_what_counts_of_times_is_their_middle():
-    assert compute_mean_of_middle_half([3.0]) == 3.0
-    assert compute_mean_of_middle_half([1.0, 2.0, 6.0]) == 3.0
-    assert compute_mean_of_middle_half([90.0, 2.0, 1.0, 4.0]) == 3.0
-    assert compute_mean_of_middle_half([2.0, 4.0, 90.0, 2.0, 4.0, 0.1, 4.0, 80.0]) == 3.5, (
+    assert compute_trimmed_mean([3.0]) == 3.0
+    assert compute_trimmed_mean([1.0, 2.0, 6.0]) == 3.0
+    assert compute_trimmed_mean([90.0, 2.0, 1.0, 4.0]) == 3.0
+    assert compute_trimmed_mean([2.0, 4.0, 90.0, 2.0, 4.0, 0.1, 4.0, 80.0]) == 3.5, (
         "now fast and now slow, and disturbed"
     )
 

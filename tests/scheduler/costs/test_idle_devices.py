@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.backends.base import find_device
-from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices_and_apply_options
+from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices
 from hocket.frontends.inference.model_layout import find_speeds_of_first_device_alone
 from hocket.graph import DType
 from hocket.scheduler import plan_for_group
@@ -65,20 +65,12 @@ def test_a_session_knows_the_speeds_of_a_device_that_gets_the_threads_of_the_oth
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     graph = decoder(1)
     shared = DeviceGroup(devices=("cpu:0", "cpu:1"))
-    lone = find_speeds_of_first_device_alone(shared, resolve_devices_and_apply_options(shared), graph)
-    together = choose_calibrated_or_built_in_hardware(graph, resolve_devices_and_apply_options(shared))
+    lone = find_speeds_of_first_device_alone(shared, resolve_devices(shared), graph)
+    together = choose_calibrated_or_built_in_hardware(graph, resolve_devices(shared))
     assert lone is not None
     assert lone.flops == pytest.approx(2 * together.flops)
-    assert (
-        find_speeds_of_first_device_alone(replace(shared, threads=1), resolve_devices_and_apply_options(shared), graph)
-        is None
-    )
-    assert (
-        find_speeds_of_first_device_alone(
-            shared, resolve_devices_and_apply_options(DeviceGroup(devices=("cpu:0",))), graph
-        )
-        is None
-    )
+    assert find_speeds_of_first_device_alone(replace(shared, threads=1), resolve_devices(shared), graph) is None
+    assert find_speeds_of_first_device_alone(shared, resolve_devices(DeviceGroup(devices=("cpu:0",))), graph) is None
 
 
 def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():

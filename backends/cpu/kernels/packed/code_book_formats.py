@@ -14,7 +14,7 @@ from ...simd.vectors import (
     load_f16,
     load_four,
     load_ints,
-    load_u8_as_int32_lanes,
+    load_u8_as_i32,
     load_u16_lanes,
     mul,
     mul_int,
@@ -186,7 +186,7 @@ def load_iq2_half_block_scales(p, b):
 
     It is a `PackedFormat.load_scales`.
     """
-    both, d = load_u8_as_int32_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
+    both, d = load_u8_as_i32(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
     return mul(d, compute_odd_scale_factor(and_int(both, splat_int(15)))), mul(
         d, compute_odd_scale_factor(shift_right(both, splat_int(4)))
     )
@@ -194,7 +194,7 @@ def load_iq2_half_block_scales(p, b):
 
 @subroutine
 def load_iq3_s_scales(p, b):
-    small = and_int(shift_right(load_u8_as_int32_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4)), splat_int(15))
+    small = and_int(shift_right(load_u8_as_i32(p + 16 * (b // 2)), splat_int(b % 2 * 4)), splat_int(15))
     d = mul(load_f16(p + 64), compute_odd_scale_factor(small))
     return d, d
 

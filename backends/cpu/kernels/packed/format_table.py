@@ -33,7 +33,7 @@ from ...simd.vectors import (
     load_f16,
     load_four,
     load_ints,
-    load_u8_as_int32_lanes,
+    load_u8_as_i32,
     mul,
     next_bytes_as_floats,
     or_int,
@@ -154,7 +154,7 @@ def load_halved_mxfp4_scales(p, b):
 
     They are halved because the code book holds doubled values. The two smallest results are subnormal floats.
     """
-    e = load_u8_as_int32_lanes(p + 16 * b)
+    e = load_u8_as_i32(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
     d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
     return d, d
@@ -185,9 +185,7 @@ def e4m3_to_halved_f32(e):
 
 @subroutine
 def load_nvfp4_scales(p, b):
-    return e4m3_to_halved_f32(load_u8_as_int32_lanes(p + 32 * b)), e4m3_to_halved_f32(
-        load_u8_as_int32_lanes(p + 32 * b + 16)
-    )
+    return e4m3_to_halved_f32(load_u8_as_i32(p + 32 * b)), e4m3_to_halved_f32(load_u8_as_i32(p + 32 * b + 16))
 
 
 # --------------------------------------------------------------------------------------------- code books of 16
@@ -296,15 +294,15 @@ def pack_q45_k_scales_and_minima(row, to, lane, s):
 @subroutine
 def load_high_bits_of_k_scale_and_minimum(at, j):
     """Load the high bits of block `j` of Q4_K or Q5_K: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
-    return shift_right(load_u8_as_int32_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
+    return shift_right(load_u8_as_i32(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
 @subroutine
-def load_q45_k_scales_without_minima(p, b):
+def load_q45_k_scales(p, b):
     """Load the Q4_K or Q5_K scales of 32 columns of 16 rows, without minima.
 
     A scale is the product of the 6-bit scale of the 32 columns and the float16 scale of 256 columns."""
-    low = and_int(load_u8_as_int32_lanes(p + 16 * b), splat_int(15))
+    low = and_int(load_u8_as_i32(p + 16 * b), splat_int(15))
     high = and_int(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(3))
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
@@ -313,7 +311,7 @@ def load_q45_k_scales_without_minima(p, b):
 @subroutine
 def load_q45_k_biases(p, b):
     """Load the Q4_K or Q5_K biases of a block: minus the 6-bit minimum, times the second float16 of 256 columns."""
-    low, four = shift_right(load_u8_as_int32_lanes(p + 16 * b), splat_int(4)), splat_int(4)
+    low, four = shift_right(load_u8_as_i32(p + 16 * b), splat_int(4)), splat_int(4)
     high = and_int(shift_right(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
     return m, m
@@ -331,10 +329,7 @@ def pack_q2_k_scales(row, to, lane, s):
 def load_q2_k_scales(p, b):
     j, four = 2 * b, splat_int(15)
     d = load_f16(p + 256)
-    first, second = (
-        and_int(load_u8_as_int32_lanes(p + 16 * j), four),
-        and_int(load_u8_as_int32_lanes(p + 16 * j + 16), four),
-    )
+    first, second = and_int(load_u8_as_i32(p + 16 * j), four), and_int(load_u8_as_i32(p + 16 * j + 16), four)
     return mul(d, to_float(first)), mul(d, to_float(second))
 
 
@@ -342,10 +337,7 @@ def load_q2_k_scales(p, b):
 def load_q2_k_biases(p, b):
     j, four = 2 * b, splat_int(4)
     m = mul(load_f16(p + 288), splat(-1.0))
-    first, second = (
-        shift_right(load_u8_as_int32_lanes(p + 16 * j), four),
-        shift_right(load_u8_as_int32_lanes(p + 16 * j + 16), four),
-    )
+    first, second = shift_right(load_u8_as_i32(p + 16 * j), four), shift_right(load_u8_as_i32(p + 16 * j + 16), four)
     return mul(m, to_float(first)), mul(m, to_float(second))
 
 
@@ -406,8 +398,8 @@ def pack_iq4_xs_scales(row, to, lane, s):
 
 @subroutine
 def load_iq4_xs_scales(p, b):
-    low = shift_right(load_u8_as_int32_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4))
-    high = shift_right(load_u8_as_int32_lanes(p + 64 + 16 * (b // 4)), splat_int(b % 4 * 2))
+    low = shift_right(load_u8_as_i32(p + 16 * (b // 2)), splat_int(b % 2 * 4))
+    high = shift_right(load_u8_as_i32(p + 64 + 16 * (b // 4)), splat_int(b % 4 * 2))
     whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
     d = mul(load_f16(p + 96), to_float(sub_int(whole, splat_int(32))))
     return d, d
@@ -436,20 +428,10 @@ _ALL_FORMATS = (
         has_half_block_scales=True,
     ),
     make_bitplane_format(
-        DType.Q4_K,
-        (4,),
-        load_q4_k_codes,
-        pack_q45_k_scales_and_minima,
-        load_q45_k_scales_without_minima,
-        load_q45_k_biases,
+        DType.Q4_K, (4,), load_q4_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
     ),
     make_bitplane_format(
-        DType.Q5_K,
-        (4, 1),
-        load_q5_k_codes,
-        pack_q45_k_scales_and_minima,
-        load_q45_k_scales_without_minima,
-        load_q45_k_biases,
+        DType.Q5_K, (4, 1), load_q5_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
     ),
     format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, pack_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
     format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales_and_f16, load_16_row_q3_k_scales, 4),

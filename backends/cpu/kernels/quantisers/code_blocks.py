@@ -27,7 +27,7 @@ from ...simd.vectors import (
     load,
     load_byte,
     load_scalar,
-    load_u8_as_int32_lanes,
+    load_u8_as_i32,
     maximum,
     mul,
     mul_int,
@@ -232,9 +232,9 @@ def pack_trits_into_bytes(codes, distance, count):
 
     `count` is the number of codes in a byte. `distance` is the number of bytes between them in `codes`.
     """
-    number = load_u8_as_int32_lanes(codes)
+    number = load_u8_as_i32(codes)
     for k in range(1, count):
-        number = add_int(mul_int(number, splat_int(3)), load_u8_as_int32_lanes(codes + distance * k))
+        number = add_int(mul_int(number, splat_int(3)), load_u8_as_i32(codes + distance * k))
     if count == 4:
         number = mul_int(number, splat_int(3))
     # (256 n + 242) // 243 for n up to 242, by a factor of 2**-16.
@@ -264,5 +264,5 @@ def quantise_tq2_0(x, importance, scratch, table, block):
         for k in range(0, 32, LANES):
             at, out = codes + 128 * h + k, splat_int(0)
             for n in range(4):
-                out = or_int(out, shift_left(load_u8_as_int32_lanes(at + 32 * n), splat_int(2 * n)))
+                out = or_int(out, shift_left(load_u8_as_i32(at + 32 * n), splat_int(2 * n)))
             store_u8_lanes(block + 32 * h + k, out)

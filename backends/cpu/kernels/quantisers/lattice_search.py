@@ -160,7 +160,7 @@ def make_scaled_pair_sums(first, second, low, high):
 
 
 @subroutine
-def make_table_of_scaled_pair_maxima(first, second, low, high):
+def make_scaled_pair_maxima(first, second, low, high):
     """Return the table ``max(first * low[i], second * high[i])`` of two numbers at the addresses `first`, `second`."""
     return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
 
@@ -216,14 +216,8 @@ def make_list_best_octet_entries(
         a3 = make_scaled_pair_sums(w + 24, w + 28, low_energy, high_energy)
         c0, c1 = make_scaled_pair_sums(p, p + 4, low, high), make_scaled_pair_sums(p + 8, p + 12, low, high)
         c2, c3 = make_scaled_pair_sums(p + 16, p + 20, low, high), make_scaled_pair_sums(p + 24, p + 28, low, high)
-        f0, f1 = (
-            make_table_of_scaled_pair_maxima(p, p + 4, low, high),
-            make_table_of_scaled_pair_maxima(p + 8, p + 12, low, high),
-        )
-        f2, f3 = (
-            make_table_of_scaled_pair_maxima(p + 16, p + 20, low, high),
-            make_table_of_scaled_pair_maxima(p + 24, p + 28, low, high),
-        )
+        f0, f1 = make_scaled_pair_maxima(p, p + 4, low, high), make_scaled_pair_maxima(p + 8, p + 12, low, high)
+        f2, f3 = make_scaled_pair_maxima(p + 16, p + 20, low, high), make_scaled_pair_maxima(p + 24, p + 28, low, high)
         for part in range(4):
             scale = unit * (first + step * to_scalar(4 * part))
             middle = scale + unit * step * single(1.5)

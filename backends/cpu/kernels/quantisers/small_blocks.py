@@ -19,7 +19,7 @@ from ...simd.vectors import (
     lane_min,
     load,
     load_first_lanes,
-    load_u8_as_int32_lanes,
+    load_u8_as_i32,
     maximum,
     minimum,
     mul,
@@ -128,7 +128,7 @@ def quantise_block_with_minimum(x, importance, scratch, top, d, m):
 @subroutine
 def store_32_nibbles(codes, y):
     """Store the low 4 bits of 32 codes at `codes` in 16 bytes at `y`: codes i and ``i + 16`` share a byte."""
-    low, high = load_u8_as_int32_lanes(codes), load_u8_as_int32_lanes(codes + 16)
+    low, high = load_u8_as_i32(codes), load_u8_as_i32(codes + 16)
     low, high = and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(15)), splat_int(4))
     store_u8_lanes(y, or_int(low, high))
 
@@ -137,7 +137,7 @@ def store_32_nibbles(codes, y):
 def store_32_fifth_bits(codes, y):
     """Store bit 4 (the fifth bit) of each of 32 codes at `codes` in 4 bytes at `y`."""
     for h in range(2):
-        bits = greater_bitmask(to_float(load_u8_as_int32_lanes(codes + 16 * h)), splat(single(15.5)))
+        bits = greater_bitmask(to_float(load_u8_as_i32(codes + 16 * h)), splat(single(15.5)))
         store_byte(y + 2 * h, bits & 255)
         store_byte(y + 2 * h + 1, bits >> 8)
 

@@ -15,7 +15,7 @@ from ...simd.vectors import (
     and_int,
     load_byte,
     load_scalar,
-    load_u8_as_int32_lanes,
+    load_u8_as_i32,
     or_int,
     shift_left,
     shift_right,
@@ -125,11 +125,9 @@ def pack_code_fields_into_bytes(p, distance, width, mask):
         width: bits of a code.
         mask: ``2**width - 1``.
     """
-    out = and_int(load_u8_as_int32_lanes(p), splat_int(mask))
+    out = and_int(load_u8_as_i32(p), splat_int(mask))
     for k in range(1, 8 // width):
-        out = or_int(
-            out, shift_left(and_int(load_u8_as_int32_lanes(p + distance * k), splat_int(mask)), splat_int(width * k))
-        )
+        out = or_int(out, shift_left(and_int(load_u8_as_i32(p + distance * k), splat_int(mask)), splat_int(width * k)))
     return out
 
 
@@ -146,7 +144,7 @@ def pack_code_high_bits_into_bytes(p, distance, width, above, count):
     """
     out = splat_int(0)
     for k in range(count):
-        field = shift_right(load_u8_as_int32_lanes(p + distance * k), splat_int(above))
+        field = shift_right(load_u8_as_i32(p + distance * k), splat_int(above))
         out = or_int(out, shift_left(and_int(field, splat_int((1 << width) - 1)), splat_int(width * k)))
     return out
 
@@ -182,7 +180,7 @@ def quantise_q2_k(x, importance, scratch, table, block):
         block + 80,
         block + 82,
     )
-    scales, minima = load_u8_as_int32_lanes(scratch + SCALE_CODES), load_u8_as_int32_lanes(scratch + MINIMUM_CODES)
+    scales, minima = load_u8_as_i32(scratch + SCALE_CODES), load_u8_as_i32(scratch + MINIMUM_CODES)
     store_u8_lanes(block, or_int(scales, shift_left(minima, splat_int(4))))
     store_2_bit_codes_4_per_byte(scratch + CODES, block + 16)
 
@@ -298,5 +296,5 @@ def quantise_q6_k(x, importance, scratch, table, block):
         for k in range(0, 32, LANES):
             high = pack_code_high_bits_into_bytes(codes + 128 * h + k, 32, 2, 4, 4)
             store_u8_lanes(block + 128 + 32 * h + k, high)
-    shifted = add_int(load_u8_as_int32_lanes(scratch + SCALE_CODES), splat_int(-128))
+    shifted = add_int(load_u8_as_i32(scratch + SCALE_CODES), splat_int(-128))
     store_u8_lanes(block + 192, shifted)

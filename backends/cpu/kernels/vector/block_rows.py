@@ -35,7 +35,7 @@ from ...simd.vectors import (
     lane_sum,
     larger,
     load_16_i8_as_i32,
-    load_u8_as_int32_lanes,
+    load_u8_as_i32,
     minimum,
     mul,
     or_int,
@@ -142,7 +142,7 @@ def _make_load_16_elements(form: CacheBlock) -> Subroutine:
 
     def load_16_elements(row, c):
         block, half = row + c // BLOCK_ELEMENTS * nbytes, c % BLOCK_ELEMENTS // LANES
-        q = and_int(shift_right(load_u8_as_int32_lanes(block + codes), splat_int(4 * half)), splat_int(15))
+        q = and_int(shift_right(load_u8_as_i32(block + codes), splat_int(4 * half)), splat_int(15))
         if high_bits > 0:
             bits = shift_right(splat_int(load_u16(block + high_bits + 2 * half)), lane_integers())
             q = or_int(q, shift_left(and_int(bits, splat_int(1)), splat_int(4)))

@@ -389,14 +389,9 @@ class _AttentionBinder:
                 self._launch_split_into_halves(k, kind.size, kind.tile, copies.k, copies.k_units)
                 self._launch_split_into_halves(v, kind.width, kind.tile, copies.v, copies.v_units)
             words = self._make_argument_words(batch, splits, sums)
-            step = [0, 0] if mask is None else self._compute_visibility_batch_and_head_strides(mask, row_tiles * tiles)
-            with_tiles = [
-                *words,
-                *([0] * 4 if copies is None else copies.value_and_scale_words),
-                seen or 0,
-                *step,
-                tiles,
-            ]
+            step = [0, 0] if mask is None else self._compute_visibility_strides(mask, row_tiles * tiles)
+            halves = [0] * 4 if copies is None else copies.value_and_scale_words
+            with_tiles = [*words, *halves, seen or 0, *step, tiles]
             with_tiles += [
                 kind.tile,
                 kind.visibility_tile_rows,
@@ -414,7 +409,7 @@ class _AttentionBinder:
             )
             self._launch_combine_splits(batch, words, splits)
 
-    def _compute_visibility_batch_and_head_strides(self, mask: Operand, tiles: int) -> list[int]:
+    def _compute_visibility_strides(self, mask: Operand, tiles: int) -> list[int]:
         """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
         return [tiles * groups if _compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
