@@ -37,6 +37,7 @@ from .device_tokens import (
     make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
+from .cache_rows import has_cells_for
 from .prefill_chunks import F32, PrefillChunk
 from .session import Session
 
@@ -127,7 +128,7 @@ class LaunchAheadDecoder:
             if (step_and_inputs := make_sampled_step(session, longest, choices)) is None:
                 return None
             step, more = step_and_inputs
-        return step, session.model.inputs(step, Batch(tokens, lengths)) | more
+        return step, session.model.inputs(step, Batch(tokens, lengths, tables=session.tables)) | more
 
     def _launch(self, executor: Executor, step: Step, inputs: dict[str, npt.NDArray[Any]]) -> _LaunchedStep:
         named_ids = None if step.output_kind == TOKEN_KIND else inputs.get("named_ids", np.zeros((step.sequences, 0)))
@@ -157,7 +158,7 @@ class LaunchAheadDecoder:
             return None
         lengths = [length + len(new) for length, new in zip(session.lengths, tokens, strict=True)]
         chosen = [[0] * len(new) for new in tokens]  # the device has the tokens
-        if find_longest_length_after(lengths, chosen) > session.context:
+        if find_longest_length_after(lengths, chosen) > session.context or not has_cells_for(session, chosen, lengths):
             return None
         try:
             step_and_inputs = self._make_step(chosen, lengths, describe, True)

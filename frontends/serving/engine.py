@@ -27,7 +27,6 @@ from .requests import (
     GenerationRequest,
     PromptProgressEvent,
     QueueFullError,
-    RequestTiming,
     EndedSequence,
 )
 from .running_requests import (
@@ -272,8 +271,7 @@ class Engine:
     def _end_queued(self, queued: QueuedRequest, reason: str, message: str = "") -> EndEvent:
         now, request = self._clock(), queued.request
         self.history.record_end(request.id, now, reason, len(queued.sent_tokens))
-        timing = RequestTiming(len(request.prompt), queue_seconds=now - queued.submitted)
-        return EndEvent(request.id, reason, timing, message)
+        return EndEvent(request.id, reason, queued.measure_timing_and_token_counts(now), message)
 
     def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
         """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
@@ -339,7 +337,8 @@ class Engine:
             yield from self._sample_next_token(running, logits)
 
     def _decode(self, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
-        decoding = self._reserve_cells_or_preempt(decoding)
+        if not (decoding := self._reserve_cells_or_preempt(decoding)):
+            return
         self.requests_in_step = tuple(one.request.id for one in decoding)
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
@@ -432,8 +431,7 @@ class Engine:
 
     def _end_with_error_and_zero_slot(self, one: RunningRequest, error: HocketError) -> EndEvent:
         """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
-        self._pool.zero_slot_states(one.slot)
-        self._cache.forget_slot_tokens_and_states(one.slot)
+        self._cache.zero_and_forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 
     def _end(self, one: RunningRequest, reason: str, message: str = "") -> EndEvent:

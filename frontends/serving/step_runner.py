@@ -109,8 +109,5 @@ class StepRunner(Protocol):
     def predict_prompt_seconds(self, size: int) -> float:
         """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
 
-    def zero_slot_states(self, slot: int) -> None:
-        """Zero all states of a slot; see `SlotPool.zero_slot_states`."""
-
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew and zero all states; see `SlotPool.rebind_plans_and_zero_states`."""
