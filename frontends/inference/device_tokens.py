@@ -209,8 +209,7 @@ def evaluate_to_masked_candidates(
                         bits[i, : mask.size], bits[i, mask.size :] = mask, 0
                 chosen = selection.launch({"token_bits": bits} | ({"named_ids": ids} if ids.size else {}))
             except BaseException:
-                run.finish()
-                session.advance_lengths_and_tokens_by_chunk(tokens)
+                run.undo()
                 raise
             run.finish(chosen)
             session.advance_lengths_and_tokens_by_chunk(tokens)

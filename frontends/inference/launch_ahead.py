@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import BackendError
 from ...scheduler import DeferredInterrupts, Executor, LaunchedRun
 from ..models import Batch, Step
 from ..models.inputs.graph_builder import NEXT_TOKEN_STATE
 from ..models.inputs.step import TOKEN_KIND
+from .cache_rows import has_cells_for
 from .device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
@@ -37,7 +39,6 @@ from .device_tokens import (
     make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
-from .cache_rows import has_cells_for
 from .prefill_chunks import F32, PrefillChunk
 from .session import Session
 
@@ -167,6 +168,8 @@ class LaunchAheadDecoder:
                 if step_and_inputs is None or step_and_inputs[0] != launched.step
                 else self._launch(launched.executor, *step_and_inputs)
             )
+        except BackendError:  # nothing has begun; the next call launches this step again, and raises its error
+            return None
         except BaseException:
             launched.run.finish()
             session.advance_lengths_and_tokens_by_chunk(tokens)

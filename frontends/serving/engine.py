@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import replace
 
-from ...graph.errors import HocketError
+from ...graph.errors import HocketError, StatesLostError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
+    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -27,7 +28,6 @@ from .requests import (
     GenerationRequest,
     PromptProgressEvent,
     QueueFullError,
-    EndedSequence,
 )
 from .running_requests import (
     QueuedRequest,
@@ -89,7 +89,7 @@ class Engine:
         self.last_end: EndedSequence | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
-        """The events of a step that has not ended; after an exception `restart` returns them."""
+        """The events of a step that has not ended; after an exception `restart_and_requeue_requests` returns them."""
         self.requests_in_step: tuple[str, ...] = ()
         """The ids of the requests for which the present step works; after an exception they are to end."""
         self.failed_slots: set[int] = set()
@@ -142,23 +142,16 @@ class Engine:
             len(self._running[i].tokens) if i in self._running else self._cache.count_cached_slot_tokens(i)
             for i in range(self._pool.slots)
         )
-        return EngineStatus(
-            self._pool.slots,
-            self._pool.context,
-            len(self._running),
-            len(self._queue),
-            requests,
-            tokens,
-            replace(self._sums),
-        )
+        running, queued, sums = len(self._running), len(self._queue), replace(self._sums)
+        return EngineStatus(self._pool.slots, self._pool.context, running, queued, requests, tokens, sums)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
     def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
 
-        After an exception other than `HocketError` from a run, call `restart`. An interrupt of the compilation needs no
-        restart; the next step returns the events before it.
+        After an exception, such as `StatesLostError`, call `restart_and_requeue_requests`. An interrupt of the
+        compilation needs no restart; the next step returns the events before it.
 
         Args:
             paused: The ids of requests that decode no token in this step.
@@ -263,7 +256,7 @@ class Engine:
             yield from self._report_prompt_progress(running)
 
     def _report_prompt_progress(self, running: RunningRequest) -> Iterator[Event]:
-        """Yield the progress of a request in its prompt. Yield none that its client knows from before a restart."""
+        """Yield the progress of a request in its prompt. Yield none that its client knows from an earlier start."""
         if len(running.tokens) > running.reported_tokens:
             running.reported_tokens = len(running.tokens)
             yield PromptProgressEvent(running.request.id, len(running.tokens))
@@ -345,6 +338,8 @@ class Engine:
         try:
             is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
             rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
+        except StatesLostError:
+            raise
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return

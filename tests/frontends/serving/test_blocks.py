@@ -243,7 +243,7 @@ def test_models_and_pools_that_do_not_fit_are_refused():
     recurrent = Session(open_model(path_of("qwen35")))
     with pytest.raises(ModelError, match="qwen35 has recurrent states, which have no blocks; start the server without"):
         BlockSlotPool(recurrent, 2, pool_tokens=256, context=128, batch=64)
-    with pytest.raises(ModelError, match="a pool of .* tokens needs .*, but the devices have"):
+    with pytest.raises(ModelError, match=r"a pool of .* tokens needs .*, but the devices have"):
         BlockSlotPool(session, 2, pool_tokens=1 << 40, context=128, batch=64)
 
 
