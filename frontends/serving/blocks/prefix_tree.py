@@ -111,7 +111,7 @@ class PrefixTree:
         """Forget the last blocks of a slot, up to a block that another slot or a longer prompt has.
 
         Args:
-            table: The blocks of the slot, the first ones of which may be in the tree.
+            table: The blocks of the slot, in the order of its tokens.
         """
         for node in [self._nodes[block] for block in reversed(table) if block in self._nodes]:
             if node.children or self._allocator.count_references(node.block) > 2:  # of the slot and of the tree
