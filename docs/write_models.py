@@ -80,7 +80,7 @@ def list_non_default_fields(row: object) -> Iterator[tuple[str, object]]:
         if is_dataclass(value):
             value = (
                 "("
-                + ", ".join(f"{name} {inner}".removesuffix(" True") for name, inner in list_non_default_fields(value))
+                + ", ".join(f"{name}={inner}".removesuffix("=True") for name, inner in list_non_default_fields(value))
                 + ")"
             )
         yield field.name, value

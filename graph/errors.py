@@ -32,6 +32,10 @@ class DeviceLostError(BackendError):
     """
 
 
+class StatesLostError(BackendError):
+    """The error that a failed run could not restore its states, because the next run had begun to change them."""
+
+
 class StepError(BackendError):
     """An error in one instruction of a device program; the message names the node and the device.
 

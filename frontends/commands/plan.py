@@ -13,7 +13,6 @@ from pathlib import Path
 from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
 from ...graph.storage.files import require_writable, write_text
-from ...ops.matrix.attention import BLOCK_KEYS
 from ...scheduler import (
     PASS_DUMPS,
     DevicePlan,
@@ -249,7 +248,7 @@ def read_step_graph_and_context(
         pool_tokens: Cells of the KV caches that all sequences share in blocks; 0 for cells of each sequence.
 
     Raises:
-        ModelError: The file is no model, or the context is too long.
+        ModelError: The file is no model, the context is too long, or the model or the context does not fit the pool.
         GraphError: The file is no graph.
     """
     if not is_gguf_or_hf_folder(path):
@@ -257,8 +256,12 @@ def read_step_graph_and_context(
     model = open_model(path, header_only=True)
     context = choose_context(model, 0, context)
     step = Step(sequences, min(tokens, context), context, context, sequences, keys=caches[0], values=caches[1])
-    blocks = -(-pool_tokens // BLOCK_KEYS) + 1 if pool_tokens else 0  # the first one is for padding
-    return model.graph(replace(step, blocks=blocks)), context
+    if pool_tokens:
+        from ..serving.blocks.slot_pool import count_pool_blocks, require_model_and_context_fit_pool
+
+        require_model_and_context_fit_pool(model, context, pool_tokens)
+        step = replace(step, blocks=count_pool_blocks(pool_tokens))
+    return model.graph(step), context
 
 
 def make_requested_and_session_plans(

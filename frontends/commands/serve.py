@@ -176,6 +176,8 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     set_cache_folder_and_blas_threads(args)
     refuse_flags_beside_drafts(args)
+    if args.admit == "whole" and not args.pool_tokens:
+        raise ModelError("--admit whole reserves tokens of a pool; give --pool-tokens, or leave out --admit")
     if args.world.rank:
         return 0 if args.dry_run else follow_server_on_rank_0(args)
     if args.world.size > 1 and args.log_requests is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +47,20 @@ def find_cache_rows(
         return table[cells // BLOCK_KEYS] * BLOCK_KEYS + cells % BLOCK_KEYS
     count = session.cell_count(name)
     return sequence * count_cache_rows_with_spare(count) + cells % count
+
+
+def has_cells_for(session: HasCaches, tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+    """Whether each sequence has cells for its new tokens; without blocks it has cells for its context.
+
+    Args:
+        session: The session.
+        tokens: The new tokens of each sequence.
+        lengths: The tokens that each sequence has before them.
+    """
+    ends = [length + len(new) if new else 0 for new, length in zip(tokens, lengths, strict=True)]
+    return not session.blocks or all(
+        end <= BLOCK_KEYS * len(table) for end, table in zip(ends, session.tables, strict=True)
+    )
 
 
 def zero_sequence_states(session: HasCaches, sequence: int, length: int) -> None:

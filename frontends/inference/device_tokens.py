@@ -189,7 +189,7 @@ def evaluate_to_masked_candidates(
         if steps is None:
             return None
         executor, selection = map(session.executor, steps)
-        inputs = session.model.inputs(steps[0], Batch(tokens, session.lengths))
+        inputs = session.model.inputs(steps[0], Batch(tokens, session.lengths, tables=session.tables))
         ids = np.zeros((session.sequences, steps[1].named_token_count), np.int32)
         for row, choice, new in zip(ids, choices, tokens, strict=True):
             if choice is not None and choice.changed is not None:
@@ -209,8 +209,7 @@ def evaluate_to_masked_candidates(
                         bits[i, : mask.size], bits[i, mask.size :] = mask, 0
                 chosen = selection.launch({"token_bits": bits} | ({"named_ids": ids} if ids.size else {}))
             except BaseException:
-                run.finish()
-                session.advance_by_chunk(tokens)
+                run.undo()
                 raise
             run.finish(chosen)
             session.advance_by_chunk(tokens)

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import BackendError
 from ...scheduler import DeferredInterrupts, Executor, LaunchedRun
 from ..models import Batch, Step
 from ..models.inputs.graph_builder import NEXT_TOKEN_STATE
 from ..models.inputs.step import TOKEN_KIND
+from .cache_rows import has_cells_for
 from .device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
@@ -127,7 +129,7 @@ class LaunchAheadDecoder:
             if (step_and_inputs := make_sampled_step(session, longest, choices)) is None:
                 return None
             step, more = step_and_inputs
-        return step, session.model.inputs(step, Batch(tokens, lengths)) | more
+        return step, session.model.inputs(step, Batch(tokens, lengths, tables=session.tables)) | more
 
     def _launch(self, executor: Executor, step: Step, inputs: dict[str, npt.NDArray[Any]]) -> _LaunchedStep:
         named_ids = None if step.output_kind == TOKEN_KIND else inputs.get("named_ids", np.zeros((step.sequences, 0)))
@@ -157,7 +159,7 @@ class LaunchAheadDecoder:
             return None
         lengths = [length + len(new) for length, new in zip(session.lengths, tokens, strict=True)]
         chosen = [[0] * len(new) for new in tokens]  # the device has the tokens
-        if find_longest_length_after(lengths, chosen) > session.context:
+        if find_longest_length_after(lengths, chosen) > session.context or not has_cells_for(session, chosen, lengths):
             return None
         try:
             step_and_inputs = self._make_step(chosen, lengths, describe, True)
@@ -166,6 +168,8 @@ class LaunchAheadDecoder:
                 if step_and_inputs is None or step_and_inputs[0] != launched.step
                 else self._launch(launched.executor, *step_and_inputs)
             )
+        except BackendError:  # nothing has begun; the next call launches this step again, and raises its error
+            return None
         except BaseException:
             launched.run.finish()
             session.advance_by_chunk(tokens)

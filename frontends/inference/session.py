@@ -338,19 +338,8 @@ class Session:
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
         cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
-        return _step(
-            self.sequences,
-            tokens,
-            cells,
-            self.context,
-            outputs,
-            gives,
-            batch,
-            reversible,
-            turn,
-            *self._cache_dtypes,
-            blocks=self.blocks,
-        )
+        shape = self.sequences, tokens, cells, self.context, outputs
+        return _step(*shape, gives, batch, reversible, turn, *self._cache_dtypes, blocks=self.blocks)
 
     def _round_up_context(self, length: int) -> int:
         """Return the context bucket, a power of two, for a longest sequence of `length` tokens after the run."""

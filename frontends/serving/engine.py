@@ -12,8 +12,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from ...graph.errors import HocketError
+from ...graph.errors import HocketError, StatesLostError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..inference.prefill_chunks import next_power_of_two
@@ -28,7 +29,6 @@ from .requests import (
     GenerationRequest,
     PromptProgressEvent,
     QueueFullError,
-    RequestTiming,
 )
 from .running_requests import (
     QueuedRequest,
@@ -44,7 +44,7 @@ from .running_requests import (
 )
 from .slots import MIN_PROMPT_TOKENS
 from .step_history import SMOOTHING, StepHistory, predict_seconds_of_size, update_running_mean
-from .step_runner import StepOutput, StepRunner, choose_smallest_aligned_slot_window
+from .step_runner import StepOutput, StepRunner, count_window_slots
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -90,7 +90,7 @@ class Engine:
         self.last_end: EndedSequence | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
-        """The events of a step that has not ended; after an exception `restart` returns them."""
+        """The events of a step that has not ended; after an exception `restart_and_requeue_requests` returns them."""
         self.requests_in_step: tuple[str, ...] = ()
         """The ids of the requests for which the present step works; after an exception they are to end."""
         self.failed_slots: set[int] = set()
@@ -143,23 +143,16 @@ class Engine:
             len(self._running[i].tokens) if i in self._running else self._cache.count_cached_slot_tokens(i)
             for i in range(self._pool.slots)
         )
-        return EngineStatus(
-            self._pool.slots,
-            self._pool.context,
-            len(self._running),
-            len(self._queue),
-            requests,
-            tokens,
-            replace(self._sums),
-        )
+        running, queued, sums = len(self._running), len(self._queue), replace(self._sums)
+        return EngineStatus(self._pool.slots, self._pool.context, running, queued, requests, tokens, sums)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
     def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
 
-        After an exception other than `HocketError` from a run, call `restart`. An interrupt of the compilation needs no
-        restart; the next step returns the events before it.
+        After an exception, such as `StatesLostError`, call `restart_and_requeue_requests`. An interrupt of the
+        compilation needs no restart; the next step returns the events before it.
 
         Args:
             paused: The ids of requests that decode no token in this step.
@@ -240,10 +233,11 @@ class Engine:
                     continue
                 free = [request.slot]
             self.requests_in_step = (request.id,)
-            known, busy = request.prompt if request.uses_cache else (), tuple(self._running)
-            match = self._cache.find_slot_for_prompt(
-                known, free, lambda slot, busy=busy: choose_smallest_aligned_slot_window([slot, *busy])[1]
+            known, window_size = (
+                request.prompt if request.uses_cache else (),
+                partial(count_window_slots, self._running),
             )
+            match = self._cache.find_slot_for_prompt(known, free, window_size)
             if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue
             if not self._cache.has_room_for(match, request.prompt, request.params.limit, len(queued.sent_tokens)):
@@ -263,7 +257,7 @@ class Engine:
             yield from self._report_prompt_progress(running)
 
     def _report_prompt_progress(self, running: RunningRequest) -> Iterator[Event]:
-        """Yield the progress of a request in its prompt. Yield none that its client knows from before a restart."""
+        """Yield the progress of a request in its prompt. Yield none that its client knows from an earlier start."""
         if len(running.tokens) > running.reported_tokens:
             running.reported_tokens = len(running.tokens)
             yield PromptProgressEvent(running.request.id, len(running.tokens))
@@ -271,8 +265,7 @@ class Engine:
     def _end_queued(self, queued: QueuedRequest, reason: str, message: str = "") -> EndEvent:
         now, request = self._clock(), queued.request
         self.history.record_end(request.id, now, reason, len(queued.sent_tokens))
-        timing = RequestTiming(len(request.prompt), queue_seconds=now - queued.submitted)
-        return EndEvent(request.id, reason, timing, message)
+        return EndEvent(request.id, reason, queued.measure_timing_and_token_counts(now), message)
 
     def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
         """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
@@ -338,13 +331,16 @@ class Engine:
             yield from self._sample_next_token(running, logits)
 
     def _decode(self, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
-        decoding = self._reserve_cells_or_preempt(decoding)
+        if not (decoding := self._reserve_cells_or_preempt(decoding)):
+            return
         self.requests_in_step = tuple(one.request.id for one in decoding)
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
             is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
             rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
+        except StatesLostError:
+            raise
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
@@ -431,8 +427,7 @@ class Engine:
 
     def _end_with_error_and_zero_slot(self, one: RunningRequest, error: HocketError) -> EndEvent:
         """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
-        self._pool.zero_slot_states(one.slot)
-        self._cache.forget_slot_tokens_and_states(one.slot)
+        self._cache.zero_and_forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 
     def _end(self, one: RunningRequest, reason: str, message: str = "") -> EndEvent:

@@ -55,6 +55,9 @@ class SlotMemory(Protocol):
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
+    def zero_slot_states(self, slot: int) -> None:
+        """Zero all states of a slot; see `SlotPool.zero_slot_states`."""
+
     def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
         """Replace the memory by one for `slots` slots, and copy the first slots to it.
 
@@ -279,6 +282,11 @@ class PrefixCache:
         self._tokens[slot], self._contents[slot], self._ring_starts[slot] = (), NO_CONTENTS, 0
         for key in [key for key in self._saved if key[0] == slot]:
             self._drop(key)
+
+    def zero_and_forget_slot(self, slot: int) -> None:
+        """Zero all states of a slot, which may hold NaN or infinite numbers, and forget its tokens."""
+        self._memory.zero_slot_states(slot)
+        self.forget_slot_tokens_and_states(slot)
 
     def forget_tokens_and_states_of_slots(self) -> None:
         """Forget the tokens and the saved recurrent states of all slots."""

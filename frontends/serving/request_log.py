@@ -105,10 +105,6 @@ class TapedPool:
         """Return the predicted seconds of a prompt chunk of `size` tokens, and record them."""
         return self._tape.record_or_replay_seconds(lambda: self._pool.predict_prompt_seconds(size))
 
-    def zero_slot_states(self, slot: int) -> None:
-        """Zero all states of a slot."""
-        self._pool.zero_slot_states(slot)
-
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew and zero all states."""
         self._pool.rebind_plans_and_zero_states()

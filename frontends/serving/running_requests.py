@@ -26,7 +26,8 @@ MIN_AWAITED_TOKENS = 64
 class QueuedRequest:
     """A request that waits for a slot.
 
-    A request that has lost its slot by a restart of the engine waits again. The other fields say how far it was:
+    A request that has lost its slot, by a restart of the engine or to an older request, waits again. The other fields
+    say how far it was:
 
     - `started`, `first_token`: the moments of its first start and of its first new token, if any.
     - `sent_tokens`: the new tokens that its client has.
@@ -40,6 +41,18 @@ class QueuedRequest:
     sent_tokens: tuple[int, ...] = ()
     reported_tokens: int = -1
 
+    def measure_timing_and_token_counts(self, now: float) -> RequestTiming:
+        """Return the token counts and the seconds of this request, which ends at the moment `now` without a slot."""
+        started = now if self.started is None else self.started
+        first = now if self.first_token is None else self.first_token
+        return RequestTiming(
+            len(self.request.prompt),
+            new_tokens=len(self.sent_tokens),
+            queue_seconds=started - self.submitted,
+            prompt_seconds=first - started,
+            decode_seconds=now - first,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
@@ -47,7 +60,7 @@ class RunningRequest:
 
     `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated. `context_tokens` are the
     prompt and the sampled tokens, for penalties and seeds. `repeated_tokens` are the tokens that its client has
-    already, which are taken in place of sampled ones after a restart of the engine. `drafted_tokens` counts the draft
+    already, which are taken in place of sampled ones after the loss of a slot. `drafted_tokens` counts the draft
     tokens that its steps have evaluated, and `accepted_tokens` the sampled ones of them.
     """
 

@@ -429,6 +429,7 @@ class SlotPool:
                         target.parts[number].memory_view[cells] = part.memory_view[cells]
         self._opening_seconds = self.planning_seconds
         self._windows.clear()
+        self._candidate_decoder = CandidateDecoder()  # the last one refers to the old memory
         self._all_slots, self.slots = new, slots
 
     def compute_recurrent_state_bytes(self) -> int:

@@ -5,7 +5,7 @@ Tests of the engine implement the protocol without weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +38,11 @@ class CandidateNeeds(NamedTuple):
     def count_tokens(self, vocabulary: int) -> int:
         """Return the number of tokens among the `vocabulary` logits of a row."""
         return vocabulary if self.token_count is None else min(self.token_count, vocabulary)
+
+
+def count_window_slots(running: Iterable[int], slot: int) -> int:
+    """Count the slots of the smallest window that has `slot` and the slots `running`."""
+    return choose_smallest_aligned_slot_window([slot, *running])[1]
 
 
 def choose_smallest_aligned_slot_window(slots: Sequence[int]) -> tuple[int, int]:
@@ -108,9 +113,6 @@ class StepRunner(Protocol):
 
     def predict_prompt_seconds(self, size: int) -> float:
         """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
-
-    def zero_slot_states(self, slot: int) -> None:
-        """Zero all states of a slot; see `SlotPool.zero_slot_states`."""
 
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew and zero all states; see `SlotPool.rebind_plans_and_zero_states`."""

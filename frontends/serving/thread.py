@@ -414,7 +414,9 @@ def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls, pool
     if not draft_tokens or (small is None and not root.model.mtp_block_count):
         return make_slot_pool(root, slots, pool_tokens, rank_calls)
     if pool_tokens:
-        raise ModelError("slots with drafts have no pool of blocks; leave out pool_tokens, or the drafts")
+        raise ModelError(
+            "slots with drafts have no pool of blocks; start the server without --pool-tokens, or without drafts"
+        )
 
     def make_drafter(pool: MtpSlotPool) -> SlotDrafter:
         if small is None:

@@ -18,7 +18,7 @@ from ...distributed.mpi_link import MpiLink
 from ...distributed.presence import format_failure_reason
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
-from ...graph.errors import BackendError, PlanError, StepError
+from ...graph.errors import BackendError, PlanError, StatesLostError, StepError
 from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     BOOL,
@@ -347,8 +347,8 @@ class LaunchedRun:
             follower: The run that was launched after this one, if any; it is undone if this one fails.
 
         Raises:
-            BackendError: The run failed. The states are restored; with a follower they are lost, because it has
-                overwritten the saved states.
+            BackendError: The run failed; the states are restored.
+            StatesLostError: The run failed, and a follower has overwritten the saved states.
         """
         finish, self._finish = self._finish, None
         assert finish is not None, "a run ends once"
@@ -359,7 +359,8 @@ class LaunchedRun:
         except BackendError as why:
             device = self._executor.plan.device_plans[0].device
             follower.undo()
-            raise BackendError(f"{why}; and states of {device} are lost: the next run had begun; load anew") from why
+            lost = f"{why}; and states of {device} are lost: the next run had begun; load anew"
+            raise StatesLostError(lost) from why
 
     def undo(self) -> None:
         """Wait for the end of the run, and restore the states to their values before it."""

@@ -51,7 +51,8 @@ class BlockPrefixCache(PrefixCache):
 
     def _count_blocks(self, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> int:
         """Count the blocks that must be free when a request starts, with the blocks of its known prefix."""
-        ahead = limit if self._reserves_whole_texts else min(limit, sent_tokens + AHEAD_TOKENS)
+        new = self._pool.context if limit < 0 else limit
+        ahead = new if self._reserves_whole_texts else min(new, sent_tokens + AHEAD_TOKENS)
         return -(-min(len(prompt) + ahead, self._pool.context) // BLOCK_KEYS)
 
     def _count_shared_blocks(self, prompt: tuple[int, ...], match: SourceAndTargetSlots) -> int:
@@ -114,6 +115,11 @@ class BlockPrefixCache(PrefixCache):
             self._blocks.release(block)
         self._pool.set_table(slot, [])
         self._reserved[slot] = 0
+
+    def zero_and_forget_slot(self, slot: int) -> None:
+        """Zero the blocks that no other slot has, and forget them; later prompts do not find them."""
+        self._tree.forget_last_blocks(self._pool.tables[slot])
+        super().zero_and_forget_slot(slot)
 
     def forget_tokens_and_states_of_slots(self) -> None:
         """Free all blocks, also the blocks of known prompts."""

@@ -107,6 +107,17 @@ class PrefixTree:
                 return True
         return False
 
+    def forget_last_blocks(self, table: Sequence[int]) -> None:
+        """Forget the last blocks of a slot, up to a block that another slot or a longer prompt has.
+
+        Args:
+            table: The blocks of the slot, in the order of its tokens.
+        """
+        for node in [self._nodes[block] for block in reversed(table) if block in self._nodes]:
+            if node.children or self._allocator.count_references(node.block) > 2:  # of the slot and of the tree
+                return
+            self._remove(node)
+
     def clear(self) -> None:
         """Forget all prompts."""
         for block in self._nodes:

@@ -14,6 +14,7 @@ from ....scheduler import format_bytes
 from ...errors import ModelError
 from ...inference.saved_state import SavedSessionState
 from ...inference.session import Session
+from ...models import Model
 from ..slots import SlotPool
 from .allocator import BlockAllocator
 
@@ -45,15 +46,10 @@ class BlockSlotPool(SlotPool):
         batch: int,
         rank_calls: RankCalls | None = None,
     ) -> None:
-        if pool_tokens < context:
-            raise ModelError(
-                f"pool_tokens is {pool_tokens}, less than the context of {context}; use at least {context}"
-            )
-        if like.model.is_recurrent:
-            raise ModelError(f"{like.model.architecture} has recurrent states, which have no blocks; omit pool_tokens")
-        self.allocator = BlockAllocator(-(-pool_tokens // BLOCK_KEYS) + 1)
-        blocks, batch = self.allocator.usable_count + 1, min(batch, context)
+        require_model_and_context_fit_pool(like.model, context, pool_tokens)
+        blocks, batch = count_pool_blocks(pool_tokens), min(batch, context)
         _require_pool_memory(like, blocks)
+        self.allocator = BlockAllocator(blocks)
         root = Session(like.model, like=like, sequences=slots, context=context, batch=batch, blocks=blocks)
         super().__init__(root, slots, context=context, batch=batch, shares_states=True, rank_calls=rank_calls)
         self.tables: list[list[int]] = root.tables
@@ -116,6 +112,25 @@ class BlockSlotPool(SlotPool):
     def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
         """Raise `ModelError`: the number of slots is fixed."""
         raise ModelError("slots that share a pool of blocks cannot change their number; make another pool")
+
+
+def count_pool_blocks(pool_tokens: int) -> int:
+    """Return the blocks of a pool of `pool_tokens` cells. The first block is for padding."""
+    return -(-pool_tokens // BLOCK_KEYS) + 1
+
+
+def require_model_and_context_fit_pool(model: Model, context: int, pool_tokens: int) -> None:
+    """Require that slots of `context` tokens of a model can share a pool of `pool_tokens` cells.
+
+    Raises:
+        ModelError: The model has recurrent states, or the pool is smaller than the context.
+    """
+    if pool_tokens < context:
+        raise ModelError(f"pool_tokens is {pool_tokens}, less than the context of {context}; use at least {context}")
+    if model.is_recurrent:
+        raise ModelError(
+            f"{model.architecture} has recurrent states, which have no blocks; start the server without --pool-tokens"
+        )
 
 
 def _require_pool_memory(like: Session, blocks: int) -> None:

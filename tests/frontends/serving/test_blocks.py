@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,11 @@ def make_block_engine(slots, blocks, *, whole=False, context=CONTEXT):
     pool = FakeBlockPool(slots, blocks, context=context)
     cache = BlockPrefixCache(pool, reserves_whole_texts=whole)
     return pool, Engine(pool, cache, queue_size=1 << 20, max_gap_seconds=1e9, clock=lambda: pool.now)
+
+
+def make_endless_request(name, prompt, limit, seed=0):
+    request = make_request(name, prompt, limit, seed)
+    return replace(request, params=replace(request.params, end_tokens=frozenset()))
 
 
 def require_no_lost_block(pool, engine):
@@ -149,6 +156,70 @@ def test_a_failed_run_frees_and_zeroes_the_blocks_of_its_request_alone():
     require_no_lost_block(pool, engine)
 
 
+def test_a_request_without_a_limit_may_need_blocks_for_its_context():
+    pool, engine = make_block_engine(2, 8)
+    engine.submit(make_request("first", [3] * (64 * 7 - 2), 1))
+    engine.submit(make_endless_request("endless", [9] * 65, -1))
+    events = run_all(engine)
+    assert end_of(events, "endless").timing.new_tokens == CONTEXT - 65
+    require_no_lost_block(pool, engine)
+
+
+def test_a_request_without_a_limit_reserves_its_context():
+    pool, engine = make_block_engine(4, 8, whole=True)
+    for i in range(3):
+        engine.submit(make_endless_request(f"r{i}", [i + 1] * 20, -1, i))
+    run_all(engine)
+    assert engine.status.sums.preemptions == 0
+    require_no_lost_block(pool, engine)
+
+
+def test_the_only_decoding_request_gives_its_blocks_to_an_older_one_that_reads():
+    pool, engine = make_block_engine(2, 8)
+    requests = [
+        replace(make_endless_request("first", [2] * 5, 100), slot=0),
+        replace(make_endless_request("older", [1 + i % 7 for i in range(383)], 1), slot=0),  # waits for slot 0
+        make_endless_request("younger", [5] * 20, 200),
+    ]
+    for one in requests:
+        engine.submit(one)
+    events = run_all(engine)
+    assert engine.status.sums.preemptions == 1
+    for one in requests:
+        assert tokens_of(events, one.id) == generate_alone(one, CONTEXT)[0]
+    require_no_lost_block(pool, engine)
+
+
+def test_a_request_that_is_cancelled_while_it_waits_for_blocks_again_reports_its_tokens():
+    _, engine = make_block_engine(2, 8)
+    engine.submit(make_endless_request("older", [1] * 100, 400, 1))
+    engine.submit(make_endless_request("younger", [5] * 100, 400, 2))
+    events = []
+    while not engine.status.sums.preemptions:
+        events += engine.step()
+    (end,) = engine.cancel("younger")
+    assert end.timing.new_tokens == len(tokens_of(events, "younger")) > 0
+    assert end.timing.decode_seconds > 0
+
+
+def test_no_cell_of_a_failed_request_is_left_in_a_prompt_block():
+    """Numbers that are not finite would spread from a cell that no token reads yet."""
+    pool, engine = make_block_engine(1, 8)
+    engine.submit(make_endless_request("bad", [*range(1, 32), *range(1, 32), *range(1, 11)], 20))
+    append = pool._append
+
+    def fail_after_some_tokens(slot, tokens, before):
+        logits = append(slot, tokens, before)
+        if len(before) == 75:
+            raise BackendError("device fake:0 failed")
+        return logits
+
+    pool._append = fail_after_some_tokens
+    assert end_of(run_all(engine), "bad").reason == "error"
+    assert not [cell for block in pool.cells for cell in block if cell != -1]
+    require_no_lost_block(pool, engine)
+
+
 def test_blocks_are_evicted_in_the_order_of_their_last_use():
     blocks = BlockAllocator(6)
     tree = PrefixTree(blocks)
@@ -170,8 +241,23 @@ def test_models_and_pools_that_do_not_fit_are_refused():
     with pytest.raises(ModelError, match="pool_tokens is 100, less than the context of 128; use at least 128"):
         BlockSlotPool(session, 2, pool_tokens=100, context=128, batch=64)
     recurrent = Session(open_model(path_of("qwen35")))
-    with pytest.raises(ModelError, match="qwen35 has recurrent states, which have no blocks; omit pool_tokens"):
+    with pytest.raises(ModelError, match="qwen35 has recurrent states, which have no blocks; start the server without"):
         BlockSlotPool(recurrent, 2, pool_tokens=256, context=128, batch=64)
+    with pytest.raises(ModelError, match=r"a pool of .* tokens needs .*, but the devices have"):
+        BlockSlotPool(session, 2, pool_tokens=1 << 40, context=128, batch=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        ("llama", ("--pool-tokens", "100"), "--pool-tokens is 100, less than the context of 128; use at least 128"),
+        ("qwen35", ("--pool-tokens", "256"), "qwen35 has recurrent states, which have no blocks"),
+        ("llama", ("--admit", "whole"), "--admit whole reserves tokens of a pool; give --pool-tokens"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_server_refuses(model, flags, message, capsys):
+    assert main(["serve", str(path_of(model)), "-c", "128", "--dry-run", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long

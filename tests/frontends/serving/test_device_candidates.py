@@ -19,14 +19,17 @@ from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.launch_ahead import LaunchAheadDecoder
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
+from hocket.frontends.serving.blocks.make_pool import make_prefix_cache
+from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
 from hocket.frontends.serving.slots import SlotPool
-from hocket.scheduler import LaunchedRun
+from hocket.graph.errors import BackendError, StatesLostError
+from hocket.scheduler import Executor, LaunchedRun
 
 from ...given.devices.emulation import needs_compiler
-from ...given.models.goldens import TINY
+from ...given.models.goldens import TINY, path_of
 from ...given.serving.schedules import list_tokens
 
 SAMPLINGS = (
@@ -57,7 +60,8 @@ def make_requests(samplings: tuple[Sampling, ...] = SAMPLINGS, **settings: int |
 
 def run_requests(pool: SlotPool, requests: list[GenerationRequest]) -> tuple[list[list[int]], set[str], list[Event]]:
     """Run requests together; return the tokens of each, the kinds of the decode steps, and the events."""
-    engine = Engine(pool, PrefixCache(pool, state_bytes=0), queue_size=9, max_gap_seconds=0.01, clock=lambda: 0.0)
+    cache = make_prefix_cache(pool, state_bytes=0, reserves_whole_texts=False)
+    engine = Engine(pool, cache, queue_size=9, max_gap_seconds=0.01, clock=lambda: 0.0)
     for request in requests:
         engine.submit(request)
     events = list[Event]()
@@ -79,6 +83,30 @@ def test_requests_have_the_tokens_of_all_logits(device: str, monkeypatch: pytest
     expected, kinds, _ = run_requests(open_pool(device), make_requests())
     assert kinds == {"logits"}
     assert found == expected
+
+
+@pytest.mark.parametrize("grammar", [None, "root ::= [a-z ]*"])
+def test_requests_over_a_pool_of_blocks_have_the_tokens_of_all_logits(
+    grammar: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launched step also needs the block of its token."""
+    found = []
+    for is_separate in (False, True):
+        if is_separate:
+            use_separate_memory(monkeypatch)
+        like = Session(open_model(path_of("llama")), on=DeviceGroup(devices=("numpy:0",)), context=192)
+        pool = BlockSlotPool(like, 4, pool_tokens=384, context=192, batch=16)
+        tokenizer = tokenizer_from_metadata(open_model(None).gguf.metadata)
+        rules = None if grammar is None else Grammar(tokenizer, grammar=grammar)
+        requests = [
+            replace(one, params=replace(one.params, limit=90, grammar=rules)) for one in make_requests(SAMPLINGS[:2])
+        ]
+        tokens, kinds, events = run_requests(pool, requests)
+        assert kinds == ({"logits"} if not is_separate else {"sampled"} if rules is None else {"unmasked", "masked"})
+        assert [event.reason for event in events if isinstance(event, EndEvent)] == ["length", "length"]
+        assert not any(pool.tables)
+        found.append(tokens)
+    assert found[0] == found[1]
 
 
 def test_one_request_that_reads_all_logits_decides_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +210,56 @@ def test_a_request_that_comes_or_goes_undoes_the_launched_step(monkeypatch: pyte
         found.append([list_tokens(events, request.id) for request in (first, second, third, fourth)])
     assert found[0] == found[1]
     assert len(found[0][2]) == 20
+
+
+def test_lost_states_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is recurrent, so a step that is repeated from lost states would give other texts."""
+    expected, _, _ = run_requests(open_pool("numpy:0"), make_requests())
+    use_separate_memory(monkeypatch)
+    finish, followers = LaunchedRun.finish, list[LaunchedRun]()
+
+    def lose_states_once(run: LaunchedRun, follower: LaunchedRun | None = None) -> Any:
+        outputs = finish(run, follower)
+        if follower is not None:
+            followers.append(follower)
+            if len(followers) == 2:
+                follower.undo()
+                raise StatesLostError("states of numpy:0 are lost")
+        return outputs
+
+    monkeypatch.setattr(LaunchedRun, "finish", lose_states_once)
+    pool, events = open_pool("numpy:0"), list[Event]()
+    engine = Engine(pool, PrefixCache(pool, state_bytes=0), queue_size=9, max_gap_seconds=0.01, clock=lambda: 0.0)
+    for request in make_requests():
+        engine.submit(request)
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except StatesLostError as error:
+            events += engine.restart_and_requeue_requests((), str(error))
+    assert engine.status.sums.restarts == 1
+    assert [list_tokens(events, request.id) for request in make_requests()] == expected
+
+
+def test_a_step_that_cannot_be_launched_ahead_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _, _ = run_requests(open_pool("numpy:0"), make_requests())
+    use_separate_memory(monkeypatch)
+    follow, failures = LaunchAheadDecoder._launch_following_step, list[object]()
+
+    def fail_once(self: LaunchAheadDecoder, *operands: Any) -> Any:
+        with monkeypatch.context() as patch:
+            if not failures:
+                patch.setattr(Executor, "launch", fail)
+            return follow(self, *operands)
+
+    def fail(*_: object) -> None:
+        failures.append(1)
+        raise BackendError("numpy:0 cannot begin a run")
+
+    monkeypatch.setattr(LaunchAheadDecoder, "_launch_following_step", fail_once)
+    found, _, _ = run_requests(open_pool("numpy:0"), make_requests())
+    assert failures
+    assert found == expected
 
 
 def test_grammars_give_the_texts_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:

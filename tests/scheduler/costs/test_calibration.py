@@ -37,12 +37,7 @@ from hocket.scheduler.costs.calibration_file import (
     write_speeds,
 )
 from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, follow_views_and_updates_to_owner
-from hocket.scheduler.measurement.calibrate import (
-    PROBED_DTYPES,
-    ConcurrentTimer,
-    compute_trimmed_mean,
-    measure_speeds,
-)
+from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, ConcurrentTimer, compute_trimmed_mean, measure_speeds
 from hocket.scheduler.measurement.probe_graphs import (
     CHAIN_STEPS,
     PROMPT_ROWS,
