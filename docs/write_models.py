@@ -83,7 +83,7 @@ def list_non_default_fields(row: object) -> Iterator[tuple[str, object]]:
                 + ", ".join(f"{name}={inner}".removesuffix("=True") for name, inner in list_non_default_fields(value))
                 + ")"
             )
-        yield field.name, value
+        yield field.name, f"{value:g}" if isinstance(value, float) else value
 
 
 def format_architectures() -> Iterator[str]:

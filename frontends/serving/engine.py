@@ -233,11 +233,8 @@ class Engine:
                     continue
                 free = [request.slot]
             self.requests_in_step = (request.id,)
-            known, window_size = (
-                request.prompt if request.uses_cache else (),
-                partial(count_window_slots, self._running),
-            )
-            match = self._cache.find_slot_for_prompt(known, free, window_size)
+            known = request.prompt if request.uses_cache else ()
+            match = self._cache.find_slot_for_prompt(known, free, partial(count_window_slots, self._running))
             if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue
             if not self._cache.has_room_for(match, request.prompt, request.params.limit, len(queued.sent_tokens)):
