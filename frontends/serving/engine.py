@@ -20,6 +20,7 @@ from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
+    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -28,7 +29,6 @@ from .requests import (
     PromptProgressEvent,
     QueueFullError,
     RequestTiming,
-    EndedSequence,
 )
 from .running_requests import (
     QueuedRequest,
