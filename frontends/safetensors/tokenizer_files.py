@@ -123,8 +123,9 @@ def _read_unigrams(
     numbers: dict[str, object] = {}
     for i, entry in enumerate(entries):
         text, score = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
-        is_score = isinstance(score, int | float) and abs(score) <= MAX_NUMBER
-        if not isinstance(text, str) or not is_score or text in numbers or i >= vocabulary:
+        if not isinstance(score, int | float) or not abs(score) <= MAX_NUMBER:
+            raise whole.make_error(f"model.vocab has the entry {entry!a:.60}; need a text with a score")
+        if not isinstance(text, str) or text in numbers or i >= vocabulary:
             raise whole.make_error(f"model.vocab has the entry {entry!a:.60}; need {vocabulary} texts with scores")
         numbers[text], scores[i] = i, float(score)
     unknown = model.get_nonnegative_integer("unk_id")
