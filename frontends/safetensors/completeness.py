@@ -27,14 +27,18 @@ def require_complete_layers(config: JsonObject, tensors: Mapping[str, Tensor]) -
 
     The kinds are attention with or without a delta net, each with or without experts.
     """
-    parts: dict[int, set[str]] = {i: set() for i in range(config.require_positive_integer("num_hidden_layers"))}
+    count = config.require_positive_integer("num_hidden_layers")
+    parts: dict[int, set[str]] = {}
     for name in tensors:
         if match := BLOCK_NAME.fullmatch(name):
-            if int(match[1]) not in parts:
-                raise config.make_error(f"num_hidden_layers is {len(parts)}, but tensor {name} is there")
-            parts[int(match[1])].add(match[2])
+            if int(match[1]) >= count:
+                raise config.make_error(f"num_hidden_layers is {count}, but tensor {name} is there")
+            parts.setdefault(int(match[1]), set()).add(match[2])
+    if len(parts) < count:
+        missing_layer = next(i for i in range(count) if i not in parts)
+        raise config.make_error(f"num_hidden_layers is {count}, but layer {missing_layer} has no tensors")
     first_layers: dict[tuple[bool, ...], int] = {}
-    for i, names in parts.items():
+    for i, names in sorted(parts.items()):
         if config.get_text("model_type", "") != "phi3" and "ffn_up.weight" in names and "ffn_gate.weight" not in names:
             raise config.make_error(f"layer {i} has up_proj, but no gate_proj")
         kind = ("ssm_out.weight" in names, "ffn_gate_inp.weight" in names)

@@ -7,6 +7,8 @@ ignores: a list ``attention.sliding_window_pattern`` in further architectures, `
 
 from __future__ import annotations
 
+import reprlib
+
 from .families import DELTA_NET_ARCHITECTURES, EXPERT_ARCHITECTURES, FolderFamily
 from .json_files import GGUF_REMEDY, JsonObject
 from .linear_attention import read_delta_net_pairs
@@ -15,6 +17,8 @@ from .write_gguf import Pair
 
 DEFAULT_ROPE_SECTIONS = (11, 11, 10, 0)
 """Rotated pairs for time, height and width if a folder of qwen3_5 states none; texts use one position for all."""
+MIN_QUERY_SCALAR = 1e-30
+"""The smallest ``query_pre_attn_scalar``; float32 holds the root of its reciprocal."""
 GEMMA3_27B_LAYERS = 62
 """Models with this number of layers have another scale of scores in llama.cpp if ``attention.scale`` is missing."""
 
@@ -50,8 +54,11 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
     if arch in DELTA_NET_ARCHITECTURES:
         pairs |= read_delta_net_pairs(config)
     if arch in ("qwen35", "qwen35moe"):
-        sections = read_rope_parameters(config).get_list_or_empty("mrope_section") or DEFAULT_ROPE_SECTIONS
-        pairs["rope.dimension_sections"] = [int(n) for n in (*sections, 0, 0, 0, 0)[:4] if type(n) is int]
+        sections = read_rope_parameters(config).get_list_or_empty("mrope_section") or [*DEFAULT_ROPE_SECTIONS]
+        counts = [n for n in sections if type(n) is int and 0 <= n < 1 << 16]
+        if not len(counts) == len(sections) <= len(DEFAULT_ROPE_SECTIONS):
+            raise config.make_error(f"mrope_section is {reprlib.repr(sections)}; need at most 4 numbers of pairs")
+        pairs["rope.dimension_sections"] = [*counts, 0, 0, 0, 0][: len(DEFAULT_ROPE_SECTIONS)]
     if arch == "gpt-oss":
         pairs |= _read_gpt_oss_pairs(config)
     if arch == "gemma3":
@@ -143,7 +150,7 @@ def _read_gemma_pairs(config: JsonObject) -> dict[str, Pair]:
         "attention.value_length": head_size,
     }
     scalar = config.get_finite_number("query_pre_attn_scalar", 256.0)
-    if scalar <= 0:
+    if scalar < MIN_QUERY_SCALAR:
         raise config.make_error(f"query_pre_attn_scalar is {scalar:g}; need a positive number")
     if scalar != head_size or config.get_nonnegative_integer("num_hidden_layers") == GEMMA3_27B_LAYERS:
         pairs["attention.scale"] = scalar**-0.5

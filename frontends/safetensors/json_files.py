@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,9 @@ from ..gguf.mapped_file import format_name_for_message
 
 MAX_JSON_BYTES = 1 << 28
 """Bytes of the largest accepted JSON file; a tokenizer of 256,000 tokens has about 32 MiB."""
+
+MAX_NUMBER = 3.4e38
+"""The largest magnitude of a number; GGUF files have float32."""
 
 GGUF_REMEDY = "use a GGUF file of the model"
 """The remedy for a folder with a property that hocket does not support."""
@@ -43,12 +45,12 @@ class JsonObject:
         return value
 
     def get_finite_number(self, key: str, default: float) -> float:
-        """Return a finite number, or `default` if the key is missing or null."""
+        """Return a number that float32 can hold, or `default` if the key is missing or null."""
         value = self.pairs.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # a number here
-            raise self.make_error(f"{key} is {reprlib.repr(value)}; need a finite number")
+        if type(value) not in (int, float) or not -MAX_NUMBER <= value <= MAX_NUMBER:  # type: ignore[operator]  # a number here
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need a finite number of float32")
         return float(value)  # type: ignore[arg-type]  # a number by the check above
 
     def get_boolean(self, key: str, default: bool) -> bool:

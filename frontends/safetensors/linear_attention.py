@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from .write_gguf import Pair
 
 DELTA_NET_NAME = re.compile(r"model\.layers\.(\d{1,5})\.linear_attn\.(.+)")
 SHARED_GATE_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.shared_expert_gate\.weight")
+MAX_HEAD_ROWS = 1 << 20
+"""The largest number of rows of all heads of a delta net; Qwen3-Next has 4,096."""
 Indices = npt.NDArray[np.int64]
 
 
@@ -66,7 +69,7 @@ def read_delta_net_heads(config: JsonObject) -> DeltaNetHeads:
     """Return the heads of the delta nets that ``config.json`` describes.
 
     Raises:
-        ModelError: A number is missing, or the value heads are no multiple of the key heads.
+        ModelError: A number is missing or too large, or the value heads are no multiple of the key heads.
     """
     keys, values, key_size, value_size = (
         config.require_positive_integer(f"linear_{name}")
@@ -74,6 +77,8 @@ def read_delta_net_heads(config: JsonObject) -> DeltaNetHeads:
     )
     if values % keys:
         raise config.make_error(f"linear_num_value_heads is {values}; need a multiple of linear_num_key_heads, {keys}")
+    if (rows := max(keys * key_size, values * value_size)) > MAX_HEAD_ROWS:
+        raise config.make_error(f"the heads of delta nets have {rows} rows; at most {MAX_HEAD_ROWS} are accepted")
     return DeltaNetHeads(keys, values, key_size, value_size, config.get_text("model_type", "") != "qwen3_next")
 
 
@@ -176,7 +181,13 @@ def _derive(
         axis: The axis of these entries.
         is_float: Whether the elements become float32.
         change: A function of float32 elements that computes the new ones.
+
+    Raises:
+        ModelError: The tensor has another shape than these entries.
     """
+    size = tensor.shape[axis] if axis < len(tensor.shape) else 0
+    if prod(shape) * size != prod(tensor.shape) * (size if order is None else len(order)):
+        raise tensor.file.make_error(f"tensor {tensor.name} has the shape {list(tensor.shape)}, which fits no {name}")
     dtype = DType.F32 if is_float else tensor.dtype
     moved = "" if order is None else f"axis {axis} from {order[:: max(1, len(order) // 64)].tolist()} and "
     compute = partial(_compute_elements, tensor.dtype, dtype, shape, order, axis, change)

@@ -28,7 +28,7 @@ ACTIVATION_SCALE_SUFFIXES = (".input_scale", ".activation_scale")
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 ORIGINAL_REMEDY = "use the original weights"
 EXPANDED_ROWS = 256
-"""Rows of an FP8 weight that are dequantised at a time, if its blocks have fewer."""
+"""Rows of an FP8 weight that are dequantised at a time."""
 MXFP4_BYTES = DType.MXFP4.block_bytes - 1
 """Bytes of the codes of an MXFP4 block; a scale of one byte precedes them in GGUF."""
 
@@ -136,6 +136,8 @@ def _find_packed_tensor_of_scales(scales: Tensor, stored: dict[str, Tensor], nam
 
 def _dequantise_fp8(config: JsonObject, weight: Tensor, scales: Tensor, dtype: DType) -> Tensor:
     """Return an FP8 weight as a tensor of `dtype`; each block, row or matrix has its own scale."""
+    if scales.dtype is DType.I8:
+        raise scales.file.make_error(f"tensor {format_name_for_message(scales.name)} has FP8 scales", ORIGINAL_REMEDY)
     *leading, rows, columns = weight.shape if len(weight.shape) > 1 else (1, *weight.shape)
     sizes = [(rows, columns), (1, columns)]  # of a whole matrix and of a row
     if block := _read_block_shape(config):
@@ -170,18 +172,17 @@ def _compute_fp8_values(
     bytes_, results = (array.reshape(*counts[:-2], rows, columns) for array in (stored, out))
     factors = dequantise(scales.stored_elements, scales.dtype).reshape(counts)
     factors = np.repeat(factors, block_columns, axis=-1)[..., :columns]
-    step = max(1, EXPANDED_ROWS // block_rows) * block_rows
-    for first in range(0, rows, step):  # a step has whole blocks
-        part = np.s_[..., first : min(first + step, rows), :]
-        of_rows = np.arange(first, min(first + step, rows)) // block_rows
+    for first in range(0, rows, EXPANDED_ROWS):
+        part = np.s_[..., first : first + EXPANDED_ROWS, :]
+        of_rows = np.arange(rows)[part[1]] // block_rows
         results[part] = encode_array(E4M3_VALUES[bytes_[part]] * factors[..., of_rows, :], dtype)
     return out
 
 
 def _join_mxfp4(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
     """Return an MXFP4 weight with the blocks of GGUF: scale, then codes i and i + 16 in one byte."""
-    *rows, groups, size = blocks.shape
-    if scales.dtype is not DType.I8 or scales.shape != (*rows, groups) or size != MXFP4_BYTES:
+    *rows, groups = scales.shape
+    if scales.dtype is not DType.I8 or blocks.shape != (*scales.shape, MXFP4_BYTES):
         raise _make_shape_error(blocks, scales)
     return derive_tensor(
         blocks,

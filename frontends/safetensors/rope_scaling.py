@@ -21,6 +21,8 @@ from .json_files import GGUF_REMEDY, JsonObject
 from .write_gguf import Pair
 
 KINDS_WITH_ORIGINAL_CONTEXT = ("llama3", "yarn", "longrope")
+MAX_YARN_SCALE = 1_000_000
+"""The largest ``mscale`` and ``mscale_all_dim``; published files have at most 1."""
 PHI3_KINDS = {"su": "longrope", "yarn": "longrope"}
 """Older names of LongRoPE in folders of phi3."""
 
@@ -138,6 +140,8 @@ def _read_yarn_pairs(config: JsonObject, rope: JsonObject) -> dict[str, Pair]:
             pairs[f"rope.scaling.{name}"] = rope.get_finite_number(source, 1.0)
     usual = _compute_yarn_magnitude(factor, 1.0)
     scales = [rope.get_finite_number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if not all(0 <= scale <= MAX_YARN_SCALE for scale in scales):
+        raise rope.make_error(f"mscale and mscale_all_dim are {scales}; need numbers of 0 to {MAX_YARN_SCALE}")
     ratio = math.prod(_compute_yarn_magnitude(factor, m) ** sign for m, sign in zip(scales, (1, -1), strict=True))
     magnitude = rope.get_finite_number("attention_factor", ratio if all(scales) else usual)
     if magnitude != usual:
@@ -197,8 +201,8 @@ def _compute_llama3_divisors(rope: JsonObject, size: int) -> np.ndarray:
 
 def _read_divisors(rope: JsonObject, key: str, count: int) -> Sequence[float]:
     values = rope.get_list_or_empty(key)
-    numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) != len(values) or len(numbers) != count or not all(1e-6 < n < 1e6 for n in numbers):
+    numbers = [float(v) for v in values if isinstance(v, int | float) and 1e-6 < v < 1e6 and not isinstance(v, bool)]
+    if len(numbers) != len(values) or len(numbers) != count:
         raise rope.make_error(f"{key} has {len(values)} entries; need {count} positive numbers")
     return numbers
 

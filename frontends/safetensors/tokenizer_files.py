@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS
-from .json_files import GGUF_REMEDY, MAX_JSON_BYTES, JsonObject, read_json
+from .json_files import GGUF_REMEDY, MAX_JSON_BYTES, MAX_NUMBER, JsonObject, read_json
 from .sentencepiece_model import read_sentencepiece_model
 from .write_gguf import Pair
 
@@ -123,14 +123,15 @@ def _read_unigrams(
     numbers: dict[str, object] = {}
     for i, entry in enumerate(entries):
         text, score = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
-        if not isinstance(text, str) or not isinstance(score, int | float) or text in numbers or i >= vocabulary:
+        if not isinstance(score, int | float) or not abs(score) <= MAX_NUMBER:
+            raise whole.make_error(f"model.vocab has the entry {entry!a:.60}; need a text with a score")
+        if not isinstance(text, str) or text in numbers or i >= vocabulary:
             raise whole.make_error(f"model.vocab has the entry {entry!a:.60}; need {vocabulary} texts with scores")
         numbers[text], scores[i] = i, float(score)
     unknown = model.get_nonnegative_integer("unk_id")
-    unknown_text = "" if unknown is None else next((text for text, i in numbers.items() if i == unknown), "")
-    tokens, types = _read_tokens(whole, numbers, vocabulary, model.get_boolean("byte_fallback", False), unknown_text)
-    if unknown_text:
-        types[tokens.index(unknown_text)] = UNKNOWN
+    tokens, types = _read_tokens(whole, numbers, vocabulary, model.get_boolean("byte_fallback", False), "")
+    if unknown is not None:
+        types[_require_id(whole, "unk_id", unknown, vocabulary)] = UNKNOWN
     pairs: dict[str, Pair] = {
         f"{KEY}model": "t5",
         f"{KEY}pre": "default",

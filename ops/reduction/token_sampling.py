@@ -144,7 +144,7 @@ def sample_token(
     """
     lead = logits.shape[:-1]
     chosen = np.empty(lead, np.int32)
-    none = np.zeros((*lead, 0))
+    none = np.zeros(next((part.shape for part in (bias, occurrences) if part is not None), (*lead, 0)))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for i in np.ndindex(lead):
             chosen[i] = _sample_row(

@@ -85,6 +85,7 @@ class Executor:
         wire=TRANSFER_DTYPE_KIND,
         label=TEXT,
         pipelined=BOOL,
+        staying=instance_of(Container),
     )
     def __init__(
         self,

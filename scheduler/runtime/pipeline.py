@@ -265,8 +265,10 @@ class _DeviceWorker:
         if self._current_run is not None:
             stage = self._current_run.pipeline._device_stages[self.number]
             stage.rollback_log.roll_back_current_run(None if self._has_finished_program else error)
-        for run, behind, saved in reversed([saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]):
-            run.pipeline._device_stages[self.number].rollback_log.roll_back_run(saved, behind)
+        for run, restored, saved in reversed(
+            [saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]
+        ):
+            run.pipeline._device_stages[self.number].rollback_log.roll_back_run(saved, restored)
 
     def _save_undo_data_of_finished_run(self, run: _PipelinedRun) -> None:
         """Save the data with which the run that has just finished can be undone on this device.
@@ -279,6 +281,6 @@ class _DeviceWorker:
             for saved_run in self._saved_runs
             if saved_run.run.pipeline.store is run.pipeline.store
         ]
-        journal = run.pipeline._device_stages[self.number].rollback_log
-        behind = journal.list_states_restored_by(pipeline._device_stages[self.number].rollback_log for pipeline in same)
-        self._saved_runs.append(_FinishedRunWithUndoData(run, behind, journal.save_undo_data(behind)))
+        log = run.pipeline._device_stages[self.number].rollback_log
+        restored = log.list_states_restored_by(pipeline._device_stages[self.number].rollback_log for pipeline in same)
+        self._saved_runs.append(_FinishedRunWithUndoData(run, restored, log.save_undo_data(restored)))

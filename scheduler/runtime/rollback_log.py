@@ -84,9 +84,9 @@ class RollbackLog:
             earlier_logs: The rollback logs of the earlier runs.
         """
         before = [*earlier_logs]
-        if self._reads_other_states or any(journal._reads_other_states for journal in before):
+        if self._reads_other_states or any(log._reads_other_states for log in before):
             return frozenset()
-        return frozenset().union(*(journal._whole_states for journal in before))
+        return frozenset().union(*(log._whole_states for log in before))
 
     def save_undo_data(self, skipped_states: frozenset[str]) -> UndoData:
         """Copy the bytes that are needed to undo the run that has just ended, and return them.

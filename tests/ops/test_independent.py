@@ -117,3 +117,14 @@ def test_a_quantity_of_matrices_is_pytorchs_product(torch):
     w, x = RNG.standard_normal((2, 5, 8)), RNG.standard_normal((4, 3, 8))
     want = torch.tensor(x) @ torch.tensor(np.repeat(w, 2, axis=0)).transpose(1, 2)
     assert_elements_close(ref("mul_mat", w, x), want, atol=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize(("bias", "occurrences", "token"), [([5.0, 0.0], None, 2), (None, [0, 1], 1), (None, None, 3)])
+def test_a_token_is_sampled_by_biases_or_occurrences_alone(bias, occurrences, token):
+    numbers = np.array([0.0, 1.0, 0.0, 1.0, 9.0, 0.0, 0.5]).view(np.int64)
+    changes = (None if change is None else np.array(change) for change in (bias, occurrences))
+    logits, tokens = np.array([1.0, 2.0, 1.0, 3.0]), np.array([0, 1, 2, 3])
+    assert ref("sample_token", logits, tokens, np.array(4), numbers, *changes) == token

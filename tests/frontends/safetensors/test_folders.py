@@ -1,6 +1,7 @@
 """Damaged and hostile folders give one line, and tokenizer files give the ids of HF ``tokenizers``."""
 
 import json
+import math
 import struct
 
 import numpy as np
@@ -13,6 +14,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open_model import open_model, open_model_file
 from hocket.frontends.safetensors import open_folder, write_folder_as_gguf
 from hocket.frontends.safetensors.shards import read_shard
+from hocket.frontends.safetensors.tokenizer_files import UNKNOWN
 
 from ...given.models.hugging_face import SHAPES, write_folder
 
@@ -66,6 +68,17 @@ def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_
         ({"config": {"rope_scaling": {"type": "proportional"}}}, "rope_type 'proportional' is not supported"),
         ({"config": {"tie_word_embeddings": False}}, "lm_head.weight is missing"),
         ({"config": {"num_hidden_layers": 2}}, "layer 1 has no tensor"),
+        ({"config": {"num_hidden_layers": 2**31 - 1}}, "num_hidden_layers is 2147483647, but layer 1 has no tensors"),
+        ({"config": {"rms_norm_eps": 1e300}}, "rms_norm_eps is 1e+300; need a finite number of float32"),
+        ({"config": {"rope_theta": 10**400}}, "need a finite number of float32"),
+        (
+            {"config": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [10**400, 1]}}},
+            "long_factor has 2 entries; need 2 positive numbers",
+        ),
+        (
+            {"config": {"rope_scaling": {"type": "yarn", "factor": math.e, "mscale": 1, "mscale_all_dim": -10}}},
+            "mscale and mscale_all_dim are [1.0, -10.0]; need numbers of 0",
+        ),
         ({"config": {"vocab_size": 401}}, "vocab_size is 401, but tensor token_embd.weight has the shape [400, 8]"),
         ({"config": {"intermediate_size": 13}}, "intermediate_size is 13, but tensor blk.0.ffn_gate.weight"),
         (
@@ -168,6 +181,28 @@ def test_a_tokenizer_file_has_the_ids_of_hf_tokenizers(make, kind, tmp_path):
     tokenizer = tokenizer_from_metadata(metadata)
     for text in [*TEXTS, "hello fox 99 é\n\n"]:
         assert list(tokenizer.encode(text, add_special=True)) == golden.encode(text).ids
+
+
+def test_an_added_token_may_replace_the_unknown_token_of_unigrams(tmp_path):
+    folder = write_folder(tmp_path / "tiny")
+    pairs = json.loads(make_unigram_tokenizer().to_str())
+    unknown = pairs["model"]["unk_id"]
+    pairs["added_tokens"] = [{"id": unknown, "content": "<other>", "special": True}]
+    (folder / "tokenizer.json").write_text(json.dumps(pairs))
+    metadata = open_folder(folder).metadata
+    assert metadata["tokenizer.ggml.tokens"][unknown] == "<other>"
+    assert metadata["tokenizer.ggml.token_type"][unknown] == UNKNOWN
+
+
+@pytest.mark.parametrize(("key", "value"), [("unk_id", 400), ("vocab", [["a", 10**400]])])
+def test_a_damaged_unigram_model_is_refused_in_one_line(key, value, tmp_path):
+    folder = write_folder(tmp_path / "tiny")
+    pairs = json.loads(make_unigram_tokenizer().to_str())
+    pairs["model"][key] = value
+    (folder / "tokenizer.json").write_text(json.dumps(pairs))
+    with pytest.raises(ModelError, match=r"unk_id.*has the id 400|model.vocab has the entry") as caught:
+        open_folder(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path):

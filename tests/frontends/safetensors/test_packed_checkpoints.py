@@ -194,3 +194,21 @@ def test_a_damaged_fp8_folder_is_refused_in_one_line(
         open_folder(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_fp8_scales_that_are_fp8_themselves_are_refused(tmp_path: Path) -> None:
+    folder = write_fp8(tmp_path / "folder", make_model("Llama", **LLAMA))
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    tensors = {name: t.to(torch.float8_e4m3fn) if name.endswith("_scale_inv") else t for name, t in tensors.items()}
+    safetensors_torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="_scale_inv has FP8 scales; use the original weights"):
+        open_folder(folder)
+
+
+def test_mxfp4_blocks_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = write_mxfp4(tmp_path / "folder", make_model("GptOss", **GPT_OSS))
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    tensors = {name: t.reshape(-1) if name.endswith("_blocks") else t for name, t in tensors.items()}
+    safetensors_torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="does not fit blocks of shape"):
+        open_folder(folder)

@@ -1,13 +1,17 @@
 """Folders that `transformers` saves have its logits in hocket, and so have their GGUF files."""
 
+import json
+
 import numpy as np
 import pytest
 
+from hocket.frontends.errors import ModelError
 from hocket.frontends.safetensors import write_folder_as_gguf
 
 from ...given.models.hugging_face import SIZES, TOKENS, compute_logits, compute_worst_nmse
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 LLAMA3 = {
@@ -219,3 +223,28 @@ def test_joined_experts_in_several_files_have_the_logits_of_transformers(tmp_pat
     folder = tmp_path / "folder"
     require_equal_logits(model, folder, tmp_path / "model.gguf", save_original_format=False, max_shard_size="60KB")
     assert len([*folder.glob("*.safetensors")]) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reshaped", "message"),
+    [
+        ({"linear_value_head_dim": 2**31 - 1}, (), "rows; at most 1048576 are accepted"),
+        ({"rope_parameters": PLAIN | {"mrope_section": [2**70]}}, (), "need at most 4 numbers of pairs"),
+        ({"rope_parameters": PLAIN | {"mrope_section": ["a", 3]}}, (), "need at most 4 numbers of pairs"),
+        ({}, ("linear_attn.out_proj.weight", (1, 64, 96)), "which fits no blk.0.ssm_out.weight"),
+        ({}, ("mlp.shared_expert_gate.weight", (64, 1)), "which fits no blk.0.ffn_gate_inp_shexp.weight"),
+    ],
+)
+def test_a_damaged_folder_with_delta_nets_is_refused_in_one_line(settings, reshaped, message, tmp_path):
+    model = transformers.Qwen3_5MoeForCausalLM(make_config("Qwen3_5Moe", QWEN3_NEXT))
+    model.save_pretrained(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    tensors = safetensors_torch.load_file(weights)
+    for name in [name for name in tensors if reshaped and name.endswith(reshaped[0])]:
+        tensors[name] = tensors[name].reshape(reshaped[1])
+    safetensors_torch.save_file(tensors, weights)
+    with pytest.raises(ModelError) as caught:
+        write_folder_as_gguf(tmp_path, tmp_path / "model.gguf")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
