@@ -108,7 +108,7 @@ def format_traits() -> Iterator[str]:
 
     for name, family in sorted(ARCHITECTURES.items()):
         fields = [field for field in list_non_default_fields(family) if field[0] not in LISTED_TRAITS]
-        traits = ", ".join(f"{field} {value}".removesuffix(" True") for field, value in fields)
+        traits = ", ".join(f"`{f'{field}={value}'.removesuffix('=True')}`" for field, value in fields)
         if traits:
             yield fill(f"- `{name}`: {traits}", 120, subsequent_indent="  ", break_long_words=False) + "\n"
 
