@@ -75,6 +75,9 @@ REACHED = {
     },
     "reductions.cu": {'reduce(x=f32[1,256], kind="max")': (0,)},
     "rows.cu": {"count_equal(a=i32[64], b=i32[64])": (0,), "argmax(x=f32[1,256])": (1,)},
+    "token_sampling.cu": {
+        "sample_token(logits=f32[1,128], ids=i32[1,128], limit=i32[1], numbers=i64[1,7])": tuple(range(8)),
+    },
     "sorting.cu": {"argsort(x=f32[2,100])": (0, 1, 2), "argsort(x=f32[1,2049])": (3,)},  # one run, two merged
 }
 # Kernels that an emulated device chooses only so.
@@ -95,8 +98,11 @@ LEFT_OUT = {
 WITHOUT_ACCESSES = {
     ("attention_few.cu", 0): "touches memory that is not its own",  # the emulation stops the launch
     ("warpgroups.cu", 4): "the replay of the same inputs over other leftovers gives other bits",
+    # Threads that count too few survivors end before the other barriers.
+    ("token_sampling.cu", 2): "deadlock",
     # g++ calls once for a load and a store of one address in a basic block, so `G[i] = sum += G[i]` is only a load.
     ("gated_delta_net_prepare.cu", 8): "the replay of the same inputs over other leftovers gives other bits",
+    ("token_sampling.cu", 7): "the replay of the same inputs over other leftovers gives other bits",
 }
 # Other tests drop the barriers of chains and of collectives.
 ELSEWHERE = [*test_chain_faults.BARRIERS, *test_order.BARRIERS]
