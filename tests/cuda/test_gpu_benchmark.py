@@ -98,7 +98,10 @@ def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch
     attention = [("now", "attend_warpgroups"), ("candidates", "attend_roles")]
     products = [("now", "clustered"), ("candidates", "multiply_by_roles")]
     names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
-    scans = [("now", "delta_prepare, delta_scan"), ("candidates", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}")]
+    scans = [
+        ("now", "delta_prepare, delta_scan_clusters"),  # blocks of a head share its keys
+        ("candidates", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}"),
+    ]
     assert names == attention + 3 * products + 2 * scans
 
 

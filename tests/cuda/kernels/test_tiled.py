@@ -93,7 +93,7 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("multiprocessors", [1, 32])
-@pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 300), (129, 61, 513)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 300), (129, 61, 513), (130, 72, 516)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
 def test_warps_with_roles_multiply_as_clusters_do(dtype, shape, multiprocessors, monkeypatch):
     """A cluster takes one tile after another, or each has one; the order of sums is the same."""

@@ -3,7 +3,7 @@
 // warpgroups, the consumers, multiplies 64 rows of weights with 256 entries.
 //
 // A stage has 64 columns of weights and of entries, which lie in memory as in shared memory, so that bulk copies bring them.
-// Consumers share stages.  The second one begins a tile LEAD steps behind the first, so that tensor cores have products of one
+// Consumers share stages.  The second one begins a tile of many steps LEAD steps behind the first, so that tensor cores have products of one
 // while the other stores its results, and stages of the next tile are on their way meanwhile.
 
 constexpr int STAGES = 4, CONSUMERS = 2, OF_CONSUMERS = 128 * CONSUMERS, LEAD = 2;
@@ -58,6 +58,7 @@ template <class T> __global__ void __launch_bounds__(OF_CONSUMERS + 128, 1) mult
     sync_cluster();
     const int steps = (int)(whole_stages(a.columns) / COLUMNS), count = (int)a.count, items = (int)a.items;
     const u32 mine = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // this warpgroup, which the compiler sees to be one for a warp
+    const bool stays_behind = steps > STAGES - LEAD;  // of fewer steps the stages hold two tiles' arrivals at the named barrier
     int number = 0;  // of a stage, over all items
     if (mine == CONSUMERS) {
         release_registers<FOR_COPIES>();
@@ -89,7 +90,7 @@ template <class T> __global__ void __launch_bounds__(OF_CONSUMERS + 128, 1) mult
             float sum[128];
 #pragma unroll
             for (int i = 0; i < 128; i++) sum[i] = 0.0f;
-            if (mine > 0) sync_named(BEHIND, OF_CONSUMERS);
+            if (mine > 0 && stays_behind) sync_named(BEHIND, OF_CONSUMERS);
             for (int step = 0; step < steps; step++, number++) {
                 const int stage = number % STAGES;
                 wait_for_phase(&room.full[stage], number / STAGES % 2);
@@ -98,7 +99,7 @@ template <class T> __global__ void __launch_bounds__(OF_CONSUMERS + 128, 1) mult
 #pragma unroll
                 for (int k = 0; k < COLUMNS / 16; k++) wgmma(sum, w + STEP * k, of_x + STEP * k, T{});
                 wgmma_commit();
-                if (mine == 0 && step == min(LEAD, steps) - 1) arrive_named(BEHIND, OF_CONSUMERS);
+                if (mine == 0 && stays_behind && step == LEAD - 1) arrive_named(BEHIND, OF_CONSUMERS);
                 wgmma_wait<1>(sum);
                 if (step > 0) give_back(number - 1);
             }
