@@ -70,8 +70,10 @@ template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(
     const Ring<KEYS * D> key_ring(k, mbarriers);
     const Ring<KEYS * E> value_ring(v, mbarriers + 2 * STAGES);
     if (threadIdx.x == 0) key_ring.begin(OF_COPIERS, 4 * CONSUMERS), value_ring.begin(OF_COPIERS, 4 * CONSUMERS);
-    if (a.size < D)  // columns that no key has
+    if (a.size < D) {  // columns that no key has
         for (int i = threadIdx.x; i < STAGES * KEYS * D / 8; i += OF_CONSUMERS + 128) *(uint4 *)(k + 8 * i) = make_uint4(0, 0, 0, 0);
+        show_to_products();
+    }
     __syncthreads();
 
     Many<Cell, KEYS, 4 * CONSUMERS> many(x);
