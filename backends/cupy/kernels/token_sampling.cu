@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(256) sample_token(const __grid_constant__ Samp
         i64 occurrences = 0;
         for (int j = first_changed; j < n; j++) {
             if (id[j] != id[i]) continue;
-            x = __fadd_rn(x, a.bias[row * a.changed + j - first_changed]);
-            occurrences += a.occurrences[row * a.changed + j - first_changed];
+            if (a.bias) x = __fadd_rn(x, a.bias[row * a.changed + j - first_changed]);
+            if (a.occurrences) occurrences += a.occurrences[row * a.changed + j - first_changed];
         }
         x = penalised(x, occurrences, by);
         own[k] = x == x ? x : -INFINITY;

@@ -26,10 +26,9 @@ def _bind_sample_token(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(
         all(x is None or x.is_dense for x in (*operands, *changes, call.out)), "operands of a choice are not dense"
     )
-    require_supported((changes[0] is None) == (changes[1] is None), "biases need occurrences")
     count, rows = operands[0].shape[-1], math.prod(operands[0].shape[:-1])
     require_supported(count <= MAX_SAMPLED_CANDIDATES, f"{count} candidates are too many for a block")
-    changed = 0 if changes[0] is None else changes[0].shape[-1]
+    changed = next((x.shape[-1] for x in changes if x is not None), 0)
     words: list[LaunchWord] = [count, changed, *operands, *(x or 0 for x in changes), call.out]
     launches.add_launch(SOURCE["sample_token"], rows, SAMPLING_THREADS, words, CANDIDATE_BYTES * count)
 

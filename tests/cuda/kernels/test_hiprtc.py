@@ -49,20 +49,22 @@ def of_decoding(source: KernelSource) -> KernelSource:
 
 
 def pytest_generate_tests(metafunc):
-    if "source" in metafunc.fixturenames:
+    if "sources" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-architecture")
         some = [hiprtc.prepend_hip_header(s) for s in (SOURCES if every else map(of_decoding, SOURCES)) if s.names]
-        metafunc.parametrize("source", some, ids=[f"{i}-{s.file}" for i, s in enumerate(some)])
+        by_file = {file: [s for s in some if s.file == file] for file in dict.fromkeys(s.file for s in some)}
+        metafunc.parametrize("sources", by_file.values(), ids=by_file)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
-def test_a_source_compiles(source):
-    code = hiprtc.compile(source, ARCHITECTURE)
-    assert code.image.startswith(b"\x7fELF")
-    assert b".wavefront_size\x40" in code.image, "waves have other than 64 lanes"
-    kernels = set(re.findall(rb"\w+\.kd(?=\0)", code.image))
-    assert len(kernels) >= len(source.names), f"of {len(source.names)} kernels {len(kernels)} are in the code"
+def test_the_sources_of_a_file_compile(sources):
+    for source in sources:
+        code = hiprtc.compile(source, ARCHITECTURE)
+        assert code.image.startswith(b"\x7fELF")
+        assert b".wavefront_size\x40" in code.image, "waves have other than 64 lanes"
+        kernels = set(re.findall(rb"\w+\.kd(?=\0)", code.image))
+        assert len(kernels) >= len(source.names), f"of {len(source.names)} kernels {len(kernels)} are in the code"
 
 
 @pytest.mark.usefixtures("_compiler")
