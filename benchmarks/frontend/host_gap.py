@@ -13,11 +13,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from ...backends.base import Device
 from ...backends.cupy.emulation.emulated_driver import EmulatedDriver
 from ...frontends.generation.generate import GenerationParams, sample_tokens_of_all_sequences
 from ...frontends.generation.grammar import Grammar
@@ -63,8 +66,8 @@ class StubbedDevice:
         while time.perf_counter() < end:
             pass
 
-    def stub_driver(self) -> None:
-        """Replace the launches and reads of emulated devices."""
+    def stub_driver(self) -> AbstractContextManager[object]:
+        """Replace the launches and reads of emulated devices inside the context."""
         view = EmulatedDriver.view
 
         def record(driver: EmulatedDriver, launches: Sequence[Any], *operands: Any) -> Callable[[], None]:
@@ -86,9 +89,10 @@ class StubbedDevice:
 
             return start
 
-        EmulatedDriver.record = record  # type: ignore[method-assign]
-        EmulatedDriver.make_reader = make_reader  # type: ignore[method-assign]
-        EmulatedDriver.synchronise = lambda driver, on: self.wait_until(self.end)  # type: ignore[method-assign]
+        def synchronise(driver: EmulatedDriver, on: Device) -> None:
+            self.wait_until(self.end)
+
+        return patch.multiple(EmulatedDriver, record=record, make_reader=make_reader, synchronise=synchronise)
 
 
 def measure_gaps(device: StubbedDevice, session: Session, params: GenerationParams) -> dict[str, float]:
@@ -113,18 +117,23 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
     device = StubbedDevice(args.step_us * 1e-6)
-    device.stub_driver()
+    with device.stub_driver():
+        print(json.dumps(measure_variants(device, args.tokens, args.repetitions), indent=1))
+
+
+def measure_variants(device: StubbedDevice, token_count: int, repetitions: int) -> dict[str, dict[str, float]]:
+    """Measure the times of each way of sampling; return the least of the repetitions, in microseconds."""
     session = Session(open_model(None), on=DeviceGroup(devices=("cuda-emulated:0",)), context=256, batch=64)
     tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
-    variants = {name: GenerationParams(args.tokens, sampling, seed=1) for name, sampling in SAMPLINGS.items()}
+    variants = {name: GenerationParams(token_count, sampling, seed=1) for name, sampling in SAMPLINGS.items()}
     grammar = Grammar(tokenizer, grammar="root ::= [^a]*")
-    variants["a grammar"] = GenerationParams(args.tokens, SAMPLINGS["greedy"], grammar=grammar)
+    variants["a grammar"] = GenerationParams(token_count, SAMPLINGS["greedy"], grammar=grammar)
     found = {}
     for name, params in variants.items():
         measure_gaps(device, session, params)  # plans and kernels
-        runs = [measure_gaps(device, session, params) for _ in range(args.repetitions)]
+        runs = [measure_gaps(device, session, params) for _ in range(repetitions)]
         found[name] = {key: round(min(run[key] for run in runs), 1) for key in runs[0]}
-    print(json.dumps(found, indent=1))
+    return found
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ class JsonObject:
         value = self.pairs.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not -MAX_NUMBER <= value <= MAX_NUMBER:  # type: ignore[operator]  # a number here
-            raise self.make_error(f"{key} is {reprlib.repr(value)}; need a finite number of float32")
-        return float(value)  # type: ignore[arg-type]  # a number by the check above
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and -MAX_NUMBER <= value <= MAX_NUMBER:
+            return float(value)
+        raise self.make_error(f"{key} is {reprlib.repr(value)}; need a finite number of float32")
 
     def get_boolean(self, key: str, default: bool) -> bool:
         """Return a boolean, or `default` if the key is missing or null."""

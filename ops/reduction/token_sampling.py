@@ -27,7 +27,7 @@ MIN_EXPONENT = -708.0
 EXPONENTIAL_SERIES = tuple(1.0 / math.factorial(n) for n in range(14))
 """The Taylor coefficients of the exponential. The remainder is below 2^-57 for arguments up to ln 2 / 2."""
 FLOAT64_BITS_RANGE = LegalRange(
-    *(int(np.float64(number).view(np.int64)) for number in (0.25, np.nextafter(1.0, 0.0)))  # type: ignore[arg-type]
+    int(np.float64(0.25).view(np.int64)), int(np.float64(math.nextafter(1.0, 0.0)).view(np.int64))
 )
 """The bits of float64 numbers from 0.25 to 1, which are legal for all `SAMPLING_NUMBERS`."""
 F32_MAX = float(np.finfo(np.float32).max)

@@ -308,9 +308,6 @@ SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper"
 
 def _compile_and_cache(definition: Kernel) -> bytes:
     """Compile a kernel to object code, and cache the code for later processes."""
-    import llvmlite.binding  # noqa: F401
-
-    _wait_for_compilations_at_exit()
     with log_compilation(definition.name):
         code = _emit_object_code(definition)
         if file := _find_kernel_cache_file(definition):
@@ -328,6 +325,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     """Translate a kernel to an LLVM module, and return the module and the LLVM target machine for it."""
     import llvmlite.binding as llvm
 
+    _wait_for_compilations_at_exit()
     machine = _create_target_machine()
     is_emitted = isinstance(definition.body, IrBody)
     assembly = _emit_llvm_assembly_of_ir_body(definition) if is_emitted else _translate_by_numba(definition)

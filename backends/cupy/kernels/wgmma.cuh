@@ -126,3 +126,16 @@ OF_BOTH(32, 64, "%32", "%33", "%34", "%35", "%36")
 OF_BOTH(64, 128, "%64", "%65", "%66", "%67", "%68")
 OF_BOTH(128, 256, "%128", "%129", "%130", "%131", "%132")
 #endif
+
+// d = a b for a of A_ROWS rows and b of B_ROWS, both of COLUMNS columns in panels of 64, one behind the other in shared memory.
+template <int COLUMNS, int A_ROWS, int B_ROWS, int N, class T> __device__ __forceinline__ void multiply_panels(float (&d)[N], u64 a, u64 b, T kind) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS / 16; c++) {
+        const u64 one = a + c / 4 * A_ROWS * ROW + c % 4 * STEP, two = b + c / 4 * B_ROWS * ROW + c % 4 * STEP;
+        if (c == 0) {
+            wgmma_first(d, one, two, kind);
+        } else {
+            wgmma(d, one, two, kind);
+        }
+    }
+}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 
 from hocket.frontends.generation.grammar import Grammar
 from hocket.frontends.generation.lazy_grammar import LazyGrammarState, LazyJsonGrammar
-from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 
 from ...given.fakes.fake_service import build_metadata
 
@@ -71,7 +73,7 @@ def test_a_beginning_that_the_grammar_forbids_stays_free(lazy: LazyJsonGrammar) 
         token_bytes = {0: b'<tool_call>{"town', 1: b'<tool_call>{"ci', 2: b"<tool_call>{\xff"}.__getitem__
 
     for token, is_constrained in ((0, False), (1, True), (2, False)):
-        state = LazyJsonGrammar(JoinedTokens(), lazy.grammar, "<tool_call>").make_state()  # type: ignore[arg-type]
+        state = LazyJsonGrammar(cast(Tokenizer, JoinedTokens()), lazy.grammar, "<tool_call>").make_state()
         assert state.accept_token_and_can_continue(token)
         assert state.is_constrained == is_constrained
 

@@ -56,7 +56,9 @@ def make_grammars(session: Session) -> tuple[Grammar | LazyJsonGrammar, ...]:
     return letters, digits, schema, LazyJsonGrammar(tokenizer, digits, "{")
 
 
-def sample_and_continue(session: Session, params: GenerationParams, *, needs_logits: bool) -> tuple[object, ...]:
+def sample_and_continue(
+    session: Session, params: GenerationParams, *, needs_logits: bool
+) -> tuple[list[tuple[int, int]], *tuple[object, ...]]:
     """Return the tokens or the error, the texts and the logits of a further step, which depend on all states."""
     for i in range(session.sequences):
         session.reset(i)
@@ -85,7 +87,7 @@ def test_texts_of_grammars_are_those_of_all_logits(device: str) -> None:
             params = GenerationParams(8, sampling, seed=number, grammar=grammar, token_count=400)
             expected = sample_and_continue(session, params, needs_logits=True)
             assert sample_and_continue(session, params, needs_logits=False) == expected, (number, sampling)
-            assert len(expected[0]) > 3  # type: ignore[arg-type]
+            assert len(expected[0]) > 3
     assert {step.output_kind for step in session.planned_steps} == {"logits", "unmasked", "masked"}
 
 

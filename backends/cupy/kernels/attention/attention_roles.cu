@@ -120,16 +120,7 @@ template <class Cell, int D, int E, int KEYS> __global__ void __launch_bounds__(
     u32 weights[KEYS / 16][4];
     const u64 queries = operand_at(q + mine * 64 * PANEL);
     const auto begin_scores = [&](int number) {
-        const u64 of_keys = operand_at(key_ring.stage(number));
-#pragma unroll
-        for (int d = 0; d < D / 16; d++) {
-            const u64 one = queries + d / 4 * OF_ROWS * ROW + d % 4 * STEP, two = of_keys + d / 4 * KEYS * ROW + d % 4 * STEP;
-            if (d == 0) {
-                wgmma_first(s, one, two, Cell{});
-            } else {
-                wgmma(s, one, two, Cell{});
-            }
-        }
+        multiply_panels<D, OF_ROWS, KEYS>(s, queries, operand_at(key_ring.stage(number)), Cell{});
         wgmma_commit();
     };
     const auto begin_sums = [&](int number) {

@@ -36,16 +36,7 @@ __global__ void __launch_bounds__(32 * OF_WARPS, 1) attend_warpgroups(const __gr
     u32 weights[KEYS / 16][4];
     const u64 queries = operand_at(q + many.warp / 4 * 64 * PANEL);
     const auto begin_scores = [&](int stage) {
-        const u64 of_keys = operand_at(k + stage * KEYS * D);
-#pragma unroll
-        for (int d = 0; d < D / 16; d++) {
-            const u64 one = queries + d / 4 * OF_ROWS * ROW + d % 4 * STEP, two = of_keys + d / 4 * KEYS * ROW + d % 4 * STEP;
-            if (d == 0) {
-                wgmma_first(s, one, two, Cell{});
-            } else {
-                wgmma(s, one, two, Cell{});
-            }
-        }
+        multiply_panels<D, OF_ROWS, KEYS>(s, queries, operand_at(k + stage * KEYS * D), Cell{});
         wgmma_commit();
     };
     const auto begin_sums = [&](int stage) {
