@@ -16,7 +16,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, TokenToTextStream
-from ..inference.device_tokens import (
+from ..inference.decoding.device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
     TokenChoice,
@@ -25,7 +25,7 @@ from ..inference.device_tokens import (
     make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
-from ..inference.launch_ahead import DeviceTokenSchedule, MaskedSchedule
+from ..inference.decoding.launch_ahead import DeviceTokenSchedule, MaskedSchedule
 from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session

@@ -29,7 +29,7 @@ from ..errors import ModelError
 from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k_or_all
 
 if TYPE_CHECKING:
-    from ..inference.device_tokens import TokenCandidates, TokenChoice
+    from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice
 
 MAX_PARTIAL_SORT = 256
 """Largest top-k that is selected by a partial sort; a larger one sorts all logits."""
@@ -197,7 +197,7 @@ class Sampling:
             tokens: The tokens of the text.
             count: Number of the first tokens of the text that are known here.
         """
-        from ..inference.device_tokens import TokenChoice
+        from ..inference.decoding.device_tokens import TokenChoice
 
         penalises, n = self._penalises and self.repeat_last_n != 0, self.repeat_last_n
         recent = tokens[max(0, count - n + 1) if n > 0 else 0 : count]

@@ -18,7 +18,7 @@ from ...graph.validation import ANY, BOOL, integer_between, list_of, require, va
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
-from .device_tokens import DeviceArgmaxToken, TokenCandidates
+from .decoding.device_tokens import DeviceArgmaxToken, TokenCandidates
 from .prefill_chunks import (
     F32,
     PipelinedPrefill,

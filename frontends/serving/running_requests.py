@@ -12,7 +12,7 @@ import numpy as np
 from ...backends.cpu.top_k import find_top_k
 from ..generation.grammar import GrammarState
 from ..generation.lazy_grammar import LazyGrammarState
-from ..inference.device_tokens import TokenCandidates, TokenChoice
+from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import GenerationRequest, RequestTiming, TokenEvent

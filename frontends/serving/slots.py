@@ -16,11 +16,7 @@ import numpy.typing as npt
 
 from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ..errors import ModelError
-from ..inference.device_tokens import (
-    TokenCandidates,
-    can_choose_tokens_on_device,
-    make_sampled_step,
-)
+from ..inference.decoding.device_tokens import TokenCandidates, can_choose_tokens_on_device, make_sampled_step
 from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.rewind import rewind_states
 from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state

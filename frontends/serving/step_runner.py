@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...scheduler import format_bytes
 from ..errors import ModelError
-from ..inference.device_tokens import TokenCandidates, TokenChoice
+from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.session import Session
 

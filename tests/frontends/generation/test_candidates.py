@@ -10,7 +10,7 @@ import pytest
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.inference.device_tokens import DeviceArgmaxToken, TokenCandidates
+from hocket.frontends.inference.decoding.device_tokens import DeviceArgmaxToken, TokenCandidates
 
 Logits = npt.NDArray[np.float32]
 TOKEN_COUNT = 700

@@ -24,7 +24,7 @@ from hocket.frontends.generation.generate import (
 )
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.device_tokens import (
+from hocket.frontends.inference.decoding.device_tokens import (
     TokenChoice,
     can_choose_tokens_on_device,
     make_sampled_step,

@@ -20,7 +20,7 @@ from hocket.frontends.generation.generate import (
 )
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.launch_ahead import LaunchAheadDecoder
+from hocket.frontends.inference.decoding.launch_ahead import LaunchAheadDecoder
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model

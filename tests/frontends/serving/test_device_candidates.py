@@ -16,7 +16,7 @@ from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.grammar import Grammar
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
-from hocket.frontends.inference.launch_ahead import LaunchAheadDecoder
+from hocket.frontends.inference.decoding.launch_ahead import LaunchAheadDecoder
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.blocks.make_pool import make_prefix_cache

@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.errors import BackendError
-from ...scheduler import DeferredInterrupts, Executor, LaunchedRun
-from ..models import Batch, Step
-from ..models.inputs.graph_builder import NEXT_TOKEN_STATE
-from ..models.inputs.step import TOKEN_KIND
-from .cache_rows import has_cells_for
+from ....graph.errors import BackendError
+from ....scheduler import DeferredInterrupts, Executor, LaunchedRun
+from ...models import Batch, Step
+from ...models.inputs.graph_builder import NEXT_TOKEN_STATE
+from ...models.inputs.step import TOKEN_KIND
+from ..cache_rows import has_cells_for
+from ..prefill_chunks import F32, PrefillChunk
+from ..session import Session
 from .device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
@@ -39,8 +41,6 @@ from .device_tokens import (
     make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
-from .prefill_chunks import F32, PrefillChunk
-from .session import Session
 
 DescribeChoice = Callable[[int, bool], TokenChoice]
 """Describes the choice of a token of a sequence: the one after its last known token or, if true, the one after that."""

@@ -20,11 +20,11 @@ from hocket.frontends.serving.drafting.model_drafter import DraftModelSlotPool, 
 from hocket.frontends.serving.drafting.mtp_drafter import MtpSlotDrafter, MtpSlotPool
 from hocket.frontends.serving.slots import SlotPool
 
-from ...given.models.goldens import path_of
-from ...given.models.rewritten import with_blocks_ahead
-from ...given.serving.engine_runs import BATCH, CONTEXT
-from ...given.serving.rank_pools import ONE_RANK, TWO_DEVICES, lead_pool
-from ...given.serving.schedules import count_ends, draw_requests, list_tokens, make_schedule_engine, run_schedule
+from ....given.models.goldens import path_of
+from ....given.models.rewritten import with_blocks_ahead
+from ....given.serving.engine_runs import BATCH, CONTEXT
+from ....given.serving.rank_pools import ONE_RANK, TWO_DEVICES, lead_pool
+from ....given.serving.schedules import count_ends, draw_requests, list_tokens, make_schedule_engine, run_schedule
 
 SLOTS, REQUESTS, DRAFT_TOKENS = 4, 10, 3
 Recorded = tuple[dict[tuple[str, tuple[int, ...]], bytes], dict[str, list[int]], int, int]

@@ -15,9 +15,9 @@ from hocket.frontends.serving.drafting.model_drafter import ModelSlotDrafter
 from hocket.frontends.serving.drafting.mtp_drafter import MtpSlotDrafter
 from hocket.frontends.serving.slots import SlotPool
 
-from ...given.models.goldens import TINY, path_of
-from ...given.models.rewritten import with_blocks_ahead
-from ...given.serving.engine_runs import BATCH, CONTEXT
+from ....given.models.goldens import TINY, path_of
+from ....given.models.rewritten import with_blocks_ahead
+from ....given.serving.engine_runs import BATCH, CONTEXT
 
 
 def test_the_break_even_acceptance_makes_both_kinds_of_step_equally_fast() -> None:

@@ -21,10 +21,10 @@ from hocket.frontends.serving.requests import EndEvent, GenerationRequest
 from hocket.frontends.serving.slot_files import SlotFiles
 from hocket.frontends.serving.slots import SlotPool
 
-from ...given.models.goldens import TINY, path_of
-from ...given.serving.engine_runs import BATCH, CONTEXT, make_pool, prompt_of
-from ...given.serving.real_service import BODY, complete, open_client
-from ...given.serving.schedules import (
+from ....given.models.goldens import TINY, path_of
+from ....given.serving.engine_runs import BATCH, CONTEXT, make_pool, prompt_of
+from ....given.serving.real_service import BODY, complete, open_client
+from ....given.serving.schedules import (
     count_ends,
     draw_requests,
     list_tokens,

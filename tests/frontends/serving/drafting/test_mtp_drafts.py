@@ -17,12 +17,12 @@ from hocket.frontends.serving.requests import EndEvent
 from hocket.frontends.serving.slot_files import SlotFiles
 from hocket.frontends.serving.slots import SlotPool
 
-from ...given.models import architectures
-from ...given.models.goldens import TINY, path_of
-from ...given.models.rewritten import with_blocks_ahead
-from ...given.serving.engine_runs import BATCH, CONTEXT, prompt_of
-from ...given.serving.real_service import BODY, complete, open_client
-from ...given.serving.schedules import (
+from ....given.models import architectures
+from ....given.models.goldens import TINY, path_of
+from ....given.models.rewritten import with_blocks_ahead
+from ....given.serving.engine_runs import BATCH, CONTEXT, prompt_of
+from ....given.serving.real_service import BODY, complete, open_client
+from ....given.serving.schedules import (
     count_ends,
     draw_requests,
     list_tokens,

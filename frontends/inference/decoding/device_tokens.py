@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.capabilities import HasSeparateMemory
-from ...graph.errors import HocketError
-from ...ops.reduction.token_sampling import SAMPLING_NUMBERS
-from ...scheduler import DeferredInterrupts
-from ..models import Batch, Step
-from ..models.inputs.step import MASKED_KIND, SAMPLED_KIND, TOKEN_KIND, UNMASKED_KIND
-from .prefill_chunks import F32, PrefillChunk, next_power_of_two
-from .session import Session
+from ....backends.capabilities import HasSeparateMemory
+from ....graph.errors import HocketError
+from ....ops.reduction.token_sampling import SAMPLING_NUMBERS
+from ....scheduler import DeferredInterrupts
+from ...models import Batch, Step
+from ...models.inputs.step import MASKED_KIND, SAMPLED_KIND, TOKEN_KIND, UNMASKED_KIND
+from ..prefill_chunks import F32, PrefillChunk, next_power_of_two
+from ..session import Session
 
 MIN_CANDIDATES, MAX_CANDIDATES = 64, 512
 """Tokens that a step selects as candidates. More would be sorted and read for little: all logits are read then."""
