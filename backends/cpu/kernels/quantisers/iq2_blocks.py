@@ -16,8 +16,6 @@ from ...simd.candidate_lanes import make_16_lane_constant, round_scalar_to_half,
 from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
-    greater_bitmask,
-    load,
     load_byte,
     load_int,
     load_scalar,
@@ -25,7 +23,6 @@ from ...simd.vectors import (
     store_byte,
     store_int,
     store_scalar,
-    zeros,
 )
 from .block_loop import row_quantiser
 from .lattice_search import (
@@ -54,7 +51,7 @@ from .lattice_search import (
     write_zero_padded_magnitudes,
 )
 from .lattice_tables import IQ2_LEVELS, LatticeTableLayout, make_nearest_entry_and_number_table
-from .scale_search import ZERO, single, write_error_weights
+from .scale_search import ZERO, single, store_sign_bits, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
 FIRST_PROBE, PROBE_STEP = single(0.42), single(0.07)
@@ -115,10 +112,7 @@ def make_choose_iq2_entries_and_scales(
         m, w = scratch + MAGNITUDES, scratch + WEIGHTS
         write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
         write_error_weights(x, importance, w, SUPER_BLOCK)
-        for i in range(0, SUPER_BLOCK, LANES):
-            signs = greater_bitmask(zeros(), load(x + 4 * i))
-            store_byte(scratch + SIGN_BYTES + i // 8, signs & 255)
-            store_byte(scratch + SIGN_BYTES + i // 8 + 1, signs >> 8)
+        store_sign_bits(x, SUPER_BLOCK, scratch + SIGN_BYTES)
         for j in range(blocks):
             unit = find_largest_magnitude(m + 32 * groups * j, 8 * groups) / TOP_LEVEL
             base = LISTS + LIST_BYTES * groups * j

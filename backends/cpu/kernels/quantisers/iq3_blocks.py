@@ -18,7 +18,6 @@ from ...simd.vectors import (
     LANES,
     add,
     fma,
-    greater_bitmask,
     load,
     load_byte,
     load_scalar,
@@ -59,7 +58,7 @@ from .lattice_search import (
     write_zero_padded_magnitudes,
 )
 from .lattice_tables import IQ3_LEVELS, LatticeTableLayout, make_nearest_entry_and_number_table
-from .scale_search import ONE, ZERO, single, write_error_weights
+from .scale_search import ONE, ZERO, single, store_sign_bits, write_error_weights
 from .super_blocks import SUPER_BLOCK
 
 FIRST_PROBE, PROBE_STEP = single(0.62), single(0.045)
@@ -140,10 +139,7 @@ def quantise_iq3_xxs(x, importance, scratch, table, block):
     m, w = scratch + MAGNITUDES, scratch + WEIGHTS
     write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
     write_error_weights(x, importance, w, SUPER_BLOCK)
-    for k in range(0, SUPER_BLOCK, LANES):
-        signs = greater_bitmask(zeros(), load(x + 4 * k))
-        store_byte(scratch + SIGN_BYTES + k // 8, signs & 255)
-        store_byte(scratch + SIGN_BYTES + k // 8 + 1, signs >> 8)
+    store_sign_bits(x, SUPER_BLOCK, scratch + SIGN_BYTES)
     for j in range(BLOCKS):
         unit, base = find_largest_magnitude(m + 128 * j, 32) / TOP_LEVEL, LISTS + LIST_BYTES * GROUPS * j
         store_int(scratch + BASES + 4 * j, base)
@@ -180,10 +176,7 @@ def quantise_iq3_s(x, importance, scratch, table, block):
     m, w, products = scratch + MAGNITUDES, scratch + WEIGHTS, scratch + PRODUCTS
     write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
     write_error_weights(x, importance, w, SUPER_BLOCK)
-    for k in range(0, SUPER_BLOCK, LANES):
-        signs = greater_bitmask(zeros(), load(x + 4 * k))
-        store_byte(block + 74 + k // 8, signs & 255)
-        store_byte(block + 75 + k // 8, signs >> 8)
+    store_sign_bits(x, SUPER_BLOCK, block + 74)
     for j in range(BLOCKS):
         unit, base = find_largest_magnitude(m + 128 * j, 32) / S_TOP_LEVEL, LISTS + LIST_BYTES * 8 * j
         store_int(scratch + BASES + 4 * j, base)

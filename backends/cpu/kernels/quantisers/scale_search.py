@@ -29,6 +29,7 @@ from ...simd.vectors import (
     clamp_min,
     div,
     fma,
+    greater_bitmask,
     lane_max,
     lane_min,
     lane_sum,
@@ -42,6 +43,7 @@ from ...simd.vectors import (
     splat_from,
     square_root,
     store,
+    store_byte,
     store_u8_lanes,
     sub,
     where_less,
@@ -60,6 +62,15 @@ scale_steps = make_16_lane_constant([-1, 0, 1] * 5 + [0])
 minimum_steps = make_16_lane_constant([i // 3 - 2 for i in range(15)] + [3])
 first_half = make_16_lane_constant([0] * 8 + [1] * 8)
 half_numbers = make_16_lane_constant([*range(8)] * 2)
+
+
+@subroutine
+def store_sign_bits(x, n, to):
+    """Store a bit for each of `n` float32 numbers at `x`, which is 1 for a number below zero; 16 numbers at a time."""
+    for i in range(0, n, LANES):
+        signs = greater_bitmask(zeros(), load(x + 4 * i))
+        store_byte(to + i // 8, signs & 255)
+        store_byte(to + i // 8 + 1, signs >> 8)
 
 
 @subroutine
