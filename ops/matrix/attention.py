@@ -129,7 +129,8 @@ def gather_blocks(pool: Array, table: Array, keys: int | None) -> Array:
         BackendError: an entry of the table is no number of a block.
     """
     rows = pool[require_row_numbers(table, len(pool), "blocks")]
-    return rows.reshape(*table.shape[:-1], -1, *pool.shape[2:])[..., :keys, :, :]
+    cells = table.shape[-1] * pool.shape[1]
+    return rows.reshape(*table.shape[:-1], cells, *pool.shape[2:])[..., :keys, :, :]
 
 
 @op(
@@ -159,15 +160,16 @@ def gather_blocks(pool: Array, table: Array, keys: int | None) -> Array:
         "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
         "q=f32[2,96,8], k=f32[5,12,8], v=f32[5,12,8], sinks=f32[96], scale=0.25",
         *expand_template(
-            'q=f32[4,3,6,8], k=f32[4,7,2,8], v=f32[4,7,2,5], mask=f16[{b}{m},3,7], mask_heads="{how}", scale=0.25,'
-            " max_bias={bias}",
+            'q=f32[4,3,6,8], k=f32[4,7,2,8], v=f32[4,7,2,5], mask=f16[{b}{m},3,7], sinks=f32[6], mask_heads="{how}",'
+            " scale=0.25, max_bias={bias}",
             b=("", "2,"),
             m=(6,),
             how=("each", "tiled"),
             bias=(0.0, 8.0),
         ),
         *expand_template(
-            'q=f32[3,6,8], k=f32[7,3,8], v=f32[7,3,5], mask=f32[{m},3,7], mask_heads="tiled", scale=0.25', m=(1, 2, 3)
+            'q=f32[3,6,8], k=f32[7,3,8], v=f32[7,3,5], mask=f32[{m},3,7], sinks=f32[6], scale=0.25, mask_heads="tiled"',
+            m=(1, 2, 3),
         ),
         "q=f32[0,4,8], k=f32[5,2,8], v=f32[5,2,8], mask=f32[0,5], scale=1.0",
         *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=QUANTISED_CACHE_NAMES),

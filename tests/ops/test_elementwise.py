@@ -405,7 +405,7 @@ def test_dimensions_declared_parallel_can_be_sharded(op, text):
         for d in signature.operand_dims
         if d.role is not DimensionRole.PARALLEL or len(d.factors) > 1 or d.may_be_one
         for f in d.factors
-    }
+    } | set(op.unsharded_dimensions(node.attrs) if op.unsharded_dimensions else ())
     names: list[str | None] = [
         f for d in signature.operand_dims for f in d.factors if f not in bound and not f.isdecimal()
     ]

@@ -123,7 +123,7 @@ def _scores_half(site: FaultSite):
 
 
 def _without_sinks(site: FaultSite):
-    return site.right([*site.src[:4], None]) if len(site.src) > 4 else None
+    return site.right([*site.src[:4], None, *site.src[5:]]) if len(site.src) > 4 else None
 
 
 def _sees(site: FaultSite, shift: int, window: int):

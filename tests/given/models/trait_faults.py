@@ -156,8 +156,8 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "value_norm": ("gemma4-mixed",),
         "factors_in_global_layers_only": ("gemma4-mixed",),
         "windows": (
-            "cohere2-dense",
-            "granite_swa-dense",
+            "gemma-embedding-encoder",
+            "modern-bert-encoder",
         ),
     }
 )
