@@ -48,7 +48,7 @@ def select_relevant_layouts(case: Case) -> tuple[str, ...]:
     return tuple(layouts)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4)
 def generate_full_cases(op: Op) -> tuple[Case, ...]:
     """Return all cases of one op, each once, in a fixed order.
 
@@ -203,9 +203,12 @@ def generate_cases_of_matching_ops(
 
 def _generate_cases_or_failing_case(name: str, full: bool) -> Sequence[Case]:
     """Return the cases of an op; for an op with a fault in its declaration, one case that fails with the reason."""
-    if find_declaration_fault(name):
+    generate = generate_full_cases if full else select_quick_cases
+    try:
+        with raise_declaration_faults(name):
+            return generate(REGISTRY[name])
+    except DeclarationFaultError:
         return (Case(name, (), check=DECLARATION_CHECK),)
-    return generate_full_cases(REGISTRY[name]) if full else select_quick_cases(REGISTRY[name])
 
 
 def find_declaration_fault(name: str) -> str:
@@ -214,7 +217,7 @@ def find_declaration_fault(name: str) -> str:
         return REGISTRY.package_entry_faults[name]
     try:
         with raise_declaration_faults(name):
-            generate_full_cases(REGISTRY[name])
+            select_quick_cases(REGISTRY[name])
     except DeclarationFaultError as why:
         return str(why)
     return ""

@@ -19,6 +19,8 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
 # Speeds that `hocket calibrate` measured for the user would decide which plans tests see. Workers inherit the folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["HOCKET_CACHE_DIR"] = str(cache_folder() / "tests")
+# Hundreds of tests start processes; each would compile the package again where bytecode is not kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A busy host is no fault of an example.
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
@@ -74,9 +76,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collect_garbage() -> Iterator[None]:
-    """Free the cycles of a module's tests: Python rarely looks for cycles among many old objects."""
+    """Free the cycles of a module's tests: Python rarely looks for cycles among many old objects.
+
+    What is left are caches, which are exempted as well. Without this each collection visits all of them again.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

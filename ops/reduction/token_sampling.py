@@ -56,7 +56,7 @@ def _compute_probabilities(x: Float64Array) -> Float64Array:
 def _choose_rank(logits: Float64Array, numbers: dict[str, float]) -> int:
     """Return the place of the chosen token among descending logits."""
     temperature, top_p = numbers["temperature"], numbers["top_p"]
-    if not temperature or not math.isfinite(logits[0]):
+    if logits.size == 1 or not temperature or not math.isfinite(logits[0]):
         return 0
     p = _compute_probabilities(logits)
     count = int(np.count_nonzero(np.cumsum(p) < top_p)) + 1 if top_p < 1 else p.size
@@ -84,10 +84,10 @@ def _sample_row(logits: Array, ids: Array, limit: int, numbers: Array, bias: Arr
     values = dict(zip(SAMPLING_NUMBERS, numbers.astype(np.int64).view(np.float64).tolist(), strict=True))
     first_changed = ids.size - bias.size
     tokens, first = np.unique(ids, return_index=True)
-    changed = np.empty(tokens.size)
-    for i, token in enumerate(tokens):
-        own = ids[first_changed:] == token
-        changed[i] = _change_logit(logits[first[i]], bias[own], int(occurrences[own].sum()), values)
+    changed = logits[first].astype(np.float32).astype(np.float64)
+    for i in np.flatnonzero(np.isin(tokens, ids[first_changed:])):
+        own = ids[first_changed:] == tokens[i]
+        changed[i] = _change_logit(changed[i], bias[own], int(occurrences[own].sum()), values)
     changed = np.where(np.isnan(changed), -np.inf, changed)
     order = np.argsort(-changed, kind="stable")[: max(limit, 1)]
     return int(tokens[order[_choose_rank(changed[order], values)]])

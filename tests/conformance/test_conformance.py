@@ -307,9 +307,10 @@ def failures(results):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
-    """The references run a quarter of the comparisons with themselves: test_backends.py compares every sample."""
+    """The references run few of the comparisons with themselves: test_backends.py compares every sample."""
     assert not failures(run_cases_of_suite(Suite(backend="cpu", op=name, require="SHOULD")))
-    chosen = [c for i, c in enumerate(select_quick_cases(REGISTRY[name])) if i % 4 == 0 or c.check != "reference"]
+    cases = select_quick_cases(REGISTRY[name])
+    chosen = [*[c for c in cases if c.check == "reference"][::16], *[c for c in cases if c.check != "reference"][::2]]
     assert not failures(run_case(c, *find_device("reference:0")) for c in chosen)
 
 

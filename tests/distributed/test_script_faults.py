@@ -16,6 +16,7 @@ def run_script(moment, fault):
     return mpiexec(3, script.__file__, moment, fault)
 
 
+@pytest.mark.nightly(cases=5)
 @needs_mpi
 @pytest.mark.long(cases=3)
 @pytest.mark.parametrize("fault", MESSAGES)

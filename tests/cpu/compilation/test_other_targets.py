@@ -69,6 +69,7 @@ def test_a_lesser_processor_computes_the_same(without: str, op: str):
     pass_all("-m", "hocket", "check", "--backend", "cpu", "--op", op, HOCKET_WITHOUT=without)
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("like", "features", "instruction"),

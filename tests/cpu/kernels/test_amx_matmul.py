@@ -110,6 +110,7 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
 
 
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("without", "tests"),

@@ -14,9 +14,10 @@ from hocket.scheduler import plan_for_group
 from ...given.models.architectures import ALL, write_model
 
 
+@pytest.mark.nightly(cases=100)
 @pytest.mark.long
-@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("name", ALL)
 def test_every_op_of_a_listed_architecture_has_a_compiled_kernel(name, tokens, tmp_path):
     backend = CpuBackend(1)
     graph = load_model(open_gguf(write_model(name, tmp_path))).graph(Step(1, tokens, 64, 64, tokens))

@@ -264,6 +264,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.nightly(cases=15)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):

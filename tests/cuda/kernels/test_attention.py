@@ -168,8 +168,7 @@ def test_tiles_that_are_hidden_are_not_read(t, cells, error):
     want = attention.reference(*units.values(), scale=c.attributes_with_defaults["scale"])
     dirty = {**units, "k": units["k"].copy(), "v": units["v"].copy()}
     for x in (dirty["k"], dirty["v"]):
-        x[384:] = np.nan
-        x[:128] = np.nan
+        x[384:] = x[:128] = np.nan
     backend = EmulatedBackend()
     (got,) = run_three_times_guarded(c, dirty, backend, backend.device(0))
     np.testing.assert_allclose(got, want, atol=error)
@@ -439,6 +438,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.nightly(cases=25)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):

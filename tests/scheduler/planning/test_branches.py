@@ -205,6 +205,7 @@ def count_leaf_bytes(plan: Plan) -> int:
     return plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"]
 
 
+@pytest.mark.nightly(cases=17)
 @pytest.mark.long(cases=3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", BUILDERS)

@@ -43,6 +43,7 @@ PLACES = {
 # ---------------------------------------------------------------------------------------- placement rules of the user
 
 
+@pytest.mark.nightly(cases=20)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("mode", MODES)

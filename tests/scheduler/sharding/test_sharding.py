@@ -33,6 +33,7 @@ from ...given.waits import WAIT_SECONDS
 # ---------------------------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.nightly(cases=22)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("n", "split"), [(2, (3, 1)), (3, ()), (4, (3, 1, 0, 0)), (8, ())], ids=["2-3,1", "3", "4-3,1,0,0", "8"]

@@ -76,6 +76,7 @@ def make_drafting_pool(name: str, draft: str, draft_tokens: int, slots: int = DR
     )
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize("case", DRAFT_CASES)
 def test_a_schedule_with_drafts_has_the_bits_of_each_request_alone_without(

@@ -69,6 +69,7 @@ def make_plain_pool(model: Model, slots: int = DRAFTED_SLOTS) -> SlotPool:
     return SlotPool(session, slots, context=CONTEXT, batch=BATCH)
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize("case", MTP_CASES)
 def test_a_schedule_with_mtp_drafts_has_the_bits_of_each_request_alone_without(
