@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
 def _collect_garbage() -> Iterator[None]:
     """Free the cycles of a module's tests: Python rarely looks for cycles among many old objects.
 
-    What is left are caches, which are exempted as well. Without this each collection visits all of them again.
+    Caches stay, and are exempted as well. Otherwise each collection visits all of them again.
     """
     yield
     gc.collect()

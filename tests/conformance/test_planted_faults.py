@@ -21,6 +21,7 @@ def test_no_fault_is_planted_twice():
     assert len({str(f) for f in FAULTS}) == len(FAULTS)
 
 
+@pytest.mark.nightly(cases=67)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(fault: KernelFault):

@@ -147,7 +147,7 @@ POSSIBLY_WRITING = (
     r"write_(text|bytes)|touch\(|tofile|(sym|hard)link_to|os\.|np\.(save|memmap)|shutil|TemporaryFile|mkstemp|"
     r"\b(fd)?open\(|(Zip|Gzip|Tar)File|FileIO"
 )
-"""Texts of which a source has one if `writing_calls` finds a call in it."""
+"""A pattern that every source with a result of `writing_calls` matches."""
 
 
 def writing_calls(tree: ast.Module) -> set[str]:

@@ -23,6 +23,7 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly(cases=14)
 @pytest.mark.long
 @needs_transformers
 def test_models_of_transformers_equal_pytorch_on_one_to_four_devices(torch_model):
@@ -74,6 +75,7 @@ def on_devices(graph, count, **options):
     return plan_for_group(graph, find_devices([f"cpu:{i}" for i in range(count)], 1), split_mode="tensor", **options)
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize("name", BY_HAND)
