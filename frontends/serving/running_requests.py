@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
-from .requests import GenerationRequest, RequestTiming, TokenEvent
+from .requests import EngineStatus, EngineTotals, GenerationRequest, RequestTiming, TokenEvent
 from .step_runner import CandidateNeeds, StepOutput, StepRunner, choose_smallest_aligned_slot_window
 
 MIN_AWAITED_TOKENS = 64
@@ -106,6 +106,36 @@ class RunningRequest:
         )
 
 
+class WindowBlockTurns:
+    """The turns of blocks of slots, if a decode step has at most `size` slots; `None` for all slots.
+
+    Args:
+        size: Slots of a block, a power of two.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self._size, self._last_block = size, -1
+
+    def select_next(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
+        """Select the requests of one block of slots; the blocks that have requests take turns."""
+        if self._size is None or len(blocks := {one.slot // self._size for one in decoding}) <= 1:
+            return decoding
+        self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
+        return [one for one in decoding if one.slot // self._size == self._last_block]
+
+
+def build_engine_status(
+    pool: StepRunner, cache: PrefixCache, running: Mapping[int, RunningRequest], queued: int, sums: EngineTotals
+) -> EngineStatus:
+    """Build the status of an engine from its running requests by slot and the number of queued ones."""
+    slots = [running.get(slot) for slot in range(pool.slots)]
+    requests = tuple("" if one is None else one.request.id for one in slots)
+    tokens = tuple(
+        cache.count_cached_slot_tokens(slot) if one is None else len(one.tokens) for slot, one in enumerate(slots)
+    )
+    return EngineStatus(pool.slots, pool.context, len(running), queued, requests, tokens, replace(sums))
+
+
 def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: int) -> RunningRequest:
     """Start a request in a slot that has the first `cached_tokens` tokens of its prompt.
 
@@ -187,6 +217,14 @@ def select_preempted_requests(
     return preempted
 
 
+def gather_next_and_known_tokens(
+    decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest]
+) -> tuple[dict[int, int], dict[int, Sequence[int]]]:
+    """Return the next token of each decoding request, and the tokens of each running request, by slot."""
+    tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
+    return tokens, {slot: one.tokens for slot, one in running.items()}
+
+
 def decode_to_logits_or_candidates(
     pool: StepRunner,
     decoding: Sequence[RunningRequest],
@@ -204,8 +242,7 @@ def decode_to_logits_or_candidates(
         running: All running requests by slot.
         is_followed: Whether the next step is expected to decode the same requests.
     """
-    tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
-    before: dict[int, Sequence[int]] = {slot: one.tokens for slot, one in running.items()}
+    tokens, before = gather_next_and_known_tokens(decoding, running)
     needs = {one.slot: own for one in decoding if (own := _find_candidate_needs_after_next_token(one)) is not None}
     is_enough = needs.keys() == tokens.keys()
     candidates = pool.decode_to_candidates(tokens, before, needs, is_followed) if is_enough else None
