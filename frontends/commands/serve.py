@@ -208,6 +208,15 @@ def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
         raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
 
 
+def refuse_flags_of_generation(args: argparse.Namespace) -> None:
+    """Raise `ModelError` for flags that an encoder cannot follow."""
+    reasons = {"--log-requests": "no steps to log", "--pool-tokens": "no KV caches"}
+    given = {"--log-requests": args.log_requests is not None, "--pool-tokens": args.pool_tokens > 0}
+    for flag, reason in reasons.items():
+        if given[flag]:
+            raise ModelError(f"{flag} is for models that generate text; an encoder has {reason}; leave out {flag}")
+
+
 def follow_server_on_rank_0(args: argparse.Namespace) -> int:
     """Run the part of the model on the devices of this rank, until the server on rank 0 ends; return the exit code.
 
@@ -257,8 +266,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
 
         service: EngineThread | EncoderService
         if has_no_generation(model):
-            if log is not None:
-                raise ModelError("--log-requests is for models that generate text; an encoder has no steps to log")
+            refuse_flags_of_generation(args)
             service = EncoderService(model, name=name, version=__version__, on_failure=end_server)
         else:
             service = EngineThread(

@@ -176,6 +176,21 @@ def sample_tokens_of_all_sequences(
             ahead.discard_rejected_drafts()
 
 
+def _evaluate_prompts(
+    session: Session | MicroBatchedSession, prompts: Sequence[Sequence[int]], known: list[list[int]]
+) -> list[F32]:
+    """Evaluate the prompts, append their tokens to the `known` ones, and return the logits.
+
+    After an interrupt, the tokens that the session has evaluated are known.
+    """
+    starts = list(session.lengths)
+    try:
+        return session.evaluate([list(prompt) for prompt in prompts])
+    finally:
+        for tokens, prompt, start, end in zip(known, prompts, starts, session.lengths, strict=True):
+            tokens.extend(prompt[: end - start])
+
+
 def _sample_sequences(
     session: Session | MicroBatchedSession,
     prompts: Sequence[Sequence[int]],
@@ -199,13 +214,11 @@ def _sample_sequences(
         """Return seconds of a clock that stops while plans are made."""
         return time.perf_counter() - session.planning_seconds
 
-    if limit == 0:
-        session.evaluate([list(prompt[:-1]) for prompt in prompts])
     start, planned = clock(), session.planning_seconds - timing.planning
-    rows = session.evaluate([list(prompt) for prompt in prompts]) if limit else []
-    for tokens, prompt in zip(known, prompts, strict=True):
-        tokens.extend(prompt)
+    rows = _evaluate_prompts(session, prompts if limit else [prompt[:-1] for prompt in prompts], known)
     if not limit:
+        for tokens, prompt in zip(known, prompts, strict=True):
+            tokens.extend(prompt[-1:])
         return
     timing.prompt_tokens, timing.prefill = sum(map(len, prompts)), clock() - start
     timing.planning = session.planning_seconds - planned

@@ -32,6 +32,8 @@ class QueuedRequest:
     - `started`, `first_token`: the moments of its first start and of its first new token, if any.
     - `sent_tokens`: the new tokens that its client has.
     - `reported_tokens`: the prompt tokens that were reported as read.
+    - `cached_tokens`: the prompt tokens that the prefix cache had at the first start.
+    - `drafted_tokens`, `accepted_tokens`: as in `RunningRequest`.
     """
 
     request: GenerationRequest
@@ -40,6 +42,9 @@ class QueuedRequest:
     first_token: float | None = None
     sent_tokens: tuple[int, ...] = ()
     reported_tokens: int = -1
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def measure_timing_and_token_counts(self, now: float) -> RequestTiming:
         """Return the token counts and the seconds of this request, which ends at the moment `now` without a slot."""
@@ -47,10 +52,13 @@ class QueuedRequest:
         first = now if self.first_token is None else self.first_token
         return RequestTiming(
             len(self.request.prompt),
-            new_tokens=len(self.sent_tokens),
-            queue_seconds=started - self.submitted,
-            prompt_seconds=first - started,
-            decode_seconds=now - first,
+            self.cached_tokens,
+            len(self.sent_tokens),
+            started - self.submitted,
+            first - started,
+            now - first,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
@@ -88,7 +96,17 @@ class RunningRequest:
     def requeue_with_sent_tokens(self) -> QueuedRequest:
         """Return this request as one that waits for a slot, and that keeps the tokens that its client has."""
         sent = (*self.context_tokens[len(self.request.prompt) :], *self.repeated_tokens)
-        return QueuedRequest(self.request, self.submitted, self.started, self.first_token, sent, self.reported_tokens)
+        return QueuedRequest(
+            self.request,
+            self.submitted,
+            self.started,
+            self.first_token,
+            sent,
+            self.reported_tokens,
+            self.cached_tokens,
+            self.drafted_tokens,
+            self.accepted_tokens,
+        )
 
     def measure_timing_and_token_counts(self, now: float) -> RequestTiming:
         """Return the token counts and the seconds of this request, which ends at the moment `now`."""
@@ -155,12 +173,14 @@ def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: i
         queued.submitted,
         now if queued.started is None else queued.started,
         list(request.prompt[:cached_tokens]),
-        cached_tokens,
+        cached_tokens if queued.started is None else queued.cached_tokens,
         first_token=queued.first_token,
         grammar=request.params.grammar.make_state() if request.params.grammar else None,
         context_tokens=list(request.prompt),
         repeated_tokens=deque(queued.sent_tokens),
         reported_tokens=queued.reported_tokens,
+        drafted_tokens=queued.drafted_tokens,
+        accepted_tokens=queued.accepted_tokens,
     )
 
 

@@ -61,7 +61,7 @@ class SlotFiles:
 
     def erase(self, slot: int) -> int:
         """Forget the tokens of a slot, and return their number."""
-        count = max(self._cache.get_contents(slot).length, self._cache.count_cached_slot_tokens(slot))
+        count = self._cache.count_kept_slot_tokens(slot)
         self._cache.zero_and_forget_slot(slot)
         return count
 

@@ -12,7 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ....distributed.rank_calls import RankCalls, on_all_ranks
 from ...errors import ModelError
-from ...inference.decoding.device_tokens import TokenCandidates, can_choose_tokens_on_device, make_sampled_step
+from ...inference.decoding.device_tokens import (
+    TokenCandidates,
+    can_choose_tokens_on_device,
+    make_masked_steps,
+    make_sampled_step,
+)
 from ...inference.mixed_step import evaluate_with_prompt, make_mixed_step
 from ...inference.prefill_chunks import F32, next_power_of_two
 from ...inference.session import MIN_CONTEXT_BUCKET, Session
@@ -165,8 +170,11 @@ class SlotWindows:
     def _prepare_decoding(self, count: int, length: int) -> None:
         window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
-        if can_choose_tokens_on_device(window) and (sampled_step := make_sampled_step(window, length, [None] * count)):
-            window.executor(sampled_step[0])
+        if can_choose_tokens_on_device(window):
+            choices = [None] * window.sequences
+            sampled_step = make_sampled_step(window, length, choices)
+            for step in (*(sampled_step or ())[:1], *(make_masked_steps(window, length, choices) or ())):
+                window.executor(step)
 
     @on_all_ranks
     def compile_appending_runs(self, count: int, tokens: int, length: int, *, reversible: bool) -> None:

@@ -21,6 +21,7 @@ from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.request_log import RequestLog
 from hocket.frontends.serving.requests import EndEvent, GenerationRequest
+from hocket.frontends.serving.slot_files import SlotFiles
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
 from hocket.graph.errors import BackendError
 from hocket.graph.storage.files import open_log
@@ -288,3 +289,23 @@ def test_a_log_of_a_server_over_blocks_is_repeated_bit_by_bit(tmp_path, capsys):
             service.close(0)
     assert main(["replay", str(path)]) == 0
     assert "are equal to the log, bit by bit" in capsys.readouterr().out
+
+
+def test_a_request_that_was_preempted_reports_the_cached_tokens_of_its_first_start():
+    """Its own prompt is in the tree when it starts again, and had been counted."""
+    pool, engine = make_block_engine(2, 8)
+    for i, name in enumerate("ab"):
+        engine.submit(make_endless_request(name, np.random.default_rng(i).integers(1, 32, 100).tolist(), 300, i))
+    events = run_all(engine)
+    assert engine.status.sums.preemptions > 0
+    assert [end_of(events, name).timing.cached_tokens for name in "ab"] == [0, 0]
+    require_no_lost_block(pool, engine)
+
+
+def test_a_slot_of_a_pool_is_erased_and_has_no_tokens_of_its_own():
+    pool, engine = make_block_engine(2, 8)
+    cache = BlockPrefixCache(pool)
+    engine.submit(make_request("a", range(1, 30), 3))
+    run_all(engine)
+    assert SlotFiles(pool, cache).erase(0) == 0
+    require_no_lost_block(pool, engine)
