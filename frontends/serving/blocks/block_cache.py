@@ -1,7 +1,8 @@
 """The prefix cache over a pool of blocks: it gives blocks to slots, and finds the blocks of known prompts.
 
 A prompt shares the whole blocks of its known prefix with other slots. Of a block that it knows in part, it gets a copy.
-Cells that were decoded token by token are not reused, as in `PrefixCache`.
+Cells that were decoded token by token are not reused, as in `PrefixCache`. A model with recurrent states also needs
+them: the cache keeps copies by the tokens that the states have seen.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from collections.abc import Callable, Sequence
 
 from ....ops.matrix.attention import BLOCK_KEYS
 from ...errors import ModelError
-from ..prefix_cache import MIN_REUSED_TOKENS, EvaluatedSlotTokens, PrefixCache, SourceAndTargetSlots
+from ..prefix_cache import (
+    MIN_REUSED_TOKENS,
+    EvaluatedSlotTokens,
+    PrefixCache,
+    SavedRecurrentStates,
+    SourceAndTargetSlots,
+    choose_save_points,
+)
 from .prefix_tree import PrefixTree
 from .slot_pool import NO_SLOT_FILES, BlockSlotPool
 
@@ -23,17 +31,20 @@ class BlockPrefixCache(PrefixCache):
 
     Args:
         pool: The slots and their blocks.
+        state_bytes: Maximum bytes of saved recurrent states; the least recently used ones are dropped.
         reserves_whole_texts: Whether a request starts only when blocks for all of its tokens are free. Otherwise blocks
             for its prompt and for `AHEAD_TOKENS` more are enough, and a running request may have to give its blocks.
     """
 
-    def __init__(self, pool: BlockSlotPool, *, reserves_whole_texts: bool = False) -> None:
-        super().__init__(pool, state_bytes=0)
+    def __init__(self, pool: BlockSlotPool, *, state_bytes: int = 0, reserves_whole_texts: bool = False) -> None:
+        super().__init__(pool, state_bytes=state_bytes)
         self._pool, self._blocks = pool, pool.allocator
         self._reserves_whole_texts = reserves_whole_texts
         self._tree = PrefixTree(pool.allocator)
         self._reserved: list[int] = [0] * pool.slots
         """Per slot the blocks that its request may have in all, if it reserves them."""
+        self._saved_by_slot: list[list[tuple[int, ...]]] = [[] for _ in range(pool.slots)]
+        """Per slot the prefixes of its present prompt, whose recurrent states it has saved."""
 
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
@@ -41,6 +52,9 @@ class BlockPrefixCache(PrefixCache):
         """Find the free slot with the smallest window, and count the known tokens of a prompt."""
         target = min(free, key=lambda slot: (window_size(slot), slot))
         _, tokens = self._tree.find_prefix(prompt[:-1])
+        if self._memory.has_recurrent_states:
+            lengths = sorted({len(key) for key in self._saved if len(key) <= tokens}, reverse=True)
+            tokens = next((length for length in lengths if prompt[:length] in self._saved), 0)
         return SourceAndTargetSlots(tokens if tokens >= MIN_REUSED_TOKENS else 0, target, target)
 
     def has_room_for(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
@@ -68,6 +82,8 @@ class BlockPrefixCache(PrefixCache):
         """
         slot, (whole, cells) = match.target, divmod(match.tokens, BLOCK_KEYS)
         self.forget_slot_tokens_and_states(slot)
+        if self._memory.has_recurrent_states:
+            self._set_recurrent_states(slot, prompt, match.tokens)
         known, _ = self._tree.find_prefix(prompt[: match.tokens])
         for block in known[:whole]:
             self._blocks.retain(block)
@@ -78,6 +94,16 @@ class BlockPrefixCache(PrefixCache):
             self._pool.copy_first_cells(known[whole], target, cells)
         if self._reserves_whole_texts:
             self._reserved[slot] = self._count_blocks(prompt, limit, 0)
+
+    def _set_recurrent_states(self, slot: int, prompt: tuple[int, ...], tokens: int) -> None:
+        """Set the recurrent states of a slot to those after the first `tokens` of a prompt, and plan later copies."""
+        if tokens:
+            self._saved.move_to_end(prompt[:tokens])
+            self._memory.restore_recurrent_states(slot, self._saved[prompt[:tokens]].states)
+        else:
+            self._memory.clear_recurrent_states(slot)
+        _, shared = self._tree.find_prefix(prompt[:-1])
+        self._save_points[slot] = choose_save_points(len(prompt), shared, tokens)
 
     def reserve_cells(self, slot: int, count: int) -> bool:
         """Give a slot blocks for `count` tokens in all; return False, and give none, if too few can be freed."""
@@ -98,9 +124,17 @@ class BlockPrefixCache(PrefixCache):
         self._tree.add_prompt(tokens, table)
         if table != self._pool.tables[slot]:
             self._pool.set_table(slot, table)
+        nbytes = self._memory.compute_recurrent_state_bytes() if len(tokens) in self._save_points[slot] else 0
+        if 0 < nbytes <= self._state_bytes:
+            self._keep(tuple(tokens), SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
+            self._saved_by_slot[slot].append(tuple(tokens))
 
     def move_running_request(self, source: int, target: int, length: int) -> None:
         """Move a running request from slot `source` to the free slot `target`; no cell moves."""
+        if self._memory.has_recurrent_states:
+            self._memory.restore_recurrent_states(target, self._memory.save_recurrent_states(source))
+        for lists in (self._save_points, self._saved_by_slot):
+            lists[target], lists[source] = lists[source], lists[target]
         self._pool.set_table(target, list(self._pool.tables[source]))
         self._pool.set_table(source, [])
         self._reserved[target], self._reserved[source] = self._reserved[source], 0
@@ -114,10 +148,13 @@ class BlockPrefixCache(PrefixCache):
         for block in self._pool.tables[slot]:
             self._blocks.release(block)
         self._pool.set_table(slot, [])
-        self._reserved[slot] = 0
+        self._reserved[slot], self._save_points[slot], self._saved_by_slot[slot] = 0, frozenset(), []
 
     def zero_and_forget_slot(self, slot: int) -> None:
-        """Zero the blocks that no other slot has, and forget them; later prompts do not find them."""
+        """Zero the blocks that no other slot has, and forget them; later prompts do not find them or their states."""
+        for key in self._saved_by_slot[slot]:
+            if key in self._saved:
+                self._drop(key)
         self._tree.forget_last_blocks(self._pool.tables[slot])
         super().zero_and_forget_slot(slot)
 
@@ -125,6 +162,8 @@ class BlockPrefixCache(PrefixCache):
         """Free all blocks, also the blocks of known prompts."""
         super().forget_tokens_and_states_of_slots()
         self._tree.clear()
+        for key in [*self._saved]:
+            self._drop(key)
 
     def get_contents(self, slot: int) -> EvaluatedSlotTokens:
         """Raise `ModelError`: the blocks of a slot are free after its request."""

@@ -28,5 +28,5 @@ def make_slot_pool(root: Session, slots: int, pool_tokens: int, rank_calls: Rank
 def make_prefix_cache(pool: SlotPool, *, state_bytes: int, reserves_whole_texts: bool) -> PrefixCache:
     """Make the prefix cache of a pool; see `PrefixCache` and `BlockPrefixCache` for the arguments."""
     if isinstance(pool, BlockSlotPool):
-        return BlockPrefixCache(pool, reserves_whole_texts=reserves_whole_texts)
+        return BlockPrefixCache(pool, state_bytes=state_bytes, reserves_whole_texts=reserves_whole_texts)
     return PrefixCache(pool, state_bytes=state_bytes)

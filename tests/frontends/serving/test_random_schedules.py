@@ -46,6 +46,7 @@ MIXED_CASES = ("floats", "bfloat16", "quantised", "delta net", "layers on two de
 BLOCK_CASES = {
     "floats": ("llama", "cpu:0", "layer"),
     "quantised": ("qwen3-q4_k_m", "cpu:0", "layer"),
+    "delta net": ("qwen35", "cpu:0", "layer"),
     "shards on two devices": ("llama", "cpu:0,cpu:1", "tensor"),
 }
 POOL_TOKENS = 8 * 64

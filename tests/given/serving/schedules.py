@@ -71,7 +71,11 @@ class RecordingPool:
 
 def make_schedule_engine(pool: SlotPool) -> tuple[Engine, RecordingPool]:
     recording = RecordingPool(pool)
-    cache = BlockPrefixCache(pool) if isinstance(pool, BlockSlotPool) else PrefixCache(pool, state_bytes=STATE_BYTES)
+    cache = (
+        BlockPrefixCache(pool, state_bytes=STATE_BYTES)
+        if isinstance(pool, BlockSlotPool)
+        else PrefixCache(pool, state_bytes=STATE_BYTES)
+    )
     engine = Engine(recording, cache, queue_size=1 << 20, max_gap_seconds=0.01, clock=lambda: 0.0)
     return engine, recording
 
