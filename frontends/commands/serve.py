@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -247,10 +248,11 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         options: The options of the HTTP server.
         listeners: The listening sockets. Clients that connect wait until the model is open.
     """
+    start, port = time.monotonic(), listeners[0].getsockname()[1]
     log = open_request_log(args)
     model, name = open_served_model(args)
     from ... import __version__
-    from ...server.lifecycle import run_server
+    from ...server.lifecycle import restart_in_fresh_process, run_server
     from ..serving.served_model import EncoderService, has_no_generation
     from ..serving.thread import EngineOptions, EngineThread
 
@@ -290,6 +292,8 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         if failures:
             write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
         if isinstance(service.error, DeviceLostError):
+            if args.world.size == 1:
+                restart_in_fresh_process(port, time.monotonic() - start, partial(_announce, "starts anew,"))
             os._exit(1)  # the device also refuses the calls that free its memory
         return 1 if failures else code
 
