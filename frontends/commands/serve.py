@@ -258,7 +258,8 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
     saved, whole = args.cache_memory << 20, args.admit == "whole"
-    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole)
+    keeps = args.slot_save_path is not None
+    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole, keeps)
     with model:
         failures: list[str] = []
 

@@ -225,7 +225,7 @@ def _build_mixed_step_inputs(step: Step, batch: Batch, taps: int) -> dict[str, n
         "tokens": np.concatenate(both["tokens"]),
         "slot": np.concatenate(both["slot"]),
         "pos": np.concatenate([pos.reshape(-1, 1) for pos in both["pos"]]),
-        "out_ids": np.append(decoding["out_ids"], prompt["out_ids"] + np.int32(step.sequences)),
+        "out_ids": np.append(decoding["out_ids"], step.sequences + np.asarray(prompt["out_ids"], np.int32)),
         name_prompt_table(0): table,
         PROMPT_ROW: np.array(batch.prompt[:1], np.int32),
     }

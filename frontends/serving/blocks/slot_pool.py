@@ -18,7 +18,7 @@ from ...models import Model
 from ..slots import SlotPool
 from .allocator import BlockAllocator
 
-NO_SLOT_FILES = "slots share a pool of blocks and cannot be saved; start the server without --pool-tokens"
+NO_SLOT_FILES = "layers with an attention window cannot be saved from a pool of blocks; leave out --pool-tokens"
 
 
 class BlockSlotPool(SlotPool):
@@ -101,14 +101,21 @@ class BlockSlotPool(SlotPool):
             self.set_table(slot, [])
 
     def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
-        """Raise `ModelError`: the blocks of a slot are free after its request."""
-        raise ModelError(NO_SLOT_FILES)
+        """Copy the states of a slot; see `SlotPool.capture_slot`. Raises `ModelError` for a model with windows."""
+        self._require_no_windows()
+        return super().capture_slot(slot, tokens, length)
 
     def restore_slot(
         self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
     ) -> tuple[list[int], int]:
-        """Raise `ModelError`, as `capture_slot`."""
-        raise ModelError(NO_SLOT_FILES)
+        """Restore a slot that has blocks for the tokens; see `SlotPool.restore_slot`."""
+        self._require_no_windows()
+        return super().restore_slot(slot, header, arrays, path)
+
+    def _require_no_windows(self) -> None:
+        """Raise `ModelError` for a model with windows: a file has only the last tokens of such a layer."""
+        if any(self._all_slots.model.hyper.windows.values()):
+            raise ModelError(NO_SLOT_FILES)
 
     def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
         """Raise `ModelError`: the number of slots is fixed."""

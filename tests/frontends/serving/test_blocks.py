@@ -262,17 +262,6 @@ def test_a_dry_run_refuses_what_the_server_refuses(model, flags, message, capsys
 
 
 @pytest.mark.long
-def test_a_server_over_blocks_refuses_slot_files():
-    with hocket.Model(path_of("llama"), context=256) as model:
-        service = EngineThread(model, EngineOptions(2, 4, pool_tokens=256), name="m", version="0")
-        try:
-            with pytest.raises(ModelError, match="slots share a pool of blocks and cannot be saved"):
-                service.capture_slot(0).result(60)
-        finally:
-            service.close(1.0)
-
-
-@pytest.mark.long
 def test_a_log_of_a_server_over_blocks_is_repeated_bit_by_bit(tmp_path, capsys):
     path, options = tmp_path / "log", {"context": 256, "batch": 64, "devices": "cpu:0", "threads": 1}
     events = []
