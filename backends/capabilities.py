@@ -114,10 +114,10 @@ class SupportsZeroCopyWeights(Protocol):
 
 
 @runtime_checkable
-class ComputesRowsAlike(Protocol):
-    """A backend whose products may give a row of activations the same bits at any number of rows."""
+class HasRowIndependentProducts(Protocol):
+    """A backend with products that may give a row of activations the same bits at any number of rows."""
 
-    def computes_rows_alike(self) -> bool:
+    def has_row_independent_products(self) -> bool:
         """Return whether they do on this machine; tiles for large products round in another way."""
 
 

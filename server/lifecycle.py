@@ -253,7 +253,7 @@ class LimitedHeadProtocol(HttpToolsProtocol):
 def restart_in_fresh_process(port: int, served_seconds: float, announce: Callable[[str], object]) -> None:
     """Replace this process by a new one with the same command, which can use a device that this one has lost.
 
-    Return without a new process after `MAX_PROCESS_RESTARTS` of them, each of which has ended early.
+    Return without a new process after `MAX_PROCESS_RESTARTS` processes in a row that have ended early.
 
     Args:
         port: The port of the server, which the new process uses too.

@@ -90,7 +90,7 @@ class CpuBackend(NumpyBackend):
         """
         return node.op not in COLLECTIVES
 
-    def computes_rows_alike(self) -> bool:
+    def has_row_independent_products(self) -> bool:
         """Return whether products give a row the same bits at any number of rows: on processors without AMX."""
         return find_native_or_emulated_amx() is None
 

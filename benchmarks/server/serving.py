@@ -117,7 +117,7 @@ def find_lowest_fairness(exchanges: Sequence[Exchange]) -> float:
         if number < count or count == 1:
             windows[min(number, count - 1)][client] += 1
     sums = [(sum(one.values()) ** 2, len(one) * sum(n * n for n in one.values())) for one in windows]
-    return min((square / squares for square, squares in sums if squares), default=0.0)
+    return min((square / total for square, total in sums if total), default=0.0)
 
 
 def summarise_exchanges(exchanges: Sequence[Exchange], seconds: float, *, has_late: bool) -> dict[str, object]:

@@ -212,9 +212,9 @@ def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
 def refuse_flags_of_generation(args: argparse.Namespace) -> None:
     """Raise `ModelError` for flags that an encoder cannot follow."""
     reasons = {"--log-requests": "no steps to log", "--pool-tokens": "no KV caches"}
-    given = {"--log-requests": args.log_requests is not None, "--pool-tokens": args.pool_tokens > 0}
+    is_set = {"--log-requests": args.log_requests is not None, "--pool-tokens": args.pool_tokens > 0}
     for flag, reason in reasons.items():
-        if given[flag]:
+        if is_set[flag]:
             raise ModelError(f"{flag} is for models that generate text; an encoder has {reason}; leave out {flag}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...backends.capabilities import ComputesRowsAlike
+from ...backends.capabilities import HasRowIndependentProducts
 from ...scheduler import DeferredInterrupts
 from ..models import Batch, Step
 from .prefill_chunks import F32, convert_to_token_ids, next_power_of_two
@@ -23,7 +23,10 @@ def can_run_mixed_steps(session: Session) -> bool:
         and session.world.size == 1
         and session.model.can_mix_segments
         and (len(session.group) == 1 or session.on.split_mode == "layer")
-        and all(isinstance(one, ComputesRowsAlike) and one.computes_rows_alike() for one, _ in session.group)
+        and all(
+            isinstance(one, HasRowIndependentProducts) and one.has_row_independent_products()
+            for one, _ in session.group
+        )
     )
 
 

@@ -136,7 +136,7 @@ class PrefixCache:
         """Return the number of prompt tokens that a slot keeps for reuse."""
         return len(self._tokens[slot])
 
-    def count_kept_slot_tokens(self, slot: int) -> int:
+    def count_retained_slot_tokens(self, slot: int) -> int:
         """Return the number of tokens that a slot keeps after its request, with the tokens of the answer."""
         return max(self._contents[slot].length, len(self._tokens[slot]))
 

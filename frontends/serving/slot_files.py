@@ -69,7 +69,7 @@ class SlotFiles:
 
     def erase(self, slot: int) -> int:
         """Forget the tokens of a slot, and return their number."""
-        count = self._cache.count_kept_slot_tokens(slot)
+        count = self._cache.count_retained_slot_tokens(slot)
         self._cache.zero_and_forget_slot(slot)
         return count
 

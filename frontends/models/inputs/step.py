@@ -98,7 +98,7 @@ class Step:
     Padding writes block 0, so no sequence may have it. There are no ring caches.
     """
     prompt_tokens: int = 0
-    """Prompt tokens of one of the sequences that a mixed step reads, besides one new token of the other sequences."""
+    """Prompt tokens of one of the sequences that a mixed step reads, in addition to one new token of the others."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -282,9 +282,11 @@ def build_step_inputs(
     - ``table`` i32[B, `Step.table_columns`], with blocks: the blocks of each sequence, then 0. ``slot`` then follows
       from the table, and padding writes row 0.
 
-    A mixed step has the rows of the prompt behind the rows of all sequences: ``tokens`` and ``slot`` i32[N], ``pos``
-    i32[N, 1], ``valid`` f32[N, 1, 1], ``conv_rows`` i32[B+1, taps-1], with N = B + prompt tokens. The last one of
-    ``out_ids`` is the last prompt token. ``prompt_table`` has the blocks of the prompt, ``prompt_row`` its sequence.
+    A mixed step has N = B + prompt tokens rows; the rows of the prompt are the last ones:
+
+    - ``tokens`` and ``slot`` i32[N], ``pos`` i32[N, 1], ``valid`` f32[N, 1, 1], ``conv_rows`` i32[B+1, taps-1].
+    - ``out_ids``: the last one is the last prompt token.
+    - ``prompt_table``: the blocks of the prompt; ``prompt_row``: its sequence.
 
     Example: B = 2, T = 2, a context of 8. Sequence 0 has 3 tokens and gets 1, sequence 1 is empty and gets 2. Then
     ``pos`` is 3 0 and 0 1, ``slot`` is 3 8 64 65, and ``out_ids`` is 0 3.

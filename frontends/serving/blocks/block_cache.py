@@ -32,7 +32,7 @@ class BlockPrefixCache(PrefixCache):
     Args:
         pool: The slots and their blocks.
         state_bytes: Maximum bytes of saved recurrent states; the least recently used ones are dropped.
-        keeps_contents: Whether a slot keeps its blocks after its request, for slot files, until others need them.
+        retains_contents: Whether a slot keeps its blocks after its request, for slot files, until others need them.
         reserves_whole_texts: Whether a request starts only when blocks for all of its tokens are free. Otherwise blocks
             for its prompt and for `AHEAD_TOKENS` more are enough, and a running request may have to give its blocks.
     """
@@ -43,16 +43,16 @@ class BlockPrefixCache(PrefixCache):
         *,
         state_bytes: int = 0,
         reserves_whole_texts: bool = False,
-        keeps_contents: bool = False,
+        retains_contents: bool = False,
     ) -> None:
         super().__init__(pool, state_bytes=state_bytes)
         self._pool, self._blocks = pool, pool.allocator
-        self._reserves_whole_texts, self._keeps_contents = reserves_whole_texts, keeps_contents
+        self._reserves_whole_texts, self._retains_contents = reserves_whole_texts, retains_contents
         self._tree = PrefixTree(pool.allocator)
         self._reserved: list[int] = [0] * pool.slots
         """Per slot the blocks that its request may have in all, if it reserves them."""
         self._saved_by_slot: list[list[tuple[int, ...]]] = [[] for _ in range(pool.slots)]
-        """Per slot the prefixes of its present prompt, whose recurrent states it has saved."""
+        """Per slot the prefixes of its present prompt at which it has saved recurrent states."""
 
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
@@ -75,15 +75,15 @@ class BlockPrefixCache(PrefixCache):
             missing = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._reserved))
             if count + missing <= self._blocks.free_count + self._tree.count_evictable_blocks():
                 return True
-            if not self._forget_kept_contents():
+            if not self._forget_retained_contents():
                 return False
 
-    def _forget_kept_contents(self) -> bool:
+    def _forget_retained_contents(self) -> bool:
         """Free the blocks of the slot that has kept its contents longest; return False if no slot keeps any."""
-        kept = [slot for slot, contents in enumerate(self._contents) if contents.length]
-        if kept:
-            self.forget_slot_tokens_and_states(min(kept, key=lambda slot: self._last_use[slot]))
-        return bool(kept)
+        retaining = [slot for slot, contents in enumerate(self._contents) if contents.length]
+        if retaining:
+            self.forget_slot_tokens_and_states(min(retaining, key=lambda slot: self._last_use[slot]))
+        return bool(retaining)
 
     def _count_blocks(self, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> int:
         """Count the blocks that must be free when a request starts, with the blocks of its known prefix."""
@@ -134,7 +134,7 @@ class BlockPrefixCache(PrefixCache):
         if missing <= 0:
             return True
         while self._blocks.free_count < missing:
-            if not (self._tree.evict_block() or self._forget_kept_contents()):
+            if not (self._tree.evict_block() or self._forget_retained_contents()):
                 return False
         table += [block for _ in range(missing) if (block := self._blocks.allocate()) is not None]
         self._pool.set_table(slot, table)
@@ -163,8 +163,8 @@ class BlockPrefixCache(PrefixCache):
         self._reserved[target], self._reserved[source] = self._reserved[source], 0
 
     def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        """Free the blocks of a slot at the end of its request, or keep them; the tree keeps those of the prompt."""
-        if not self._keeps_contents:
+        """Free the blocks of a slot at the end of its request, or keep them. The tree keeps the prompt."""
+        if not self._retains_contents:
             self.forget_slot_tokens_and_states(slot)
             return
         super().record_contents(slot, tokens, length)

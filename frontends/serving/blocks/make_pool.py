@@ -26,7 +26,7 @@ def make_slot_pool(root: Session, slots: int, pool_tokens: int, rank_calls: Rank
 
 
 def make_prefix_cache(
-    pool: SlotPool, *, state_bytes: int, reserves_whole_texts: bool, keeps_contents: bool
+    pool: SlotPool, *, state_bytes: int, reserves_whole_texts: bool, retains_contents: bool
 ) -> PrefixCache:
     """Make the prefix cache of a pool; see `PrefixCache` and `BlockPrefixCache` for the arguments."""
     if isinstance(pool, BlockSlotPool):
@@ -34,6 +34,6 @@ def make_prefix_cache(
             pool,
             state_bytes=state_bytes,
             reserves_whole_texts=reserves_whole_texts,
-            keeps_contents=keeps_contents,
+            retains_contents=retains_contents,
         )
     return PrefixCache(pool, state_bytes=state_bytes)

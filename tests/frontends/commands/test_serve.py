@@ -266,6 +266,6 @@ def test_a_missing_extra_is_named() -> None:
 )
 def test_flags_of_generation_are_refused_for_an_encoder(flags, message):
     words = ["serve", "model.gguf", *flags]
-    given = build_parser_for_command(words).parse_args(words)
+    args = build_parser_for_command(words).parse_args(words)
     with pytest.raises(ModelError, match=message):
-        refuse_flags_of_generation(given)
+        refuse_flags_of_generation(args)

@@ -17,7 +17,7 @@ from hocket.frontends.open_model import open_model
 from ...given.models.goldens import path_of
 
 SEQUENCES, CONTEXT, BLOCKS, BATCH = 4, 200, 17, 64
-PROMPT = 2
+READING = 2
 """The sequence of the prompt."""
 ROUNDS = (
     # new tokens of each sequence, and of the prompt
@@ -43,7 +43,7 @@ def evaluate_alone(session: Session, tokens: Sequence[list[int]], prompt: list[i
     """Decode in one step, and read the prompt in another one, as the engine does."""
     rows = session.evaluate(tokens)
     session.min_tokens = 16
-    rows[PROMPT] = session.evaluate([prompt if i == PROMPT else [] for i in range(SEQUENCES)])[PROMPT]
+    rows[READING] = session.evaluate([prompt if i == READING else [] for i in range(SEQUENCES)])[READING]
     session.min_tokens = 1
     return rows
 
@@ -73,9 +73,9 @@ def test_rows_of_mixed_steps_have_the_bits_of_separate_steps(case, blocks):
     for counts, length in ROUNDS:
         tokens, prompt = [draw(rng, apart, count) for count in counts], draw(rng, apart, length)
         want = evaluate_alone(apart, tokens, prompt)
-        got = evaluate_with_prompt(mixed, tokens, PROMPT, prompt, min_tokens=16)
+        got = evaluate_with_prompt(mixed, tokens, READING, prompt, min_tokens=16)
         assert apart.lengths == mixed.lengths
-        assert [len(rows) for rows in got] == [1 if count or i == PROMPT else 0 for i, count in enumerate(counts)]
+        assert [len(rows) for rows in got] == [1 if count or i == READING else 0 for i, count in enumerate(counts)]
         for a, b in zip(want, got, strict=True):
             assert np.array_equal(a, b)
     want, got = (session.evaluate([[7], [8], [9], [10]]) for session in (apart, mixed))

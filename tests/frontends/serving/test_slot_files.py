@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, pool: SlotPool, state_bytes: int = 1 << 30) -> None:
         self.pool = pool
-        cache = make_prefix_cache(pool, state_bytes=state_bytes, reserves_whole_texts=False, keeps_contents=True)
+        cache = make_prefix_cache(pool, state_bytes=state_bytes, reserves_whole_texts=False, retains_contents=True)
         self.engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1.0, clock=lambda: 0.0)
         self.files = SlotFiles(pool, cache)
         self._count = 0
@@ -152,7 +152,7 @@ def test_a_talk_is_restored_from_blocks_and_in_blocks(name: str, tmp_path: Path)
     assert results[1:] == results[:1] * 3
 
 
-def test_kept_slots_give_their_blocks_to_requests(tmp_path: Path) -> None:
+def test_retained_slots_give_their_blocks_to_requests(tmp_path: Path) -> None:
     server = Server(make_block_pool("llama", CONTEXT))
     server.generate(prompt_of("llama"), slot=0)
     server.save(0, tmp_path / "talk")
