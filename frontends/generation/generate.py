@@ -29,6 +29,7 @@ from ..inference.decoding.launch_ahead import DeviceTokenSchedule, MaskedSchedul
 from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
+from ..inference.session_lease import evaluate_and_record_prompts
 from ..models import Step
 from .grammar import Grammar, GrammarState
 from .lazy_grammar import LazyGrammarState, LazyJsonGrammar
@@ -176,21 +177,6 @@ def sample_tokens_of_all_sequences(
             ahead.discard_rejected_drafts()
 
 
-def _evaluate_prompts(
-    session: Session | MicroBatchedSession, prompts: Sequence[Sequence[int]], known: list[list[int]]
-) -> list[F32]:
-    """Evaluate the prompts, append their tokens to the `known` ones, and return the logits.
-
-    After an interrupt, the tokens that the session has evaluated are known.
-    """
-    starts = list(session.lengths)
-    try:
-        return session.evaluate([list(prompt) for prompt in prompts])
-    finally:
-        for tokens, prompt, start, end in zip(known, prompts, starts, session.lengths, strict=True):
-            tokens.extend(prompt[: end - start])
-
-
 def _sample_sequences(
     session: Session | MicroBatchedSession,
     prompts: Sequence[Sequence[int]],
@@ -215,7 +201,7 @@ def _sample_sequences(
         return time.perf_counter() - session.planning_seconds
 
     start, planned = clock(), session.planning_seconds - timing.planning
-    rows = _evaluate_prompts(session, prompts if limit else [prompt[:-1] for prompt in prompts], known)
+    rows = evaluate_and_record_prompts(session, prompts if limit else [prompt[:-1] for prompt in prompts], known)
     if not limit:
         for tokens, prompt in zip(known, prompts, strict=True):
             tokens.extend(prompt[-1:])

@@ -156,8 +156,10 @@ class BlockPrefixCache(PrefixCache):
         self.forget_slot_tokens_and_states(target)
         if self._memory.has_recurrent_states:
             self._memory.restore_recurrent_states(target, self._memory.save_recurrent_states(source))
-        for lists in (self._save_points, self._saved_by_slot):
-            lists[target], lists[source] = lists[source], lists[target]
+        points = self._save_points
+        points[target], points[source] = points[source], points[target]
+        prefixes = self._saved_by_slot
+        prefixes[target], prefixes[source] = prefixes[source], prefixes[target]
         self._pool.set_table(target, list(self._pool.tables[source]))
         self._pool.set_table(source, [])
         self._reserved[target], self._reserved[source] = self._reserved[source], 0

@@ -82,7 +82,7 @@ class BlockSlotPool(SlotPool):
             self._all_slots.store.copy_state_rows(name, source * BLOCK_KEYS, target * BLOCK_KEYS, cells)
 
     def zero_slot_states(self, slot: int) -> None:
-        """Zero the blocks and states that this slot alone has, after a run that may have left NaN or infinite numbers."""
+        """Zero the blocks and states that this slot alone has; a run may have left NaN or infinite numbers."""
         self._zero_blocks([block for block in self.tables[slot] if self.allocator.count_references(block) <= 1])
         self.clear_recurrent_states(slot)
 
