@@ -114,6 +114,14 @@ class SupportsZeroCopyWeights(Protocol):
 
 
 @runtime_checkable
+class HasRowIndependentProducts(Protocol):
+    """A backend with products that may give a row of activations the same bits at any number of rows."""
+
+    def has_row_independent_products(self) -> bool:
+        """Return whether they do on this machine; tiles for large products round in another way."""
+
+
+@runtime_checkable
 class SupportsThreads(Protocol):
     """A backend that runs kernels on threads of this machine."""
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -35,6 +37,10 @@ END_SECONDS = 1.0
 """Seconds for sending error events after the drain."""
 SIGNAL_PAUSE_SECONDS = 0.5
 """Seconds after a signal in which the same signal is not counted again."""
+RESTARTS_VARIABLE = "HOCKET_RESTARTS"
+"""The environment variable with the number of restarts in a row."""
+MAX_PROCESS_RESTARTS, STABLE_SECONDS = 3, 600.0
+"""Restarts in a row of the process; a process that has served for ten minutes begins a new row."""
 BACKLOG = 2048
 """Maximum connections that wait to be accepted."""
 HEADER_ERROR_BODY = (
@@ -242,3 +248,22 @@ class LimitedHeadProtocol(HttpToolsProtocol):
     def _close_slow(self) -> None:
         if self.transport is not None and not self.transport.is_closing():
             self.transport.close()
+
+
+def restart_in_fresh_process(port: int, served_seconds: float, announce: Callable[[str], object]) -> None:
+    """Replace this process by a new one with the same command, which can use a device that this one has lost.
+
+    Return without a new process after `MAX_PROCESS_RESTARTS` processes in a row that have ended early.
+
+    Args:
+        port: The port of the server, which the new process uses too.
+        served_seconds: Seconds for which this process has served.
+        announce: Writes a line about the restart.
+    """
+    known = os.environ.get(RESTARTS_VARIABLE, "")
+    count = 1 + (int(known) if known.isdecimal() and served_seconds < STABLE_SECONDS else 0)
+    if count > MAX_PROCESS_RESTARTS:
+        return
+    os.environ[RESTARTS_VARIABLE] = str(count)
+    announce(f"restart {count} of {MAX_PROCESS_RESTARTS} in a row")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--port", str(port)])

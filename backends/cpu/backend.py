@@ -33,6 +33,7 @@ from .kernels.packed.weight_packing import (
     make_pack_weight_rows_kernel,
 )
 from .simd.vectors import LANES
+from .target_cpu import find_native_or_emulated_amx
 from .tuning.prefetch_tuning import tune_uncached_program_prefetch
 
 QUANTISED_ACTIVATION_OPS = frozenset(("mul_mat", "mul_mat_id"))
@@ -88,6 +89,10 @@ class CpuBackend(NumpyBackend):
         All devices of a collective must make the same choice between compiled code and Python.
         """
         return node.op not in COLLECTIVES
+
+    def has_row_independent_products(self) -> bool:
+        """Return whether products give a row the same bits at any number of rows: on processors without AMX."""
+        return find_native_or_emulated_amx() is None
 
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error that quantised activations cause; None for float32 arithmetic."""

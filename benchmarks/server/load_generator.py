@@ -33,7 +33,7 @@ class Workload:
 
     - `shared`: tokens at the beginning of all prompts.
     - `own`: mean further tokens of a prompt; `spread`: their largest deviation.
-    - `answer`: tokens of an answer.
+    - `answer`: tokens of an answer; 0 asks for the embedding of the prompt.
     - `turns`: further requests of a talk; `turn`: tokens that each of them adds after the answer.
     """
 
@@ -58,8 +58,9 @@ WORKLOADS = {
     "P": Workload(50, 64, shared=1000),
     "T": Workload(60, 80, shared=1000, turns=5, turn=60),
     "I": Workload(32, 192),
+    "E": Workload(256, 0, spread=128),
 }
-"""Short, medium, long, shared prefix, talks, and the decoding that a prompt of `LONG` interrupts."""
+"""Short, medium, long, shared prefix, talks, the decoding that a prompt of `LONG` interrupts, and embeddings."""
 LONG = Workload(1500, 16)
 """The request of workload I that arrives while other clients decode."""
 
@@ -98,6 +99,7 @@ def make_jobs(workload: Workload, count: int, seed: str, vocabulary: int) -> lis
 class Exchange:
     """One request and its streamed answer. The bytes of the answer are parsed after the load."""
 
+    client: int = 0
     sent: float = 0.0
     status: int = 0
     failure: str = ""
@@ -112,7 +114,7 @@ class Exchange:
             *whole, rest = (rest + data).split(b"\n\n")
             bodies = (block.removeprefix(b"data: ") for block in whole if block.startswith(b"data: "))
             events += [(at, json.loads(body)) for body in bodies if body not in EMPTY_EVENTS]
-        return events
+        return [(at, json.loads(rest))] if self.reads and rest.startswith(b"{") else events
 
     @property
     def error(self) -> str:
@@ -125,7 +127,7 @@ class Exchange:
     @cached_property
     def token_times(self) -> list[float]:
         """The times of the events with text or tokens."""
-        return [at for at, event in self.events if _read_text(event) or event.get("tokens")]
+        return [at for at, event in self.events if _read_text(event) or event.get("tokens") or event.get("data")]
 
     @property
     def tokens(self) -> list[int]:
@@ -142,7 +144,8 @@ class Exchange:
         details = usage.get("prompt_tokens_details") or {}
         cached = timings.get("cache_n", details.get("cached_tokens", 0))
         prompt = usage.get("prompt_tokens", cached + timings.get("prompt_n", 0))
-        return prompt, cached, usage.get("completion_tokens", timings.get("predicted_n", len(self.token_times)))
+        generated = sum("data" not in event for _, event in self.events) and len(self.token_times)
+        return prompt, cached, usage.get("completion_tokens", timings.get("predicted_n", generated))
 
 
 def _read_text(event: Mapping[str, object]) -> object:
@@ -161,9 +164,10 @@ class Connection(asyncio.Protocol):
         self._end: asyncio.Future[None] | None = None
 
     async def send(self, body: Mapping[str, object], exchange: Exchange) -> None:
-        """Send a request and store its answer in `exchange`; errors are stored, too."""
+        """Send a request and store its answer in `exchange`; errors are stored, too. An `input` is embedded."""
         payload, loop = json.dumps(body, separators=(",", ":")).encode(), asyncio.get_running_loop()
-        head = f"POST {self._path} HTTP/1.1\r\nHost: {self._address[0]}:{self._address[1]}\r\n"
+        path = "/v1/embeddings" if "input" in body else self._path
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._address[0]}:{self._address[1]}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
         self._exchange = exchange
         for is_reused in (self._transport is not None and not self._transport.is_closing(), False):
@@ -237,18 +241,20 @@ class Target:
         return Connection(self.address, {"native": "/completion", "openai": "/v1/completions"}[self.api])
 
     def make_body(self, prompt: Sequence[int], answer: int) -> dict[str, object]:
-        """Return the body of a request for exactly `answer` tokens."""
+        """Return the body of a request for exactly `answer` tokens, or with 0 for the embedding of the prompt."""
+        if not answer:
+            return {"input": [prompt], "model": "any"}
         body: dict[str, object] = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "stream": True}
         if self.api == "openai":
             return body | {"max_tokens": answer, "stream_options": {"include_usage": True}}
         return body | {"n_predict": answer, "return_tokens": True}
 
 
-async def run_job(target: Target, connection: Connection, job: Job, exchanges: list[Exchange]) -> None:
+async def run_job(target: Target, connection: Connection, job: Job, exchanges: list[Exchange], client: int = 0) -> None:
     """Send the requests of a job one after another, and append their exchanges at the start of each."""
     prompt = job.prompt
     for turn in (*job.turns, None):
-        exchange = Exchange()
+        exchange = Exchange(client)
         exchanges.append(exchange)
         await connection.send(target.make_body(prompt, job.answer), exchange)
         if turn is None or exchange.error:
@@ -261,13 +267,13 @@ async def run_closed_loop(target: Target, jobs: Sequence[Job], clients: int, exc
     """Run jobs by clients that each take the next job when they have ended one."""
     pending = iter(jobs)
 
-    async def run_client() -> None:
+    async def run_client(client: int) -> None:
         connection = target.connect()
         for job in pending:
-            await run_job(target, connection, job, exchanges)
+            await run_job(target, connection, job, exchanges, client)
         connection.close()
 
-    await asyncio.gather(*(run_client() for _ in range(clients)))
+    await asyncio.gather(*map(run_client, range(clients)))
 
 
 async def run_open_loop(target: Target, jobs: Sequence[Job], rate: float, exchanges: list[Exchange]) -> None:

@@ -11,6 +11,13 @@ loads a server that runs already. The load is closed or open:
 ``--soak N`` sends N requests to each server in ten parts. It exits with 1 if a request fails, or if the memory grows by
 more than 2 % after the first part.
 
+``--all`` runs every workload with 1, 4 and 16 clients and one open loop, the most important cases first, and stops
+after ``--minutes`` (18). ``--quick`` runs every workload once with two clients, to see that all of them work:
+
+    python benchmarks/server/serving.py MODEL.gguf --server hocket --server llama --llama-server PATH --all --save STEM
+
+Workload E (embeddings) is for hocket alone: llama-server would generate no text with `--embeddings`.
+
 Prompts are lists of random token ids with fixed seeds, different in each round. Answers have a fixed length: the end
 token is ignored. The load generator prints its own share of the CPU time of the machine.
 """
@@ -20,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import shlex
@@ -61,6 +69,12 @@ MIN_GAP_MS = 0.1
 """Shortest median gap with a ratio. If tokens come faster, several of them are read at once."""
 DECODING_CLIENTS = 8
 """Clients of workload I that decode when the long prompt arrives."""
+FAIRNESS_WINDOW_SECONDS = 10.0
+"""Seconds of the windows in which the tokens of clients are compared."""
+OPEN_LOOP_SECONDS = 20.0
+"""Seconds in which the requests of the open loop of `--all` arrive."""
+ALL_MINUTES = 18.0
+"""Limit of `--all`, without the start of the servers."""
 
 
 # --------------------------------------------------------------------------------------------------------- measurement
@@ -84,6 +98,26 @@ def find_percentile(numbers: Sequence[float], share: float) -> float:
     """Return the number below which `share` of the numbers are, or 0 without numbers."""
     ordered = sorted(numbers)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def find_lowest_fairness(exchanges: Sequence[Exchange]) -> float:
+    """Return the lowest of Jain's indices of the tokens of clients, over windows of 10 s; 1 if all have as many.
+
+    A run that is shorter than a window is one window. Jain, Chiu and Hawe, 1984.
+    """
+    times = [(at, one.client) for one in exchanges for at in one.token_times]
+    clients = {one.client for one in exchanges}
+    if not times:
+        return 0.0
+    start, end = min(times)[0], max(times)[0]
+    count = max(1, int((end - start) / FAIRNESS_WINDOW_SECONDS))
+    windows = [dict.fromkeys(clients, 0) for _ in range(count)]
+    for at, client in times:
+        number = int((at - start) / FAIRNESS_WINDOW_SECONDS)
+        if number < count or count == 1:
+            windows[min(number, count - 1)][client] += 1
+    sums = [(sum(one.values()) ** 2, len(one) * sum(n * n for n in one.values())) for one in windows]
+    return min((square / total for square, total in sums if total), default=0.0)
 
 
 def summarise_exchanges(exchanges: Sequence[Exchange], seconds: float, *, has_late: bool) -> dict[str, object]:
@@ -114,17 +148,22 @@ def summarise_exchanges(exchanges: Sequence[Exchange], seconds: float, *, has_la
         "first_ms_p99": find_percentile(waits, 0.99),
         "gap_ms_p50": usual,
         "gap_ms_p99": slow,
+        "fairness": find_lowest_fairness(steady),
     }
     return row | ({"gap_ratio": slow / usual} if usual > MIN_GAP_MS else {})
 
 
 @dataclass(frozen=True)
 class LoadCase:
-    """A workload with its load: a number of clients, or a rate of requests per second."""
+    """A workload with its load: a number of clients, or a rate of requests per second.
+
+    `jobs` are the requests of a rate; 0 for the number that the caller gives.
+    """
 
     workload: str
     clients: int = 1
     rate: float = 0.0
+    jobs: int = 0
 
     @property
     def load(self) -> str:
@@ -143,7 +182,7 @@ def measure_load(target: Target, case: LoadCase, requests: int, seed: str) -> di
     """
     workload, exchanges = WORKLOADS[case.workload], list[Exchange]()
     is_interrupted = case.workload == "I"
-    count = case.clients if is_interrupted else requests if case.rate else requests * case.clients
+    count = case.clients if is_interrupted else case.jobs or requests if case.rate else requests * case.clients
     jobs = make_jobs(workload, count, f"{case} {seed}", target.vocabulary)
     if is_interrupted:
         (long,) = make_jobs(LONG, 1, f"long {case} {seed}", target.vocabulary)
@@ -238,6 +277,7 @@ TABLE_COLUMNS: Mapping[str, tuple[str, float, int]] = {
     "gap_ms_p50": ("gap p50 ms", 1, 1),
     "gap_ms_p99": ("p99", 1, 1),
     "gap_ratio": ("p99 / p50", 1, 1),
+    "fairness": ("Jain", 1, 2),
     "cached_share": ("cached %", 100, 0),
     "errors": ("errors", 1, 0),
     "cpu_seconds": ("CPU s", 1, 1),
@@ -269,13 +309,58 @@ def format_rows(rows: Sequence[Mapping[str, object]]) -> list[list[str]]:
 def run_cases(
     targets: Sequence[Target], cases: Sequence[LoadCase], args: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
-    """Yield the figures of each run; the servers alternate, and a first run of each case is not counted."""
-    for case in cases:
-        for target in targets:
-            measure_load(target, case, 1, "warm")
-        for i in range(args.rounds):
+    """Yield the figures of each run; the servers alternate, and a first run of each case is not counted.
+
+    With `--minutes`, all cases run once before the second round. A case does not begin if it would end too late, as
+    predicted from the tokens per second so far.
+    """
+    if not args.minutes:
+        for case in cases:
             for target in targets:
-                yield {"round": i, **measure_load(target, case, args.requests, f"round {i}")}
+                measure_load(target, case, 1, "warm")
+            for i in range(args.rounds):
+                for target in targets:
+                    yield {"round": i, **measure_load(target, case, args.requests, f"round {i}")}
+        return
+    until = time.monotonic() + 60.0 * args.minutes
+    rates: dict[str, float] = {}  # tokens per second of each server, in its slowest case so far
+    for target in targets:
+        measure_load(target, LoadCase("S", max(case.clients for case in cases)), 1, "warm")
+    for i in range(args.rounds):
+        for case in cases:
+            weight = estimate_work_tokens(case, args.requests)
+            users = [target for target in targets if case.workload != "E" or target.name != "llama"]
+            seconds = sum(weight / rates[one.name] for one in users if one.name in rates)
+            if time.monotonic() + seconds > until:
+                print(f"left out for lack of time: {case.workload} {case.load}, round {i}", flush=True)
+                continue
+            for target in users:
+                row = measure_load(target, case, args.requests, f"round {i}")
+                rate = weight / float(str(row["seconds"]))
+                rates[target.name] = min(rate, rates.get(target.name, rate))
+                yield {"round": i, **row}
+
+
+def estimate_work_tokens(case: LoadCase, requests: int) -> float:
+    """Estimate the work of a case in tokens: prompts without their shared or known parts, and answers."""
+    workload = WORKLOADS[case.workload]
+    jobs = 1 if case.workload == "I" else requests
+    each = workload.own + workload.answer + workload.turns * (workload.turn + 2 * workload.answer)
+    count = case.jobs or jobs if case.rate else jobs * case.clients
+    return count * each + workload.shared + (LONG.own if case.workload == "I" else 0)
+
+
+def list_all_cases(clients: Sequence[int], rate: float) -> list[LoadCase]:
+    """List all workloads, the most important and cheapest cases first.
+
+    Args:
+        clients: The numbers of clients, in the order of their importance.
+        rate: Requests per second of the open loop.
+    """
+    closed = [LoadCase(name, count) for count in clients for name in "MSPLE"]
+    talks = [LoadCase("T", count) for count in sorted(clients)]
+    others = [LoadCase("I", DECODING_CLIENTS), LoadCase("M", rate=rate, jobs=math.ceil(OPEN_LOOP_SECONDS * rate))]
+    return [*closed[:5], *others, *talks[:1], *closed[5:], *talks[1:]]
 
 
 def run_soak(target: Target, case: LoadCase, requests: int) -> Iterator[dict[str, object]]:
@@ -311,6 +396,9 @@ def main() -> None:
     parser.add_argument("-c", type=int, help="tokens of a slot (as many as the workloads need)")
     parser.add_argument("-t", type=int, default=os.cpu_count(), help="threads of each server (all cores)")
     parser.add_argument("-r", "--rounds", type=int, default=3, help="rounds (3)")
+    parser.add_argument("--all", action="store_true", help="all workloads, in 18 minutes at most")
+    parser.add_argument("--quick", action="store_true", help="all workloads once, with 2 clients")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no case that would end later")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="requests of a soak, in place of rounds")
     parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
@@ -321,6 +409,10 @@ def main() -> None:
     loads = [LoadCase("", rate=args.rate)] if args.rate else [LoadCase("", count) for count in clients]
     cases = [replace(load, workload=name) for name in args.workloads if name != "I" for load in loads]
     cases += [LoadCase("I", DECODING_CLIENTS)] * ("I" in args.workloads)
+    if args.all or args.quick:
+        args.minutes = args.minutes or ALL_MINUTES
+        args.requests, args.rounds = (1, 1) if args.quick else (2, 2)
+        args.workloads, cases = "SMLPTIE", list_all_cases([2] if args.quick else [16, 4, 1], args.rate or 2.0)
     slots = args.np or max(case.clients + (case.workload == "I") for case in cases)
     sizes = [WORKLOADS[name].context for name in args.workloads] + [LONG.context] * ("I" in args.workloads)
     context = args.c or -(-max(sizes) // 256) * 256

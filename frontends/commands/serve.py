@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -208,6 +209,15 @@ def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
         raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
 
 
+def refuse_flags_of_generation(args: argparse.Namespace) -> None:
+    """Raise `ModelError` for flags that an encoder cannot follow."""
+    reasons = {"--log-requests": "no steps to log", "--pool-tokens": "no KV caches"}
+    is_set = {"--log-requests": args.log_requests is not None, "--pool-tokens": args.pool_tokens > 0}
+    for flag, reason in reasons.items():
+        if is_set[flag]:
+            raise ModelError(f"{flag} is for models that generate text; an encoder has {reason}; leave out {flag}")
+
+
 def follow_server_on_rank_0(args: argparse.Namespace) -> int:
     """Run the part of the model on the devices of this rank, until the server on rank 0 ends; return the exit code.
 
@@ -238,16 +248,18 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         options: The options of the HTTP server.
         listeners: The listening sockets. Clients that connect wait until the model is open.
     """
+    start, port = time.monotonic(), listeners[0].getsockname()[1]
     log = open_request_log(args)
     model, name = open_served_model(args)
     from ... import __version__
-    from ...server.lifecycle import run_server
+    from ...server.lifecycle import restart_in_fresh_process, run_server
     from ..serving.served_model import EncoderService, has_no_generation
     from ..serving.thread import EngineOptions, EngineThread
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
     saved, whole = args.cache_memory << 20, args.admit == "whole"
-    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole)
+    keeps = args.slot_save_path is not None
+    engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole, keeps)
     with model:
         failures: list[str] = []
 
@@ -257,8 +269,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
 
         service: EngineThread | EncoderService
         if has_no_generation(model):
-            if log is not None:
-                raise ModelError("--log-requests is for models that generate text; an encoder has no steps to log")
+            refuse_flags_of_generation(args)
             service = EncoderService(model, name=name, version=__version__, on_failure=end_server)
         else:
             service = EngineThread(
@@ -282,6 +293,8 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         if failures:
             write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
         if isinstance(service.error, DeviceLostError):
+            if args.world.size == 1:
+                restart_in_fresh_process(port, time.monotonic() - start, partial(_announce, "starts anew,"))
             os._exit(1)  # the device also refuses the calls that free its memory
         return 1 if failures else code
 

@@ -29,6 +29,7 @@ from ..inference.decoding.launch_ahead import DeviceTokenSchedule, MaskedSchedul
 from ..inference.micro_batches import DeviceScheduleMaker, MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
+from ..inference.session_lease import evaluate_and_record_prompts
 from ..models import Step
 from .grammar import Grammar, GrammarState
 from .lazy_grammar import LazyGrammarState, LazyJsonGrammar
@@ -199,13 +200,11 @@ def _sample_sequences(
         """Return seconds of a clock that stops while plans are made."""
         return time.perf_counter() - session.planning_seconds
 
-    if limit == 0:
-        session.evaluate([list(prompt[:-1]) for prompt in prompts])
     start, planned = clock(), session.planning_seconds - timing.planning
-    rows = session.evaluate([list(prompt) for prompt in prompts]) if limit else []
-    for tokens, prompt in zip(known, prompts, strict=True):
-        tokens.extend(prompt)
+    rows = evaluate_and_record_prompts(session, prompts if limit else [prompt[:-1] for prompt in prompts], known)
     if not limit:
+        for tokens, prompt in zip(known, prompts, strict=True):
+            tokens.extend(prompt[-1:])
         return
     timing.prompt_tokens, timing.prefill = sum(map(len, prompts)), clock() - start
     timing.planning = session.planning_seconds - planned

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from ..errors import ModelError
 from .micro_batches import MicroBatchedSession, make_session_micro_batched_if_faster
+from .prefill_chunks import F32
 from .session import Session
 
 MAX_IDLE_SESSIONS = 4
@@ -62,6 +63,21 @@ class SessionLease:
         for i in range(self.session.sequences):
             self.session.reset(i)
         self.tokens, self.has_saved_state = [[] for _ in range(self.session.sequences)], False
+
+
+def evaluate_and_record_prompts(
+    session: Session | MicroBatchedSession, prompts: Sequence[Sequence[int]], known: list[list[int]]
+) -> list[F32]:
+    """Evaluate the prompts, append their tokens to the `known` ones, and return the logits.
+
+    After an interrupt, the tokens that the session has evaluated are known.
+    """
+    starts = list(session.lengths)
+    try:
+        return session.evaluate([list(prompt) for prompt in prompts])
+    finally:
+        for tokens, prompt, start, end in zip(known, prompts, starts, session.lengths, strict=True):
+            tokens.extend(prompt[: end - start])
 
 
 class IdleSessions:

@@ -27,6 +27,7 @@ from .inputs.family import FamilyTraits
 from .inputs.graph_builder import NEXT_TOKEN_STATE, StepGraphBuilder
 from .inputs.graph_builder import SNAPSHOTS as SNAPSHOTS
 from .inputs.graph_builder import WINDOWS as WINDOWS
+from .inputs.mixed_step import MixedStepGraphBuilder
 from .inputs.step import MASKED_KIND, PLAIN_KINDS
 from .inputs.step import Batch as Batch
 from .inputs.step import Step as Step
@@ -154,6 +155,11 @@ class Model:
         return self.hyper.is_causal
 
     @property
+    def can_mix_segments(self) -> bool:
+        """Whether a step can read a prompt of one sequence and decode a token of others."""
+        return self.hyper.can_mix_segments
+
+    @property
     def is_encoder_without_logits(self) -> bool:
         """Whether the model is an encoder: without an output matrix, its graphs return ``hidden`` rows, not logits."""
         return self.hyper.family.run_mode == "encoder"
@@ -215,9 +221,8 @@ class Model:
                 f"{self.gguf.path}: this model chooses {attended} tokens of a context to attend to, and hocket runs it "
                 f"only where that is all of them; use a context size of at most {attended}"
             )
-        frame = StepGraphBuilder(
-            step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions
-        )
+        builder = MixedStepGraphBuilder if step.prompt_tokens else StepGraphBuilder
+        frame = builder(step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions)
         if step.output_kind == MASKED_KIND:
             return build_masked_selection(frame, self.vocabulary_size)
         plain = step.output_kind in PLAIN_KINDS
@@ -234,7 +239,7 @@ class Model:
         Raises:
             ModelError: The batch does not fit the step, or a token is not in the vocabulary.
         """
-        for new in batch.tokens:
+        for new in (*batch.tokens, *(batch.prompt or ())[1:]):
             if len(new) and not (min(new) >= 0 and max(new) < self.vocabulary_size):
                 raise ModelError(
                     f"batch: tokens run from {min(new)} to {max(new)}; need 0 to {self.vocabulary_size - 1}; "

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ... import ops
 from ...graph import Graph, Value
-from .hyperparameters import Hyperparameters, Layer
+from .hyperparameters import Hyperparameters, Layer, TokenMixer
 from .inputs.graph_builder import StepGraphBuilder
 from .inputs.token_choice import SELECTIONS
 from .inputs.weights import ModelWeights
@@ -147,12 +147,16 @@ class Decoder:
         name = "attn_norm_2"
         if self.family.parallel and f"blk.{i}.{name}.weight" in self.weights.gguf.tensors:
             h = self.apply_block_norm_if_present(i, name, x)
-        first, *others = (mixer(self.weights, self.frame, i, h) for mixer in layer.mixers)
+        first, *others = (self.run_mixer(mixer, i, h) for mixer in layer.mixers)
         for other in others:
             first = ops.add(first, other)
         if self.family.attn_post:
             first = self.post_norm(self.weights, f"blk.{i}.{self.family.attn_post}", first)
         return first if self.family.residual_after_norm else self.apply_residual_scale(first)
+
+    def run_mixer(self, mixer: TokenMixer, i: int, h: Value) -> Value:
+        """Run a mixer of block i on ``h`` f32[B*T, E]: f32[B*T, E]."""
+        return self.frame.run_mixer(lambda frame, x: mixer(self.weights, frame, i, x), h, is_recurrent=mixer.taps > 0)
 
     def compute_feed_forward_without_residual(
         self, i: int, layer: Layer, h: Value, added: Value, before: Value

@@ -15,7 +15,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
-from .inputs.step import STATE_TOKEN_KINDS, Batch, RingRowNumberInput, Step
+from .inputs.step import PROMPT_ROW, STATE_TOKEN_KINDS, Batch, RingRowNumberInput, Step, name_prompt_table
 from .inputs.weights import ModelWeights
 from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
@@ -158,7 +158,23 @@ class Hyperparameters:
         """
         rolls = self.windows and all(map(step.ring_cells, self.windows.values()))
         absent = ({"slot"} if rolls else set()) | ({"tokens"} if step.output_kind in STATE_TOKEN_KINDS else set())
-        return (self.required_inputs | ({"table"} if step.blocks else set())) - absent
+        tables = {"table"} if step.blocks else set()
+        if step.prompt_tokens:
+            tables |= {PROMPT_ROW} if self.max_convolution_taps else set()
+            tables |= {name_prompt_table(0)} if "slot" in self.required_inputs and not rolls else set()
+        return (self.required_inputs | tables) - absent
+
+    @cached_property
+    def can_mix_segments(self) -> bool:
+        """Whether a step can read a prompt of one sequence and decode others; see `MixedStepGraphBuilder`."""
+        keeps_order = LatentAttention | CompressedAttention
+        return (
+            self.is_causal
+            and self.family.residuals != "shifting"
+            and self.ngrams is None
+            and self.mtp_blocks is None
+            and not any(isinstance(mixer, keeps_order) for block in self.blocks for mixer in block.mixers)
+        )
 
     def window_tokens(self, layer: int) -> int:
         """Return the attention window of a layer in tokens; 0 for full attention.

@@ -1,9 +1,8 @@
 """The engine of a model server: it schedules requests step by step, and reports events.
 
-A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step either
-reads a chunk of one prompt or decodes one token of every running request. Both kinds of step alternate while both
-kinds of work exist. A chunk takes about as long as a decode step, so the time between two tokens is at most about
-twice a decode step.
+A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step reads a
+chunk of one prompt, or decodes one token of every running request, or does both. Where a mixed step does not save time,
+both kinds alternate. A chunk takes about as long as a decode step, so two tokens are at most two such steps apart.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from ...graph.errors import HocketError, StatesLostError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
-from ..inference.prefill_chunks import next_power_of_two
+from ..inference.prefill_chunks import F32
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
@@ -33,18 +31,21 @@ from .requests import (
 from .running_requests import (
     QueuedRequest,
     RunningRequest,
+    WindowBlockTurns,
     are_all_decoding_on,
+    build_engine_status,
     choose_move_to_shrink_window,
     choose_token,
     decode_to_logits_or_candidates,
+    gather_next_and_known_tokens,
     is_prefix_being_read,
     make_token_event,
     select_preempted_requests,
     start_request,
 )
-from .slots import MIN_PROMPT_TOKENS
-from .step_history import SMOOTHING, StepHistory, predict_seconds_of_size, update_running_mean
+from .step_history import SMOOTHING, StepHistory
 from .step_runner import StepOutput, StepRunner, count_window_slots
+from .step_times import StepTimes
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -64,6 +65,7 @@ class Engine:
         idle_chunk_seconds: Largest predicted time of a chunk while no request decodes; infinity needs no prediction.
         max_window: Largest number of slots of a decode step; a power of two, or `None` for all slots.
         fills_context: Whether a request with a full context gets the token after it, which needs no cell.
+        mixes_steps: Whether a step may read a chunk and decode tokens, where this is predicted to save time.
     """
 
     def __init__(
@@ -77,15 +79,17 @@ class Engine:
         idle_chunk_seconds: float = IDLE_CHUNK_SECONDS,
         max_window: int | None = None,
         fills_context: bool = False,
+        mixes_steps: bool = True,
     ) -> None:
         self._pool, self._cache, self._clock = pool, cache, clock
-        self._queue_size, self._max_gap_seconds = queue_size, max_gap_seconds
-        self._idle_chunk_seconds, self._max_window = idle_chunk_seconds, max_window
-        self._max_tokens, self._last_block = pool.context + fills_context, -1
+        self._queue_size, self._blocks = queue_size, WindowBlockTurns(max_window)
+        self._times = StepTimes(
+            pool, max_gap_seconds=max_gap_seconds, idle_chunk_seconds=idle_chunk_seconds, mixes_steps=mixes_steps
+        )
+        self._max_tokens = pool.context + fills_context
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[int, RunningRequest] = {}
         self._reads_next = True
-        self._chunk_seconds, self._decode_seconds = dict[int, float](), dict[int, float]()
         self._request_seconds, self._sums = 0.0, EngineTotals()
         self.last_end: EndedSequence | None = None
         """The sequence of the request that has ended last."""
@@ -138,13 +142,7 @@ class Engine:
     @property
     def status(self) -> EngineStatus:
         """The present counts of slots, requests and tokens."""
-        requests = tuple(self._running[i].request.id if i in self._running else "" for i in range(self._pool.slots))
-        tokens = tuple(
-            len(self._running[i].tokens) if i in self._running else self._cache.count_cached_slot_tokens(i)
-            for i in range(self._pool.slots)
-        )
-        running, queued, sums = len(self._running), len(self._queue), replace(self._sums)
-        return EngineStatus(self._pool.slots, self._pool.context, running, queued, requests, tokens, sums)
+        return build_engine_status(self._pool, self._cache, self._running, len(self._queue), self._sums)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -170,14 +168,19 @@ class Engine:
         yield from self._start_queued_and_yield_cached_counts()
         reading = [one for one in self._running.values() if one.unread_tokens]
         awake = (one for one in self._running.values() if one.request.id not in paused)
-        decoding = self._select_window_block_in_turn([one for one in awake if one.next_token is not None])
+        decoding = self._blocks.select_next([one for one in awake if one.next_token is not None])
         drafts = {one.slot: self._pool.list_drafted_tokens(one.slot) for one in decoding}
         if drafted := [one for one in decoding if [*drafts[one.slot][:1]] == [one.next_token]]:
             yield from self._take_drafted_tokens(drafted)
             return
         if reading and (self._reads_next or not decoding):
+            one = min(reading, key=lambda one: one.submitted)
+            chunk = self._choose_chunk(one, decoding)
+            if self._times.is_mixing_faster(one, chunk, decoding):
+                yield from self._read_chunk_and_decode(one, chunk, decoding)
+                return
             self._reads_next = False
-            yield from self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
+            yield from self._read_chunk(one, chunk)
             return
         self._reads_next = True
         if decoding:
@@ -208,14 +211,6 @@ class Engine:
         self._cache.forget_tokens_and_states_of_slots()
         self._sums.restarts += 1
         return events
-
-    def _select_window_block_in_turn(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
-        """Select the requests of one block of `max_window` slots; the blocks that have requests take turns."""
-        size = self._max_window or self._pool.slots
-        if self._pool.slots <= size or len(blocks := {one.slot // size for one in decoding}) <= 1:
-            return decoding
-        self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
-        return [one for one in decoding if one.slot // size == self._last_block]
 
     def _start_queued_and_yield_cached_counts(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
@@ -254,7 +249,7 @@ class Engine:
             yield from self._report_prompt_progress(running)
 
     def _report_prompt_progress(self, running: RunningRequest) -> Iterator[Event]:
-        """Yield the progress of a request in its prompt. Yield none that its client knows from an earlier start."""
+        """Yield the progress of a request in its prompt, unless its client knows it from an earlier start."""
         if len(running.tokens) > running.reported_tokens:
             running.reported_tokens = len(running.tokens)
             yield PromptProgressEvent(running.request.id, len(running.tokens))
@@ -275,35 +270,13 @@ class Engine:
             self._running[target] = self._running.pop(outside.slot)
             outside.slot = target
 
-    def _choose_power_of_two_chunk_size(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> int:
-        """Choose how many prompt tokens the next chunk reads: a power of two, or all that are left.
+    def _choose_chunk(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> tuple[int, ...]:
+        """Choose the prompt tokens that the next chunk of a request reads."""
+        before, size = len(running.tokens), self._times.choose_power_of_two_chunk_size(len(decoding))
+        size = self._cache.limit_chunk_to_save_position(running.slot, before, size)
+        return running.request.prompt[before : before + size]
 
-        Other requests decode only between chunks. So a chunk takes about the predicted time of a decode step, and at
-        most `max_gap_seconds`.
-        """
-        if decoding:
-            step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
-            budget = min(max(step, self._predict_nearest_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
-        else:
-            budget = self._idle_chunk_seconds
-        size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
-        while size * 2 <= self._pool.batch and self._predict_nearest_chunk_seconds(size * 2) <= budget:
-            size *= 2
-        return self._cache.limit_chunk_to_save_position(running.slot, len(running.tokens), min(size, self._pool.batch))
-
-    def _predict_nearest_chunk_seconds(self, size: int) -> float:
-        """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
-
-        Before the first measurement, the prediction comes from the plan of the chunk.
-        """
-        if not self._chunk_seconds:
-            return self._pool.predict_prompt_seconds(size)
-        return predict_seconds_of_size(self._chunk_seconds, size)
-
-    def _read_chunk(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
-        before = len(running.tokens)
-        size = self._choose_power_of_two_chunk_size(running, decoding)
-        chunk = running.request.prompt[before : before + size]
+    def _read_chunk(self, running: RunningRequest, chunk: tuple[int, ...]) -> Iterator[Event]:
         self.requests_in_step = (running.request.id,)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
@@ -313,10 +286,12 @@ class Engine:
             yield self._end_with_error_and_zero_slot(running, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
-        bucket = next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS))
-        update_running_mean(self._chunk_seconds, bucket, seconds - planning)
+        self._times.record_chunk(len(chunk), seconds - planning)
         self._sums.prompt_seconds += seconds
         self.history.record_step("prompt", start, seconds, [(running.request.id, len(chunk))])
+        yield from self._advance_by_chunk(running, chunk, logits)
+
+    def _advance_by_chunk(self, running: RunningRequest, chunk: tuple[int, ...], logits: F32) -> Iterator[Event]:
         running.tokens.extend(chunk)
         self._cache.record_read_tokens(running.slot, running.tokens)
         yield from self._report_prompt_progress(running)
@@ -326,6 +301,38 @@ class Engine:
             yield self._end(running, "length")
         else:
             yield from self._sample_next_token(running, logits)
+
+    def _read_chunk_and_decode(
+        self, reading: RunningRequest, chunk: tuple[int, ...], decoding: Sequence[RunningRequest]
+    ) -> Iterator[Event]:
+        """Run a mixed step. After an error the two kinds of step run apart, to find the request that fails."""
+        decoding = self._reserve_cells_or_preempt(decoding)
+        if self._running.get(reading.slot) is not reading:
+            yield from self._decode(decoding)
+            return
+        self._move_request_to_shrink_window(decoding)
+        self.requests_in_step = (reading.request.id, *(one.request.id for one in decoding))
+        start = self._clock()
+        try:
+            rows = self._pool.read_prompt_and_decode(
+                reading.slot, chunk, *gather_next_and_known_tokens(decoding, self._running)
+            )
+        except StatesLostError:
+            raise
+        except HocketError:
+            yield from self._read_chunk(reading, chunk)
+            yield from self._decode(decoding)
+            return
+        seconds = self._clock() - start
+        decode_seconds = min(seconds, self._times.get_decode_seconds(len(decoding)))
+        self._sums.decode_seconds += decode_seconds
+        self._sums.prompt_seconds += seconds - decode_seconds
+        self._sums.decode_steps += 1
+        counts = [(one.request.id, 1) for one in decoding]
+        self.history.record_step("mixed", start, seconds, [(reading.request.id, len(chunk)), *counts])
+        for one in decoding:
+            yield from self._advance(one, rows[one.slot])
+        yield from self._advance_by_chunk(reading, chunk, rows[reading.slot])
 
     def _decode(self, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
         if not (decoding := self._reserve_cells_or_preempt(decoding)):
@@ -342,7 +349,7 @@ class Engine:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
-        update_running_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
+        self._times.record_decode(len(decoding), seconds - planning)
         self._sums.decode_seconds += seconds
         self._sums.decode_steps += 1
         self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])

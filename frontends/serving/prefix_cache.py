@@ -95,7 +95,7 @@ NO_CONTENTS = EvaluatedSlotTokens((), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedRecurrentStates:
+class SavedRecurrentStates:
     """A copy of the recurrent states that a slot had after some prefix of tokens, with its size in bytes."""
 
     states: SlotStates
@@ -117,7 +117,7 @@ class PrefixCache:
         """Number of tokens that each slot holds, decoded tokens included."""
         self._last_use: list[int] = [0] * memory.slots
         self._uses = 0
-        self._saved: OrderedDict[tuple[int, int], _SavedRecurrentStates] = OrderedDict()
+        self._saved: OrderedDict[tuple[int, ...], SavedRecurrentStates] = OrderedDict()
         """Saved states by slot and position, least recently used first."""
         self._saved_bytes = 0
         self._contents: list[EvaluatedSlotTokens] = [NO_CONTENTS] * memory.slots
@@ -135,6 +135,10 @@ class PrefixCache:
     def count_cached_slot_tokens(self, slot: int) -> int:
         """Return the number of prompt tokens that a slot keeps for reuse."""
         return len(self._tokens[slot])
+
+    def count_retained_slot_tokens(self, slot: int) -> int:
+        """Return the number of tokens that a slot keeps after its request, with the tokens of the answer."""
+        return max(self._contents[slot].length, len(self._tokens[slot]))
 
     def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
@@ -187,7 +191,7 @@ class PrefixCache:
         known = self._tokens[slot]
         shared = count_common_prefix_tokens(known, prompt[:-1])
         if self._memory.has_recurrent_states:
-            return max((at for place, at in self._saved if place == slot and at <= shared), default=0)
+            return max((key[1] for key in self._saved if key[0] == slot and key[1] <= shared), default=0)
         slack = self._memory.droppable_last_tokens
         if slack is None:
             return shared
@@ -232,14 +236,10 @@ class PrefixCache:
         for key in [key for key in self._saved if key[0] == target and key[1] > match.tokens]:
             self._drop(key)
         if source != target and saved is not None:
-            self._keep(target, match.tokens, saved)
+            self._keep((target, match.tokens), saved)
         self._save_points[target] = frozenset()
         if self._memory.has_recurrent_states:
-            points = {
-                (len(prompt) - 1) // STATE_ALIGNMENT * STATE_ALIGNMENT,
-                shared // STATE_ALIGNMENT * STATE_ALIGNMENT,
-            }
-            self._save_points[target] = frozenset(at for at in points if at >= match.tokens + MIN_REUSED_TOKENS)
+            self._save_points[target] = choose_save_points(len(prompt), shared, match.tokens)
         self._touch(target)
 
     def limit_chunk_to_save_position(self, slot: int, position: int, size: int) -> int:
@@ -262,7 +262,7 @@ class PrefixCache:
         if len(tokens) in self._save_points[slot]:
             nbytes = self._memory.compute_recurrent_state_bytes()
             if nbytes <= self._state_bytes:
-                self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
+                self._keep((slot, len(tokens)), SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
 
     def resize_to_slot_count(self, slots: int) -> None:
         """Change the memory to `slots` slots, and forget the slots beyond them. The others keep their tokens."""
@@ -309,6 +309,12 @@ class PrefixCache:
         """Whether one copy of the recurrent states of a slot fits into the memory for them."""
         return self._memory.compute_recurrent_state_bytes() <= self._state_bytes
 
+    def prepare_restored_slot(self, slot: int, length: int) -> None:
+        """Prepare a slot for the states of `length` tokens; it has cells for its context already."""
+
+    def cancel_restored_slot(self, slot: int) -> None:
+        """Undo `prepare_restored_slot`, because the states do not fit."""
+
     def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Make the restored contents of a slot reusable: its first `length` tokens, decoded ones included.
 
@@ -320,23 +326,35 @@ class PrefixCache:
         self.record_contents(slot, tokens, length)
         if self._memory.has_recurrent_states:
             nbytes = self._memory.compute_recurrent_state_bytes()
-            self._keep(slot, length, _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
+            self._keep((slot, length), SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
         self._touch(slot)
 
     def _touch(self, slot: int) -> None:
         self._uses += 1
         self._last_use[slot] = self._uses
 
-    def _keep(self, slot: int, position: int, saved: _SavedRecurrentStates) -> None:
-        if (slot, position) in self._saved:
-            self._drop((slot, position))
-        self._saved[slot, position] = saved
+    def _keep(self, key: tuple[int, ...], saved: SavedRecurrentStates) -> None:
+        if key in self._saved:
+            self._drop(key)
+        self._saved[key] = saved
         self._saved_bytes += saved.nbytes
         while self._saved_bytes > self._state_bytes:
             self._drop(next(iter(self._saved)))
 
-    def _drop(self, key: tuple[int, int]) -> None:
+    def _drop(self, key: tuple[int, ...]) -> None:
         self._saved_bytes -= self._saved.pop(key).nbytes
+
+
+def choose_save_points(prompt_tokens: int, shared: int, reused: int) -> frozenset[int]:
+    """Choose the positions of a prompt at which recurrent states are saved: near its end, and where prompts differ.
+
+    Args:
+        prompt_tokens: Tokens of the prompt.
+        shared: Tokens at its start that an earlier prompt has.
+        reused: Tokens at its start that are not read again.
+    """
+    points = {at // STATE_ALIGNMENT * STATE_ALIGNMENT for at in (prompt_tokens - 1, shared)}
+    return frozenset(at for at in points if at >= reused + MIN_REUSED_TOKENS)
 
 
 def count_common_prefix_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:

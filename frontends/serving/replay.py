@@ -112,7 +112,10 @@ class LogReplay:
         self._tokenizer = tokenizer
         self._pool = make_slot_pool(root, int(header["slots"]), int(header.get("pool_tokens", 0)))
         whole, state_bytes = bool(header.get("reserves_whole_texts", False)), int(header["state_bytes"])
-        cache = make_prefix_cache(self._pool, state_bytes=state_bytes, reserves_whole_texts=whole)
+        keeps = bool(header.get("retains_contents", False))
+        cache = make_prefix_cache(
+            self._pool, state_bytes=state_bytes, reserves_whole_texts=whole, retains_contents=keeps
+        )
         self._tape = ReplayTape()
         self._engine = Engine(
             TapedPool(self._pool, self._tape),

@@ -26,7 +26,7 @@ from .prefix_cache import PrefixCache
 from .requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, TokenEvent
 from .step_runner import StepRunner
 
-LOG_FORMAT = "hocket-log-1"
+LOG_FORMAT = "hocket-log-2"
 
 
 class TimeAndChecksumTape:
@@ -104,6 +104,20 @@ class TapedPool:
     def predict_prompt_seconds(self, size: int) -> float:
         """Return the predicted seconds of a prompt chunk of `size` tokens, and record them."""
         return self._tape.record_or_replay_seconds(lambda: self._pool.predict_prompt_seconds(size))
+
+    def predict_seconds_saved_by_mixing(self, slots: Collection[int], slot: int, size: int, length: int) -> float:
+        """Predict the seconds that a mixed step saves, and record them."""
+        predict = self._pool.predict_seconds_saved_by_mixing
+        return self._tape.record_or_replay_seconds(lambda: predict(slots, slot, size, length))
+
+    def read_prompt_and_decode(
+        self, slot: int, prompt: Sequence[int], tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]
+    ) -> dict[int, F32]:
+        """Run a mixed step, record the checksums of the logits, and return the logits by slot."""
+        rows = self._pool.read_prompt_and_decode(slot, prompt, tokens, before)
+        for each, logits in rows.items():
+            self._tape.record_logits_checksum(each, logits)
+        return rows
 
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew and zero all states."""

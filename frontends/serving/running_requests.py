@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.decoding.device_tokens import TokenCandidates, TokenChoice
 from ..inference.prefill_chunks import next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
-from .requests import GenerationRequest, RequestTiming, TokenEvent
+from .requests import EngineStatus, EngineTotals, GenerationRequest, RequestTiming, TokenEvent
 from .step_runner import CandidateNeeds, StepOutput, StepRunner, choose_smallest_aligned_slot_window
 
 MIN_AWAITED_TOKENS = 64
@@ -32,6 +32,8 @@ class QueuedRequest:
     - `started`, `first_token`: the moments of its first start and of its first new token, if any.
     - `sent_tokens`: the new tokens that its client has.
     - `reported_tokens`: the prompt tokens that were reported as read.
+    - `cached_tokens`: the prompt tokens that the prefix cache had at the first start.
+    - `drafted_tokens`, `accepted_tokens`: as in `RunningRequest`.
     """
 
     request: GenerationRequest
@@ -40,6 +42,9 @@ class QueuedRequest:
     first_token: float | None = None
     sent_tokens: tuple[int, ...] = ()
     reported_tokens: int = -1
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def measure_timing_and_token_counts(self, now: float) -> RequestTiming:
         """Return the token counts and the seconds of this request, which ends at the moment `now` without a slot."""
@@ -47,10 +52,13 @@ class QueuedRequest:
         first = now if self.first_token is None else self.first_token
         return RequestTiming(
             len(self.request.prompt),
-            new_tokens=len(self.sent_tokens),
-            queue_seconds=started - self.submitted,
-            prompt_seconds=first - started,
-            decode_seconds=now - first,
+            self.cached_tokens,
+            len(self.sent_tokens),
+            started - self.submitted,
+            first - started,
+            now - first,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
@@ -88,7 +96,17 @@ class RunningRequest:
     def requeue_with_sent_tokens(self) -> QueuedRequest:
         """Return this request as one that waits for a slot, and that keeps the tokens that its client has."""
         sent = (*self.context_tokens[len(self.request.prompt) :], *self.repeated_tokens)
-        return QueuedRequest(self.request, self.submitted, self.started, self.first_token, sent, self.reported_tokens)
+        return QueuedRequest(
+            self.request,
+            self.submitted,
+            self.started,
+            self.first_token,
+            sent,
+            self.reported_tokens,
+            self.cached_tokens,
+            self.drafted_tokens,
+            self.accepted_tokens,
+        )
 
     def measure_timing_and_token_counts(self, now: float) -> RequestTiming:
         """Return the token counts and the seconds of this request, which ends at the moment `now`."""
@@ -104,6 +122,36 @@ class RunningRequest:
             self.drafted_tokens,
             self.accepted_tokens,
         )
+
+
+class WindowBlockTurns:
+    """The turns of blocks of slots, if a decode step has at most `size` slots; `None` for all slots.
+
+    Args:
+        size: Slots of a block, a power of two.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self._size, self._last_block = size, -1
+
+    def select_next(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
+        """Select the requests of one block of slots; the blocks that have requests take turns."""
+        if self._size is None or len(blocks := {one.slot // self._size for one in decoding}) <= 1:
+            return decoding
+        self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
+        return [one for one in decoding if one.slot // self._size == self._last_block]
+
+
+def build_engine_status(
+    pool: StepRunner, cache: PrefixCache, running: Mapping[int, RunningRequest], queued: int, sums: EngineTotals
+) -> EngineStatus:
+    """Build the status of an engine from its running requests by slot and the number of queued ones."""
+    slots = [running.get(slot) for slot in range(pool.slots)]
+    requests = tuple("" if one is None else one.request.id for one in slots)
+    tokens = tuple(
+        cache.count_cached_slot_tokens(slot) if one is None else len(one.tokens) for slot, one in enumerate(slots)
+    )
+    return EngineStatus(pool.slots, pool.context, len(running), queued, requests, tokens, replace(sums))
 
 
 def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: int) -> RunningRequest:
@@ -125,12 +173,14 @@ def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: i
         queued.submitted,
         now if queued.started is None else queued.started,
         list(request.prompt[:cached_tokens]),
-        cached_tokens,
+        cached_tokens if queued.started is None else queued.cached_tokens,
         first_token=queued.first_token,
         grammar=request.params.grammar.make_state() if request.params.grammar else None,
         context_tokens=list(request.prompt),
         repeated_tokens=deque(queued.sent_tokens),
         reported_tokens=queued.reported_tokens,
+        drafted_tokens=queued.drafted_tokens,
+        accepted_tokens=queued.accepted_tokens,
     )
 
 
@@ -187,6 +237,14 @@ def select_preempted_requests(
     return preempted
 
 
+def gather_next_and_known_tokens(
+    decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest]
+) -> tuple[dict[int, int], dict[int, Sequence[int]]]:
+    """Return the next token of each decoding request, and the tokens of each running request, by slot."""
+    tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
+    return tokens, {slot: one.tokens for slot, one in running.items()}
+
+
 def decode_to_logits_or_candidates(
     pool: StepRunner,
     decoding: Sequence[RunningRequest],
@@ -204,8 +262,7 @@ def decode_to_logits_or_candidates(
         running: All running requests by slot.
         is_followed: Whether the next step is expected to decode the same requests.
     """
-    tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
-    before: dict[int, Sequence[int]] = {slot: one.tokens for slot, one in running.items()}
+    tokens, before = gather_next_and_known_tokens(decoding, running)
     needs = {one.slot: own for one in decoding if (own := _find_candidate_needs_after_next_token(one)) is not None}
     is_enough = needs.keys() == tokens.keys()
     candidates = pool.decode_to_candidates(tokens, before, needs, is_followed) if is_enough else None

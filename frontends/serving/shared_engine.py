@@ -82,6 +82,7 @@ class SharedEngine:
             idle_chunk_seconds=math.inf,
             max_window=MAX_HALF_WINDOW if _has_half_matrices(root) else MAX_WINDOW,
             fills_context=True,
+            mixes_steps=False,
         )
         self._request_numbers = count()
         self._events_by_request: dict[str, deque[TokenEvent | EndEvent]] = {}

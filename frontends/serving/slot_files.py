@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..inference.saved_state import SavedSessionState
 from .prefix_cache import PrefixCache
@@ -45,7 +46,7 @@ class SlotFiles:
         """Restore a slot from the content of a file, and return the number of its evaluated tokens.
 
         Args:
-            slot: Number of the slot; it is unchanged after an error.
+            slot: Number of the slot; after an error it is unchanged, or empty if it is one of a pool of blocks.
             state: The content of the file.
             path: The file, for messages.
 
@@ -55,13 +56,20 @@ class SlotFiles:
         if self._pool.has_recurrent_states and not self._cache.has_room_for_recurrent_states():
             raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
         _require_token_for_each_evaluated_position(state, path)
-        tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
+        match state.header.get("lengths"):
+            case [int(length)] if 0 <= length <= self._pool.context:
+                self._cache.prepare_restored_slot(slot, length)
+        try:
+            tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
+        except HocketError:
+            self._cache.cancel_restored_slot(slot)
+            raise
         self._cache.adopt_restored_slot(slot, tokens, length)
         return length
 
     def erase(self, slot: int) -> int:
         """Forget the tokens of a slot, and return their number."""
-        count = max(self._cache.get_contents(slot).length, self._cache.count_cached_slot_tokens(slot))
+        count = self._cache.count_retained_slot_tokens(slot)
         self._cache.zero_and_forget_slot(slot)
         return count
 

@@ -24,7 +24,7 @@ class StepRecord:
     """A step of the engine.
 
     - `number`: the number of the step since the start of the engine.
-    - `kind`: ``prompt`` (a chunk of one prompt) or ``decode`` (one token of each request).
+    - `kind`: ``prompt`` (a chunk of one prompt), ``decode`` (one token of each request) or ``mixed`` (both).
     - `start`, `seconds`: its beginning by the clock of the engine, and its duration.
     - `tokens`: the ids of its requests with the number of tokens that it computed for each.
     """

@@ -5,7 +5,7 @@ Tests of the engine implement the protocol without weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -113,6 +113,14 @@ class StepRunner(Protocol):
 
     def predict_prompt_seconds(self, size: int) -> float:
         """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
+
+    def predict_seconds_saved_by_mixing(self, slots: Collection[int], slot: int, size: int, length: int) -> float:
+        """Predict the seconds that a mixed step saves; see `SlotWindows.predict_seconds_saved_by_mixing`."""
+
+    def read_prompt_and_decode(
+        self, slot: int, prompt: Sequence[int], tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]
+    ) -> dict[int, F32]:
+        """Read prompt tokens into a slot and append a token to others; see `SlotWindows.read_prompt_and_decode`."""
 
     def rebind_plans_and_zero_states(self) -> None:
         """Bind all plans anew and zero all states; see `SlotPool.rebind_plans_and_zero_states`."""

@@ -62,6 +62,7 @@ class EngineOptions:
     - `saved_state_bytes`: bytes of saved recurrent states in the prefix cache.
     - `pool_tokens`: cells of the KV caches that all slots share in blocks; 0 gives each slot cells for its context.
     - `reserves_whole_texts`: whether a request starts only when the pool has cells for all of its tokens.
+    - `retains_contents`: whether slots of a pool keep their tokens after a request, for slot files.
     """
 
     slots: int = 4
@@ -70,6 +71,7 @@ class EngineOptions:
     saved_state_bytes: int = 1 << 30
     pool_tokens: int = 0
     reserves_whole_texts: bool = False
+    retains_contents: bool = False
 
 
 class EngineThread(ServedModel):
@@ -102,7 +104,10 @@ class EngineThread(ServedModel):
         super().__init__(model, name=name, version=version)
         self._pool = make_served_pool(model, options.slots, self.rank_calls, options.pool_tokens)
         cache = make_prefix_cache(
-            self._pool, state_bytes=options.saved_state_bytes, reserves_whole_texts=options.reserves_whole_texts
+            self._pool,
+            state_bytes=options.saved_state_bytes,
+            reserves_whole_texts=options.reserves_whole_texts,
+            retains_contents=options.retains_contents,
         )
         self._slot_files, self._log = SlotFiles(self._pool, cache), log
         self._max_requests = options.slots + options.queue_size
@@ -138,6 +143,7 @@ class EngineThread(ServedModel):
             "state_bytes": options.saved_state_bytes,
             "pool_tokens": options.pool_tokens,
             "reserves_whole_texts": options.reserves_whole_texts,
+            "retains_contents": options.retains_contents,
         }
         self._log.write({**header, "options": self._log.model_options})
         return LoggedEngine(

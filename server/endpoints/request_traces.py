@@ -87,7 +87,7 @@ def describe_trace(trace: RequestTrace) -> dict[str, object]:
 
 def _compute_mean_decode_requests(steps: Sequence[Mapping[str, object]]) -> float:
     """Compute the mean number of requests in the decode steps; 0 without decode steps."""
-    counts = [step["requests"] for step in steps if step["kind"] == "decode"]
+    counts = [step["requests"] for step in steps if step["kind"] != "prompt"]
     return round(sum(count for count in counts if isinstance(count, int)) / len(counts), 3) if counts else 0.0
 
 

@@ -169,14 +169,23 @@ def test_a_log_outlives_a_killed_process(tmp_path: Path) -> None:
     assert os.stat(log).st_mode & 0o777 == 0o600
 
 
-def test_a_lost_device_ends_the_streams_and_the_process_with_one_line() -> None:
-    """Only a new process can use such a device, so the exit code lets a supervisor start one."""
+def lose_device(server: ServerProcess) -> bytes:
+    """Return the answer of a stream during which the device of a server is lost."""
+    data = b""
+    with server.open_stream(n_predict=100) as stream, suppress(ConnectionError):
+        while part := stream.recv(65536):
+            data += part
+    return data
+
+
+def test_a_lost_device_ends_the_streams_and_a_fresh_process_serves_at_the_same_port() -> None:
+    """Only a new process can use such a device. After three restarts in a row, the exit code is 1."""
     with run_server(command=LOST_DEVICE_COMMAND) as server:
-        with server.open_stream(n_predict=100) as stream:
-            data = b""
-            with suppress(ConnectionError):
-                while part := stream.recv(65536):
-                    data += part
+        data = lose_device(server)
+        for restarts in (1, 2, 3):
+            wait_until(lambda: server.is_healthy())
+            assert server.post("/completion", {**COMPLETION, "n_predict": 3}).status_code == 200, restarts
+            lose_device(server)
         code = server.process.wait(WAIT_SECONDS)
         assert server.process.stderr is not None
         lines = server.process.stderr.read().splitlines()
@@ -184,7 +193,9 @@ def test_a_lost_device_ends_the_streams_and_the_process_with_one_line() -> None:
     assert len(events) > 3
     assert b"refuses all calls of this process: cudaErrorIllegalAddress" in events[-1]
     assert code == 1
-    assert len(lines) == 1
+    restarts = [line for line in lines if "starts anew" in line]
+    assert restarts == [f"hocket: starts anew, restart {n} of 3 in a row" for n in (1, 2, 3)]
+    assert len(lines) == 3 * 3 + 1  # each restart has a reason, its number, and the address
     assert lines[0].startswith(
         "hocket: the engine has failed: DeviceLostError: cpu:0 refuses all calls of this process"
     )

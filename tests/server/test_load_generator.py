@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import threading
@@ -41,6 +42,13 @@ class StubHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
+        if "input" in body:
+            prompt = sum(map(len, body["input"]))
+            answer = json.dumps({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": prompt}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            return self.wfile.write(answer)
         count = body.get("n_predict", body.get("max_tokens"))
         if len(body["prompt"]) > 5000:
             return self.send_error(400, "too long")
@@ -151,7 +159,7 @@ def test_the_table_has_medians_and_ratios_of_rounds() -> None:
 def test_the_ratio_of_gaps_needs_gaps_that_can_be_measured() -> None:
     def summarise(*times: float) -> dict[str, object]:
         reads = [(at, b'data: {"content": "word"}\n\n') for at in times]
-        return serving.summarise_exchanges([load.Exchange(0.0, 200, reads=reads)], 1.0, has_late=False)
+        return serving.summarise_exchanges([load.Exchange(0, 0.0, 200, reads=reads)], 1.0, has_late=False)
 
     row = summarise(1.0, 1.01, 1.02, 1.05)
     assert (row["gap_ms_p50"], row["gap_ms_p99"], row["gap_ratio"]) == pytest.approx((10, 30, 3))
@@ -176,3 +184,39 @@ def test_a_server_that_ends_is_reported() -> None:
     command = [sys.executable, "-c", "print('no such model')"]
     with pytest.raises(SystemExit, match="no such model"), serving.run_server("stub", command, 0, "native"):
         pass
+
+
+def test_embeddings_count_tokens_of_prompts_alone(stub: type[StubHandler]) -> None:
+    row = serving.measure_load(serving.find_target("stub", stub.url, "native"), serving.LoadCase("E", 2), 2, "seed")
+    assert (row["requests"], row["errors"], row["new_per_second"], row["gap_ms_p50"]) == (4, 0, 0, 0), row["error"]
+    assert round(row["prompt_per_second"] * row["seconds"]) == sum(len(body["input"][0]) for body in stub.bodies)
+    assert row["first_ms_p50"] > 0
+
+
+def test_fairness_is_that_of_the_worst_window() -> None:
+    def exchange(client: int, *times: float) -> load.Exchange:
+        reads = [(at, b'data: {"content": "word"}\n\n') for at in times]
+        return load.Exchange(client, 0.0, 200, reads=reads)
+
+    assert serving.find_lowest_fairness([exchange(0, 0.0, 1.0), exchange(1, 0.5, 1.5)]) == 1.0
+    assert serving.find_lowest_fairness([exchange(0, 0.0, 1.0), exchange(1)]) == 0.5
+    late = [exchange(0, 0.0, 1.0, 11.0, 21.0), exchange(1, 0.5, 1.5)]
+    assert serving.find_lowest_fairness(late) == 0.5  # from 10 s on, client 1 gets nothing
+
+
+def test_all_workloads_end_in_time(stub: type[StubHandler], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Every case runs at most once in a round, and the cases that would end too late are named."""
+    for name in load.WORKLOADS:
+        monkeypatch.setitem(serving.WORKLOADS, name, load.Workload(6, 0 if name == "E" else 3))
+    monkeypatch.setattr(serving, "LONG", load.Workload(40, 2))
+    cases = serving.list_all_cases([2, 1], 100.0)
+    assert {case.workload for case in cases} == set(load.WORKLOADS)
+    target = serving.find_target("stub", stub.url, "native")
+    args = argparse.Namespace(minutes=1.0, rounds=2, requests=1)
+    rows = list(serving.run_cases([target], [replace(case, jobs=min(case.jobs, 3)) for case in cases], args))
+    assert len(rows) == 2 * len(cases)
+    assert not any(row["errors"] for row in rows)
+    llama = replace(target, name="llama")
+    assert all(row["workload"] != "E" for row in serving.run_cases([llama], cases[4:5], args))
+    assert not list(serving.run_cases([target], cases, argparse.Namespace(minutes=-1.0, rounds=1, requests=1)))
+    assert "left out for lack of time: M 2, round 0" in capsys.readouterr().out

@@ -54,11 +54,11 @@ class StepGraphBuilder:
         self.taps = taps
         source, name = (state, NEXT_TOKEN_STATE) if step.output_kind in STATE_TOKEN_KINDS else (input, "tokens")
         self.tokens = source(name, (step.padded_token_count,), DType.I32)
-        self.pos = input("pos", (step.sequences, step.tokens), DType.I32)
+        self.pos = input("pos", step.grid, DType.I32)
         self.slot = input("slot", (step.padded_token_count,), DType.I32)
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
-        self.valid = input("valid", (step.sequences, step.tokens, 1))
-        self.last = input("last", (step.sequences, step.tokens), DType.I32)
+        self.valid = input("valid", (*step.grid, 1))
+        self.last = input("last", step.grid, DType.I32)
         self._masks: dict[tuple[AttentionWindow, Value | None], Value] = {}
         self.shared_values: dict[str, Value] = {}
         """Values that one layer leaves for later layers, by name, such as all cells of a cache."""
@@ -249,7 +249,7 @@ class StepGraphBuilder:
 
     def rows_to_sequences(self, x: Value, *shape: int) -> Value:
         """Reshape rows of tokens [B*T, n] to sequences [B, T, *shape]."""
-        return ops.reshape(x, shape=(self.step.sequences, self.step.tokens, *shape))
+        return ops.reshape(x, shape=(*self.step.grid, *shape))
 
     def sequences_to_rows(self, x: Value) -> Value:
         """Reshape sequences [B, T, ...] to rows of tokens [B*T, n]."""
@@ -295,7 +295,7 @@ class StepGraphBuilder:
         step, dtype = self.step, dtype or self.step.keys
         if step.blocks:
             raise ModelError(f"{name}: this kind of attention keeps its cells in order; leave out blocks")
-        sequences, count, heads, size = new.shape
+        sequences, (heads, size) = step.sequences, new.shape[2:]
         _require_whole_quantisation_blocks(name, size, dtype)
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
         if ring := step.ring_cells(attention_window.cell_lifetime_tokens):
@@ -305,7 +305,7 @@ class StepGraphBuilder:
             )
         cache_rows = count_cache_rows_with_spare(context)
         old = state(name, (sequences * cache_rows, heads * size), dtype)
-        rows = ops.reshape(new, shape=(sequences * count, heads * size))
+        rows = ops.reshape(new, shape=(step.padded_token_count, heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
         self._updates[old] = cache
         known = ops.reshape(cache, shape=(sequences, cache_rows, heads * size))
@@ -345,10 +345,24 @@ class StepGraphBuilder:
         self.shared_values[name] = ops.reshape(pool, shape=(self.step.blocks, BLOCK_KEYS, heads, size))
         return self.shared_values[name]
 
-    @property
-    def block_table(self) -> Value:
-        """The blocks of each sequence in a pool of blocks, i32[B, `Step.table_columns`]."""
+    def find_block_table(self, attention_window: AttentionWindow) -> Value | None:
+        """Return the blocks of each sequence in a pool of blocks, i32[B, `Step.table_columns`]; None without blocks."""
+        if not self.step.blocks or not attention_window.is_causal:
+            return None
         return self.make_shared_integer_input("table", self.step.sequences, self.step.table_columns)
+
+    def attend_by_segment(
+        self, attend: Callable[[StepGraphBuilder, Value, Value, Value], Value], q: Value, layer: int
+    ) -> Value:
+        """Attend to the caches of a layer: apply ``attend`` to a frame, queries, and all cells of keys and values.
+
+        A mixed step has two segments, which attend in turn: see `MixedStepGraphBuilder`.
+        """
+        return attend(self, q, self.shared_values[f"cache_k.{layer}"], self.shared_values[f"cache_v.{layer}"])
+
+    def run_mixer(self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool) -> Value:
+        """Run a mixer on rows f32[B*T, E]; in a mixed step a recurrent one runs for each segment."""
+        return mixer(self, x)
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
         """Put the last ``row_count`` rows of earlier runs before the rows ``new`` f32[B, T, c]: f32[B, row_count+T, c].
@@ -356,11 +370,11 @@ class StepGraphBuilder:
         The state ``name`` f32[B, row_count, c] keeps these rows from run to run. At the end of a run it gets the last
         rows that are not padding. The input ``conv_rows`` has the numbers of these rows.
         """
-        old = state(name, (self.step.sequences, row_count, new.shape[-1]))
+        old = self.make_sequence_state(name, row_count, new.shape[-1])
         both, rows = ops.concat(old, new, axis=1), self.conv_rows
         if row_count != self.taps - 1:
             rows = ops.slice_(rows, axis=1, start=0, stop=row_count)
-        self._updates[old] = ops.get_rows(both, rows, name=f"{name}.new")
+        self._set_update(old, ops.get_rows(both, rows, name=f"{name}.new"))
         if self.step.reversible:
             self._updates[state(f"{name}.{self.step.tokens}{WINDOWS}", both.shape)] = both
         return both
@@ -386,6 +400,9 @@ class StepGraphBuilder:
         if self.snapshot_count > 1:
             self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new
             new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
+        self._set_update(old, new)
+
+    def _set_update(self, old: Value, new: Value) -> None:
         self._updates[old] = new
 
     def set_state_of_first_nodes(self, old: Value, new: Value) -> None:

@@ -7,6 +7,7 @@ plan per `Step` therefore serves every batch that fits; shorter sequences are pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -32,10 +33,10 @@ PLAIN_KINDS = frozenset({"logits", "hidden"}) | DEVICE_KINDS
 """The output kinds of steps without MTP blocks."""
 MAX_CACHE_ROW = 2**31 - 1
 """Largest index of a cache row, which is an i32."""
-CACHE_ROW_MULTIPLE = 32
+CACHE_ROW_MULTIPLE = BLOCK_KEYS
 """The number of cache rows of a sequence is a multiple of this number.
 
-Each sequence then begins at a multiple of 64 bytes, because a row of any dtype has an even number of bytes.
+Each sequence then begins at a multiple of 64 bytes, and its rows are whole blocks, which a block table can name.
 """
 
 
@@ -96,6 +97,8 @@ class Step:
 
     Padding writes block 0, so no sequence may have it. There are no ring caches.
     """
+    prompt_tokens: int = 0
+    """Prompt tokens of one of the sequences that a mixed step reads, in addition to one new token of the others."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -111,6 +114,11 @@ class Step:
             raise ModelError(
                 f"step: {self.candidate_count} candidates of the output kind {self.output_kind}; the kinds "
                 f"{', '.join(sorted(SELECTING_KINDS))}, and no others, need at least 1"
+            )
+        if self.prompt_tokens and (self.tokens > 1 or self.reversible or self.output_kind != "logits"):
+            raise ModelError(
+                f"step: {self.tokens} new tokens, reversible {self.reversible}, output kind {self.output_kind}; a step "
+                "with prompt tokens needs one new token, and logits"
             )
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
@@ -137,12 +145,18 @@ class Step:
     def label(self) -> str:
         """The label of runs in traces, with the output kind if tokens are chosen or selected on the device."""
         text = f"{self.tokens} token{'s' * (self.tokens > 1)}, {self.cells} cells"
+        text += f", {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
         return f"{text}, {self.output_kind}" if self.output_kind in DEVICE_KINDS else text
 
     @property
     def padded_token_count(self) -> int:
-        """The token count of all sequences, padding included: ``sequences * tokens``."""
-        return self.sequences * self.tokens
+        """The token count of all sequences, padding included: ``sequences * tokens``, and the prompt tokens."""
+        return self.sequences * self.tokens + self.prompt_tokens
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The groups of rows, and the tokens of a group: a sequence, or in a mixed step a token."""
+        return (self.padded_token_count, 1) if self.prompt_tokens else (self.sequences, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +168,8 @@ class Batch:
     meaning. ``history_tokens`` has the earlier tokens of each sequence, or the last `Model.history_token_count` tokens.
     ``draft_inputs`` f32[B, `Model.draft_input_columns`] has the rows that MTP blocks read with the next token.
     ``tables`` has the blocks of each sequence in a pool of blocks: cell s is cell ``s % 64`` of block ``s // 64``.
+    ``first_sequence`` is the number of the first sequence in caches without blocks. A mixed step reads
+    ``prompt`` as well as ``tokens``: the number of an idle sequence, and its new tokens.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -162,6 +178,61 @@ class Batch:
     history_tokens: Sequence[Sequence[int]] = ()
     draft_inputs: npt.NDArray[np.float32] | None = None
     tables: Sequence[Sequence[int]] = ()
+    first_sequence: int = 0
+    prompt: tuple[int, Sequence[int]] | None = None
+
+
+PROMPT_ROW = "prompt_row"
+"""The input i32[1] of a mixed step: the number of the sequence of the prompt."""
+
+
+def name_prompt_table(window: int) -> str:
+    """Return the name of the input with the blocks of the prompt, in ring caches for a window or, with 0, in others."""
+    return f"prompt_table.{window}" if window else "prompt_table"
+
+
+def split_mixed_batch(step: Step, batch: Batch) -> tuple[tuple[Step, Batch], tuple[Step, Batch]]:
+    """Split a mixed step and its batch into the decoded tokens and the prompt."""
+    assert batch.prompt is not None, "a mixed step reads a prompt"
+    sequence, tokens = batch.prompt
+    alone = replace(step, sequences=1, tokens=step.prompt_tokens, prompt_tokens=0, outputs=1)
+    tables = [batch.tables[sequence]] if step.blocks else ()
+    prompt = Batch([tokens], [batch.lengths[sequence]], tables=tables, first_sequence=sequence)
+    decoding = replace(step, prompt_tokens=0, outputs=step.sequences)
+    return (decoding, replace(batch, prompt=None)), (alone, prompt)
+
+
+def build_prompt_table(step: Step, batch: Batch, cells: int, context: int) -> npt.NDArray[np.int32]:
+    """Build the block table i32[1, blocks] of the sequence of a prompt in caches with a region per sequence.
+
+    Args:
+        step: The mixed step.
+        batch: Its batch.
+        cells: The cells that attention reads.
+        context: The cells of a sequence.
+    """
+    assert batch.prompt is not None, "a mixed step reads a prompt"
+    first = batch.prompt[0] * count_cache_rows_with_spare(context) // BLOCK_KEYS
+    return np.arange(first, first - (-cells // BLOCK_KEYS), dtype=np.int32)[None]
+
+
+def _build_mixed_step_inputs(step: Step, batch: Batch, taps: int) -> dict[str, npt.NDArray[np.generic]]:
+    (decoding, prompt) = (build_step_inputs(*part, taps=taps) for part in split_mixed_batch(step, batch))
+    both = {name: (decoding[name], prompt[name]) for name in prompt}
+    assert batch.prompt is not None, "a mixed step reads a prompt"
+    table = prompt["table"] if step.blocks else build_prompt_table(step, batch, step.cells, step.context)
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "tokens": np.concatenate(both["tokens"]),
+        "slot": np.concatenate(both["slot"]),
+        "pos": np.concatenate([pos.reshape(-1, 1) for pos in both["pos"]]),
+        "out_ids": np.append(decoding["out_ids"], step.sequences + np.asarray(prompt["out_ids"], np.int32)),
+        name_prompt_table(0): table,
+        PROMPT_ROW: np.array(batch.prompt[:1], np.int32),
+    }
+    if taps:
+        arrays["valid"] = np.concatenate([valid.reshape(-1, 1, 1) for valid in both["valid"]])
+        arrays["conv_rows"] = np.concatenate(both["conv_rows"])
+    return arrays | ({"table": decoding["table"]} if step.blocks else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +249,18 @@ class RingRowNumberInput:
         return f"ring_slot.{self.window}"
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """Build the input array of a batch, or nothing if the step has no ring cache for this window."""
+        """Build the input array of a batch, or nothing if the step has no ring cache for this window.
+
+        A mixed step also has the table of the prompt; see `build_prompt_table`.
+        """
         if not (cells := step.ring_cells(self.window)):
             return {}
+        if step.prompt_tokens:
+            parts = [self.build_inputs(*part)[self.input_name] for part in split_mixed_batch(step, batch)]
+            table = build_prompt_table(step, batch, min(cells, step.cells), cells)
+            return {self.input_name: np.concatenate(parts), name_prompt_table(self.window): table}
         rows, slot = count_cache_rows_with_spare(cells), list[int]()
-        for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+        for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True), batch.first_sequence):
             slot += [i * rows + at % cells for at in range(length, length + len(new))]
             slot += [i * rows + cells] * (step.tokens - len(new))
         return {self.input_name: np.array(slot, np.int32)}
@@ -204,8 +282,14 @@ def build_step_inputs(
     - ``table`` i32[B, `Step.table_columns`], with blocks: the blocks of each sequence, then 0. ``slot`` then follows
       from the table, and padding writes row 0.
 
+    A mixed step has N = B + prompt tokens rows; the rows of the prompt are the last ones:
+
+    - ``tokens`` and ``slot`` i32[N], ``pos`` i32[N, 1], ``valid`` f32[N, 1, 1], ``conv_rows`` i32[B+1, taps-1].
+    - ``out_ids``: the last one is the last prompt token.
+    - ``prompt_table``: the blocks of the prompt; ``prompt_row``: its sequence.
+
     Example: B = 2, T = 2, a context of 8. Sequence 0 has 3 tokens and gets 1, sequence 1 is empty and gets 2. Then
-    ``pos`` is 3 0 and 0 1, ``slot`` is 3 8 32 33, and ``out_ids`` is 0 3.
+    ``pos`` is 3 0 and 0 1, ``slot`` is 3 8 64 65, and ``out_ids`` is 0 3.
 
     Args:
         step: The shape of the run.
@@ -216,6 +300,8 @@ def build_step_inputs(
     Raises:
         ModelError: The batch does not fit the step.
     """
+    if step.prompt_tokens:
+        return _build_mixed_step_inputs(step, batch, taps)
     _require_fit(step, batch)
     shape, rows = (step.sequences, step.tokens), count_cache_rows_with_spare(step.context)
     tokens: list[int] = []
@@ -230,7 +316,8 @@ def build_step_inputs(
             slot += [table[at // BLOCK_KEYS] * BLOCK_KEYS + at % BLOCK_KEYS for at in range(length, end)]
             slot += [0] * padding
         else:
-            slot += [*range(i * rows + length, i * rows + end), *[i * rows + step.context] * padding]
+            first = (batch.first_sequence + i) * rows
+            slot += [*range(first + length, first + end), *[first + step.context] * padding]
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),

@@ -6,6 +6,8 @@ sequences, T for new tokens per sequence, and E for the model width.
 
 from __future__ import annotations
 
+from functools import partial
+
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
@@ -71,10 +73,9 @@ class Attention:
             k = self.apply_qk_norm_and_rope(weights, frame, f"{block}.attn_k_norm", k, name=f"{block}.k_rope")
         q = frame.scale_queries_by_temperature(q, self.temperature)
         if k is not None and v is not None:
-            cells = frame.write_and_read_kv(layer, k, v, self.attention_window)
-        else:
-            cells = frame.shared_values[f"cache_k.{self.source}"], frame.shared_values[f"cache_v.{self.source}"]
-        y = self.attend(weights, frame, block, q, *cells)
+            frame.write_and_read_kv(layer, k, v, self.attention_window)
+        attend = partial(self.attend, weights, block=block)
+        y = frame.attend_by_segment(attend, q, layer if self.source is None else self.source)
         if gate is not None:
             y = ops.mul(y, ops.sigmoid(gate), name=f"{block}.attn_gated")
         return self.gate_and_project_output(weights, frame, block, x, y)
@@ -168,11 +169,13 @@ class Attention:
         row = ops.reshape(x, shape=(*x.shape[:-2], heads * size))
         return ops.reshape(self.head_norm(weights, name, row), shape=x.shape)
 
-    def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
+    def attend(
+        self, weights: ModelWeights, frame: StepGraphBuilder, q: Value, k: Value, v: Value, *, block: str
+    ) -> Value:
         """Return the attention of queries to all cells of keys and values: f32[B, T, heads, value size]."""
         biases = self.find_relative_position_biases(weights, block)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
-        table = frame.block_table if frame.step.blocks and self.attention_window.is_causal else None
+        table = frame.find_block_table(self.attention_window)
         return ops.attention(
             *(q, k, v, frame.attention_mask(self.attention_window, biases), sinks, table),
             pool="none" if table is None else "blocks",

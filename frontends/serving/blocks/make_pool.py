@@ -25,8 +25,15 @@ def make_slot_pool(root: Session, slots: int, pool_tokens: int, rank_calls: Rank
     return BlockSlotPool(root, slots, pool_tokens=pool_tokens, context=context, batch=batch, rank_calls=rank_calls)
 
 
-def make_prefix_cache(pool: SlotPool, *, state_bytes: int, reserves_whole_texts: bool) -> PrefixCache:
+def make_prefix_cache(
+    pool: SlotPool, *, state_bytes: int, reserves_whole_texts: bool, retains_contents: bool
+) -> PrefixCache:
     """Make the prefix cache of a pool; see `PrefixCache` and `BlockPrefixCache` for the arguments."""
     if isinstance(pool, BlockSlotPool):
-        return BlockPrefixCache(pool, reserves_whole_texts=reserves_whole_texts)
+        return BlockPrefixCache(
+            pool,
+            state_bytes=state_bytes,
+            reserves_whole_texts=reserves_whole_texts,
+            retains_contents=retains_contents,
+        )
     return PrefixCache(pool, state_bytes=state_bytes)

@@ -18,14 +18,14 @@ from ...models import Model
 from ..slots import SlotPool
 from .allocator import BlockAllocator
 
-NO_SLOT_FILES = "slots share a pool of blocks and cannot be saved; start the server without --pool-tokens"
+NO_SLOT_FILES = "layers with an attention window cannot be saved from a pool of blocks; leave out --pool-tokens"
 
 
 class BlockSlotPool(SlotPool):
     """Slots of at most `context` tokens, with KV caches of `pool_tokens` cells for all slots.
 
-    Raises `ModelError` for a model with recurrent states, or with other caches than keys and values, and for a pool
-    that is smaller than the context.
+    Recurrent states have a row for each slot. Raises `ModelError` for a model without KV caches, or with other caches
+    than keys and values, and for a pool that is smaller than the context.
 
     Args:
         like: The session that has the weights.
@@ -48,7 +48,7 @@ class BlockSlotPool(SlotPool):
     ) -> None:
         require_model_and_context_fit_pool(like.model, context, pool_tokens)
         blocks, batch = count_pool_blocks(pool_tokens), min(batch, context)
-        _require_pool_memory(like, blocks)
+        _require_pool_memory(like, slots, blocks)
         self.allocator = BlockAllocator(blocks)
         root = Session(like.model, like=like, sequences=slots, context=context, batch=batch, blocks=blocks)
         super().__init__(root, slots, context=context, batch=batch, shares_states=True, rank_calls=rank_calls)
@@ -82,8 +82,9 @@ class BlockSlotPool(SlotPool):
             self._all_slots.store.copy_state_rows(name, source * BLOCK_KEYS, target * BLOCK_KEYS, cells)
 
     def zero_slot_states(self, slot: int) -> None:
-        """Zero the blocks that this slot alone has, after a run that may have left NaN or infinite numbers."""
+        """Zero the blocks and states that this slot alone has; a run may have left NaN or infinite numbers."""
         self._zero_blocks([block for block in self.tables[slot] if self.allocator.count_references(block) <= 1])
+        self.clear_recurrent_states(slot)
 
     @on_all_ranks
     def _zero_blocks(self, blocks: list[int]) -> None:
@@ -100,14 +101,21 @@ class BlockSlotPool(SlotPool):
             self.set_table(slot, [])
 
     def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
-        """Raise `ModelError`: the blocks of a slot are free after its request."""
-        raise ModelError(NO_SLOT_FILES)
+        """Copy the states of a slot; see `SlotPool.capture_slot`. Raises `ModelError` for a model with windows."""
+        self._require_no_windows()
+        return super().capture_slot(slot, tokens, length)
 
     def restore_slot(
         self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
     ) -> tuple[list[int], int]:
-        """Raise `ModelError`, as `capture_slot`."""
-        raise ModelError(NO_SLOT_FILES)
+        """Restore a slot that has blocks for the tokens; see `SlotPool.restore_slot`."""
+        self._require_no_windows()
+        return super().restore_slot(slot, header, arrays, path)
+
+    def _require_no_windows(self) -> None:
+        """Raise `ModelError` for a model with windows: a file has only the last tokens of such a layer."""
+        if any(self._all_slots.model.hyper.windows.values()):
+            raise ModelError(NO_SLOT_FILES)
 
     def resize_to_slot_count(self, slots: int, lengths: Sequence[int]) -> None:
         """Raise `ModelError`: the number of slots is fixed."""
@@ -123,27 +131,26 @@ def require_model_and_context_fit_pool(model: Model, context: int, pool_tokens: 
     """Require that slots of `context` tokens of a model can share a pool of `pool_tokens` cells.
 
     Raises:
-        ModelError: The model has recurrent states, or the pool is smaller than the context.
+        ModelError: The model has other caches than keys and values, or the pool is smaller than the context.
     """
     if pool_tokens < context:
         raise ModelError(f"pool_tokens is {pool_tokens}, less than the context of {context}; use at least {context}")
-    if model.is_recurrent:
-        raise ModelError(
-            f"{model.architecture} has recurrent states, which have no blocks; start the server without --pool-tokens"
-        )
+    if not model.hyper.windows:
+        raise ModelError(f"{model.architecture} has no KV caches to share; start the server without --pool-tokens")
 
 
-def _require_pool_memory(like: Session, blocks: int) -> None:
-    """Require that a pool of blocks fits into the memory of the devices, before it is allocated.
+def _require_pool_memory(like: Session, slots: int, blocks: int) -> None:
+    """Require that the blocks, and the recurrent states of all slots, fit into the memory of the devices.
 
     Raises:
-        ModelError: The pool is larger.
+        ModelError: They are larger.
     """
-    states = [like.store.state(name) for name in like.state_names]
-    needed = sum(state.spec.nbytes // state.shape[0] for state in states) * blocks * BLOCK_KEYS
+    rows = [(like.store.state(name), like.is_per_cell_cache(name)) for name in like.state_names]
+    cells = blocks * BLOCK_KEYS
+    needed = sum(one.spec.nbytes // one.shape[0] * (cells if is_cache else slots) for one, is_cache in rows)
     memories = [device.memory for _, device in like.group]
     if all(memories) and needed > (available := sum(memory for memory in memories if memory)):
         raise ModelError(
-            f"a pool of {blocks * BLOCK_KEYS} tokens needs {format_bytes(needed)}, but the devices have "
+            f"a pool of {cells} tokens needs {format_bytes(needed)}, but the devices have "
             f"{format_bytes(available)}; use a smaller pool_tokens"
         )

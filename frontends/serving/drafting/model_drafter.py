@@ -12,7 +12,7 @@ from .drafter import MAX_DRAFT_TOKENS, choose_draft_bucket
 class DraftModelSlotPool(SlotPool):
     """The slots of a draft model. Their calls on all ranks have names of their own."""
 
-    rank_label = "draft model: "
+    rank_label, mixes_steps = "draft model: ", False
 
 
 class ModelSlotDrafter:

@@ -50,6 +50,8 @@ class MtpSlotPool(SlotPool):
         rank_calls: The calls that run on all ranks of `like`.
     """
 
+    mixes_steps = False  # a run with drafts has several tokens of a slot, and rows for MTP blocks
+
     def __init__(
         self, like: Session, slots: int, *, context: int, batch: int, rank_calls: RankCalls | None = None
     ) -> None:

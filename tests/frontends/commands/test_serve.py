@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from hocket.cli import build_parser_for_command
+from hocket.frontends.commands.serve import refuse_flags_of_generation
+from hocket.frontends.errors import ModelError
 from hocket.frontends.language_model import Model
 from hocket.frontends.serving.prefix_cache import STATE_ALIGNMENT
 
@@ -249,3 +252,20 @@ def test_a_missing_extra_is_named() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert """run python -m pip install -e ".[server]" in a clone""" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pool-tokens", "4096"], "--pool-tokens is for models that generate text; an encoder has no KV caches"),
+        (
+            ["--log-requests", "x.log"],
+            "--log-requests is for models that generate text; an encoder has no steps",
+        ),
+    ],
+)
+def test_flags_of_generation_are_refused_for_an_encoder(flags, message):
+    words = ["serve", "model.gguf", *flags]
+    args = build_parser_for_command(words).parse_args(words)
+    with pytest.raises(ModelError, match=message):
+        refuse_flags_of_generation(args)

@@ -21,10 +21,12 @@ from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.request_log import RequestLog
 from hocket.frontends.serving.requests import EndEvent, GenerationRequest
+from hocket.frontends.serving.slot_files import SlotFiles
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
 from hocket.graph.errors import BackendError
 from hocket.graph.storage.files import open_log
 
+from ...given.models.architectures import write_model
 from ...given.models.goldens import path_of
 from ...given.serving.engine_runs import end_of, make_request, run_all, tokens_of
 from ...given.serving.fake_block_pool import FakeBlockPool
@@ -236,12 +238,12 @@ def test_blocks_are_evicted_in_the_order_of_their_last_use():
     assert evicted == [2, 1, 0]
 
 
-def test_models_and_pools_that_do_not_fit_are_refused():
+def test_models_and_pools_that_do_not_fit_are_refused(tmp_path):
     session = Session(open_model(path_of("llama")))
     with pytest.raises(ModelError, match="pool_tokens is 100, less than the context of 128; use at least 128"):
         BlockSlotPool(session, 2, pool_tokens=100, context=128, batch=64)
-    recurrent = Session(open_model(path_of("qwen35")))
-    with pytest.raises(ModelError, match="qwen35 has recurrent states, which have no blocks; start the server without"):
+    recurrent = Session(open_model(write_model("mamba-dense", tmp_path)))
+    with pytest.raises(ModelError, match="mamba has no KV caches to share; start the server without --pool-tokens"):
         BlockSlotPool(recurrent, 2, pool_tokens=256, context=128, batch=64)
     with pytest.raises(ModelError, match=r"a pool of .* tokens needs .*, but the devices have"):
         BlockSlotPool(session, 2, pool_tokens=1 << 40, context=128, batch=64)
@@ -251,24 +253,12 @@ def test_models_and_pools_that_do_not_fit_are_refused():
     ("model", "flags", "message"),
     [
         ("llama", ("--pool-tokens", "100"), "--pool-tokens is 100, less than the context of 128; use at least 128"),
-        ("qwen35", ("--pool-tokens", "256"), "qwen35 has recurrent states, which have no blocks"),
         ("llama", ("--admit", "whole"), "--admit whole reserves tokens of a pool; give --pool-tokens"),
     ],
 )
 def test_a_dry_run_refuses_what_the_server_refuses(model, flags, message, capsys):
     assert main(["serve", str(path_of(model)), "-c", "128", "--dry-run", *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_server_over_blocks_refuses_slot_files():
-    with hocket.Model(path_of("llama"), context=256) as model:
-        service = EngineThread(model, EngineOptions(2, 4, pool_tokens=256), name="m", version="0")
-        try:
-            with pytest.raises(ModelError, match="slots share a pool of blocks and cannot be saved"):
-                service.capture_slot(0).result(60)
-        finally:
-            service.close(1.0)
 
 
 @pytest.mark.long
@@ -288,3 +278,23 @@ def test_a_log_of_a_server_over_blocks_is_repeated_bit_by_bit(tmp_path, capsys):
             service.close(0)
     assert main(["replay", str(path)]) == 0
     assert "are equal to the log, bit by bit" in capsys.readouterr().out
+
+
+def test_a_request_that_was_preempted_reports_the_cached_tokens_of_its_first_start():
+    """Its own prompt is in the tree when it starts again, and had been counted."""
+    pool, engine = make_block_engine(2, 8)
+    for i, name in enumerate("ab"):
+        engine.submit(make_endless_request(name, np.random.default_rng(i).integers(1, 32, 100).tolist(), 300, i))
+    events = run_all(engine)
+    assert engine.status.sums.preemptions > 0
+    assert [end_of(events, name).timing.cached_tokens for name in "ab"] == [0, 0]
+    require_no_lost_block(pool, engine)
+
+
+def test_a_slot_of_a_pool_is_erased_and_has_no_tokens_of_its_own():
+    pool, engine = make_block_engine(2, 8)
+    cache = BlockPrefixCache(pool)
+    engine.submit(make_request("a", range(1, 30), 3))
+    run_all(engine)
+    assert SlotFiles(pool, cache).erase(0) == 0
+    require_no_lost_block(pool, engine)

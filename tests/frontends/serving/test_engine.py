@@ -337,9 +337,15 @@ def test_probabilities_are_those_of_the_model():
 class EngineMachine(RuleBasedStateMachine):
     """Random orders and steps. Each request ends once, with the tokens that it gets alone."""
 
-    @initialize(slots=st.integers(1, 5), recurrent=st.booleans(), state_bytes=st.integers(0, 6))
-    def open(self, slots, recurrent, state_bytes):
+    @initialize(
+        slots=st.integers(1, 5),
+        recurrent=st.booleans(),
+        state_bytes=st.integers(0, 6),
+        saved=st.sampled_from([0.0, 1.0]),
+    )
+    def open(self, slots, recurrent, state_bytes, saved):
         self.pool = FakePool(slots, context=40, batch=16, recurrent=recurrent)
+        self.pool.saved_seconds = saved
         self.engine = make_engine(self.pool, queue_size=4, state_bytes=state_bytes)
         self.requests, self.events, self.count = {}, [], 0
 

@@ -41,9 +41,12 @@ CASES = {
 }
 
 
+MIXED_CASES = ("floats", "bfloat16", "quantised", "delta net", "layers on two devices")
+"""Cases with steps that read a prompt and decode; shards of a row would be summed in another order."""
 BLOCK_CASES = {
     "floats": ("llama", "cpu:0", "layer"),
     "quantised": ("qwen3-q4_k_m", "cpu:0", "layer"),
+    "delta net": ("qwen35", "cpu:0", "layer"),
     "shards on two devices": ("llama", "cpu:0,cpu:1", "tensor"),
 }
 POOL_TOKENS = 8 * 64
@@ -66,6 +69,7 @@ def make_block_pool(name: str, devices: str, split_mode: str) -> BlockSlotPool:
 def test_requests_in_a_random_schedule_have_the_bits_that_they_have_alone(case: str) -> None:
     engine, mixed = check_schedule(make_slot_pool(*CASES[case], threads=2), CASES[case])
     assert max(mixed.decoded_counts) > 6
+    assert bool(mixed.mixed_counts) == (case in MIXED_CASES)
     assert engine.status.sums.preemptions == 0
 
 

@@ -16,6 +16,7 @@ from hocket.frontends.inference.session import Session
 from hocket.frontends.language_model import Model
 from hocket.frontends.open_model import open_model
 from hocket.frontends.run_config import RunConfig
+from hocket.frontends.serving.blocks.make_pool import make_slot_pool
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent
 from hocket.frontends.serving.served_model import ServedModel
@@ -31,12 +32,12 @@ from ...given.serving.schedules import draw_requests, list_tokens, make_schedule
 SLOTS, REQUESTS = 4, 10
 
 
-def lead_slots(name: str, lead: Callable[[SlotPool], LeadResult]) -> LeadResult:
+def lead_slots(name: str, lead: Callable[[SlotPool], LeadResult], pool_tokens: int = 0) -> LeadResult:
     """Return the result of `lead` with the slots of a model on two ranks."""
 
     def make(world: World, calls: RankCalls) -> SlotPool:
-        session = Session(open_model(path_of(name)), on=ONE_RANK, world=world)
-        return SlotPool(session, SLOTS, context=CONTEXT, batch=BATCH, rank_calls=calls)
+        session = Session(open_model(path_of(name)), on=ONE_RANK, world=world, context=CONTEXT, batch=BATCH)
+        return make_slot_pool(session, SLOTS, pool_tokens, calls)
 
     return lead_pool(make, lead)
 
@@ -46,8 +47,8 @@ def make_alone(name: str) -> SlotPool:
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("name", ["qwen35", "llama"])
-def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str) -> None:
+@pytest.mark.parametrize(("name", "pool_tokens"), [("qwen35", 0), ("llama", 0), ("qwen35", CONTEXT)])
+def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str, pool_tokens: int) -> None:
     """Predicted times differ, and with them the chunks of prompts, so not all logits have a counterpart.
 
     A request is cancelled after some steps, so a cancelled text may end earlier in one of the runs.
@@ -66,7 +67,7 @@ def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str) -> None:
         assert engine.status.sums.cached_tokens > 0
         return recorded.digests, {request.id: list_tokens(events, request.id) for request in requests}
 
-    (alone, texts), (ranks, rank_texts) = run(make_alone(name)), lead_slots(name, run)
+    (alone, texts), (ranks, rank_texts) = run(make_alone(name)), lead_slots(name, run, pool_tokens)
     for request, text in texts.items():
         end = min(len(text), len(rank_texts[request])) if request in cancelled else None
         assert rank_texts[request][:end] == text[:end]

@@ -15,6 +15,7 @@ from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, TokenEvent
+from hocket.frontends.serving.running_requests import QueuedRequest, start_request
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import MAX_RESTARTS, EngineOptions, EngineThread
 from hocket.graph.errors import BackendError
@@ -256,3 +257,13 @@ def test_tokens_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
     request = make_request("a", BASE[:5], limit=20, seed=4)
     assert tokens_of(events, "a") == generate_alone(request, pool.context)[0]
     assert len([event for event in events if isinstance(event, TokenEvent)]) == end_of(events, "a").timing.new_tokens
+
+
+def test_a_request_that_is_repeated_keeps_its_draft_counts():
+    queued = QueuedRequest(make_request("a", (1, 2, 3)), submitted=0.0)
+    running = start_request(queued, 0, now=1.0, cached_tokens=2)
+    running.drafted_tokens, running.accepted_tokens = 7, 4
+    waiting = running.requeue_with_sent_tokens()
+    again = start_request(waiting, 1, now=2.0, cached_tokens=3)
+    for timing in (waiting.measure_timing_and_token_counts(3.0), again.measure_timing_and_token_counts(3.0)):
+        assert (timing.cached_tokens, timing.drafted_tokens, timing.accepted_tokens) == (2, 7, 4)

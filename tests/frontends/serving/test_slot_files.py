@@ -11,10 +11,11 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference.saved_state import load_state, read_state, save_state, write_state_atomically
-from hocket.frontends.inference.session import Session
+from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
+from hocket.frontends.serving.blocks.make_pool import make_prefix_cache
+from hocket.frontends.serving.blocks.slot_pool import BlockSlotPool
 from hocket.frontends.serving.engine import Engine
-from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import GenerationRequest, TokenEvent
 from hocket.frontends.serving.slot_files import MAX_HEADER_BYTES, SlotFiles
 from hocket.frontends.serving.slots import SlotPool
@@ -33,7 +34,7 @@ class Server:
 
     def __init__(self, pool: SlotPool, state_bytes: int = 1 << 30) -> None:
         self.pool = pool
-        cache = PrefixCache(pool, state_bytes=state_bytes)
+        cache = make_prefix_cache(pool, state_bytes=state_bytes, reserves_whole_texts=False, retains_contents=True)
         self.engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1.0, clock=lambda: 0.0)
         self.files = SlotFiles(pool, cache)
         self._count = 0
@@ -125,6 +126,55 @@ def test_a_file_of_hocket_run_is_restored_and_the_reverse(tmp_path: Path) -> Non
     other = Session(open_model(path_of(name)), context=CONTEXT, batch=BATCH)
     assert load_state(other, tmp_path / "slot") == [tokens]
     assert other.lengths == [len(tokens) - 1]
+
+
+def make_block_pool(name: str, pool_tokens: int = 2 * CONTEXT) -> BlockSlotPool:
+    session = Session(open_model(path_of(name)), on=DeviceGroup(threads=1))
+    return BlockSlotPool(session, 3, pool_tokens=pool_tokens, context=CONTEXT, batch=BATCH)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_a_talk_is_restored_from_blocks_and_in_blocks(name: str, tmp_path: Path) -> None:
+    """Blocks and regions have the same bits, so all four ways of a talk have the same tokens and probabilities."""
+    results = []
+    for saving in (make_block_pool, make_pool):
+        first = Server(saving(name))
+        answer = [event.token for event in first.generate(prompt_of(name), slot=1)[0]]
+        tokens = first.save(1, tmp_path / "talk")
+        assert tokens == [*prompt_of(name), *answer]
+        for restoring in (make_block_pool, make_pool):
+            second = Server(restoring(name))
+            second.generate(prompt_of(name, 6), slot=2)
+            assert second.restore(2, tmp_path / "talk") == len(tokens) - 1
+            events, cached = second.generate((*tokens, *QUESTION))
+            assert cached == len(tokens) - 1
+            results.append([(event.token, event.logprob) for event in events])
+    assert results[1:] == results[:1] * 3
+
+
+def test_retained_slots_give_their_blocks_to_requests(tmp_path: Path) -> None:
+    server = Server(make_block_pool("llama", CONTEXT))
+    server.generate(prompt_of("llama"), slot=0)
+    server.save(0, tmp_path / "talk")
+    for seed in range(1, 5):  # each prompt has 96 tokens, of 256 in all
+        server.generate(prompt_of("llama", seed), slot=1)
+    with pytest.raises(ModelError, match="slot 0 has no tokens"):
+        server.files.capture(0)
+    with pytest.raises(ModelError, match="not a saved state of this model"):
+        Server(make_block_pool("qwen35")).restore(0, tmp_path / "talk")
+    assert server.restore(0, tmp_path / "talk") == 100
+    assert server.files.erase(0) == 100
+    server.engine.restart_and_requeue_requests((), "")
+    pool = server.pool
+    assert isinstance(pool, BlockSlotPool)
+    assert pool.allocator.free_count == pool.allocator.usable_count
+
+
+def test_layers_with_a_window_are_not_saved_from_blocks() -> None:
+    server = Server(make_block_pool("gemma3"))
+    server.generate(prompt_of("gemma3"), slot=0)
+    with pytest.raises(ModelError, match="layers with an attention window cannot be saved from a pool of blocks"):
+        server.files.capture(0)
 
 
 def test_slot_files_are_checked(tmp_path: Path) -> None:

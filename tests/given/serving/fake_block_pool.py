@@ -39,6 +39,9 @@ class FakeBlockPool:
         self.now += 1
         return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
 
+    def predict_seconds_saved_by_mixing(self, *_):
+        return 0.0
+
     def list_drafted_tokens(self, slot):
         return ()
 

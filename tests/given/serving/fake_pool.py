@@ -51,6 +51,8 @@ class FakePool:
         self.failing, self.now = set(), 0.0
         self.breaks, self.rebuilds = frozenset(), 0
         self.unplanned, self.planning_seconds = set(), 0.0
+        self.saved_seconds, self.mixed = 0.0, []
+        """The predicted gain of mixed steps; the slot and the tokens of the prompt, and the decoding slots, of each."""
         self.reads, self.decoded = [], []
         """Slot and tokens of each prompt chunk; the slots of each decode step."""
 
@@ -70,6 +72,18 @@ class FakePool:
         self.now += len(tokens)
         self.decoded.append([*tokens])
         return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
+
+    def predict_seconds_saved_by_mixing(self, slots, slot, size, length):
+        assert slot not in slots
+        return self.saved_seconds
+
+    def read_prompt_and_decode(self, slot, prompt, tokens, before):
+        """Run a mixed step, which costs a virtual second per row, as the two steps that it replaces."""
+        self._require_alive([slot, *tokens], "decode")
+        self.now += len(prompt) + len(tokens)
+        self.mixed.append((slot, len(prompt), [*tokens]))
+        rows = {each: self._append(each, [token], before[each]) for each, token in tokens.items()}
+        return rows | {slot: self._append(slot, prompt, before[slot])}
 
     def list_drafted_tokens(self, slot):
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class RecordingPool:
         self.digests: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self.decoded_counts: list[int] = []
         """The number of slots of each decode step."""
+        self.prefers_mixed_steps, self.mixed_counts = True, list[int]()
+        """The number of slots of each mixed step."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._pool, name)
@@ -48,13 +50,32 @@ class RecordingPool:
             self._keep("token", (*before[slot], tokens[slot]), logits)
         return rows
 
+    def predict_seconds_saved_by_mixing(self, slots: Collection[int], slot: int, size: int, length: int) -> float:
+        """Prefer mixed steps wherever they can run, so that random schedules have many of them."""
+        predicted = self._pool.predict_seconds_saved_by_mixing(slots, slot, size, length)
+        return abs(predicted) if self.prefers_mixed_steps else 0.0
+
+    def read_prompt_and_decode(
+        self, slot: int, prompt: Sequence[int], tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]
+    ) -> dict[int, F32]:
+        rows = self._pool.read_prompt_and_decode(slot, prompt, tokens, before)
+        self.mixed_counts.append(len(rows))
+        self._keep("prompt", (*before[slot], *prompt), rows[slot])
+        for each, token in tokens.items():
+            self._keep("token", (*before[each], token), rows[each])
+        return rows
+
     def _keep(self, kind: str, tokens: tuple[int, ...], logits: F32) -> None:
         self.digests[kind, tokens] = hashlib.sha256(np.ascontiguousarray(logits).tobytes()).digest()
 
 
 def make_schedule_engine(pool: SlotPool) -> tuple[Engine, RecordingPool]:
     recording = RecordingPool(pool)
-    cache = BlockPrefixCache(pool) if isinstance(pool, BlockSlotPool) else PrefixCache(pool, state_bytes=STATE_BYTES)
+    cache = (
+        BlockPrefixCache(pool, state_bytes=STATE_BYTES)
+        if isinstance(pool, BlockSlotPool)
+        else PrefixCache(pool, state_bytes=STATE_BYTES)
+    )
     engine = Engine(recording, cache, queue_size=1 << 20, max_gap_seconds=0.01, clock=lambda: 0.0)
     return engine, recording
 

@@ -68,6 +68,13 @@ class ServerProcess:
         self.port = int(self.url.rpartition(":")[2])
         wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200)
 
+    def is_healthy(self) -> bool:
+        """Whether the server answers; it may be starting."""
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
     def post(self, path: str, body: object, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=WAIT_SECONDS, **options)
 

@@ -8,16 +8,16 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ..generation.grammar import make_full_mask
-from ..inference.decoding.device_tokens import (
+from ...generation.grammar import make_full_mask
+from ...inference.decoding.device_tokens import (
     DeviceArgmaxToken,
     TokenCandidates,
     can_choose_tokens_on_device,
     evaluate_to_masked_candidates,
 )
-from ..inference.decoding.launch_ahead import LaunchAheadDecoder
-from ..inference.session import Session
-from .step_runner import CandidateNeeds
+from ...inference.decoding.launch_ahead import LaunchAheadDecoder
+from ...inference.session import Session
+from ..step_runner import CandidateNeeds
 
 
 class CandidateDecoder:

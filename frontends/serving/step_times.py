@@ -1,0 +1,91 @@
+"""The measured times of the steps of an engine, and the sizes of prompt chunks that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..inference.prefill_chunks import next_power_of_two
+from .running_requests import RunningRequest
+from .step_history import predict_seconds_of_size, update_running_mean
+from .step_runner import StepRunner
+from .windows.mixed_steps import MAX_MIXED_TOKENS
+from .windows.slot_windows import MIN_PROMPT_TOKENS
+
+
+class StepTimes:
+    """Keeps the mean seconds of steps by their size, and chooses the size of the next prompt chunk.
+
+    Args:
+        pool: Predicts the times that were not measured.
+        max_gap_seconds: Largest predicted time of a chunk while requests decode.
+        idle_chunk_seconds: Largest predicted time of a chunk while no request decodes; infinity needs no prediction.
+        mixes_steps: Whether a step may read a chunk and decode tokens.
+    """
+
+    def __init__(
+        self, pool: StepRunner, *, max_gap_seconds: float, idle_chunk_seconds: float, mixes_steps: bool
+    ) -> None:
+        self._pool, self._mixes_steps = pool, mixes_steps
+        self._max_gap_seconds, self._idle_chunk_seconds = max_gap_seconds, idle_chunk_seconds
+        self._chunk_seconds, self._decode_seconds = dict[int, float](), dict[int, float]()
+
+    def record_chunk(self, tokens: int, seconds: float) -> None:
+        """Record the seconds of a step that has read `tokens` prompt tokens."""
+        update_running_mean(self._chunk_seconds, next_power_of_two(max(tokens, MIN_PROMPT_TOKENS)), seconds)
+
+    def record_decode(self, requests: int, seconds: float) -> None:
+        """Record the seconds of a step that has decoded a token of each of `requests` requests."""
+        update_running_mean(self._decode_seconds, next_power_of_two(requests), seconds)
+
+    def get_decode_seconds(self, requests: int) -> float:
+        """Return the mean seconds of a decode step of about `requests` requests; 0 before the first one."""
+        return self._decode_seconds.get(next_power_of_two(requests), 0.0)
+
+    def choose_power_of_two_chunk_size(self, decoding: int) -> int:
+        """Choose how many prompt tokens the next chunk reads at most: a power of two, or a batch.
+
+        A chunk takes about the predicted time of a decode step, and at most `max_gap_seconds`, if other requests
+        decode.
+
+        Args:
+            decoding: The number of requests that decode.
+        """
+        if decoding:
+            step = self.get_decode_seconds(decoding)
+            budget = min(max(step, self._predict_nearest_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
+        else:
+            budget = self._idle_chunk_seconds
+        size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
+        while size * 2 <= self._pool.batch and self._predict_nearest_chunk_seconds(size * 2) <= budget:
+            size *= 2
+        return min(size, self._pool.batch)
+
+    def is_mixing_faster(
+        self, reading: RunningRequest, chunk: Sequence[int], decoding: Sequence[RunningRequest]
+    ) -> bool:
+        """Whether a mixed step is predicted to take less time than a decode step and a chunk.
+
+        The first decode step of a number of requests is not mixed, because its time limits the chunks.
+
+        Args:
+            reading: The request that reads its prompt.
+            chunk: The next tokens of its prompt.
+            decoding: The requests that have a next token.
+        """
+        if not self._mixes_steps or len(chunk) > MAX_MIXED_TOKENS or not decoding:
+            return False
+        if next_power_of_two(len(decoding)) not in self._decode_seconds:
+            return False
+        longest = max(len(reading.tokens) + len(chunk), *(len(one.tokens) + 1 for one in decoding))
+        slots = [one.slot for one in decoding]
+        return self._pool.predict_seconds_saved_by_mixing(slots, reading.slot, len(chunk), longest) > 0.0
+
+    def _predict_nearest_chunk_seconds(self, size: int) -> float:
+        """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
+
+        Before the first measurement, the prediction comes from the plan of the chunk.
+        """
+        if not self._chunk_seconds:
+            return self._pool.predict_prompt_seconds(size)
+        return predict_seconds_of_size(self._chunk_seconds, size)
