@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import re
 import subprocess
@@ -67,13 +68,17 @@ class BenchmarkPart:
     """One part of the benchmark, such as the conformance cases.
 
     Its share of the remaining time is `weight` relative to the parts that follow. One case may take `limit` seconds.
+    Its processes have the variables of `environment`, unless the caller has set them.
     """
 
     cases: Callable[[BenchmarkDevice], Iterator[Case]]
     weight: float
     limit: float = 60.0
+    environment: tuple[tuple[str, str], ...] = ()
 
 
+SEVERAL_STREAMS = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("NCCL_MULTI_RANK_GPU_ENABLE", "1"))
+"""Variables for parts of one device: streams with hardware queues of their own, and NCCL with several ranks on it."""
 STARTUP_SECONDS = 120.0
 """Seconds in which a process must reach its first case."""
 PARTS = {
@@ -86,7 +91,7 @@ PARTS = {
     "attention": BenchmarkPart(attention.make_attention_cases, 3),
     "candidates": BenchmarkPart(kernel_candidates.make_candidate_cases, 2),
     "models": BenchmarkPart(models.make_model_cases, 6, 150.0),
-    "sharded": BenchmarkPart(several_devices.make_sharded_cases, 3, 120.0),
+    "sharded": BenchmarkPart(several_devices.make_sharded_cases, 3, 120.0, SEVERAL_STREAMS),
     "fixtures": BenchmarkPart(correctness.make_fixture_cases, 2),
     "conformance": BenchmarkPart(correctness.make_conformance_cases, 5, 120.0),
     "peers": BenchmarkPart(other_libraries.make_peer_cases, 4, 120.0),
@@ -162,7 +167,10 @@ class PartWorker:
 
     def __init__(self, words: list[str], name: str, first: int) -> None:
         command = [sys.executable, __file__, name, "--work", str(first), *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        variables = {**dict(PARTS[name].environment), **os.environ}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+        )
         self.lines: queue.Queue[str] = queue.Queue()
         self.error_lines: list[str] = []
         self.threads = [threading.Thread(target=self._collect_rows), threading.Thread(target=self._collect_errors)]

@@ -22,6 +22,7 @@ from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.gpu import compare_predictions, llama_cpp
+from hocket.benchmarks.gpu.device_parts import multiprocessors
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
 from hocket.benchmarks.gpu.machine import CudaMachine, make_machine
 from hocket.graph import Graph, input, weight
@@ -30,6 +31,7 @@ from hocket.ops import mul_mat
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.products import tiles_of
 from ..given.fakes.fake_cupy import fake_cupy
+from ..given.fakes.fake_green_contexts import give_green_contexts
 from ..given.waits import WAIT_SECONDS
 
 PARTS = sorted(gpu.PARTS)
@@ -116,12 +118,13 @@ def test_every_case_of_full_size_has_a_name_of_its_own(part):
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy that emulates launches."""
-    fake = fake_cupy(SOURCES)
+    sources = (*SOURCES, multiprocessors.SOURCE)
+    fake = fake_cupy(sources)
     monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
     monkeypatch.setattr(
         cuda_driver,
         "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
+        lambda source, arch: (str(sources.index(source)), {n: n for n in source.names}),
     )
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
@@ -134,7 +137,9 @@ def cupy(monkeypatch):
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("part", THROUGH_CUPY)
-def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
+def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy, monkeypatch):
+    if part == "sharded":
+        give_green_contexts(monkeypatch, cupy)
     driver = cuda_driver.CudaDriver()
     machine = make_machine(driver, driver.device(0), cupy)
     assert isinstance(machine, CudaMachine)

@@ -24,7 +24,7 @@ MULTIPROCESSOR_RESOURCE, DEFAULT_STREAM, NON_BLOCKING = 1, 1, 1
 class DeviceResource(ctypes.Structure):
     """The C struct CUdevResource: a set of multiprocessors. Only the driver writes it.
 
-    `count` is the number of multiprocessors, `smallest` that of the smallest group, and groups are multiples of
+    `count` is the number of multiprocessors, `smallest` their number in the smallest group, and groups are multiples of
     `alignment`.
     """
 
@@ -98,7 +98,7 @@ def make_green_context(cupy: Any, on: Device) -> int:
 
 
 def make_green_stream(cupy: Any, on: Device, priority: int) -> Any:
-    """Make a stream whose launches run only on the multiprocessors of the part `on`.
+    """Make a stream for launches that run only on the multiprocessors of the part `on`.
 
     The driver's stream is destroyed with the returned CuPy stream.
 

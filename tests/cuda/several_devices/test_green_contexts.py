@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +18,13 @@ from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import dependent_launch, green_contexts
 from hocket.backends.cupy.device.driver import share_multiprocessors
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.hip_driver import HipBackend
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.device_name import DeviceName
+from hocket.benchmarks.gpu.device_parts import collectives, multiprocessors
+from hocket.benchmarks.gpu.harness import BenchmarkDevice, NothingToMeasure
+from hocket.benchmarks.gpu.machine import make_machine
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph.errors import BackendError
@@ -43,7 +46,7 @@ CREATION = [*DIVISION, "cuDeviceGet", "cuDevResourceGenerateDesc", "cuGreenCtxCr
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """A stand-in for CuPy with one kind of devices, of which the first has 132 multiprocessors."""
+    """A stand-in for CuPy with four devices."""
     fake = fake_cupy(SOURCES, nccl=FakeNccl)
     monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
     monkeypatch.setattr(cuda_driver, "_nccl", lambda: fake.cuda.nccl)
@@ -102,7 +105,7 @@ def test_a_plan_for_divided_devices_comes_back_from_json():
 # ---------------------------------------------------------------------------------------------- calls of the driver
 
 
-def test_a_part_is_made_by_these_calls_and_its_context_once(cupy, monkeypatch):
+def test_a_part_takes_these_calls_and_its_context_is_created_once(cupy, monkeypatch):
     library, driver = give_green_contexts(monkeypatch, cupy), cuda_driver.CudaDriver()
     first, second = parts_of(2)
     streams = [driver.stream(first), driver.stream(second)]
@@ -204,14 +207,14 @@ def test_divided_parts_run_collectives_in_one_graph_over_their_common_memory(cas
 @needs_compiler
 def test_every_stream_of_a_recording_is_of_the_part_of_its_device(cupy, monkeypatch):
     """A launch that were captured in another stream would run on all multiprocessors."""
-    library, made = give_green_contexts(monkeypatch, cupy), []
+    library, used = give_green_contexts(monkeypatch, cupy), []
     begin = Stream.begin_capture
     monkeypatch.setattr(
-        Stream, "begin_capture", lambda stream: (made.append(library.context_of(stream)), begin(stream))
+        Stream, "begin_capture", lambda stream: (used.append(library.context_of(stream)), begin(stream))
     )
     rig = CollectiveRig(cuda_driver.CudaBackend(), CASES["all_gather"](2), devices=parts_of(2))
     rig.run()
-    assert sorted(set(made)) == sorted(library.contexts)
+    assert sorted(set(used)) == sorted(library.contexts)
 
 
 @needs_compiler
@@ -220,11 +223,9 @@ def test_a_part_that_never_comes_is_named_within_its_patience(reporting_rank, cu
     give_green_contexts(monkeypatch, cupy)
     rig = CollectiveRig(cuda_driver.CudaBackend(), all_reduce_case(2, (40,)), devices=parts_of(2))
     right, absent = rig.run(), 1 - reporting_rank
-    start = time.monotonic()
     named = rf"collective 10 on device {reporting_rank} of 2: device {absent} did not arrive"
     with pytest.raises(BackendError, match=rf"on cuda:0/64\.{reporting_rank}: {named}"):
         rig.run_without(absent, reporting_rank=reporting_rank)
-    assert time.monotonic() - start < 10
     same(rig.run(), right)
 
 
@@ -238,11 +239,9 @@ def test_a_part_that_fails_ends_the_wait_of_the_other(cupy, monkeypatch):
         if rank == 1:
             raise RuntimeError("planted")
 
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match="planted"):
         rig.run(ahead=fail_on_one_rank)
     assert "another device failed" in str(dict(rig.failures)[0])
-    assert time.monotonic() - start < 10
     same(rig.run(), right)
 
 
@@ -294,7 +293,7 @@ def test_a_model_on_divided_parts_gives_the_bits_of_two_devices():
 
 
 @needs_compiler
-def test_emulated_parts_meet_over_their_memory_only_if_they_are_divided():
+def test_emulated_parts_exchange_over_their_memory_only_if_they_are_divided():
     divided = [find_device(f"cuda-emulated:0/4.{part}") for part in range(2)]
     shared = [find_device(f"cuda-emulated:0.{part}") for part in range(2)]
     (backend, one), (_, other) = divided
@@ -303,3 +302,31 @@ def test_emulated_parts_meet_over_their_memory_only_if_they_are_divided():
     assert backend.driver.count_multiprocessors(one) == 4
     assert np.unique([str(device) for _, device in divided]).size == 2
     assert dependent_launch.MIN_EARLY_DRIVER_VERSION < green_contexts.MIN_GREEN_DRIVER_VERSION
+
+
+# ---------------------------------------------------------------------------------------------------------- benchmark
+
+
+@needs_compiler
+def test_the_benchmark_counts_wrong_results_and_runs_that_do_not_end_with_an_error(monkeypatch):
+    driver = EmulatedDriver(0)
+    parts = [find_device(f"cuda-emulated:0/2.{part}")[1] for part in range(2)]
+    calls = collectives.make_collective_calls(2, np.random.default_rng(0))
+    wrong = {title: collectives.check_collective(driver, parts, own, 2)["wrong"] for title, own in calls.items()}
+    assert wrong == dict.fromkeys(calls, 0)
+    (gathered,), other = calls["all_gather"]
+    planted = replace(gathered, expected=gathered.expected + 1)
+    assert collectives.check_collective(driver, parts, [[planted], other], 2)["wrong"] == 2
+    monkeypatch.setattr(collectives, "ABSENCE_TIMEOUT_SECONDS", 0.2)
+    row = collectives.check_absent_device(driver, parts, is_lost=False)
+    assert row["right"]
+    assert "device 1 did not arrive within 0.2 s" in str(row["message"])
+    monkeypatch.setattr(collectives, "MAX_FAULT_SECONDS", 0.0)
+    assert not collectives.check_absent_device(driver, parts, is_lost=False)["right"]
+
+
+def test_a_device_that_cannot_be_divided_is_left_out(cupy):
+    driver = cuda_driver.CudaDriver()
+    bench = BenchmarkDevice(driver, make_machine(driver, driver.device(0), cupy), driver.device(0), tiny=True)
+    with pytest.raises(NothingToMeasure, match=r"cuda:0/8\.1: .* need a driver for CUDA 12\.5 or later"):
+        multiprocessors.divide_device(bench, 2)

@@ -45,15 +45,15 @@ class GreenLibrary:
         whole.kind, whole.count, whole.smallest, whole.alignment = 1, self.multiprocessors, 8, self.alignment
         return self._call("cuDeviceGetDevResource")
 
-    def cuDevSmResourceSplitByCount(self, groups, group_count, whole, remaining, flags, least):  # noqa: N802
+    def cuDevSmResourceSplitByCount(self, groups, group_count, whole, remaining, flags, minimum):  # noqa: N802
         assert (whole._obj.kind, whole._obj.count, flags) == (1, self.multiprocessors, 0)
-        size = -(-least // self.alignment) * self.alignment
-        made = min(group_count._obj.value, self.multiprocessors // size)
+        size = -(-minimum // self.alignment) * self.alignment
+        group_total = min(group_count._obj.value, self.multiprocessors // size)
         assert group_count._obj.value <= len(groups)
-        for number in range(made):
+        for number in range(group_total):
             groups[number].kind, groups[number].count = 1, size
             groups[number].unused[0] = number
-        group_count._obj.value, remaining._obj.count = made, self.multiprocessors - made * size
+        group_count._obj.value, remaining._obj.count = group_total, self.multiprocessors - group_total * size
         return self._call("cuDevSmResourceSplitByCount")
 
     def cuDevResourceGenerateDesc(self, descriptor, resource, resource_count):  # noqa: N802
