@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hocket import ops
 from hocket.backends import find_device
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda_driver
@@ -27,6 +28,7 @@ from hocket.benchmarks.gpu.harness import BenchmarkDevice, NothingToMeasure
 from hocket.benchmarks.gpu.machine import make_machine
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
+from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.planning.memory_fit import list_memory_pools
@@ -38,7 +40,6 @@ from ...given.fakes.fake_cupy import Stream, fake_cupy
 from ...given.fakes.fake_green_contexts import give_green_contexts
 from ...given.fakes.fake_nccl import FakeNccl
 from ...given.models.goldens import path_of
-from .test_device_parts import mlp
 
 DIVISION = ["cuDeviceGet", "cuDeviceGetDevResource", "cuDevSmResourceSplitByCount"]
 CREATION = [*DIVISION, "cuDeviceGet", "cuDevResourceGenerateDesc", "cuGreenCtxCreate", "cuGreenCtxStreamCreate"]
@@ -59,6 +60,12 @@ def cupy(monkeypatch):
     yield fake
     cuda_driver._compile_and_load_module.cache_clear()
     green_contexts.make_green_context.cache_clear()
+
+
+def make_sum_plan(group):
+    """A plan of two products over a group, with a sum."""
+    hidden = ops.relu(ops.mul_mat(weight("up", (12, 8)), input("x", (5, 8))))
+    return plan_for_group(Graph({"y": ops.mul_mat(weight("down", (8, 12)), hidden)}), group, split_mode="tensor")
 
 
 def parts_of(count, multiprocessors=64):
@@ -96,7 +103,7 @@ def test_parts_of_one_division_share_no_multiprocessors():
 
 def test_a_plan_for_divided_devices_comes_back_from_json():
     group = [find_device(f"cuda-emulated:0/2.{part}") for part in range(2)]
-    plan = plan_for_group(mlp(), group, split_mode="tensor")
+    plan = make_sum_plan(group)
     back = plan_from_json(plan_to_json(plan))
     assert [str(lane.device) for lane in back.device_plans] == ["cuda-emulated:0/2.0", "cuda-emulated:0/2.1"]
     assert plan_to_json(back) == plan_to_json(plan)
@@ -248,7 +255,7 @@ def test_a_part_that_fails_ends_the_wait_of_the_other(cupy, monkeypatch):
 def test_parts_have_one_memory_of_the_size_of_the_device(cupy, monkeypatch):
     give_green_contexts(monkeypatch, cupy)
     backend = cuda_driver.CudaBackend()
-    plan = plan_for_group(mlp(), [(backend, device) for device in parts_of(2)], split_mode="tensor")
+    plan = make_sum_plan([(backend, device) for device in parts_of(2)])
     (pool,) = list_memory_pools(plan)
     assert pool.memory_bytes == 1 << 30
 
