@@ -70,7 +70,7 @@ def make_candidate_cases(bench: BenchmarkDevice) -> Iterator[Case]:
         )
     shapes_of_heads = (DeltaNetShape(16, 32, 128), DeltaNetShape(4, 8, 128), DeltaNetShape(2, 4, 128))
     for heads in bench.select_size(shapes_of_heads, (DeltaNetShape(1, 2, 64),)):
-        for tokens in bench.select_size((2048, 8192, 32768), (130,)):
+        for tokens in bench.select_size((2048, 8192, 32768), (260,)):
             for is_exact in (True, False):
                 prefill = partial(_measure_delta_net, shape=heads, tokens=tokens, is_exact=is_exact)
                 title = f"delta net, {heads}, {tokens} tokens, {'exact' if is_exact else 'fast'}"
@@ -87,7 +87,8 @@ def _measure_delta_net(
     error, launches = compute_nmse(compute_output(bench, p, bind), expected), bind(p.state)
     kernels = ", ".join(dict.fromkeys(launch.kernel.name.partition("<")[0] for launch in launches))
     row = bench.measure_launches([launches]).as_row(flops=shape.compute_flops(tokens))
-    yield {"mode": "exact" if is_exact else "fast", **row, "NMSE": error, "kernels": kernels}
+    first = launches[0].kernel.name  # its second number is the tokens of a chunk
+    yield {"mode": "exact" if is_exact else "fast", **row, "NMSE": error, "kernels": kernels, "first": first}
 
 
 def _measure_both(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.cupy.kernels.recurrent import delta_segments
+from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_net
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.gpu import compare_predictions, llama_cpp
 from hocket.benchmarks.gpu.device_parts import multiprocessors
@@ -93,6 +94,7 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
 def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch):
     monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
     monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(gated_delta_net, "MIN_LONG_CHUNKED_TOKENS", 1)
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
         rows = rows_of("candidates", bench_of(tmp_path))
     check_rows("candidates", rows)
@@ -100,11 +102,17 @@ def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch
     attention = [("now", "attend_warpgroups"), ("candidates", "attend_roles")]
     products = [("now", "clustered"), ("candidates", "multiply_by_roles")]
     names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
+    by_segments = f"delta_prepare, {', '.join(SEGMENT_KERNELS)}"
     scans = [
-        ("now", "delta_prepare, delta_scan_clusters"),  # blocks of a head share its keys
-        ("candidates", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}"),
+        ("now", "delta_prepare, delta_scan"),
+        ("segments", by_segments),
+        ("chunks of 64", "delta_prepare, delta_scan"),
+        ("both", by_segments),
     ]
+    names = [(by, kernel.replace("delta_scan_clusters", "delta_scan")) for by, kernel in names]
     assert names == attention + 3 * products + 2 * scans
+    tokens = [str(row["first"]).split(", ")[1] for row in rows if "first" in row]
+    assert tokens == 2 * ["32", "32", "64", "64"]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -304,21 +312,51 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
         list(prompt.rows())
 
 
+def test_a_library_that_does_not_load_is_left_out_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "flash_qla.py").write_text("raise RuntimeError('no driver\\nfor this compiler')", "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch", MagicMock())
+    (case,) = (case for case in gpu.PARTS["peers"].cases(bench_of(tmp_path)) if case.title.startswith("FlashQLA"))
+    message = r"FlashQLA is not installed, or another version \(RuntimeError: no driver for this compiler\)"
+    with pytest.raises(gpu.NothingToMeasure, match=message):
+        list(case.rows())
+
+
+def test_a_device_that_does_not_answer_has_no_state(monkeypatch, cupy):
+    driver = cuda_driver.CudaDriver()
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert make_machine(driver, driver.device(0), cupy).read_state() == {}
+
+
 # ------------------------------------------------------------------------------------------------------ the runner
 
 BROKEN = """
-import os, sys, time
+import os, subprocess, sys, time
 from hocket.benchmarks import run_gpu as gpu
+
+def hang():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])  # it has the pipes of this process too
+    time.sleep(3600)
+
+def talk():
+    print("a library says something")
+    os.system("echo a program says something")
+    yield {"x": 1}
 
 def fail():
     yield {"x": 1.5}
     raise ValueError("no such\\nthing")
 
 def cases(bench):
-    yield gpu.Case("good", lambda: [{"x": 1}])
+    yield gpu.Case("good", talk)
     yield gpu.Case("fails", fail)
     yield gpu.Case("dies", lambda: os._exit(3))
-    yield gpu.Case("hangs", lambda: time.sleep(3600))
+    yield gpu.Case("hangs", hang)
     yield gpu.Case("left out", lambda: (_ for _ in ()).throw(gpu.NothingToMeasure("not here")))
     yield gpu.Case("last", lambda: [{"x": 2}])
 
@@ -338,6 +376,8 @@ def broken_part(tmp_path, monkeypatch):
 
 class Patient:
     """A part with a fourth case that has a limit of two seconds."""
+
+    environment = ()
 
     def __init__(self):
         self.limits = iter([WAIT_SECONDS, WAIT_SECONDS, WAIT_SECONDS, 2.0, WAIT_SECONDS, WAIT_SECONDS])
