@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from types import SimpleNamespace
@@ -310,27 +309,6 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     (prompt,) = (case for case in gpu.PARTS["peers"].cases(bench_of(tmp_path)) if case.title == "FlashInfer, 65 tokens")
     with pytest.raises(gpu.NothingToMeasure, match="another version"):
         list(prompt.rows())
-
-
-def test_a_library_that_does_not_load_is_left_out_in_one_line(tmp_path, monkeypatch):
-    (tmp_path / "flash_qla.py").write_text("raise RuntimeError('no driver\\nfor this compiler')", "utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(sys.modules, "torch", MagicMock())
-    (case,) = (case for case in gpu.PARTS["peers"].cases(bench_of(tmp_path)) if case.title.startswith("FlashQLA"))
-    message = r"FlashQLA is not installed, or another version \(RuntimeError: no driver for this compiler\)"
-    with pytest.raises(gpu.NothingToMeasure, match=message):
-        list(case.rows())
-
-
-def test_a_device_that_does_not_answer_has_no_state(monkeypatch, cupy):
-    driver = cuda_driver.CudaDriver()
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-
-    def hang(command, **options):
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert make_machine(driver, driver.device(0), cupy).read_state() == {}
 
 
 # ------------------------------------------------------------------------------------------------------ the runner
