@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import lru_cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from ..graph.node import Node
 from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
 from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
+from .device_name import DeviceName
 from .thread_safe_cache import thread_safe_cache
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -43,56 +43,12 @@ BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
 """The backends of this package by device kind, in the notation of entry points; no package metadata is needed."""
 
 
-DEVICE_KIND_PATTERN = re.compile(r"\w[\w.-]*", re.ASCII)
-"""Pattern of a device kind, which is also the name of an entry point."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceName:
-    """The parsed name of a device: ``cpu:0``, ``cuda:0.1`` for a part of it, ``cpu:0@1`` for a device of process 1."""
-
-    kind: str
-    index: int
-    part: int | None = None
-    rank: int | None = None
-
-    def __str__(self) -> str:
-        part, rank = "" if self.part is None else f".{self.part}", "" if self.rank is None else f"@{self.rank}"
-        return f"{self.kind}:{self.index}{part}{rank}"
-
-    @classmethod
-    def parse(cls, text: str) -> DeviceName:
-        """Parse a device name such as ``cuda:0.1``. The default index is 0. Raises `BackendError` for other text."""
-        if not text:
-            raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
-        here, at, rank = text.partition("@")
-        kind, _, numbers = here.partition(":")
-        index, dot, part = numbers.partition(".")
-        if not DEVICE_KIND_PATTERN.fullmatch(kind):
-            raise BackendError(
-                f"device {format_value(text)}: a kind is letters, digits, '_', '-' and '.', "
-                "and a number follows, as in cpu:0"
-            )
-        if at and not _is_decimal(rank):
-            raise BackendError(
-                f"device {format_value(text)}: after the @ comes the number of a process, as in {kind}:0@1"
-            )
-        if (numbers and not _is_decimal(index)) or (dot and not _is_decimal(part)):
-            raise BackendError(
-                f"device {format_value(text)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
-            )
-        return cls(kind, int(index or 0), int(part) if dot else None, int(rank) if at else None)
-
-
-def _is_decimal(text: str) -> bool:
-    return text.isdecimal() and text.isascii() and len(text) < 10
-
-
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device that runs programs, such as ``cpu:0``.
 
     - ``cuda:0.1`` is a part of a device. All parts share the memory of that device.
+    - ``cuda:0/64.1`` is a part with 64 multiprocessors of its own. The parts of one division run at the same time.
     - ``cpu:0@1`` is a device of the process with number `rank`.
 
     `memory` is in bytes and counts the whole device; None means unknown. Devices with the same `memory_of` share one
@@ -107,9 +63,10 @@ class Device:
     part: int | None = None
     memory_of: str = ""
     rank: int | None = None
+    multiprocessors: int | None = None
 
     def __str__(self) -> str:
-        return str(DeviceName(self.kind, self.index, self.part, self.rank))
+        return str(DeviceName(self.kind, self.index, self.part, self.rank, self.multiprocessors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +245,14 @@ class Comm(Protocol):
         """Wait for the message `sequence` of device `source`, and copy the message into `into`."""
 
 
+@runtime_checkable
+class DividesMultiprocessors(Protocol):
+    """A backend that can give parts of a device multiprocessors of their own, as ``cuda:0/64.0``."""
+
+    def require_multiprocessors(self, on: Device) -> None:
+        """Raise `BackendError` unless the part `on` can have `Device.multiprocessors` multiprocessors of its own."""
+
+
 class Backend(Protocol):
     """A backend: it describes devices of one kind, allocates memory on them, and compiles programs for them."""
 
@@ -418,11 +383,21 @@ def find_device(name: str) -> tuple[Backend, Device]:
     """Return the backend and the device for a name such as ``cpu:0``, ``cpu``, ``cuda:0.1`` or ``cpu:0@1``.
 
     A name without an index means the first device. A device of another process has the properties of the same device in
-    this process. Raises `BackendError` for an invalid name or a missing device.
+    this process. Raises `BackendError` for an invalid name, a missing device or an impossible division.
     """
     called = DeviceName.parse(name)
     backend = load_backend(called.kind)
-    return backend, replace(backend.device(called.index), part=called.part, rank=called.rank)
+    device = replace(
+        backend.device(called.index), part=called.part, rank=called.rank, multiprocessors=called.multiprocessors
+    )
+    if device.multiprocessors is not None:
+        if not isinstance(backend, DividesMultiprocessors):
+            raise BackendError(
+                f"device {device}: {called.kind} devices are not divided by multiprocessors; name the part as "
+                f"{called.kind}:{called.index}.{called.part}"
+            )
+        backend.require_multiprocessors(device)
+    return backend, device
 
 
 THREADS_KIND = integer_between(1, 1 << 16) | NONE

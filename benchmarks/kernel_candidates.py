@@ -6,9 +6,10 @@ the results, and cases that measure both kernels one after the other in one proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,26 @@ from hocket.benchmarks.gpu.matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clus
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 
+ALL_CANDIDATES: Mapping[str, tuple[KernelCandidate, ...]] = MappingProxyType({"candidates": tuple(KernelCandidate)})
+DELTA_CANDIDATES: Mapping[str, tuple[KernelCandidate, ...]] = MappingProxyType(
+    {
+        "segments": (KernelCandidate.DELTA_SEGMENTS,),
+        "chunks of 64": (KernelCandidate.DELTA_LONG_CHUNKS,),
+        "both": (KernelCandidate.DELTA_SEGMENTS, KernelCandidate.DELTA_LONG_CHUNKS),
+    }
+)
+"""Sets of candidates that are measured, by name."""
+
 
 class CandidateDriver:
-    """A driver of devices that use all candidates."""
+    """A driver of devices that use some candidates."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver, self.kind = driver, driver.kind
+    def __init__(self, driver: Driver, candidates: Iterable[KernelCandidate] = KernelCandidate) -> None:
+        self.driver, self.kind, self.candidates = driver, driver.kind, frozenset(candidates)
 
     def limits(self, on: Device) -> KernelLimits:
-        """Return the limits of the device, with all candidates."""
-        return replace(self.driver.limits(on), candidates=frozenset(KernelCandidate))
+        """Return the limits of the device, with the candidates."""
+        return replace(self.driver.limits(on), candidates=self.candidates)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.driver, name)
@@ -57,13 +68,13 @@ def make_candidate_cases(bench: BenchmarkDevice) -> Iterator[Case]:
         yield Case(
             f"products, {dtype} {matrix[0]}×{matrix[1]}, {tokens} tokens", partial(_measure_both, bench, measure)
         )
-    few_heads = bench.select_size((DeltaNetShape(4, 8, 128), DeltaNetShape(2, 4, 128)), (DeltaNetShape(1, 2, 64),))
-    for heads in few_heads:
-        for tokens in bench.select_size((2048, 8192, 32768), (130,)):
+    shapes_of_heads = (DeltaNetShape(16, 32, 128), DeltaNetShape(4, 8, 128), DeltaNetShape(2, 4, 128))
+    for heads in bench.select_size(shapes_of_heads, (DeltaNetShape(1, 2, 64),)):
+        for tokens in bench.select_size((2048, 8192, 32768), (260,)):
             for is_exact in (True, False):
                 prefill = partial(_measure_delta_net, shape=heads, tokens=tokens, is_exact=is_exact)
                 title = f"delta net, {heads}, {tokens} tokens, {'exact' if is_exact else 'fast'}"
-                yield Case(title, partial(_measure_both, bench, prefill))
+                yield Case(title, partial(_measure_both, bench, prefill, DELTA_CANDIDATES))
 
 
 def _measure_delta_net(
@@ -76,14 +87,19 @@ def _measure_delta_net(
     error, launches = compute_nmse(compute_output(bench, p, bind), expected), bind(p.state)
     kernels = ", ".join(dict.fromkeys(launch.kernel.name.partition("<")[0] for launch in launches))
     row = bench.measure_launches([launches]).as_row(flops=shape.compute_flops(tokens))
-    yield {"mode": "exact" if is_exact else "fast", **row, "NMSE": error, "kernels": kernels}
+    first = launches[0].kernel.name  # its second number is the tokens of a chunk
+    yield {"mode": "exact" if is_exact else "fast", **row, "NMSE": error, "kernels": kernels, "first": first}
 
 
 def _measure_both(
-    bench: BenchmarkDevice, measure: Callable[[BenchmarkDevice], Iterator[ResultRow]]
+    bench: BenchmarkDevice,
+    measure: Callable[[BenchmarkDevice], Iterator[ResultRow]],
+    candidates: Mapping[str, tuple[KernelCandidate, ...]] = ALL_CANDIDATES,
 ) -> Iterator[ResultRow]:
-    """Measure with the kernels that are used now, and with the candidates."""
-    for by, one in (("now", bench), ("candidates", _use_candidates(bench))):
+    """Measure with the kernels that are used now, and with each set of candidates by its name."""
+    drivers = {by: CandidateDriver(bench.driver.driver, own) for by, own in candidates.items()}
+    benches = {by: bench.with_driver(driver) for by, driver in drivers.items()}
+    for by, one in {"now": bench, **benches}.items():
         for row in measure(one):
             yield {"by": by, **row}
 

@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -67,13 +70,17 @@ class BenchmarkPart:
     """One part of the benchmark, such as the conformance cases.
 
     Its share of the remaining time is `weight` relative to the parts that follow. One case may take `limit` seconds.
+    Its processes have the variables of `environment`, unless the caller has set them.
     """
 
     cases: Callable[[BenchmarkDevice], Iterator[Case]]
     weight: float
     limit: float = 60.0
+    environment: tuple[tuple[str, str], ...] = ()
 
 
+SEVERAL_STREAMS = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("NCCL_MULTI_RANK_GPU_ENABLE", "1"))
+"""Variables for parts of one device: streams with hardware queues of their own, and NCCL with several ranks on it."""
 STARTUP_SECONDS = 120.0
 """Seconds in which a process must reach its first case."""
 PARTS = {
@@ -84,9 +91,9 @@ PARTS = {
     "delta-crossover": BenchmarkPart(delta_net.make_crossover_cases, 2),
     "products": BenchmarkPart(matmul.make_matmul_cases, 4),
     "attention": BenchmarkPart(attention.make_attention_cases, 3),
-    "candidates": BenchmarkPart(kernel_candidates.make_candidate_cases, 2),
+    "candidates": BenchmarkPart(kernel_candidates.make_candidate_cases, 2, 120.0),
     "models": BenchmarkPart(models.make_model_cases, 6, 150.0),
-    "sharded": BenchmarkPart(several_devices.make_sharded_cases, 3, 120.0),
+    "sharded": BenchmarkPart(several_devices.make_sharded_cases, 3, 180.0, SEVERAL_STREAMS),
     "fixtures": BenchmarkPart(correctness.make_fixture_cases, 2),
     "conformance": BenchmarkPart(correctness.make_conformance_cases, 5, 120.0),
     "peers": BenchmarkPart(other_libraries.make_peer_cases, 4, 120.0),
@@ -147,11 +154,16 @@ def make_benchmark_device(args: argparse.Namespace, folder: str) -> BenchmarkDev
 
 
 def run_worker(args: argparse.Namespace) -> None:
-    """Run one part in this process, and print its rows as lines of JSON."""
+    """Run one part in this process, and print its rows as lines of JSON.
+
+    Libraries may print too; their text goes to the errors.
+    """
+    rows = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         selection = CaseSelection(args.work, args.cases, frozenset(json.loads(args.skip)))
         for row in run_part(PARTS[args.parts[0]], make_benchmark_device(args, folder), selection):
-            print(json.dumps(row, default=str), flush=True)
+            print(json.dumps(row, default=str), flush=True, file=rows)
 
 
 # ------------------------------------------------------------------------------------------------- all of the parts
@@ -162,7 +174,16 @@ class PartWorker:
 
     def __init__(self, words: list[str], name: str, first: int) -> None:
         command = [sys.executable, __file__, name, "--work", str(first), *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        variables = {**dict(PARTS[name].environment), **os.environ}
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=variables,
+            start_new_session=True,
+        )
         self.lines: queue.Queue[str] = queue.Queue()
         self.error_lines: list[str] = []
         self.threads = [threading.Thread(target=self._collect_rows), threading.Thread(target=self._collect_errors)]
@@ -185,8 +206,13 @@ class PartWorker:
         return json.loads(line) if line else None
 
     def describe_end(self) -> str:
-        """Wait for the end of the process, and return its last line of errors, or its exit code."""
+        """Wait for the end of the process, and return its last line of errors, or its exit code.
+
+        Processes that it started, such as compilers, are killed: they would keep its pipes open.
+        """
         code = self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         for thread in self.threads:
             thread.join()
         return self.error_lines[-1].strip() if self.error_lines else f"exit code {code}"

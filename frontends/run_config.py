@@ -98,8 +98,9 @@ class DeviceGroup:
         scope="plan",
         type=parse_devices,
         metavar="LIST",
-        help="devices, as cpu:0,cpu:1 (cpu:0). Parts of one device are cuda:0.0 and cuda:0.1. Under mpiexec, cpu:0@1 "
-        "is a device of rank 1, and cpu:0 is this device of every rank",
+        help="devices, as cpu:0,cpu:1 (cpu:0). Parts of one device are cuda:0.0 and cuda:0.1, or cuda:0/64.0 and "
+        "cuda:0/64.1 with 64 multiprocessors each. Under mpiexec, cpu:0@1 is a device of rank 1, and cpu:0 is this "
+        "device of every rank",
     )
     split_mode: str = option(
         "auto",

@@ -78,8 +78,8 @@ class DriverBackend:
     has_separate_memory = True
 
     def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.name = driver.kind
+        self.driver, self.name = driver, driver.kind
+        self.require_multiprocessors = driver.require_multiprocessors
         self._memberships = CollectiveLibraryMemberships()
         self._limits: frozenset[KernelLimits] = frozenset()
 

@@ -31,7 +31,6 @@ from .device.driver import (
     CollectiveLibrary,
     CollectiveLibraryExchange,
     CollectiveOverlap,
-    Communicator,
     DriverStep,
     KernelInstance,
     KernelLaunch,
@@ -40,10 +39,11 @@ from .device.driver import (
     SingleStep,
     StartRead,
     flatten_steps,
-    has_parts_of_one_device,
+    share_multiprocessors,
 )
+from .device.green_contexts import make_green_stream, require_divided_multiprocessors
 from .device.host_transfers import DeviceArray, HostTransfers, convert_cuda_errors
-from .device.nccl import load_nccl
+from .device.nccl import RecordedGraphWithCommunicators, load_nccl
 from .kernel_efficiency import read_kernel_efficiencies
 
 CUPY_INSTALL_HINT = f"{format_install_command('cuda13')} (cuda12 for drivers before 580)"
@@ -146,7 +146,11 @@ class CudaDriver:
             return str(device.compute_capability)
 
     def count_multiprocessors(self, on: Device) -> int:
-        return int(self.read_device_properties(on.index)["multiProcessorCount"])
+        return on.multiprocessors or int(self.read_device_properties(on.index)["multiProcessorCount"])
+
+    def require_multiprocessors(self, on: Device) -> None:
+        with convert_cuda_errors(self.cupy, on, "divide its multiprocessors"):
+            require_divided_multiprocessors(self.cupy, on)
 
     def alloc(self, nbytes: int, on: Device) -> Any:
         cupy = self.cupy
@@ -158,10 +162,18 @@ class CudaDriver:
 
     def _get_host_transfers(self, on: Device) -> HostTransfers:
         if str(on) not in self._transfers_by_device:
-            self._transfers_by_device.setdefault(
-                str(on), HostTransfers(self.cupy, self.kind, on.index)
-            )  # one thread wins the race
+            transfers = HostTransfers(self.cupy, on, partial(self._make_stream, on))
+            self._transfers_by_device.setdefault(str(on), transfers)  # one thread wins the race
         return self._transfers_by_device[str(on)]
+
+    def _make_stream(self, on: Device, priority: int = 0) -> Any:
+        """Make a stream of the current device, on the multiprocessors of a part that has some of its own.
+
+        The stream does not wait for the default stream: another part of the device may wait for this stream.
+        """
+        if on.multiprocessors is not None:
+            return make_green_stream(self.cupy, on, priority)
+        return self.cupy.cuda.Stream(non_blocking=True, priority=priority)
 
     def address(self, buffer: DeviceBuffer) -> int:
         return int(buffer.array.data.ptr)
@@ -199,14 +211,14 @@ class CudaDriver:
     def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Enable access of each device to the memory of all others; return `False` if that is impossible.
 
-        Peer access covers all memory of a device, because buffers come from cudaMalloc. Parts of one device do not
-        count as peers. A kernel that waits for another part may block that part's launch, because streams share queues
-        and some launches need an idle device.
+        Peer access covers all memory of a device, because buffers come from cudaMalloc. Parts of one device have one
+        memory. They count as peers if each has multiprocessors of its own. Otherwise a kernel that waits for another
+        part may block that part's launch, because streams share queues and some launches need an idle device.
         """
-        if has_parts_of_one_device(devices):
+        if share_multiprocessors(devices):
             return False
         cupy = self.cupy
-        runtime, pairs = cupy.cuda.runtime, list(permutations((d.index for d in devices), 2))
+        runtime, pairs = cupy.cuda.runtime, list(permutations(dict.fromkeys(d.index for d in devices), 2))
         if not all(runtime.deviceCanAccessPeer(own, other) for own, other in pairs):
             return False
         for own, other in pairs:
@@ -219,9 +231,10 @@ class CudaDriver:
         return True
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
-        if has_parts_of_one_device(devices):
+        if share_multiprocessors(devices):
             return f"{self.library_name} joins no parts of one device"
-        return load_nccl(self.cupy, _nccl, self.library_name)
+        has_parts = len({device.index for device in devices}) < len(devices)
+        return load_nccl(self.cupy, _nccl, self.library_name, has_parts)
 
     def map_signal_pad(self, board: Array, is_first: bool) -> int:
         """Map the group's signal pad into the devices' address space, and return its address there.
@@ -266,7 +279,7 @@ class CudaDriver:
         if len(steps) == 1 and isinstance(steps[0], KernelLaunch):
             return self._make_step_call(steps[0], on, stream)
         cuda = self.cupy.cuda
-        capturing, side = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True, priority=HIGH_PRIORITY)
+        capturing, side = self._make_stream(on), self._make_stream(on, HIGH_PRIORITY)
         capability, release = int(self._capability(on.index)), cuda.runtime.driverGetVersion()
         may_be_early = self.begins_early and find_early_launch_library(capability, release) is not None
         calls = [*self._make_step_calls(steps, on, capturing, side, may_be_early)]
@@ -381,24 +394,6 @@ def _copy_arrays_to_views(views: Mapping[int, DeviceArray], arrays: Sequence[Arr
     """Copy to each view the host array that has the same number: ``arrays[number]`` to ``views[number]``."""
     for number, view in views.items():
         view[...] = arrays[number]
-
-
-class RecordedGraphWithCommunicators:
-    """A recorded CUDA graph together with the communicators that it uses, so that both are deleted in the right order.
-
-    The graph is deleted first. A communicator that ends while a graph uses it would wait forever.
-    """
-
-    def __init__(self, run: Callable[[], None], communicators: tuple[Communicator, ...]) -> None:
-        self.run: Callable[[], None] | None = run
-        self.communicators = communicators
-
-    def __call__(self) -> None:
-        assert self.run is not None
-        self.run()
-
-    def __del__(self) -> None:
-        self.run = None
 
 
 @thread_safe_cache

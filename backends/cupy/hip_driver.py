@@ -35,6 +35,11 @@ class HipDriver(CudaDriver):
     def _read_limits(self, index: int) -> KernelLimits:
         return KernelLimits(int(self.read_device_properties(index)["sharedMemPerBlock"]))
 
+    def require_multiprocessors(self, on: Device) -> None:
+        raise BackendError(
+            f"device {on}: hip devices are not divided by multiprocessors; name the part as hip:{on.index}.{on.part}"
+        )
+
     def enable_peer_access(self, devices: Sequence[Device]) -> bool:
         """Return `False`: during a kernel, memory from hipMalloc is not coherent between devices."""
         return False

@@ -107,9 +107,9 @@ def bind_chunks(
         exact: Use pairs of bfloat16 products instead of single ones.
         values: The width of a value slice; None for hocket's choice.
     """
-    chunk = kernels.ChunkedDeltaRuleVariant(p.shape.size, p.shape.decays_per_channel, exact)
 
     def bind(to: LaunchBuilder) -> None:
+        chunk = kernels.choose_chunk_variant(to, p.rule, exact)
         carried = bind_states_and_prepare_memory(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
         kernels.launch_delta_rule_by_chunks(
             to,

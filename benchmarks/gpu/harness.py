@@ -213,11 +213,14 @@ class BenchmarkDevice:
             return memory.copy_array(array.reshape(-1).view(np.int8), DType.I8).address
 
         fault = memory.make_zeros((2,), DType.I64).address
-        limits = self.driver.limits(self.on)
-        tried = LaunchBuilder(upload_array=lambda array: 1 << 20, limits=limits)
+        about: dict[str, Any] = {
+            "limits": self.driver.limits(self.on),
+            "multiprocessor_count": self.driver.count_multiprocessors(self.on),
+        }
+        tried = LaunchBuilder(upload_array=lambda array: 1 << 20, **about)
         bind(tried)
         room = memory.make_zeros((max(tried.scratch_bytes, 1),), DType.I8).address
-        builder = LaunchBuilder(upload_array=keep, scratch_address=room, fault_address=fault, limits=limits)
+        builder = LaunchBuilder(upload_array=keep, scratch_address=room, fault_address=fault, **about)
         bind(builder)
         return builder.items
 

@@ -70,11 +70,14 @@ class CudaMachine:
         }
 
     def read_state(self) -> dict[str, object]:
-        """Return the answer of nvidia-smi, which is only queried and changes no setting."""
+        """Return the answer of nvidia-smi, which changes no setting; empty if it does not answer."""
         if not (program := shutil.which("nvidia-smi")):
             return {}
         command = [program, f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader", f"--id={self.on.index}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return {}
         values = [value.strip() for value in done.stdout.strip().split(",")]
         return dict(zip(SMI_FIELDS, values, strict=True)) if len(values) == len(SMI_FIELDS) else {}
 

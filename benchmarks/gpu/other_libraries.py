@@ -69,11 +69,21 @@ def _import_torch() -> Any:
     """Import PyTorch. Raises `NothingToMeasure` if it is missing or sees no CUDA device."""
     try:
         import torch
-    except ImportError:
-        raise NothingToMeasure("PyTorch is not installed") from None
+    except (ImportError, OSError) as why:  # a library of CUDA that does not load is an error of the system
+        raise NothingToMeasure(f"PyTorch is not installed, or does not load ({' '.join(str(why).split())})") from None
     if not torch.cuda.is_available():
         raise NothingToMeasure("PyTorch sees no CUDA device")
     return torch
+
+
+def _import_names(library: str, module: str, *names: str) -> tuple[Any, ...]:
+    """Import functions of a library. Raises `NothingToMeasure` if it is missing, does not load, or lacks a name."""
+    try:
+        loaded = importlib.import_module(module)
+        return tuple(getattr(loaded, name) for name in names)
+    except Exception as why:  # a library that does not fit PyTorch or its compiler raises anything
+        text = " ".join(f"{type(why).__name__}: {why}".split())
+        raise NothingToMeasure(f"{library} is not installed, or another version ({text})") from None
 
 
 def _import_fla_rules(bench: BenchmarkDevice) -> tuple[Any, Any, Any]:
@@ -82,12 +92,9 @@ def _import_fla_rules(bench: BenchmarkDevice) -> tuple[Any, Any, Any]:
     Raises:
         NothingToMeasure: One of the packages is missing.
     """
-    torch = _import_torch()
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-    except ImportError as why:
-        raise NothingToMeasure(f"flash-linear-attention is not installed ({why})") from None
-    return torch, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    names = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+    chunked, recurrent = _import_names("flash-linear-attention", "fla.ops.gated_delta_rule", *names)
+    return _import_torch(), chunked, recurrent
 
 
 def _measure_torch_seconds(bench: BenchmarkDevice, torch: Any, work: Callable[[], object], each: int = 1) -> float:
@@ -192,12 +199,8 @@ def _compare_fla_prefill(bench: BenchmarkDevice, batch: int, tokens: int) -> Ite
 
 def _compare_flash_qla_prefill(bench: BenchmarkDevice, batch: int, tokens: int) -> Iterator[ResultRow]:
     """Compare a prompt with FlashQLA, which has the interface of flash-linear-attention."""
-    torch = _import_torch()
-    try:
-        from flash_qla import chunk_gated_delta_rule
-    except ImportError as why:
-        raise NothingToMeasure(f"FlashQLA is not installed ({why})") from None
-    theirs = _time_peer_rule(bench, torch, chunk_gated_delta_rule, batch, tokens)
+    torch, (rule,) = _import_torch(), _import_names("FlashQLA", "flash_qla", "chunk_gated_delta_rule")
+    theirs = _time_peer_rule(bench, torch, rule, batch, tokens)
     torch.cuda.empty_cache()
     yield _compare_with_own(bench, theirs, batch, tokens)
 
@@ -208,17 +211,9 @@ def _compare_fla_decode(bench: BenchmarkDevice, batch: int) -> Iterator[ResultRo
     yield _compare_with_own(bench, _time_peer_rule(bench, torch, recurrent, batch, 1, STEPS_PER_GRAPH), batch, 1)
 
 
-def _import_flashinfer(module: str, name: str) -> Any:
-    """Import a function of FlashInfer. Raises `NothingToMeasure` if it is missing."""
-    try:
-        return getattr(importlib.import_module(f"flashinfer.{module}"), name)
-    except (ImportError, AttributeError) as why:
-        raise NothingToMeasure(f"FlashInfer is not installed, or another version ({why})") from None
-
-
 def _compare_flashinfer_prefill(bench: BenchmarkDevice, tokens: int) -> Iterator[ResultRow]:
     """Compare a prompt of one sequence with FlashInfer, which takes decays as factors and bfloat16 operands."""
-    torch, rule = _import_torch(), _import_flashinfer("gdn_prefill", "chunk_gated_delta_rule")
+    torch, rule = _import_torch(), _import_names("FlashInfer", "flashinfer.gdn_prefill", "chunk_gated_delta_rule")[0]
     x = _make_operands(bench, torch, 1, tokens)
     x |= {name: x[name][0] for name in ("q", "k", "v", "g", "beta")}
     gates = {"g": x["g"].exp(), "beta": x["beta"].float()}
@@ -232,7 +227,8 @@ def _compare_flashinfer_prefill(bench: BenchmarkDevice, tokens: int) -> Iterator
 
 def _compare_flashinfer_decode(bench: BenchmarkDevice, batch: int) -> Iterator[ResultRow]:
     """Compare a decode step with FlashInfer, which overwrites its state."""
-    torch, step = _import_torch(), _import_flashinfer("gdn_decode", "gated_delta_rule_decode_pretranspose")
+    torch, name = _import_torch(), "gated_delta_rule_decode_pretranspose"
+    (step,) = _import_names("FlashInfer", "flashinfer.gdn_decode", name)
     x = _make_operands(bench, torch, batch, 1)
     heads = bench.select_size(DELTA_NET_SHAPE, TINY_SHAPE).heads
     biases = {name: torch.zeros(heads, device="cuda") for name in ("A_log", "dt_bias")}
@@ -248,7 +244,7 @@ def _measure_flashinfer_attention(bench: BenchmarkDevice, tokens: int) -> Iterat
 
     The part ``attention`` has the times of hocket.
     """
-    torch, attend = _import_torch(), _import_flashinfer("decode", "single_decode_with_kv_cache")
+    torch, attend = _import_torch(), _import_names("FlashInfer", "flashinfer.decode", "single_decode_with_kv_cache")[0]
     q = torch.randn(32, 128, device="cuda", dtype=torch.float16)
     k, v = (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.float16) for _ in range(2))
     taken = _measure_torch_seconds(bench, torch, lambda: attend(q, k, v, kv_layout="NHD"), bench.select_size(8, 2))

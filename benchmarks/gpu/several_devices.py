@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor as Threads
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device.driver import CollectiveLibrary, Driver, DriverStep, flatten_steps
 from hocket.backends.fusion.overlap import find_instructions_beside_collectives
-from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends import models
 from hocket.frontends.models import Batch, Model
 from hocket.frontends.open_model import open_model
@@ -28,8 +25,17 @@ from hocket.graph.spec import Spec
 from hocket.scheduler import Executor, Store, plan_for_group
 
 from . import random_models
+from .device_parts.collectives import (
+    CollectiveGroup,
+    check_absent_device,
+    check_collective,
+    make_collective_calls,
+)
+from .device_parts.multiprocessors import divide_device, make_multiprocessor_cases
 from .harness import BenchmarkDevice, Case, NothingToMeasure, ResultRow, compute_nmse
 
+PART_COUNTS = (2, 4)
+"""The numbers of parts into which one device is divided."""
 SUMS_PER_PROGRAM = 16
 """The number of all-reduces in a program."""
 
@@ -79,22 +85,36 @@ def make_transport_drivers(
 
 
 def make_sharded_cases(bench: BenchmarkDevice) -> Iterator[Case]:
-    """Make the cases: two parts of the device, then two and more devices if there are several."""
-    parts, known = [replace(bench.on, part=part) for part in range(2)], list_models(bench)
+    """Make the cases: parts with multiprocessors of their own, parts that share them, and several devices."""
+    known = list_models(bench)
+    for count in bench.select_size(PART_COUNTS, PART_COUNTS[:1]):
+        yield from make_multiprocessor_cases(bench, count)
+        yield from _make_group_cases(bench, f"{count} divided parts", partial(divide_device, bench, count), known)
+    parts = [replace(bench.on, part=part) for part in range(2)]
     for name, find in known.items():
-        yield Case(f"{name}, two parts of a device", partial(_compare_decode, bench, find, parts))
+        yield Case(f"{name}, two parts of a device", partial(_compare_decode, bench, find, lambda: parts))
     there = bench.select_size(len(bench.driver.devices()), 2)
     if there < 2:
         yield Case("several devices", partial(_refuse_single_device, there))
     for count in (count for count in (2, 4, 8) if count <= there):
         devices = [bench.driver.device(index) for index in range(count)]
-        for kibibytes in bench.select_size((16, 64, 1024, 8192, 65536), (1, 64)):
-            yield Case(
-                f"sum of {kibibytes} KiB, {count} devices", partial(_measure_sums, bench, devices, kibibytes << 10)
-            )
-        for name, find in known.items():
-            yield Case(f"{name}, {count} devices", partial(_compare_decode, bench, find, devices))
-            yield Case(f"{name}, {count} devices, a prompt", partial(_compare_prompt, bench, find, devices))
+        yield from _make_group_cases(bench, f"{count} devices", lambda devices=devices: devices, known)
+
+
+def _make_group_cases(
+    bench: BenchmarkDevice,
+    name: str,
+    find_devices: Callable[[], Sequence[Device]],
+    known: Mapping[str, Callable[[], Path | None]],
+) -> Iterator[Case]:
+    """Make the cases of one device group: collectives, a device that does not arrive, sums, and models."""
+    yield Case(f"collectives, {name}", partial(_check_collectives, bench, find_devices))
+    yield Case(f"an absent device, {name}", partial(_check_absent_devices, bench, find_devices))
+    for kibibytes in bench.select_size((16, 64, 1024, 8192, 65536), (1, 64)):
+        yield Case(f"sum of {kibibytes} KiB, {name}", partial(_measure_sums, bench, find_devices, kibibytes << 10))
+    for model, find in known.items():
+        yield Case(f"{model}, {name}", partial(_compare_decode, bench, find, find_devices))
+        yield Case(f"{model}, {name}, a prompt", partial(_compare_prompt, bench, find, find_devices))
 
 
 def list_models(bench: BenchmarkDevice) -> dict[str, Callable[[], Path | None]]:
@@ -117,8 +137,11 @@ def _refuse_single_device(count: int) -> Iterator[ResultRow]:
 # ------------------------------------------------------------------------------------------------------------- sums
 
 
-def _measure_sums(bench: BenchmarkDevice, devices: Sequence[Device], nbytes: int) -> Iterator[ResultRow]:
+def _measure_sums(
+    bench: BenchmarkDevice, find_devices: Callable[[], Sequence[Device]], nbytes: int
+) -> Iterator[ResultRow]:
     """Measure all-reduces by the clock of the host, from the start of the first device to the end of the last one."""
+    devices = find_devices()
     vectors = [bench.rng.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
     expected = np.sum(vectors, axis=0, dtype=np.float64)
     x, out = (Tensor(0, at * nbytes, (1, nbytes // 4), (nbytes // 4, 1), DType.F32) for at in range(2))
@@ -127,46 +150,45 @@ def _measure_sums(bench: BenchmarkDevice, devices: Sequence[Device], nbytes: int
     ]
     program = Program((BufferSpec("arena", "arena", 2 * nbytes),), tuple(steps), {}, {})
     for driver in make_transport_drivers(bench, devices):
-        backend, thread_group = DriverBackend(driver), ThreadGroup(len(devices), devices=devices)
-        buffers = [backend.alloc(2 * nbytes, on) for on in devices]
-        members = map(thread_group.member, range(len(devices)))
-        own = zip(buffers, devices, members, strict=True)
-        runs = [backend.compile(program, [buffer], on, member) for buffer, on, member in own]
-        for buffer, array in zip(buffers, vectors, strict=True):
-            backend.view(buffer, x)[...] = array[None]
-        with ThreadPoolExecutor(len(devices)) as pool:
-            rounds = [_run_all(pool, runs, thread_group) for _ in range(bench.select_size(20, 3))]
-        results = [np.array(backend.view(buffer, out))[0] for buffer in buffers]
+        group = CollectiveGroup(driver, devices, [program] * len(devices))
+        for rank, array in enumerate(vectors):
+            group.view(rank, x)[...] = array[None]
+        rounds = [group.run() for _ in range(bench.select_size(20, 3))]
+        results = [np.array(group.view(rank, out))[0] for rank in range(len(devices))]
         same = all(np.array_equal(result, results[0]) for result in results)
         seconds, error = median(rounds[1:]) / SUMS_PER_PROGRAM, compute_nmse(results[0], expected)
         figures = {"µs": seconds * 1e6, "GB/s": nbytes / seconds / 1e9, "NMSE": error}
         yield {"by": driver.transport, **figures, "right": same}
 
 
-def _run_all(pool: Threads, runs: Sequence[Callable[[], object]], thread_group: ThreadGroup) -> float:
-    """Return the seconds until all devices have run their program."""
+def _check_collectives(bench: BenchmarkDevice, find_devices: Callable[[], Sequence[Device]]) -> Iterator[ResultRow]:
+    """Run each collective 1,000 times by each transport, and compare every result with the exact one."""
+    devices = find_devices()
+    for title, calls in make_collective_calls(len(devices), bench.rng).items():
+        for driver in make_transport_drivers(bench, devices):
+            yield {
+                "collective": title,
+                "by": driver.transport,
+                **check_collective(driver, devices, calls, bench.select_size(1000, 3)),
+            }
 
-    def one(run: Callable[[], object]) -> None:
-        try:
-            run()
-        except BaseException as why:  # the other devices must not wait for this one
-            thread_group.abort(str(why))
-            raise
 
-    start = time.perf_counter()
-    list(pool.map(one, runs))
-    taken = time.perf_counter() - start
-    thread_group.clear_messages_and_failures()
-    return taken
+def _check_absent_devices(bench: BenchmarkDevice, find_devices: Callable[[], Sequence[Device]]) -> Iterator[ResultRow]:
+    """Run sums in which one device does not arrive, by each transport."""
+    devices = find_devices()
+    for driver in make_transport_drivers(bench, devices):
+        is_lost = driver.transport == TRANSPORTS[1]
+        yield {"by": driver.transport, **check_absent_device(driver, devices, is_lost=is_lost)}
 
 
 # ----------------------------------------------------------------------------------------------------------- models
 
 
 def _compare_decode(
-    bench: BenchmarkDevice, find: Callable[[], Path | None], devices: Sequence[Device]
+    bench: BenchmarkDevice, find: Callable[[], Path | None], find_devices: Callable[[], Sequence[Device]]
 ) -> Iterator[ResultRow]:
     """Decode the same tokens on one device, and on several devices by each transport."""
+    devices = find_devices()
     model, count = open_model(find()), bench.select_size(32, 2)
     tokens = bench.rng.integers(0, model.vocabulary_size, count + 1).tolist()
     one = None
@@ -187,12 +209,13 @@ def _compare_decode(
 
 
 def _compare_prompt(
-    bench: BenchmarkDevice, find: Callable[[], Path | None], devices: Sequence[Device]
+    bench: BenchmarkDevice, find: Callable[[], Path | None], find_devices: Callable[[], Sequence[Device]]
 ) -> Iterator[ResultRow]:
     """Measure a prompt in three ways: planned without overlap, overlapped work after the sums, and overlapped work.
 
     The last two ways give the same bits.
     """
+    devices = find_devices()
     model, count, own = open_model(find()), bench.select_size(2048, 8), bench.driver.driver
     tokens = bench.rng.integers(0, model.vocabulary_size, count).tolist()
     for transport in (driver.transport for driver in make_transport_drivers(bench, devices, TRANSPORTS[:-1])):

@@ -37,7 +37,8 @@ _FIRST_STEPS = (
     PlanStep("delta-prefill", 40, r"^16/32×128, (2048|8192) tokens"),
     PlanStep("delta-decode", 20, r"^16/32×128, batch (1|64)$"),
     PlanStep("peers", 80, r"^flash-linear-attention, (8192 tokens|1 token, batch 1$)"),
-    PlanStep("models", 60, r"embedded"),
+    PlanStep("sharded", 30, r"^2 divided parts|^(collectives|an absent device), 2 divided"),
+    PlanStep("models", 40, r"embedded"),
 )
 _MORE_STEPS = (
     PlanStep("models", 110),

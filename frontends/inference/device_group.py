@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from ...backends.base import Backend, Device, DeviceName, compute_threads_per_device, find_device
+from ...backends.base import Backend, Device, compute_threads_per_device, find_device
 from ...backends.capabilities import SupportsExactMode
+from ...backends.device_name import DeviceName
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.errors import BackendError
 from ...graph.old_names import make_module_getattr

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...backends.base import DEVICE_KIND_PATTERN
+from ...backends.device_name import DEVICE_KIND_PATTERN
 from ...graph.errors import PlanError
 from ...graph.validation import TEXT, ArgumentKind, number_between, require
 from .device_catalogue import CATALOGUE, GIB, Catalogue, DataSheet, LinkSpeeds

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-from ...backends.base import DeviceName
 from ...backends.capabilities import can_group_overlap
+from ...backends.device_name import DeviceName
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...backends.base import Backend, Device, find_device
+from ...backends.device_name import DeviceName
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.graph import assign_names
 from ...graph.node import Node
@@ -93,8 +94,9 @@ def _format_one_line(why: Exception) -> str:
 
 def _device_to_data(device_plan: DevicePlan) -> dict[str, Any]:
     device = device_plan.device
-    part = {} if device.part is None else {"part": device.part}
-    return {"backend": device_plan.backend.name, "kind": device.kind, "index": device.index, **part}
+    numbers = {"part": device.part, "multiprocessors": device.multiprocessors}
+    division = {key: number for key, number in numbers.items() if number is not None}
+    return {"backend": device_plan.backend.name, "kind": device.kind, "index": device.index, **division}
 
 
 def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
@@ -108,9 +110,8 @@ def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> 
     if entry["backend"] == SIMULATED_BACKEND_NAME:
         absent = build_simulated_backend(kind, _machine_from_data(machines[kind]) if kind in machines else None)
         return absent, absent.device(index)
-    backend, device = find_device(
-        str(Device(kind, index, part=require_nonnegative_integer(entry["part"]) if "part" in entry else None))
-    )
+    numbers = {k: require_nonnegative_integer(entry[k]) for k in ("part", "multiprocessors") if k in entry}
+    backend, device = find_device(str(DeviceName(kind, index, **numbers)))
     if backend.name != entry["backend"]:
         raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
     return backend, device

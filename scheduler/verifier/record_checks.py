@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...backends.base import DeviceName
+from ...backends.device_name import DeviceName
 from ...graph.attrs import quote_node_name
 from ...graph.errors import BackendError, GraphError, HocketError
 from ...ops import verify

@@ -19,9 +19,10 @@ from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.cupy.kernels.recurrent import delta_segments
+from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_net
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.gpu import compare_predictions, llama_cpp
+from hocket.benchmarks.gpu.device_parts import multiprocessors
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
 from hocket.benchmarks.gpu.machine import CudaMachine, make_machine
 from hocket.graph import Graph, input, weight
@@ -30,6 +31,7 @@ from hocket.ops import mul_mat
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.products import tiles_of
 from ..given.fakes.fake_cupy import fake_cupy
+from ..given.fakes.fake_green_contexts import give_green_contexts
 from ..given.waits import WAIT_SECONDS
 
 PARTS = sorted(gpu.PARTS)
@@ -91,6 +93,7 @@ def test_products_by_clusters_are_in_the_course(tmp_path):
 def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch):
     monkeypatch.setattr(delta_segments, "MIN_SEGMENTS", 3)
     monkeypatch.setattr(delta_segments, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(gated_delta_net, "MIN_LONG_CHUNKED_TOKENS", 1)
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, 1)):
         rows = rows_of("candidates", bench_of(tmp_path))
     check_rows("candidates", rows)
@@ -98,11 +101,17 @@ def test_candidates_are_measured_beside_the_kernels_of_now(tmp_path, monkeypatch
     attention = [("now", "attend_warpgroups"), ("candidates", "attend_roles")]
     products = [("now", "clustered"), ("candidates", "multiply_by_roles")]
     names = [(by, kernel.replace("attention_seen, ", "").partition("<")[0]) for by, kernel in kernels]
+    by_segments = f"delta_prepare, {', '.join(SEGMENT_KERNELS)}"
     scans = [
-        ("now", "delta_prepare, delta_scan_clusters"),  # blocks of a head share its keys
-        ("candidates", f"delta_prepare, {', '.join(SEGMENT_KERNELS)}"),
+        ("now", "delta_prepare, delta_scan"),
+        ("segments", by_segments),
+        ("chunks of 64", "delta_prepare, delta_scan"),
+        ("both", by_segments),
     ]
+    names = [(by, kernel.replace("delta_scan_clusters", "delta_scan")) for by, kernel in names]
     assert names == attention + 3 * products + 2 * scans
+    tokens = [str(row["first"]).split(", ")[1] for row in rows if "first" in row]
+    assert tokens == 2 * ["32", "32", "64", "64"]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -116,12 +125,13 @@ def test_every_case_of_full_size_has_a_name_of_its_own(part):
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy that emulates launches."""
-    fake = fake_cupy(SOURCES)
+    sources = (*SOURCES, multiprocessors.SOURCE)
+    fake = fake_cupy(sources)
     monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
     monkeypatch.setattr(
         cuda_driver,
         "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
+        lambda source, arch: (str(sources.index(source)), {n: n for n in source.names}),
     )
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
@@ -134,7 +144,9 @@ def cupy(monkeypatch):
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("part", THROUGH_CUPY)
-def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
+def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy, monkeypatch):
+    if part == "sharded":
+        give_green_contexts(monkeypatch, cupy)
     driver = cuda_driver.CudaDriver()
     machine = make_machine(driver, driver.device(0), cupy)
     assert isinstance(machine, CudaMachine)
@@ -302,18 +314,27 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ the runner
 
 BROKEN = """
-import os, sys, time
+import os, subprocess, sys, time
 from hocket.benchmarks import run_gpu as gpu
+
+def hang():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])  # it has the pipes of this process too
+    time.sleep(3600)
+
+def talk():
+    print("a library says something")
+    os.system("echo a program says something")
+    yield {"x": 1}
 
 def fail():
     yield {"x": 1.5}
     raise ValueError("no such\\nthing")
 
 def cases(bench):
-    yield gpu.Case("good", lambda: [{"x": 1}])
+    yield gpu.Case("good", talk)
     yield gpu.Case("fails", fail)
     yield gpu.Case("dies", lambda: os._exit(3))
-    yield gpu.Case("hangs", lambda: time.sleep(3600))
+    yield gpu.Case("hangs", hang)
     yield gpu.Case("left out", lambda: (_ for _ in ()).throw(gpu.NothingToMeasure("not here")))
     yield gpu.Case("last", lambda: [{"x": 2}])
 
@@ -333,6 +354,8 @@ def broken_part(tmp_path, monkeypatch):
 
 class Patient:
     """A part with a fourth case that has a limit of two seconds."""
+
+    environment = ()
 
     def __init__(self):
         self.limits = iter([WAIT_SECONDS, WAIT_SECONDS, WAIT_SECONDS, 2.0, WAIT_SECONDS, WAIT_SECONDS])

@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,7 +20,7 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.finished_cases import BenchmarkRecord, RecordError, read_record
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
-from hocket.benchmarks.gpu.machine import make_machine
+from hocket.benchmarks.gpu.machine import CudaMachine, make_machine
 from hocket.benchmarks.gpu.time_plan import RESERVED_SECONDS, TIME_PLANS, PlanStep, compute_step_seconds
 
 from ..given.devices.emulation import needs_compiler
@@ -85,6 +87,27 @@ def test_the_whole_course_of_a_plan_runs_on_the_emulation(minutes, tmp_path, mon
     assert {part for part, _ in record.finished_steps} == parts - left_out
     written = json.loads((tmp_path / "out.json").read_text("utf-8"))["about"]["finished"]
     assert max(Counter((end["part"], end["case"]) for end in written).values()) == 1
+
+
+def test_a_library_that_does_not_load_is_left_out_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "flash_qla.py").write_text("raise RuntimeError('no driver\\nfor this compiler')", "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch", MagicMock())
+    driver, on = EmulatedDriver(0), Device("cuda-emulated", 0)
+    cases = gpu.PARTS["peers"].cases(BenchmarkDevice(driver, make_machine(driver, on), on))
+    case = next(case for case in cases if case.title.startswith("FlashQLA"))
+    message = r"FlashQLA is not installed, or another version \(RuntimeError: no driver for this compiler\)"
+    with pytest.raises(gpu.NothingToMeasure, match=message):
+        list(case.rows())
+
+
+def test_a_device_that_does_not_answer_has_no_state(monkeypatch):
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert CudaMachine(MagicMock(), Device("cuda", 0), MagicMock()).read_state() == {}
 
 
 # -------------------------------------------------------------------------------------------------- continued runs

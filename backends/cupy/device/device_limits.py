@@ -31,11 +31,13 @@ class KernelCandidate(StrEnum):
     - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
     - `PRODUCT_ROLES`: `multiply_by_roles` in place of `clustered` with one term.
     - `DELTA_SEGMENTS`: several scans of a prompt at once, where few heads leave multiprocessors idle.
+    - `DELTA_LONG_CHUNKS`: chunks of 64 tokens in place of 32 for gated delta rules with one decay per head.
     """
 
     ATTENTION_ROLES = "attention-roles"
     PRODUCT_ROLES = "product-roles"
     DELTA_SEGMENTS = "delta-segments"
+    DELTA_LONG_CHUNKS = "delta-long-chunks"
 
 
 ENABLED_CANDIDATES: Mapping[str, frozenset[KernelCandidate]] = MappingProxyType({"90": frozenset()})

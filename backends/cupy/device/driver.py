@@ -232,9 +232,15 @@ def as_host_array(view: Any) -> Array:
     return view if isinstance(view, np.ndarray) else np.array(view)
 
 
-def has_parts_of_one_device(devices: Sequence[Device]) -> bool:
-    """Return whether some of `devices` are parts of one physical device."""
-    return len({device.index for device in devices}) < len(devices)
+def share_multiprocessors(devices: Sequence[Device]) -> bool:
+    """Return whether some of `devices` are parts of one physical device that share its multiprocessors.
+
+    Parts of one division, such as ``cuda:0/64.0`` and ``cuda:0/64.1``, have multiprocessors of their own.
+    """
+    counts: dict[int, list[int | None]] = {}
+    for device in devices:
+        counts.setdefault(device.index, []).append(device.multiprocessors)
+    return any(len(own) > 1 and (None in own or len(set(own)) > 1) for own in counts.values())
 
 
 class LaunchError(BackendError):
@@ -266,6 +272,9 @@ class Driver(Protocol):
 
     def count_multiprocessors(self, on: Device) -> int:
         """Count the multiprocessors of a device."""
+
+    def require_multiprocessors(self, on: Device) -> None:
+        """Raise `BackendError` unless a part can have multiprocessors of its own; see `DividesMultiprocessors`."""
 
     def alloc(self, nbytes: int, on: Device) -> Any:
         """Allocate a zeroed buffer, aligned to at least 16 bytes. Raises `BackendError` if memory is exhausted."""

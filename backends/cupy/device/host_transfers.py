@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ....graph.errors import BackendError
-from ...base import ALIGNMENT, Array
+from ...base import ALIGNMENT, Array, Device
 from .batched_copies import BatchedCopy
 from .driver import StartRead
 from .pinned_arrays import PinnedPool
@@ -50,13 +50,17 @@ class HostTransfers:
     Copies keep their order with launches. A copy to the device is asynchronous: its bytes wait in pinned memory, so the
     caller's array is reusable at once. The pinned memory has two halves. The host fills one half while the device
     copies the other.
+
+    Args:
+        cupy: The module CuPy.
+        on: The device.
+        make_stream: Makes the stream of the device, which is current then.
     """
 
-    def __init__(self, cupy: Any, kind: str, index: int) -> None:
-        self.cupy, self.index, self.name = cupy, index, f"{kind}:{index}"
-        with convert_cuda_errors(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(index):
-            # It must not wait for the default stream: another part of the device may wait for this stream.
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+    def __init__(self, cupy: Any, on: Device, make_stream: Callable[[], Any]) -> None:
+        self.cupy, self.index, self.name = cupy, on.index, str(on)
+        with convert_cuda_errors(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(on.index):
+            self.stream = make_stream()
             self._half_events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
             self._pinned = np.frombuffer(
                 cupy.cuda.alloc_pinned_memory(2 * STAGING_HALF_BYTES), np.uint8, 2 * STAGING_HALF_BYTES

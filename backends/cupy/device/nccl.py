@@ -5,6 +5,7 @@ The library serves devices without peer access, and large collectives.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ...base import Array, Device
-from .driver import CollectiveLibraryTransfer
+from .driver import CollectiveLibraryTransfer, Communicator
 
 NCCL_TYPE_NAMES = {
     DType.F32: "NCCL_FLOAT32",
@@ -24,19 +25,25 @@ NCCL_TYPE_NAMES = {
 }
 
 
+MIN_SHARED_DEVICE_VERSION, SHARED_DEVICE_VARIABLE = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The first version of NCCL that allows several ranks on one device, and the variable that enables it.
+
+Source: NCCL's documentation of environment variables, and src/init.cc of 2.30.
+"""
 INSTALL_HINTS = {
     "NCCL": "on Linux: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12",
     "RCCL": "a part of ROCm: apt install rccl",
 }
 
 
-def load_nccl(cupy: Any, load: Callable[[], Any], name: str) -> NcclLibrary | str:
+def load_nccl(cupy: Any, load: Callable[[], Any], name: str, has_parts: bool = False) -> NcclLibrary | str:
     """Load the collective library NCCL or RCCL through CuPy.
 
     Args:
         cupy: The module CuPy.
         load: Imports the library from CuPy.
         name: NCCL or RCCL.
+        has_parts: Whether it must join parts of one device.
 
     Returns:
         The library, or the reason why there is none.
@@ -48,7 +55,12 @@ def load_nccl(cupy: Any, load: Callable[[], Any], name: str) -> NcclLibrary | st
         version = int(library.get_version())
     except (ImportError, RuntimeError) as why:
         return f"{name} does not load: {' '.join(str(why).split())}"
-    return NcclLibrary(cupy, library, f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}")
+    full_name = f"{name} {version // 10000}.{version // 100 % 100}.{version % 100}"
+    if has_parts and version < MIN_SHARED_DEVICE_VERSION:
+        return f"{full_name} joins no parts of one device (2.30 and later do)"
+    if has_parts and os.environ.get(SHARED_DEVICE_VARIABLE) != "1":
+        return f"{full_name} joins parts of one device only with {SHARED_DEVICE_VARIABLE}=1"
+    return NcclLibrary(cupy, library, full_name)
 
 
 class NcclLibrary:
@@ -106,3 +118,21 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         self.communicator.abort()
+
+
+class RecordedGraphWithCommunicators:
+    """A recorded CUDA graph together with the communicators that it uses, so that both are deleted in the right order.
+
+    The graph is deleted first. A communicator that ends while a graph uses it would wait forever.
+    """
+
+    def __init__(self, run: Callable[[], None], communicators: tuple[Communicator, ...]) -> None:
+        self.run: Callable[[], None] | None = run
+        self.communicators = communicators
+
+    def __call__(self) -> None:
+        assert self.run is not None
+        self.run()
+
+    def __del__(self) -> None:
+        self.run = None

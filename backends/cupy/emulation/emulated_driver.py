@@ -124,7 +124,10 @@ class EmulatedDriver:
         return self._limits
 
     def count_multiprocessors(self, on: Device) -> int:
-        return EMULATED_MULTIPROCESSORS
+        return on.multiprocessors or EMULATED_MULTIPROCESSORS
+
+    def require_multiprocessors(self, on: Device) -> None:
+        """Do nothing: emulated devices have any number of multiprocessors."""
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:

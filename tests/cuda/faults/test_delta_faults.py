@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate, KernelLimits, find_kernel_limits
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
@@ -258,8 +260,8 @@ FAULTS = {
     "blocks of P beside those of X": (
         chunks,
         SCAN,
-        "squares + R::P + below(half, k)",
-        "squares + R::P + below(half, 0)",
+        "squares + R::P + below(OWN * half + o, k)",
+        "squares + R::P + below(OWN * half + o, 0)",
     ),
 }
 
@@ -269,6 +271,73 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
     assert find_symptom(*FAULTS[name])
+
+
+LONG_FAULTS = {
+    "threads beyond the first group write no blocks": (PREPARE, "(int)threadIdx.x / 128) continue;", "0) continue;"),
+    "rows of a tile are as far apart as in a short chunk": (
+        PREPARE,
+        "u / WAYS * WAYS * STEP * UNITS * 16",
+        "u / WAYS * WAYS * STEP / 2 * UNITS * 16",
+    ),
+    "queries of the other warp": (SCAN, "(i ^ OWN * half) * ROWS", "(i ^ half) * ROWS"),
+    "the halves of queries are not exchanged": (SCAN, "quad(O[2 * OWN + j])", "quad(O[j])"),
+    "a decay of other tokens": (SCAN, "(factors + 16 * OWN * half + 8 * j)", "(factors + 16 * half + 8 * j)"),
+    "P ends at the first block": (SCAN, "if (k <= OWN * half + o)", "if (k <= half)"),
+    "outputs of other tokens": (
+        SCAN,
+        "a.out.row(n, 16 * OWN * half + column, h)",
+        "a.out.row(n, 16 * half + column, h)",
+    ),
+    "outputs behind the last token": (SCAN, "- 16 * OWN * half - column;", "- 16 * half - column;"),
+}
+"""Faults that only chunks of 64 tokens reveal: the file, the text and its replacement."""
+LONG_LIMITS = replace(A100, candidates=frozenset((KernelCandidate.DELTA_LONG_CHUNKS,)))
+
+
+def long_chunks() -> Problem:
+    """Three chunks of 64 tokens, the last of 22; two value heads of a key head."""
+    return problem(2, 64, 1, 2, 150)
+
+
+@pytest.fixture
+def _long_from_one_token(monkeypatch):
+    monkeypatch.setattr(binding, "MIN_LONG_CHUNKED_TOKENS", 1)
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.usefixtures("_long_from_one_token")
+@pytest.mark.parametrize("name", LONG_FAULTS)
+def test_a_fault_of_long_chunks_is_found(name: str):
+    assert find_symptom(long_chunks, *LONG_FAULTS[name], limits=LONG_LIMITS)
+
+
+@pytest.mark.usefixtures("_long_from_one_token")
+def test_without_a_fault_of_long_chunks_nothing_is_found():
+    assert not find_symptom(long_chunks, limits=LONG_LIMITS)
+
+
+LONG_PROMPT = (
+    "gated_delta_net(q=f32[150,1,64], k=f32[150,1,64], v=f32[150,2,64], g=f32[150,2,1], beta=f32[150,2], "
+    "state=f32[2,64,64])"
+)
+LONG_BARRIERS = {
+    "before a stage is read": (SCAN, "        __syncthreads();  // the stage", "        // the stage"),
+    "before halves are added": (SCAN, "        __syncthreads();  // halves", "        // halves"),
+    "before the record of the next head": (PREPARE, "if (i > 0) __syncthreads();", "if (false) __syncthreads();"),
+}
+
+
+@pytest.mark.long(cases=2)
+@pytest.mark.usefixtures("_long_from_one_token")
+@pytest.mark.parametrize("name", [None, *LONG_BARRIERS])
+def test_each_barrier_of_long_chunks_is_needed(name: str | None, monkeypatch):
+    monkeypatch.setattr(EmulatedDriver, "limits", lambda self, on: LONG_LIMITS)
+    driver = RacyDriver(*LONG_BARRIERS[name]) if name else AccessLogDriver()
+    backend = AccessLogBackend(driver)
+    outcome = run_case(parse_test_case(LONG_PROMPT), backend, backend.device(0)).outcome
+    assert name or outcome is Outcome.PASS
+    assert bool(list_races_between_launches(driver.take_log(), driver.memory)) == bool(name)
 
 
 BRING = "copy_to_blocks(stage + cluster_rank() * of_keys, keys, of_keys, over, all);"

@@ -35,6 +35,8 @@ TABLES = {
     "delta layers": (("short_convolution.cu", *plant) for plant in test_delta_layer.FAULTS.values()),
     "delta nets": (
         *(fault[1:] for fault in test_delta_faults.FAULTS.values()),
+        *test_delta_faults.LONG_FAULTS.values(),
+        *test_delta_faults.LONG_BARRIERS.values(),
         *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.IN_CLUSTERS.values()),
         *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.HIDDEN.values()),
     ),

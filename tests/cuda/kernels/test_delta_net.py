@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate, KernelLimits, find_kernel_limits
 from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.cupy.kernels.recurrent.delta_segments import Segments, choose_segments
@@ -308,6 +308,61 @@ def test_segments_that_are_scanned_at_once_are_the_recurrence(
     check(p, bound, EXACT if exact else FAST, ORDERS[tokens % 3])
 
 
+@pytest.fixture
+def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "MIN_LONG_CHUNKED_TOKENS", 1)
+
+
+LONG_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset((KernelCandidate.DELTA_LONG_CHUNKS,)))
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("size", "tokens"), [(64, 63), (64, 129), (128, 64), (128, 150), (128, 200), (64, 300)])
+def test_long_chunks_are_the_recurrence(size: int, tokens: int, exact: bool, long_chunks: None):
+    p = problem(tokens, size, 1, 2, tokens, batch=1 + tokens % 2, mapping=("tiled", "interleaved")[tokens % 2])
+    bound = bind(p, exact=exact, limits=LONG_LIMITS)
+    assert ["64, 64" in x.kernel.name or "128, 64" in x.kernel.name for x in bound.items] == [True, True]
+    check(p, bound, EXACT if exact else FAST, ORDERS[tokens % 3])
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("exact", [True, False])
+def test_long_chunks_give_the_same_bits_for_all_slices_and_orders(exact: bool, long_chunks: None):
+    p = problem(10, 64, 1, 2, 140, values=128)
+    outs = []
+    for values in binding.SLICE_ROWS:
+
+        def launch(launches, call, rule, exact, values=values):
+            carried = binding.bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
+            chunk = binding.choose_chunk_variant(launches, rule, exact)
+            memory = binding.allocate_key_and_value_chunk_scratch(launches, rule, rule.tokens, chunk)
+            binding.launch_delta_rule_by_chunks(launches, rule, carried, memory, chunk, values)
+
+        for order in ORDERS:
+            bound = bind(p, exact=exact, launch=launch, limits=LONG_LIMITS)
+            run(bound.items, order)
+            outs.append(bound.out)
+    assert all(np.array_equal(outs[0], other) for other in outs)
+
+
+def test_long_chunks_are_chosen_by_candidates_for_long_prompts_with_one_decay():
+    short, long = (problem(1, 64, 1, 1, n) for n in (64, binding.MIN_LONG_CHUNKED_TOKENS))
+    kernels = [bind(p, limits=LONG_LIMITS).items[0].kernel.name for p in (short, long)]
+    assert kernels == ["delta_prepare<64, 32, true>", "delta_prepare<64, 64, true>"]
+    assert bind(long).items[0].kernel.name == kernels[0]
+    by_channel = problem(1, 64, 1, 1, binding.MIN_LONG_CHUNKED_TOKENS, channels=True)
+    assert "64, 32" in bind(by_channel, limits=LONG_LIMITS).items[0].kernel.name
+
+
+def test_long_chunks_go_through_segments(short_segments: None, long_chunks: None):
+    p = problem(4, 64, 1, 2, 270, strong=0.0)
+    bound = bind(p, limits=CANDIDATE_LIMITS)
+    assert bound.kernels[1] == "begin_segments"
+    assert all(", 64, 64" in x.kernel.name for x in bound.items if "scan" in x.kernel.name)
+    check(p, bound, EXACT)
+
+
 def test_snapshots_behind_segments_go_token_by_token(short_segments: None):
     p = problem(1, 64, 1, 1, 140, snapshots=3)
     bound = bind(p, limits=CANDIDATE_LIMITS)
@@ -357,6 +412,8 @@ def test_sizes_in_bytes_fit_a_block_of_a_device():
     """227 KiB: devices of compute capability 9.0 and 10.0."""
     for chunk in binding.CHUNK_VARIANTS:
         of_scans = [
-            chunk.compute_scan_shared_bytes(values, cluster) for values in binding.SLICE_ROWS for cluster in (1, 2)
+            chunk.compute_scan_shared_bytes(values, cluster)
+            for values, cluster in product(binding.SLICE_ROWS, (1, binding.CLUSTER_SIZES[0]))
+            if chunk.tokens == binding.CHUNK_TOKENS or chunk.fits(values, cluster)
         ]
         assert max(chunk.compute_prepare_bytes_of_value_heads(2), *of_scans) <= 227 * 1024

@@ -298,6 +298,12 @@ PROPERTIES = {"totalGlobalMem": 1 << 30, "multiProcessorCount": 1, "l2CacheSize"
 OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LIMITS.shared_bytes_per_block}
 
 
+class FakeModule(SimpleNamespace):
+    """Modules are equal only to themselves, and may be keys."""
+
+    __hash__ = object.__hash__
+
+
 def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     """Return the module, or with `is_hip` the one for ROCm; kernels may be launched from `sources`."""
     emulated = (EmulatedHipDriver if is_hip else EmulatedDriver)(0)
@@ -392,7 +398,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
         function=SimpleNamespace(Module=Module),
         nccl=nccl(lambda: current.index) if nccl else SimpleNamespace(available=False),
     )
-    return SimpleNamespace(
+    return FakeModule(
         __version__="none",
         functions=functions,
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),

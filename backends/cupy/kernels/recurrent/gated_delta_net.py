@@ -1,6 +1,7 @@
 """The gated delta net: token by token for decoding, by chunks on tensor cores for prefill.
 
-A chunk has 32 tokens. For one value head, with G the cumulative log decays of a chunk, two launches compute:
+A chunk has 32 tokens, or 64 as in FlashQLA. For one value head, with G the cumulative log decays of a chunk, two
+launches compute:
 
 1. Prepare, for all chunks at once: L = strict lower part of ``beta_r (k_r . k_s) e^(G_r - G_s)``, then ``X = (I + L)^-1
    diag(beta)``, and P = lower part of ``(q_r . k_s) e^(G_r - G_s) / sqrt(d)``.
@@ -11,7 +12,8 @@ A chunk has 32 tokens. For one value head, with G the cumulative log decays of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 
 from .....graph.dtypes import DType
@@ -21,7 +23,7 @@ from ....fusion.patterns import match_saved_state_update
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.device_limits import KIB, KernelCandidate
-from ...device.driver import KernelInstance, KernelSource
+from ...device.driver import CUDA_HEADER, KernelInstance, KernelSource
 from ..elementwise import as_float
 from .delta_segments import SEGMENTS_SOURCE, DeltaScan, Segments, choose_segments, launch_segments
 from .states import (
@@ -121,8 +123,10 @@ def launch_delta_rule_by_token(
 
 
 CHUNKED_KEY_SIZES = (64, 128)
-CHUNK_TOKENS = 32
-"""Tokens of a chunk."""
+CHUNK_TOKENS, LONG_CHUNK_TOKENS = 32, 64
+"""Tokens of a chunk, and of a long one: half as many serial steps, but more shared memory and more arithmetic."""
+MIN_LONG_CHUNKED_TOKENS = 1024
+"""Tokens from which chunks may be long; an estimate."""
 MIN_CHUNKED_TOKENS = (25, 32)
 """Tokens from which chunks are faster than single tokens on an H100: with a decay per head, and per channel."""
 SLICE_ROWS = (64, 32, 16)
@@ -137,7 +141,8 @@ CLUSTER_SIZES = (8, 4, 2)
 """Blocks of a cluster that share the prepared values of a head, on devices with clusters."""
 PAIR_BLOCK_BYTES = 16 * 16 * 2
 """Bytes of bfloat16 numbers for 16 x 16 pairs of tokens."""
-CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
+CHUNKS_FILE, PREPARE_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_prepare.cu"
+SCAN_FILE = "gated_delta_net_scan.cu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,7 @@ class ChunkedDeltaRuleVariant:
     - `size`: the size of a key.
     - `channels`: whether each key channel has its own decay, instead of one decay per head.
     - `is_exact`: whether a number is a pair of bfloat16 numbers: relative error 2^-16 instead of 2^-8.
+    - `tokens`: the tokens of a chunk.
 
     The byte counts agree with `Record` in the kernel.
     """
@@ -154,39 +160,53 @@ class ChunkedDeltaRuleVariant:
     size: int
     channels: bool
     is_exact: bool
+    tokens: int = CHUNK_TOKENS
 
     @property
     def keys_bytes(self) -> int:
-        return (3 if self.channels else 2) * (2 if self.is_exact else 1) * 2 * CHUNK_TOKENS * self.size
+        return (3 if self.channels else 2) * (2 if self.is_exact else 1) * 2 * self.tokens * self.size
 
     @property
     def heads_bytes(self) -> int:
-        factors, side = self.size if self.channels else 2 * CHUNK_TOKENS, CHUNK_TOKENS // 16
+        factors, side = self.size if self.channels else 2 * self.tokens, self.tokens // 16
         return 2 * (2 if self.is_exact else 1) * side * (side + 1) // 2 * PAIR_BLOCK_BYTES + 4 * factors
 
     @property
     def prepare_name(self) -> str:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
-        return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {_to_cpp(self.is_exact)}>"
+        return f"{kernel}<{self.size}, {self.tokens}, {_to_cpp(self.is_exact)}>"
 
     def compute_prepare_bytes_of_value_heads(self, together: int) -> int:
         """Compute the shared-memory bytes of a block of the prepare kernel, which prepares `together` value heads."""
-        square = 8 * CHUNK_TOKENS * (CHUNK_TOKENS + 4) + self.heads_bytes
+        square = 8 * self.tokens * (self.tokens + 4) + self.heads_bytes
         if self.channels:
-            return square + 4 * CHUNK_TOKENS + 16 * CHUNK_TOKENS * (self.size + 4)
-        return square + 8 * CHUNK_TOKENS * together + self.keys_bytes
+            return square + 4 * self.tokens + 16 * self.tokens * (self.size + 4)
+        return square + 8 * self.tokens * together + self.keys_bytes
 
     def format_scan_name(self, values: int, cluster: int = 1) -> str:
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
-        return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
+        return f"{kernel}<{self.size}, {self.tokens}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
 
     def compute_scan_shared_bytes(self, values: int, cluster: int = 1) -> int:
         """Compute the shared-memory bytes of a scan block. Clusters have more stages, with two mbarriers each."""
-        stage, sums = self.keys_bytes + self.heads_bytes + 4 * CHUNK_TOKENS * (values + 4), 12 * CHUNK_TOKENS * values
+        stage, sums = self.keys_bytes + self.heads_bytes + 4 * self.tokens * (values + 4), 12 * self.tokens * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
             return stages * (stage + 16) + sums
         return 2 * stage + sums
+
+    def fits(self, values: int, cluster: int = 1) -> bool:
+        """Return whether a block of the scan fits into the largest shared memory of a device."""
+        return LaunchBuilder(len).can_allocate_shared_bytes(self.compute_scan_shared_bytes(values, cluster))
+
+    def list_scan_names(self, cluster: int = 1) -> tuple[str, ...]:
+        """List the names of the scan kernels that fit into a block of the largest devices."""
+        return tuple(self.format_scan_name(values, cluster) for values in SLICE_ROWS if self.fits(values, cluster))
+
+    def make_source(self, file: str, names: Sequence[str], *headers: str) -> KernelSource:
+        """Make the source of kernels. Candidates are compiled only for devices that can measure them."""
+        architectures = ("sm_90a",) if headers or self.tokens > CHUNK_TOKENS else ()
+        return KernelSource(file, tuple(names), (RECURRENT_HEADER, CHUNKS_FILE, *headers), CUDA_HEADER, architectures)
 
     @property
     def prepare_kernel(self) -> KernelInstance:
@@ -198,27 +218,23 @@ class ChunkedDeltaRuleVariant:
 
 
 CHUNK_VARIANTS = tuple(
-    ChunkedDeltaRuleVariant(size, c, x) for size in CHUNKED_KEY_SIZES for c in (False, True) for x in (True, False)
+    ChunkedDeltaRuleVariant(size, channels, is_exact, tokens)
+    for tokens, size, channels, is_exact in product(
+        (CHUNK_TOKENS, LONG_CHUNK_TOKENS), CHUNKED_KEY_SIZES, (False, True), (True, False)
+    )
+    if tokens == CHUNK_TOKENS or not channels
 )
-_CHUNK_HEADERS = (RECURRENT_HEADER, CHUNKS_FILE)
 PREPARE_SOURCES: Mapping[ChunkedDeltaRuleVariant, KernelSource] = MappingProxyType(
-    {c: KernelSource("gated_delta_net_prepare.cu", (c.prepare_name,), before=_CHUNK_HEADERS) for c in CHUNK_VARIANTS}
+    {c: c.make_source(PREPARE_FILE, (c.prepare_name,)) for c in CHUNK_VARIANTS}
 )
 SCAN_SOURCES: Mapping[ChunkedDeltaRuleVariant, KernelSource] = MappingProxyType(
-    {
-        c: KernelSource(SCAN_FILE, tuple(map(c.format_scan_name, SLICE_ROWS)), before=_CHUNK_HEADERS)
-        for c in CHUNK_VARIANTS
-    }
+    {c: c.make_source(SCAN_FILE, c.list_scan_names()) for c in CHUNK_VARIANTS}
 )
 CLUSTER_SCAN_SOURCES: Mapping[ChunkedDeltaRuleVariant, KernelSource] = MappingProxyType(
     {
-        c: KernelSource(
-            "gated_delta_net_clusters.cu",
-            tuple(c.format_scan_name(values, CLUSTER_SIZES[0]) for values in SLICE_ROWS),
-            before=(*_CHUNK_HEADERS, SCAN_FILE, "wgmma.cuh", "cluster.cuh"),
-            architectures=("sm_90a",),
-        )
+        c: c.make_source("gated_delta_net_clusters.cu", names, SCAN_FILE, "wgmma.cuh", "cluster.cuh")
         for c in CHUNK_VARIANTS
+        if (names := c.list_scan_names(CLUSTER_SIZES[0]))
     }
 )
 
@@ -236,7 +252,7 @@ def allocate_key_and_value_chunk_scratch(
     launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkedDeltaRuleVariant
 ) -> tuple[Operand, Operand]:
     """Allocate scratch for all chunks of `tokens` tokens: an array for keys, and one for data of the value heads."""
-    count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
+    count = rule.sequences * count_blocks(tokens, chunk.tokens)
     keys, heads = (launches.allocate_scratch((count * n,), DType.I8) for n in _count_chunk_bytes(rule, chunk))
     return keys, heads
 
@@ -265,20 +281,20 @@ def launch_delta_rule_by_chunks(
         chunk: The kernel variant.
         values: State rows of a block, one of `SLICE_ROWS`, or `None` for an automatic choice.
     """
-    count, heads, sequences = count_blocks(rule.tokens, CHUNK_TOKENS), rule.value_heads, rule.sequences
+    count, heads, sequences = count_blocks(rule.tokens, chunk.tokens), rule.value_heads, rule.sequences
     words = [
         *(word for x in (rule.q, rule.k, rule.g) for word in make_rows_struct_fields(x)),
         *make_rows_struct_fields(rule.beta, 2),
         *memory,
     ]
-    together = _choose_value_heads_per_block(rule)
+    together = _choose_value_heads_per_block(rule, chunk)
     words += [rule.tokens, rule.k.shape[-2], heads, rule.adjacent_value_heads_per_key_head, together, rule.scale]
     grid, shared = (count, heads // together, sequences), chunk.compute_prepare_bytes_of_value_heads(together)
-    launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, shared)
+    launches.add_launch(chunk.prepare_kernel, grid, 4 * chunk.tokens, words, shared)
     end_fields = tuple(carried.make_fields_without_newer_snapshots(carried.snapshots - 1))
     scan = DeltaScan(rule, memory, carried.begin_fields, end_fields, carried.snapshots, carried.fault_fields)
     if values is None and (segments := _choose_segments(launches, rule, chunk)):
-        for part in launch_segments(launches, scan, segments, _count_chunk_bytes(rule, chunk)):
+        for part in launch_segments(launches, scan, segments, _count_chunk_bytes(rule, chunk), chunk.tokens):
             _launch_scan(launches, part, chunk, SLICE_ROWS[0])
     else:
         _launch_scan(launches, scan, chunk, values or _choose_scan_block_rows(launches, rule, chunk))
@@ -297,7 +313,7 @@ def _launch_scan(launches: LaunchBuilder, scan: DeltaScan, chunk: ChunkedDeltaRu
     ]
     words += [scan.end_step, *scan.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
     slices = rule.value_size // values
-    cluster = _choose_scan_cluster_size(launches, slices)
+    cluster = _choose_scan_cluster_size(launches, chunk, values, slices)
     shared, grid = chunk.compute_scan_shared_bytes(values, cluster), (slices, heads, rule.sequences)
     launches.add_launch(chunk.select_scan_kernel(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
 
@@ -312,19 +328,30 @@ def _choose_segments(
         return None
     if KernelCandidate.DELTA_SEGMENTS not in launches.limits.candidates:
         return None
-    return choose_segments(rule.tokens, blocks * rule.value_heads, CHUNK_TOKENS)
+    return choose_segments(rule.tokens, blocks * rule.value_heads, chunk.tokens)
 
 
-def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
+def _choose_scan_cluster_size(launches: LaunchBuilder, chunk: ChunkedDeltaRuleVariant, values: int, slices: int) -> int:
     """Choose the number of blocks in a cluster of the scan; the blocks process different row slices of one state."""
-    return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
+    if not launches.limits.has_warpgroups or not chunk.fits(values, CLUSTER_SIZES[0]):
+        return 1
+    return next((n for n in CLUSTER_SIZES if slices % n == 0), 1)
 
 
-def _choose_value_heads_per_block(rule: DeltaRuleOperands) -> int:
+def choose_chunk_variant(launches: LaunchBuilder, rule: DeltaRuleOperands, is_exact: bool) -> ChunkedDeltaRuleVariant:
+    """Choose the kernels of a prompt: with long chunks if the device uses this candidate and the prompt is long."""
+    chunk = ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, is_exact)
+    is_long = rule.tokens >= MIN_LONG_CHUNKED_TOKENS and not rule.has_channel_decay
+    long_chunk = replace(chunk, tokens=LONG_CHUNK_TOKENS)
+    uses_candidate = is_long and KernelCandidate.DELTA_LONG_CHUNKS in launches.limits.candidates
+    return long_chunk if uses_candidate and _can_both_kernels_fit_shared_memory(launches, rule, long_chunk) else chunk
+
+
+def _choose_value_heads_per_block(rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> int:
     """Choose how many value heads of one key head a thread block computes.
 
     It is all of them if there still are blocks for all multiprocessors, else one."""
-    filled = count_blocks(rule.tokens, CHUNK_TOKENS) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
+    filled = count_blocks(rule.tokens, chunk.tokens) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
 
@@ -333,7 +360,7 @@ def _can_both_kernels_fit_shared_memory(
 ) -> bool:
     """Return whether blocks of both chunk kernels can fit into the shared memory of the device."""
     return launches.can_allocate_shared_bytes(
-        chunk.compute_prepare_bytes_of_value_heads(_choose_value_heads_per_block(rule))
+        chunk.compute_prepare_bytes_of_value_heads(_choose_value_heads_per_block(rule, chunk))
     ) and launches.can_allocate_shared_bytes(
         chunk.compute_scan_shared_bytes(_choose_scan_block_rows(launches, rule, chunk))
     )
@@ -372,7 +399,7 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
     carried = bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
     first = rule.tokens - last
-    chunk = ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, exact)
+    chunk = choose_chunk_variant(launches, rule, exact)
     if uses_chunk_kernels(rule, first) and _can_both_kernels_fit_shared_memory(launches, rule, chunk):
         memory = allocate_key_and_value_chunk_scratch(launches, rule, first, chunk)
         if rule.is_vector_aligned:

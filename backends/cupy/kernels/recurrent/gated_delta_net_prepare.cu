@@ -84,12 +84,14 @@ template <int C, bool EXACT, class R>
 __device__ __forceinline__ void complete(const Square<C> &s, const float *betas, char *out) {
     constexpr int STEP = Square<C>::STEP, THREADS_HERE = PREPARING<C>;
     invert<C>(s);
-    static_assert(THREADS_HERE == 16 * 16 / 2, "a thread has a pair of each block");
-    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 2 * 8 + lane / 4, c = threadIdx.x / 64 * 8 + lane % 4 * 2;
+    constexpr int GROUPS = THREADS_HERE / 128;  // of threads; each thread of one has a pair of its blocks
+    const u32 at = GROUPS > 1 ? threadIdx.x % 128 : threadIdx.x;
+    const int lane = threadIdx.x % 32, r = at / 32 % 2 * 8 + lane / 4, c = at / 64 * 8 + lane % 4 * 2;
 #pragma unroll
     for (int I = 0; I < C / 16; I++)
 #pragma unroll
         for (int J = 0; J <= I; J++) {
+            if (GROUPS > 1 && (I * (I + 1) / 2 + J) % GROUPS != (int)threadIdx.x / 128) continue;
             const float *x = s.X + (16 * I + r) * STEP + 16 * J + c, *beta = betas + 16 * J + c;
             put_pair<EXACT, 2>(s.record + below(I, J), R::SQUARE, r, c, x[0] * beta[0], x[1] * beta[1]);
         }
@@ -99,7 +101,7 @@ __device__ __forceinline__ void complete(const Square<C> &s, const float *betas,
 
 // What depends on the key head alone is done once for all value heads of a block.
 template <int D, int C, bool EXACT>
-__global__ void __launch_bounds__(PREPARING<C>, EXACT ? 4 : 5) delta_prepare(const __grid_constant__ Prepare a) {
+__global__ void __launch_bounds__(PREPARING<C>, C > 32 ? 2 - EXACT : EXACT ? 4 : 5) delta_prepare(const __grid_constant__ Prepare a) {
     wait_for_earlier();
     using R = Record<D, C, false, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, UNITS = D / 8;
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(PREPARING<C>, EXACT ? 4 : 5) delta_prepare(con
     float *gates = (float *)(s.record + R::HEADS);  // of each head sums of log decays, and betas
 
     // A thread brings four numbers of rows that are `STEP` apart; every eighth row is shuffled alike.
-    constexpr int STEP = THREADS_HERE / (D / 4), EACH = C / STEP, WAYS = 8 / STEP;
+    constexpr int STEP = THREADS_HERE / (D / 4), EACH = C / STEP, WAYS = STEP < 8 ? 8 / STEP : 1;
     const int from = threadIdx.x / (D / 4), c = threadIdx.x % (D / 4) * 4;
     char *to[WAYS];
 #pragma unroll
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(PREPARING<C>, EXACT ? 4 : 5) delta_prepare(con
             uint2 hi, lo;
             split<EXACT>(x[u].x, x[u].y, hi.x, lo.x);
             split<EXACT>(x[u].z, x[u].w, hi.y, lo.y);
-            char *put = to[u % WAYS] + u / WAYS * 8 * UNITS * 16 + tile;
+            char *put = to[u % WAYS] + u / WAYS * WAYS * STEP * UNITS * 16 + tile;
             *(uint2 *)put = hi;
             if (EXACT) *(uint2 *)(put + R::TILE) = lo;
         }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void add(float (&x)[4], float4 y) { x[0] += y.x, x[1]
 // A block carries BV rows of a head's state through all chunks; two warps share 16 of them, and have half of the keys
 // each.  All products are transposed (value rows x tokens), so that what one product gives is the left operand of the
 // next, in the same registers.  Of the products with the state each warp has half a sum.  Once a chunk the two exchange
-// K S, with all of which both go on, and Q S of the 16 tokens whose outputs the other one finishes.  `By` brings records:
+// K S, with all of which both go on, and Q S of the half of the tokens whose outputs the other one finishes.  `By` brings records:
 // AHEAD chunks before they are read, to one of STAGES.
 template <class By, int D, int C, int BV, bool CHANNELS, bool EXACT>
 __device__ __forceinline__ void scan(const Scan &a) {
@@ -57,7 +57,8 @@ __device__ __forceinline__ void scan(const Scan &a) {
     using M = Room<D, C, BV, CHANNELS, EXACT>;
     constexpr int THREADS_HERE = 4 * BV, HALF = D / 2, SIDE = C / 16, ROWS = 16 * D * 2;
     constexpr int V_STEP = M::V_STEP, STAGE = M::STAGE, STAGES = By::STAGES, AHEAD = By::AHEAD;
-    static_assert(C == 32, "two warps finish 16 tokens each");
+    constexpr int OWN = SIDE / 2;  // blocks of 16 tokens that a warp finishes
+    static_assert(SIDE % 2 == 0, "two warps finish as many");
     DYNAMIC_SHARED(shared, char);
     float4 *sums = (float4 *)(shared + STAGES * STAGE), *of_queries = sums + C / 8 * THREADS_HERE;
     const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2, first = half * HALF;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void scan(const Scan &a) {
     // In tiles of keys, of which 16 further begin two units further, and those are shuffled: at place ^ 32.
     const int in_rows = by_rows<D / 8>(0, first), in_columns = by_columns<D / 8>(0, first), in_square = by_rows<2>(0, 0);
     const int other = threadIdx.x ^ 32;
-    float *out = a.out.row(n, 16 * half + column, h) + row * a.out.element;
+    float *out = a.out.row(n, 16 * OWN * half + column, h) + row * a.out.element;
 
     for (int chunk = 0; chunk < chunks; chunk++) {
         cp_async_wait<AHEAD - 1>();
@@ -126,13 +127,13 @@ __device__ __forceinline__ void scan(const Scan &a) {
 #pragma unroll
             for (int i = 0; i < SIDE; i++) {
                 multiply_rows<EXACT>(KS[2 * i], KS[2 * i + 1], f, from + i * ROWS, R::TILE);
-                multiply_rows<EXACT>(O[2 * i], O[2 * i + 1], f, from + (i ^ half) * ROWS + R::Q, R::TILE);
+                multiply_rows<EXACT>(O[2 * i], O[2 * i + 1], f, from + (i ^ OWN * half) * ROWS + R::Q, R::TILE);
             }
         }
 #pragma unroll
         for (int j = 0; j < C / 8; j++) sums[j * THREADS_HERE + threadIdx.x] = quad(KS[j]);
 #pragma unroll
-        for (int j = 0; j < 2; j++) of_queries[j * THREADS_HERE + threadIdx.x] = quad(O[2 + j]);
+        for (int j = 0; j < 2 * OWN; j++) of_queries[j * THREADS_HERE + threadIdx.x] = quad(O[2 * OWN + j]);
         __syncthreads();  // halves of sums are there
         float deltas[C / 8][4], U[C / 8][4];
         clear(U);
@@ -145,8 +146,8 @@ __device__ __forceinline__ void scan(const Scan &a) {
                 deltas[j][e] = V[(8 * j + e % 2) * V_STEP + e / 2 * 8] - (e % 2 ? rise.y : rise.x) * KS[j][e];
         }
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const float2 rise = CHANNELS ? make_float2(1, 1) : *(const float2 *)(factors + 16 * half + 8 * j);
+        for (int j = 0; j < 2 * OWN; j++) {
+            const float2 rise = CHANNELS ? make_float2(1, 1) : *(const float2 *)(factors + 16 * OWN * half + 8 * j);
             add(O[j], of_queries[j * THREADS_HERE + other]);
 #pragma unroll
             for (int e = 0; e < 4; e++) O[j][e] *= e % 2 ? rise.y : rise.x;
@@ -169,7 +170,10 @@ __device__ __forceinline__ void scan(const Scan &a) {
 #pragma unroll
         for (int k = 0; k < SIDE; k++) {
             Left f = left_of<EXACT>(U[2 * k], U[2 * k + 1]);
-            if (k <= half) multiply_rows<EXACT>(O[0], O[1], f, squares + R::P + below(half, k), R::SQUARE);
+#pragma unroll
+            for (int o = 0; o < OWN; o++)
+                if (k <= OWN * half + o)
+                    multiply_rows<EXACT>(O[2 * o], O[2 * o + 1], f, squares + R::P + below(OWN * half + o, k), R::SQUARE);
             if (!CHANNELS) {
 #pragma unroll
                 for (int j = 2 * k; j < 2 * k + 2; j++) {
@@ -184,9 +188,9 @@ __device__ __forceinline__ void scan(const Scan &a) {
                 multiply_columns<EXACT>(S[2 * p], S[2 * p + 1], f, from, R::TILE);
             }
         }
-        const int left = tokens - chunk * C - 16 * half - column;
+        const int left = tokens - chunk * C - 16 * OWN * half - column;
 #pragma unroll
-        for (int j = 0; j < 2; j++)
+        for (int j = 0; j < 2 * OWN; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
                 if (8 * j + e < left) {
