@@ -28,7 +28,7 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(_trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
+    rules = GroupingRules(partial(trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
     return find_expression_groups(flow, rules)
 
 
@@ -61,7 +61,7 @@ def count_expression_steps_per_element(expression: Expression) -> int:
     )
 
 
-def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
+def trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
     """Trace an instruction, or return None if it cannot be part of an expression.
 
     The result is None if the op is not declared, or has a kernel of its own that does more. A kernel of a gated unit

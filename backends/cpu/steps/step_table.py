@@ -19,6 +19,7 @@ from ...fusion.dataflow import Dataflow
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
+from .panel_hooks import StepHook
 from .partition import compute_even_bounds
 
 RUN_STATUS_REGION = MemoryRegion(0, -1, 0)
@@ -38,9 +39,12 @@ MAX_DUPLICATED_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ThreadWork:
-    """The work of one thread in a step: argument words of the kernel, and all accesses except private memory."""
+    """The work of one thread in a step: argument words of the kernel, and all accesses except private memory.
 
-    words: Sequence[int]
+    A kernel among the words stands for its address.
+    """
+
+    words: Sequence[int | Kernel]
     reads: Sequence[Operand]
     writes: Sequence[Operand]
 
@@ -52,6 +56,8 @@ class TableStep:
     - `is_presplit`: the words of a thread state the part of the thread. Otherwise the kernel splits the work.
     - `has_barrier`: threads wait for each other before the step.
     - `instruction_number`: the instruction of the program to which the step belongs.
+    - `kernel_words`: the positions of words that are addresses of kernels, with these kernels. The words are 0 until
+      the table is built.
     """
 
     kernel: Kernel
@@ -59,6 +65,18 @@ class TableStep:
     is_presplit: bool
     has_barrier: bool
     instruction_number: int
+    kernel_words: tuple[tuple[int, Kernel], ...] = ()
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """The kernel of the step and the kernels of its hooks."""
+        return [self.kernel, *(kernel for _, kernel in self.kernel_words)]
+
+    def set_kernel_words(self, get_word: Callable[[Kernel], int]) -> None:
+        """Write the words that are addresses of kernels."""
+        for words in self.words:
+            for at, kernel in self.kernel_words if words is not None else ():
+                words[at] = get_word(kernel)
 
 
 class TableMemory:
@@ -102,6 +120,8 @@ class StepTableBuilder:
     threads: int
     comm: Comm | None = None
     instruction_number: int = 0
+    hooks: Sequence[StepHook] = ()
+    """The hooks of the next step, for kernels that call hooks."""
     steps: list[TableStep] = field(default_factory=list)
     table_memory: TableMemory = field(default_factory=TableMemory)
     _written_regions: ThreadRegions = field(default_factory=list)
@@ -259,9 +279,11 @@ class StepTableBuilder:
             work_by_thread: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
         else:
             work_by_thread = [parts.get(thread) for thread in range(self.threads)]
-        words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
+        words = [None if part is None else _make_word_array(part.words) for part in work_by_thread]
         is_presplit = is_presplit and ALL_THREADS not in parts
-        self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number))
+        some = next(iter(parts.values())).words if parts else ()
+        called = tuple((at, word) for at, word in enumerate(some) if isinstance(word, Kernel))
+        self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number, called))
         self.invalidate_values_in_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:
@@ -344,6 +366,10 @@ def view_with_layout_of(memory: Operand, value: Operand) -> Operand:
     """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
     return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
+
+
+def _make_word_array(words: Sequence[int | Kernel]) -> npt.NDArray[np.int64]:
+    return np.array([0 if isinstance(word, Kernel) else word for word in words], np.int64)
 
 
 def _slice_row(row: Operand, first: int, last: int, unit_count: int) -> Operand:

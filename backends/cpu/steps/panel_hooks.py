@@ -1,0 +1,58 @@
+"""Hooks of steps: kernels that the kernel of a step calls for each panel of its result, some rows by some columns.
+
+A hook is a kernel ``(words, rows, columns) -> 0``. `rows` and `columns` are ranges: the first index in the upper half of
+the number, the count in the lower half. The argument block of a step lists its hooks at its end: their number, then for
+each hook the kernel address, the number of its words, and its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ....graph.lazy_dataclass import dataclass
+from ...fusion.operands import Operand
+from ..compilation.compiler import Kernel, subroutine
+from ..simd.atomics import call_kernel
+from ..simd.vectors import load_argument_word
+
+RANGE_BITS = 32
+RANGE_FACTOR = 1 << RANGE_BITS
+
+
+@subroutine
+def call_hooks(a, word, first_row, rows, first_column, columns):
+    """Call the hooks in the argument block `a`, from `word` on, for a panel: some rows by some columns."""
+    at = word + 1
+    for _ in range(load_argument_word(a, word)):
+        call_kernel(
+            load_argument_word(a, at),
+            a + 8 * (at + 2),
+            first_row * RANGE_FACTOR + rows,
+            first_column * RANGE_FACTOR + columns,
+        )
+        at += 2 + load_argument_word(a, at + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepHook:
+    """A hook of a step.
+
+    Attributes:
+        kernel: the kernel.
+        words: its argument words, for all rows and columns.
+        panel_columns: the number of columns of which panels must have a multiple.
+        slice_columns: returns the operands and the results of a range of columns, given the first and the end column.
+    """
+
+    kernel: Kernel
+    words: Sequence[int]
+    panel_columns: int
+    slice_columns: Callable[[int, int], tuple[Sequence[Operand], Sequence[Operand]]]
+
+
+def make_hook_words(hooks: Sequence[StepHook]) -> list[int | Kernel]:
+    """Make the words that list hooks at the end of an argument block; a kernel stands for its address."""
+    words: list[int | Kernel] = [len(hooks)]
+    for hook in hooks:
+        words += [hook.kernel, len(hook.words), *hook.words]
+    return words
