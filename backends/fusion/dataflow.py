@@ -20,7 +20,6 @@ from ..base import Program, Tensor
 from .liveness import AccessedRegions, ReaderTable
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
-
 GroupNeighbours = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 """The groups that run before a new group, and the groups that run after it."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .dataflow import Dataflow, has_same_elements
 from .expression_groups import (
@@ -24,6 +24,22 @@ from .expression_groups import (
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
 MAX_HOOKS = 4
+
+
+@dataclass(frozen=True)
+class Panels:
+    """The panels in which a kernel computes its result, which is a matrix of `rows` by `columns`.
+
+    Each panel has a multiple of `unit` columns, and begins at one. None means that the kernel can use any unit.
+    """
+
+    rows: int
+    columns: int
+    unit: int | None
+
+    def fit(self, columns: int) -> bool:
+        """Return whether all panels have a multiple of this number of columns."""
+        return self.columns % columns == 0 and (self.unit is None or self.unit % columns == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +81,10 @@ class PanelHook:
 
 @dataclass(frozen=True, eq=False)
 class HookedBody:
-    """A body and its hooks, in the order in which they run on a panel."""
+    """A body with its panels and its hooks, in the order in which they run on a panel."""
 
     body: int
+    panels: Panels
     hooks: tuple[PanelHook, ...]
 
     @property
@@ -91,13 +108,11 @@ class HookRules:
 
     Attributes:
         trace: returns the traced instruction of a number; None for one that no generated kernel computes.
-        has_hooks: returns whether the kernel of an instruction calls hooks.
-        has_wide_panels: returns whether the panels of an instruction can have any number of columns.
+        find_panels: returns the panels of an instruction if its kernel calls hooks, else None.
     """
 
     trace: Callable[[int], TracedInstruction | None]
-    has_hooks: Callable[[BoundInstruction], bool]
-    has_wide_panels: Callable[[BoundInstruction], bool]
+    find_panels: Callable[[BoundInstruction], Panels | None]
 
 
 def find_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup], rules: HookRules) -> list[HookedBody]:
@@ -111,8 +126,9 @@ def find_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup], rules:
     search = _HookSearch(flow, rules, {n: group for group in groups for n in group.instruction_numbers})
     found: list[HookedBody] = []
     for number in range(len(flow.reader_table.program.instructions)):
-        if flow.can_join_fusion(number) and rules.has_hooks(flow.bound_instruction(number)):
-            hooked = search.find_hooks(number)
+        panels = rules.find_panels(flow.bound_instruction(number)) if flow.can_join_fusion(number) else None
+        if panels is not None:
+            hooked = search.find_hooks(HookedBody(number, panels, ()))
             if hooked.hooks:
                 flow.join_groups_unchecked(hooked.instruction_numbers)
                 found.append(hooked)
@@ -127,13 +143,12 @@ class _HookSearch:
     rules: HookRules
     group_by_number: Mapping[int, ExpressionGroup]
 
-    def find_hooks(self, body: int) -> HookedBody:
-        hooked = HookedBody(body, ())
+    def find_hooks(self, hooked: HookedBody) -> HookedBody:
         while len(hooked.hooks) < MAX_HOOKS:
             hook = next(filter(None, (self._make_hook(hooked, n) for n in self._list_readers(hooked))), None)
             if hook is None:
                 break
-            hooked = HookedBody(body, (*hooked.hooks, hook))
+            hooked = replace(hooked, hooks=(*hooked.hooks, hook))
         return hooked
 
     def _list_readers(self, hooked: HookedBody) -> list[int]:
@@ -152,10 +167,8 @@ class _HookSearch:
                     return None
                 group = compose_instructions({reader: call}).build_group_for_any_order()
             body = self.flow.bound_instruction(hooked.body)
-            hook = make_panel_hook(group, body.out.shape)
-            require_supported(
-                not hook.has_whole_blocks or self.rules.has_wide_panels(body), "panels have too few columns"
-            )
+            hook = make_panel_hook(group, hooked.panels.rows, hooked.panels.columns)
+            require_supported(hooked.panels.fit(hook.panel_columns), "panels have too few columns")
             _require_same_panel(body, hooked.hooks, hook)
         except NoKernelError:
             return None
@@ -163,16 +176,14 @@ class _HookSearch:
         return hook if self.flow.can_join_groups(together) else None
 
 
-def make_panel_hook(group: ExpressionGroup, shape: Shape) -> PanelHook:
-    """Make the hook of a group that has as many elements as the result of a body, which has a shape.
+def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHook:
+    """Make the hook of a group that has as many elements as the result of a body, a matrix.
 
     Raises:
         NoKernelError: the group has another size, or no loop over the rows and columns of a panel expresses its views.
     """
-    *leading, columns = shape
     length = group.shape[-1] if group.shape else 1
-    require_supported(group.size == math.prod(shape) and columns > 1 and length > 1, "it has another size")
-    rows = math.prod(leading)
+    require_supported(group.size == rows * columns and columns > 1 and length > 1, "it has another size")
     if not group.expression.depends_on_row_reduction_or_length:
         views = _view_as_blocks(group, (rows, 1, columns))
         if views is not None:

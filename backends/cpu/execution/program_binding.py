@@ -24,8 +24,8 @@ from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..kernels.vector.elementwise import bind_declared_op
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-from .expression_fusion import choose_expression_groups, describe_expression_group, make_fused_binding
-from .hook_fusion import choose_hooked_bodies, describe_hooked_body, make_hooked_binding
+from .expression_fusion import choose_expression_groups, describe_expression_group
+from .hook_fusion import choose_hooked_bodies, describe_hooked_body, make_group_binding, make_hooked_binding
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
 from .thread_pool import ThreadPool
@@ -185,7 +185,7 @@ def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> 
 def _split_into_compiled_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
     fusions = _choose_fusions(flow)
-    chains = fusions.patterns | {g.instruction_numbers: make_fused_binding(g) for g in fusions.expression_groups}
+    chains = fusions.patterns | {g.instruction_numbers: make_group_binding(flow, g) for g in fusions.expression_groups}
     chains |= {h.instruction_numbers: make_hooked_binding(flow, h) for h in fusions.hooked_bodies}
     for group in flow.list_groups():
         steps.instruction_number = group[0]

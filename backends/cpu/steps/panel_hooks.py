@@ -16,7 +16,8 @@ from ..simd.atomics import call_kernel
 from ..simd.vectors import load_argument_word
 
 RANGE_BITS = 32
-RANGE_FACTOR = 1 << RANGE_BITS
+RANGE_FACTOR, RANGE_MASK = 1 << RANGE_BITS, (1 << RANGE_BITS) - 1
+"""The factor of the first index of a range, and the mask of its count."""
 
 
 @subroutine
@@ -56,3 +57,9 @@ def make_hook_words(hooks: Sequence[StepHook]) -> list[int | Kernel]:
     for hook in hooks:
         words += [hook.kernel, len(hook.words), *hook.words]
     return words
+
+
+def list_hook_accesses(hooks: Sequence[StepHook], first: int, last: int) -> tuple[list[Operand], list[Operand]]:
+    """Return all operands and results of hooks for a range of columns."""
+    pairs = [hook.slice_columns(first, last) for hook in hooks]
+    return [o for read, _ in pairs for o in read], [o for _, written in pairs for o in written]

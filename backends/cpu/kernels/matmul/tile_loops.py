@@ -21,7 +21,7 @@ from ...compilation.kernel_args import declare_args
 from ...compilation.prefetch_distance import find_l1_and_l2_prefetch_distances
 from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
-from ...steps.panel_hooks import call_hooks, make_hook_words
+from ...steps.panel_hooks import call_hooks, list_hook_accesses, make_hook_words
 from ...steps.partition import compute_even_bounds
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from ...steps.work_queue import (
@@ -340,7 +340,10 @@ def add_grouped_expert_matmul_step(
         slots: The slots of the experts.
     """
     w, y, hooks = call.operand(0), call.out, steps.hooks
-    columns, unit = w.shape[-1], math.lcm(tiling.tile_groups * GROUP_ROWS, *(hook.panel_columns for hook in hooks))
+    columns, tile = w.shape[-1], tiling.tile_groups * GROUP_ROWS
+    if y.shape[-1] < tile * steps.threads:
+        tile = GROUP_ROWS  # else a thread has no work
+    unit = math.lcm(tile, *(hook.panel_columns for hook in hooks))
     memory = steps.scratch(f"product {tiling.scratch_bytes}", tiling.scratch_bytes * steps.threads)
     l1_ahead, l2_ahead = find_l1_and_l2_prefetch_distances(
         w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count
@@ -369,18 +372,15 @@ def add_grouped_expert_matmul_step(
             first_column=first,
             hooks=make_hook_words(hooks),
         )
-        reads, writes = [w, own, slots.operand], [mine]
-        for hook in hooks:
-            read, written = hook.slice_columns(first, last)
-            reads, writes = [*reads, *read], [*writes, *written]
-        return ThreadWork(words, reads, writes)
+        read, written = list_hook_accesses(hooks, first, last)
+        return ThreadWork(words, [w, own, slots.operand, *read], [mine, *written])
 
     is_shared = is_matmul_shared_by_threads(steps, call)
     if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * slots.slots_per_token:
         steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
     elif is_shared:
         bounds = choose_tile_column_bounds_per_thread(call, unit, steps.threads)
-        results = [y, *(o for hook in hooks for o in hook.slice_columns(0, y.shape[-1])[1])]
+        results = [y, *list_hook_accesses(hooks, 0, y.shape[-1])[1]]
         parts = [
             make_thread_work(*pair, thread) if pair[0] < pair[1] else None
             for thread, pair in enumerate(pairwise(bounds))

@@ -58,7 +58,8 @@ class ExpressionKernel:
         expression: the expression.
         is_single: whether each operand that the expression reads has one element for each row.
         panels: the panels of a hook: ``"columns"`` for any columns of a row, ``"blocks"`` if a row of the kernel is one
-            of several blocks of a row of the matrix. It is empty for a kernel over rows.
+            of several blocks of a row of the matrix. It is empty for a kernel over rows, and ``"hooked"`` for a kernel
+            over blocks that calls a hook for each row of the matrix.
     """
 
     expression: Expression
@@ -160,7 +161,8 @@ class _RowKernelEmitter:
         self.columns = self._word(0)
         first_number = HEADER_WORDS + OPERAND_WORDS * self._operand_and_result_count
         numbers: dict[int, Any] = {}
-        for index, number in enumerate(self.plan.steps_passed_as_words):
+        numbers_passed = self.plan.steps_passed_as_words
+        for index, number in enumerate(numbers_passed):
             bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
             lanes = vectors.splat.body(self.b, self.b.bitcast(bits, _F32))
             is_truth = steps[number].function in COMPARISON_FUNCTIONS
@@ -170,17 +172,38 @@ class _RowKernelEmitter:
                 numbers[number] = emit_splat(self.b, float.fromhex(str(step.value)))
             elif step.function == "row_count":
                 numbers[number] = vectors.splat.body(self.b, self.b.sitofp(self.columns, _F32))
-        if self.plan.panels:
+        if self.plan.panels in ("columns", "blocks"):
             self._emit_panel(numbers)
         else:
             first, last = self._emit_thread_row_range()
-            self._emit_loop_and_return_index(
-                first,
-                last,
-                1,
-                lambda row: self._emit_passes_over_row(self._emit_operand_and_result_row_addresses(row), numbers),
-            )
+
+            def emit_row(row: Any) -> None:
+                self._emit_passes_over_row(self._emit_operand_and_result_row_addresses(row), numbers)
+                if self.plan.panels:
+                    self._emit_hook_call(row, first, last, first_number + len(numbers_passed))
+
+            self._emit_loop_and_return_index(first, last, 1, emit_row)
         self.b.ret(_integer(0))
+
+    def _emit_hook_call(self, row: Any, first: Any, last: Any, word: int) -> None:
+        """Emit the call of a hook after the last block of the thread in a row of the matrix.
+
+        `word` is the first of these words: the number of the first block, the blocks of a row, and one hook as in
+        `panel_hooks`. `row` is a block, and `first` and `last` are the first and the end block of the thread.
+        """
+        b, one, half = self.b, _integer(1), _integer(32)
+        number, blocks = b.add(row, self._word(word)), self._word(word + 1)
+        matrix_row, block = b.sdiv(number, blocks), b.srem(number, blocks)
+        following = b.add(block, one)
+        is_last = b.or_(b.icmp_signed("==", following, blocks), b.icmp_signed("==", b.add(row, one), last))
+        with b.if_then(is_last):
+            present = b.sub(b.add(row, one), first)
+            count = b.select(b.icmp_signed("<", present, following), present, following)
+            start, columns = (b.mul(n, self.columns) for n in (b.sub(following, count), count))
+            kind = ir.FunctionType(_I64, [_I64] * 3).as_pointer()
+            arguments = b.add(self.function.args[0], _integer(8 * (word + 5)))
+            ranges = (b.or_(b.shl(at, half), size) for at, size in ((matrix_row, one), (start, columns)))
+            b.call(b.inttoptr(self._word(word + 3), kind), [arguments, *ranges])
 
     def _emit_panel(self, numbers: Mapping[int, Any]) -> None:
         """Emit the loops over the rows of a panel: in each row the columns, or all row blocks, of the panel.
