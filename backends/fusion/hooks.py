@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .dataflow import Dataflow, has_same_elements
 from .expression_groups import (
@@ -131,6 +131,7 @@ def find_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup], rules:
             hooked = search.find_hooks(HookedBody(number, panels, ()))
             if hooked.hooks:
                 flow.join_groups_unchecked(hooked.instruction_numbers)
+                search.numbers_in_hooks.update(hooked.instruction_numbers)
                 found.append(hooked)
     return found
 
@@ -142,6 +143,7 @@ class _HookSearch:
     flow: Dataflow
     rules: HookRules
     group_by_number: Mapping[int, ExpressionGroup]
+    numbers_in_hooks: set[int] = field(default_factory=set)
 
     def find_hooks(self, hooked: HookedBody) -> HookedBody:
         while len(hooked.hooks) < MAX_HOOKS:
@@ -152,10 +154,10 @@ class _HookSearch:
         return hooked
 
     def _list_readers(self, hooked: HookedBody) -> list[int]:
-        """Return the instructions outside that read a result of the body or of a hook, ascending."""
-        members = {*hooked.instruction_numbers}
+        """Return the instructions that read a result of the body or of a hook, and that are in no hook, ascending."""
+        members = hooked.instruction_numbers
         readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
-        return sorted({n for some in readers for n in some} - members)
+        return sorted({n for some in readers for n in some} - self.numbers_in_hooks.union(members))
 
     def _make_hook(self, hooked: HookedBody, reader: int) -> PanelHook | None:
         """Return the hook with an instruction that reads a result of a hooked body, or None."""

@@ -63,6 +63,14 @@ def residual_is_the_product_of_before(x: hocket.Value, dtype: DType) -> hocket.V
     return add_residual_of("second", first, first, dtype)
 
 
+def gate_attention(x: hocket.Value, dtype: DType) -> hocket.Value:
+    """Attention with a gate per element, and a product that reads it rounded."""
+    rows = x.shape[0]
+    heads = (ops.reshape(product(n, x, dtype), shape=(1, rows, HEADS, HEAD)) for n in "qkv")
+    mixed = ops.reshape(ops.attention(*heads, scale=0.1), shape=(rows, WIDTH))
+    return add_residual_of("out", ops.mul(mixed, ops.sigmoid(product("gate", x, dtype))), x, dtype)
+
+
 BUILDERS: list[Callable[[hocket.Value, DType], hocket.Value]] = [
     add_residual,
     scale_and_bias,
@@ -70,6 +78,7 @@ BUILDERS: list[Callable[[hocket.Value, DType], hocket.Value]] = [
     gate_two_products,
     read_twice,
     residual_is_the_product_of_before,
+    gate_attention,
 ]
 
 
