@@ -211,4 +211,5 @@ def test_a_hook_may_write_over_the_element_that_it_reads(result: Tensor):
 def test_each_planted_fault_of_hooks_is_found_by_its_rule(fault: str):
     rule, plant = FAULTS[fault]
     found = [*find_fusion_faults(*plant(*make_program()))]
-    assert found and all(why.startswith(f"{rule}: ") for why in found), found
+    assert found
+    assert all(why.startswith(f"{rule}: ") for why in found), found
