@@ -73,10 +73,10 @@ class PanelHook:
         axis, unit = (1, self.shape[2]) if self.has_whole_blocks else (2, 1)
         start, count = first // unit, (last - first) // unit
 
-        def cut(operand: Operand) -> Operand:
+        def slice_operand(operand: Operand) -> Operand:
             return operand if operand.shape[axis] == 1 else operand.slice_axis(axis, start, count)
 
-        return [*map(cut, self.operands)], [*map(cut, self.results)]
+        return [*map(slice_operand, self.operands)], [*map(slice_operand, self.results)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
 
 
 def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKernel) -> Iterator[str]:
-    """Yield faults of one hooked kernel, of which all instructions run together."""
+    """Yield faults of one hooked kernel; its instructions run together."""
     first, *others = hooked.stages
     if len(first) != 1 or not others:
         yield "it has no body of one instruction, or no hook"

@@ -88,10 +88,10 @@ def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook
     ) -> tuple[Kernel, ThreadWork] | None:
         """Make the kernel and the work of a thread for columns `first` to `last` of the matrix."""
         shape = operands[0].shape
-        made = make_row_thread_work_and_strides(replace(row_kernel, whole_row_shape=shape), operands, results)
-        if made is None:
+        whole = make_row_thread_work_and_strides(replace(row_kernel, whole_row_shape=shape), operands, results)
+        if whole is None:
             return None
-        work, strides = made
+        work, strides = whole
         kernel = make_expression_kernel(group.expression, tuple(stride == 0 for stride in strides), "hooked")
         words = [*work.words, first // shape[-1], blocks, *make_hook_words([hook])]
         read, written = hook.slice_columns(first, last)
@@ -101,21 +101,21 @@ def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook
     if math.prod(group.shape) == width:
         split = find_continued_column_split(steps, group.operands, group.results[0], whole_rows=True)
     if split is None:
-        made = make_work(0, width, group.operands, group.results)
-        if made is not None:
-            steps.add(made[0], made[1].words, reads=made[1].reads, writes=made[1].writes)
-        return made is not None
+        if (call := make_work(0, width, group.operands, group.results)) is not None:
+            kernel, work = call
+            steps.add(kernel, work.words, reads=work.reads, writes=work.writes)
+        return call is not None
     operands, results = (
         zip(*map(split.slice_by_thread, some), strict=True) for some in (group.operands, group.results)
     )
     shares: list[ThreadWork | None] = []
     kernels: set[Kernel] = set()
     for (first, last), read, written in zip(pairwise(split.column_bounds), operands, results, strict=True):
-        made = None if None in read or None in written else make_work(first, last, read, written)
-        if made is None and first < last:
+        call = None if None in read or None in written else make_work(first, last, read, written)
+        if call is None and first < last:
             return False
-        shares.append(made and made[1])
-        kernels |= {made[0]} if made else set()
+        shares.append(None if call is None else call[1])
+        kernels |= set() if call is None else {call[0]}
     if len(kernels) != 1:
         return False
     steps.add_by_columns(kernels.pop(), shares, group.results, split.column_bounds)

@@ -1,8 +1,8 @@
 """Hooks of steps: kernels that the kernel of a step calls for each panel of its result, some rows by some columns.
 
-A hook is a kernel ``(words, rows, columns) -> 0``. `rows` and `columns` are ranges: the first index in the upper half of
-the number, the count in the lower half. The argument block of a step lists its hooks at its end: their number, then for
-each hook the kernel address, the number of its words, and its words.
+A hook is a kernel ``(words, rows, columns) -> 0``. `rows` and `columns` are ranges: the first index in the upper half
+of the number, the count in the lower half. The argument block of a step lists its hooks at its end: their number, then
+for each hook the kernel address, the number of its words, and its words.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from ...given.random_rows import random_rows
 
 RNG = np.random.default_rng(50)
 COLUMNS, HEADS, HEAD = 256, 8, 64
-WIDTH = HEADS * HEAD
+INNER_WIDTH = HEADS * HEAD
 
 
-def product(name: str, x: hocket.Value, dtype: DType, rows: int = WIDTH) -> hocket.Value:
+def product(name: str, x: hocket.Value, dtype: DType, rows: int = INNER_WIDTH) -> hocket.Value:
     return ops.mul_mat(hocket.weight(name, (rows, x.shape[-1]), dtype), x)
 
 
@@ -41,7 +41,9 @@ def norm_heads_with_gate(x: hocket.Value, dtype: DType) -> hocket.Value:
     """A gated norm of heads, as after a delta net, and a product that reads it rounded."""
     inner, gate = (ops.reshape(product(n, x, dtype), shape=(x.shape[0], HEADS, HEAD)) for n in ("inner", "gate"))
     normed = ops.mul(ops.rms_norm(inner, eps=1e-6), hocket.weight("scale", (HEAD,)))
-    return add_residual_of("out", ops.reshape(ops.mul(normed, ops.silu(gate)), shape=(x.shape[0], WIDTH)), x, dtype)
+    return add_residual_of(
+        "out", ops.reshape(ops.mul(normed, ops.silu(gate)), shape=(x.shape[0], INNER_WIDTH)), x, dtype
+    )
 
 
 def add_residual_of(name: str, x: hocket.Value, residual: hocket.Value, dtype: DType) -> hocket.Value:
@@ -67,7 +69,7 @@ def gate_attention(x: hocket.Value, dtype: DType) -> hocket.Value:
     """Attention with a gate per element, and a product that reads it rounded."""
     rows = x.shape[0]
     heads = (ops.reshape(product(n, x, dtype), shape=(1, rows, HEADS, HEAD)) for n in "qkv")
-    mixed = ops.reshape(ops.attention(*heads, scale=0.1), shape=(rows, WIDTH))
+    mixed = ops.reshape(ops.attention(*heads, scale=0.1), shape=(rows, INNER_WIDTH))
     return add_residual_of("out", ops.mul(mixed, ops.sigmoid(product("gate", x, dtype))), x, dtype)
 
 

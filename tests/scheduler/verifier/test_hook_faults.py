@@ -14,20 +14,20 @@ from hocket.ops import REGISTRY
 from hocket.scheduler.verifier.fused_kernels import find_fusion_faults
 
 ROWS, HEADS, HEAD = 4, 3, 8
-COLUMNS = HEADS * HEAD
-ROW_BYTES, PLACE_BYTES = 4 * COLUMNS, 4 * ROWS * COLUMNS
+MATRIX_COLUMNS = HEADS * HEAD
+ROW_BYTES, PLACE_BYTES = 4 * MATRIX_COLUMNS, 4 * ROWS * MATRIX_COLUMNS
 Pair = tuple[Program, ProgramFusion]
 Edit = Callable[[Program, ProgramFusion], Pair]
 
 
 def tensor(place: int, *shape: int, buffer: int = 0) -> Tensor:
-    shape = shape or (ROWS, COLUMNS)
+    shape = shape or (ROWS, MATRIX_COLUMNS)
     return Tensor(buffer, place * PLACE_BYTES, shape, contiguous_strides(shape), DType.F32)
 
 
 X, RESIDUAL, PRODUCT, SUM, NORMED = (tensor(place) for place in range(5))
 SUM_HEADS, NORMED_HEADS = (replace(tensor(place, ROWS, HEADS, HEAD)) for place in (3, 4))
-WEIGHT = tensor(0, COLUMNS, COLUMNS, buffer=1)
+WEIGHT = tensor(0, MATRIX_COLUMNS, MATRIX_COLUMNS, buffer=1)
 
 
 def make_instruction(number: int, op: str, src: tuple[Tensor, ...], dst: Tensor) -> Instruction:
@@ -51,7 +51,10 @@ def make_program() -> Pair:
         make_instruction(1, "add", (PRODUCT, RESIDUAL), SUM),
         make_instruction(2, "rms_norm", (SUM_HEADS,), NORMED_HEADS),
     )
-    buffers = (BufferSpec("arena", "", 16 * PLACE_BYTES), BufferSpec("weight", "w", 4 * COLUMNS * COLUMNS))
+    buffers = (
+        BufferSpec("arena", "", 16 * PLACE_BYTES),
+        BufferSpec("weight", "w", 4 * MATRIX_COLUMNS * MATRIX_COLUMNS),
+    )
     program = Program(buffers, calls, {"x": X, "residual": RESIDUAL}, {"product": PRODUCT, "sum": SUM, "y": NORMED})
     kernels = tuple(map(make_kernel, calls[1:]))
     return program, ProgramFusion(((0, 1, 2),), kernels, (HookedKernel(((0,), (1,), (2,)), HEAD),))
@@ -127,7 +130,7 @@ def leave_out_kernel(program: Program, fusion: ProgramFusion) -> Pair:
 
 
 def read_rows_of_the_matrix(program: Program, fusion: ProgramFusion) -> Pair:
-    """The norm is one of whole rows, of which a panel has only a part."""
+    """The norm is one of whole rows; a panel has only a part of such a row."""
     norm = make_instruction(2, "rms_norm", (SUM,), NORMED)
     first, second, _ = program.instructions
     kernels = (fusion.expressions[0], make_kernel(norm))
@@ -183,11 +186,11 @@ FAULTS: dict[str, tuple[str, Edit]] = {
         "hooks",
         change_operand(1, 0, strides=(HEAD, ROWS * HEAD, 1)),
     ),
-    "a hook has half of the rows": ("hooks", change_kernel(0, shape=(ROWS // 2, COLUMNS))),
+    "a hook has half of the rows": ("hooks", change_kernel(0, shape=(ROWS // 2, MATRIX_COLUMNS))),
     "the body needs its scratch memory after the sum": ("hooks", change_body(scratch=SUM)),
     "the result of the body has gaps": (
         "hooks",
-        change_body(dst=(replace(PRODUCT, strides=(2 * COLUMNS, 1)),)),
+        change_body(dst=(replace(PRODUCT, strides=(2 * MATRIX_COLUMNS, 1)),)),
     ),
     "the result of the body is half precision": ("hooks", change_body(dst=(replace(PRODUCT, dtype=DType.F16),))),
     "the body has two results": ("hooks", change_body(dst=(PRODUCT, tensor(8)))),

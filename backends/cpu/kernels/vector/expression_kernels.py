@@ -57,9 +57,9 @@ class ExpressionKernel:
     Attributes:
         expression: the expression.
         is_single: whether each operand that the expression reads has one element for each row.
-        panels: the panels of a hook: ``"columns"`` for any columns of a row, ``"blocks"`` if a row of the kernel is one
-            of several blocks of a row of the matrix. It is empty for a kernel over rows, and ``"hooked"`` for a kernel
-            over blocks that calls a hook for each row of the matrix.
+        panels: ``"columns"`` for a hook that computes any columns of a matrix row. ``"blocks"`` is a hook with several
+            blocks in a matrix row; a block is a row of the kernel. ``"hooked"`` is a kernel over such blocks that calls
+            a hook after each matrix row. It is empty for a kernel over rows.
     """
 
     expression: Expression
