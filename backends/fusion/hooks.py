@@ -65,7 +65,7 @@ class PanelHook:
 
     @property
     def panel_columns(self) -> int:
-        """The number of columns of which panels must have a multiple."""
+        """Each panel must have a multiple of this number of columns."""
         return self.shape[-1] if self.has_whole_blocks else 1
 
     def slice_columns(self, first: int, last: int) -> tuple[list[Operand], list[Operand]]:
@@ -98,7 +98,7 @@ class HookedBody:
 
     @property
     def panel_columns(self) -> int:
-        """The number of columns of which panels have a multiple."""
+        """Each panel has a multiple of this number of columns."""
         return math.lcm(*(hook.panel_columns for hook in self.hooks))
 
 
@@ -107,7 +107,7 @@ class HookRules:
     """The properties of the kernels of a backend that call hooks.
 
     Attributes:
-        trace: returns the traced instruction of a number; None for one that no generated kernel computes.
+        trace: returns the traced instruction of a number; None without a generated kernel.
         find_panels: returns the panels of an instruction if its kernel calls hooks, else None.
     """
 

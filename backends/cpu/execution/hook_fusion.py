@@ -160,7 +160,7 @@ def _bind_hooked_body(steps: StepTableBuilder, flow: Dataflow, hooked: HookedBod
 
 
 def find_quantised_reads(steps: StepTableBuilder, call: BoundInstruction, columns: int) -> ResultReadForms | None:
-    """Find the forms in which products read a result quantised, as rows of `columns`; None if no product does."""
+    """Find the forms in which products read a result quantised, as rows of `columns`; None without such a product."""
     found: dict[tuple[Tensor, int], Operand] = {}
     is_shared = False
     for reader in call.find_readers() or ():

@@ -41,7 +41,7 @@ class StepHook:
     Attributes:
         kernel: the kernel.
         words: its argument words, for all rows and columns.
-        panel_columns: the number of columns of which panels must have a multiple.
+        panel_columns: each panel must have a multiple of this number of columns.
         slice_columns: returns the operands and the results of a range of columns, given the first and the end column.
     """
 
