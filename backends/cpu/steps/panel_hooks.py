@@ -34,6 +34,17 @@ def call_hooks(a, word, first_row, rows, first_column, columns):
         at += 2 + load_argument_word(a, at + 1)
 
 
+class KernelWord(int):
+    """An argument word that is the address of a kernel. It is 0 until the step table is built."""
+
+    kernel: Kernel
+
+    def __new__(cls, kernel: Kernel) -> KernelWord:
+        word = super().__new__(cls, 0)
+        word.kernel = kernel
+        return word
+
+
 @dataclass(frozen=True, slots=True)
 class StepHook:
     """A hook of a step.
@@ -51,11 +62,11 @@ class StepHook:
     slice_columns: Callable[[int, int], tuple[Sequence[Operand], Sequence[Operand]]]
 
 
-def make_hook_words(hooks: Sequence[StepHook]) -> list[int | Kernel]:
-    """Make the words that list hooks at the end of an argument block; a kernel stands for its address."""
-    words: list[int | Kernel] = [len(hooks)]
+def make_hook_words(hooks: Sequence[StepHook]) -> list[int]:
+    """Make the words that list hooks at the end of an argument block."""
+    words = [len(hooks)]
     for hook in hooks:
-        words += [hook.kernel, len(hook.words), *hook.words]
+        words += [KernelWord(hook.kernel), len(hook.words), *hook.words]
     return words
 
 

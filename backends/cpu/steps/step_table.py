@@ -19,7 +19,7 @@ from ...fusion.dataflow import Dataflow
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
-from .panel_hooks import StepHook
+from .panel_hooks import KernelWord, StepHook
 from .partition import compute_even_bounds
 
 RUN_STATUS_REGION = MemoryRegion(0, -1, 0)
@@ -39,12 +39,9 @@ MAX_DUPLICATED_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ThreadWork:
-    """The work of one thread in a step: argument words of the kernel, and all accesses except private memory.
+    """The work of one thread in a step: argument words of the kernel, and all accesses except private memory."""
 
-    A kernel among the words stands for its address.
-    """
-
-    words: Sequence[int | Kernel]
+    words: Sequence[int]
     reads: Sequence[Operand]
     writes: Sequence[Operand]
 
@@ -74,9 +71,10 @@ class TableStep:
 
     def set_kernel_words(self, get_word: Callable[[Kernel], int]) -> None:
         """Write the words that are addresses of kernels."""
-        for words in self.words:
-            for at, kernel in self.kernel_words if words is not None else ():
-                words[at] = get_word(kernel)
+        for at, kernel in self.kernel_words:
+            for words in self.words:
+                if words is not None:
+                    words[at] = get_word(kernel)
 
 
 class TableMemory:
@@ -279,10 +277,10 @@ class StepTableBuilder:
             work_by_thread: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
         else:
             work_by_thread = [parts.get(thread) for thread in range(self.threads)]
-        words = [None if part is None else _make_word_array(part.words) for part in work_by_thread]
+        words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
         is_presplit = is_presplit and ALL_THREADS not in parts
         some = next(iter(parts.values())).words if parts else ()
-        called = tuple((at, word) for at, word in enumerate(some) if isinstance(word, Kernel))
+        called = tuple((at, word.kernel) for at, word in enumerate(some) if isinstance(word, KernelWord))
         self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number, called))
         self.invalidate_values_in_regions([region for region, _ in written])
 
@@ -366,10 +364,6 @@ def view_with_layout_of(memory: Operand, value: Operand) -> Operand:
     """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
     return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
-
-
-def _make_word_array(words: Sequence[int | Kernel]) -> npt.NDArray[np.int64]:
-    return np.array([0 if isinstance(word, Kernel) else word for word in words], np.int64)
 
 
 def _slice_row(row: Operand, first: int, last: int, unit_count: int) -> Operand:
