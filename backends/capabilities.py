@@ -276,14 +276,33 @@ class FusedExpression:
 
 
 @dataclass(frozen=True, slots=True)
+class HookedKernel:
+    """A kernel that runs several stages on each panel of its result: some rows by some columns.
+
+    The first stage is the body: one instruction with one dense float32 result. Each other stage is a generated kernel
+    (`FusedExpression`), which computes the elements of the panel as soon as the earlier stages have computed theirs.
+    Panels may be computed in any order and by any thread.
+
+    Attributes:
+        stages: the instructions of each stage, ascending.
+        panel_columns: each panel begins at a multiple of this number of columns, and has a multiple of it.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    panel_columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramFusion:
     """How a backend runs a program: its instructions in the order of a run, and the generated kernels.
 
-    `order` has one entry for each group of instructions that run together; single instructions are groups of one.
+    `order` has one entry for each group of instructions that run together; single instructions are groups of one. The
+    instructions of a hooked kernel are one group.
     """
 
     order: tuple[tuple[int, ...], ...]
     expressions: tuple[FusedExpression, ...]
+    hooked: tuple[HookedKernel, ...] = ()
 
 
 @runtime_checkable

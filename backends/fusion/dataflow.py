@@ -20,6 +20,9 @@ from ..base import Program, Tensor
 from .liveness import AccessedRegions, ReaderTable
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
+GroupNeighbours = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
+"""The groups that run before a new group, and the groups that run after it."""
+
 
 class Dataflow:
     """The dataflow of a program: the instructions that compute and read each value, and the groups that run together.
@@ -163,13 +166,28 @@ class Dataflow:
 
         An instruction between them must be able to run before the group or after it without a change of results.
         """
-        return self._partition_around_group(numbers) is not None
+        return all(map(self.can_join_fusion, numbers)) and self._partition_around_group(numbers) is not None
 
     def group_instructions_unchecked(self, numbers: Sequence[int]) -> None:
         """Make one group of these instructions; the caller has tested `can_group`."""
-        parted = self._partition_around_group(numbers)
+        touched = self._find_external_accesses(numbers)
+        self._place_group(numbers, self._partition_around_group(numbers, touched))
+        self._accesses |= touched
+
+    def can_join_groups(self, numbers: Sequence[int]) -> bool:
+        """Return whether several groups, with these instructions in all, can run one after the other as one group.
+
+        The groups still write the values that they pass to each other.
+        """
+        return self.fixed_instructions.isdisjoint(numbers) and self._partition_around_group(numbers, {}) is not None
+
+    def join_groups_unchecked(self, numbers: Sequence[int]) -> None:
+        """Make one group of several groups; the caller has tested `can_join_groups`."""
+        self._place_group(numbers, self._partition_around_group(numbers, {}))
+
+    def _place_group(self, numbers: Sequence[int], parted: GroupNeighbours | None) -> None:
+        """Put a group into the order, between the groups that run before it and after it."""
         assert parted is not None
-        self._accesses |= self._find_external_accesses(numbers)
         first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))
         groups = [*parted[0], tuple(sorted(numbers)), *parted[1]]
         groups += [()] * (last + 1 - first - len(groups))
@@ -179,19 +197,18 @@ class Dataflow:
                 self._position_by_instruction[number] = place
 
     def _partition_around_group(
-        self, numbers: Sequence[int]
-    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+        self, numbers: Sequence[int], accesses: Mapping[int, AccessedRegions] | None = None
+    ) -> GroupNeighbours | None:
         """Partition the groups that run between the members of a new group: groups to run before it, and after it.
 
         A group runs after the new group if it must follow a member, or follow another group that runs after. The result
-        is None if a group would have to run on both sides, or if a member cannot move.
+        is None if a group would have to run on both sides, or if a member cannot move. `accesses` are the accesses of
+        the members if these are known.
         """
-        if not all(map(self.can_join_fusion, numbers)):
-            return None
         places = sorted(self._position_by_instruction[n] for n in numbers)
         if not any(self._order[place] for place in {*range(places[0], places[-1])}.difference(places)):
             return [], []
-        touched = {**self._accesses, **self._find_external_accesses(numbers)}
+        touched = {**self._accesses, **(self._find_external_accesses(numbers) if accesses is None else accesses)}
         before, members, behind = (list[tuple[int, ...]]() for _ in range(3))
         for group in filter(None, self._order[places[0] : places[-1] + 1]):
             must_follow = self._has_group_order_dependency(behind, group, touched)

@@ -300,7 +300,7 @@ class GroupComposition:
         if (number, is_per_row) not in self.result_views:
             shape = (*self.shape[:-1], 1) if is_per_row else self.shape
             out = self.calls[number].out
-            self.result_views[number, is_per_row] = _view(out, shape, contiguous_strides(shape))
+            self.result_views[number, is_per_row] = view_with_strides(out, shape, contiguous_strides(shape))
         return self.result_views[number, is_per_row]
 
 
@@ -359,10 +359,10 @@ def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -
     strides = find_strides_of_reshape(own_shape, compute_broadcast_strides(operand, own_shape), shape)
     if strides is None:
         raise NoKernelError("an operand has no view with the shape of the group")
-    return _view(operand, shape, strides)
+    return view_with_strides(operand, shape, strides)
 
 
-def _view(operand: Operand, shape: Shape, strides: Shape) -> Operand:
+def view_with_strides(operand: Operand, shape: Shape, strides: Shape) -> Operand:
     """Return the memory of an operand with another shape."""
     if (shape, strides) == (operand.shape, operand.strides):
         return operand

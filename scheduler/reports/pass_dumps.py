@@ -325,20 +325,36 @@ def _join_device_texts(devices: Mapping[str, Sequence[str]]) -> str:
 def format_fusion(program: Program, fusion: ProgramFusion) -> str:
     """Return a table of the generated kernels that compute several instructions, and a line with their sums.
 
-    ``saved`` is the memory traffic of single kernels that the fused kernel does without.
+    ``saved`` is the memory traffic of single kernels that the fused kernel does without. A second table has the kernels
+    that run ops on each panel of their result.
     """
     rows = [("steps", "ops", "over", "results", "saved")]
-    for kernel in fusion.expressions:
+    kernels = [kernel for kernel in fusion.expressions if len(kernel.instruction_numbers) > 1]
+    for kernel in kernels:
         steps = [program.instructions[n] for n in kernel.instruction_numbers]
         places = {(t.buffer, t.offset): format_node_reference(i.node) for i in steps for t in i.dst}
         results = join_first_names([places[t.buffer, t.offset] for _, t in kernel.results])
         saved = format_bytes(kernel.saved_bytes)
         numbers = join_first_names([str(n) for n in kernel.instruction_numbers])
         rows.append((numbers, " ".join(i.op for i in steps), str(list(kernel.shape)), results, saved))
-    together = sum(len(kernel.instruction_numbers) for kernel in fusion.expressions)
-    saved = format_bytes(sum(kernel.saved_bytes for kernel in fusion.expressions))
-    head = f"{len(rows) - 1} fused kernels for {together} of {len(program.instructions)} steps, {saved} not moved"
-    return "\n".join([head, *(format_table(rows, "llllr") if fusion.expressions else [])])
+    together = sum(len(kernel.instruction_numbers) for kernel in kernels)
+    saved = format_bytes(sum(kernel.saved_bytes for kernel in kernels))
+    head = f"{len(kernels)} fused kernels for {together} of {len(program.instructions)} steps, {saved} not moved"
+    table = format_table(rows, "llllr") if kernels else []
+    return "\n".join([head, *table, *(_format_hooked_kernels(program, fusion) if fusion.hooked else [])])
+
+
+def _format_hooked_kernels(program: Program, fusion: ProgramFusion) -> list[str]:
+    """Return a line and a table of the kernels that run ops on each panel of their result."""
+    rows = [("steps", "body", "ops on each panel", "over", "columns")]
+    for hooked in fusion.hooked:
+        (body,), *hooks = ([program.instructions[n] for n in stage] for stage in hooked.stages)
+        numbers = join_first_names([str(n) for stage in hooked.stages for n in stage])
+        ops = "; ".join(" ".join(i.op for i in hook) for hook in hooks)
+        columns = "any" if hooked.panel_columns == 1 else f"multiples of {hooked.panel_columns}"
+        rows.append((numbers, f"{body.op} {body.node}", ops, str(list(body.dst[0].shape)), columns))
+    count = sum(len(stage) for hooked in fusion.hooked for stage in hooked.stages[1:])
+    return ["", f"{len(fusion.hooked)} kernels with hooks for {count} steps", *format_table(rows, "lllll")]
 
 
 def _format_fused_kernels(plan: Plan) -> str:

@@ -14,6 +14,7 @@ Rules, named at the beginning of each fault:
 - results: each value that something else reads is written to its place, and nothing else is written.
 - in place: a result lies only on an operand with the same elements, and on no other result.
 - states: a generated kernel writes no state.
+- hooks: a kernel that runs stages panel by panel computes the same as its stages one by one (`hooked_kernels`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ...ops import REGISTRY
 from ...ops.collectives import COLLECTIVES
 from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.interpreter import ScalarLanguageDeclaration
+from .hooked_kernels import find_hook_faults, split_hooked_kernels
 from .memory.buffer_contents import BufferContents, compute_byte_extent
 
 Axes = tuple[tuple[int, int], ...]
@@ -52,6 +54,10 @@ def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> No
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
     """Yield as text all reasons why fused kernels do not compute the instructions of a program."""
+    if faults := [*find_hook_faults(program, fusion)]:
+        yield from faults
+        return
+    fusion = split_hooked_kernels(fusion)
     if faults := [*_find_missing_or_reordered_instruction_faults(program, fusion)]:
         yield from faults
         return

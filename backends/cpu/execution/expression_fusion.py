@@ -17,7 +17,7 @@ from ..kernels.matmul.packed_matmul import find_result_read_forms
 from ..kernels.vector.elementwise import add_row_step, make_expression_row_kernel, make_loop_args_of_results
 from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
 from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
-from ..steps.step_table import FusedBinding, StepTableBuilder
+from ..steps.step_table import StepTableBuilder
 
 ARITHMETIC_PRICE, TRANSCENDENTAL_PRICE = 1, 20
 """The prices of a step per element, in bytes that a core moves in this time."""
@@ -28,13 +28,8 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(_trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
+    rules = GroupingRules(partial(trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
     return find_expression_groups(flow, rules)
-
-
-def make_fused_binding(group: ExpressionGroup) -> FusedBinding:
-    """Make the binding of a group: one step of its generated kernel."""
-    return FusedBinding(group.instruction_numbers, partial(_add_group_step, group=group))
 
 
 def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
@@ -61,7 +56,7 @@ def count_expression_steps_per_element(expression: Expression) -> int:
     )
 
 
-def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
+def trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
     """Trace an instruction, or return None if it cannot be part of an expression.
 
     The result is None if the op is not declared, or has a kernel of its own that does more. A kernel of a gated unit
@@ -97,7 +92,8 @@ def _has_kernel(group: ExpressionGroup) -> bool:
     return make_loop_args_of_results(group.shape if has_rows else None, group.operands, group.results) is not None
 
 
-def _add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
+def add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
+    """Add the step of the generated kernel of a group."""
     row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
     assert row_kernel is not None
     added = add_row_step(steps, row_kernel, group.operands, group.results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from ...base import Comm, Device, Instruction, Program, Tensor
 from ...capabilities import STAND_IN, KernelCall, ProgramFusion, SourceLocation
 from ...compile_log import log
 from ...fusion.dataflow import Dataflow
+from ...fusion.expression_groups import ExpressionGroup
+from ...fusion.hooks import HookedBody
 from ...fusion.liveness import build_reader_table
 from ...fusion.operands import BoundInstruction, NoKernelError, Operand
 from ...kernel_sources import read_source_location_and_text
@@ -21,7 +24,8 @@ from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..kernels.vector.elementwise import bind_declared_op
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-from .expression_fusion import choose_expression_groups, describe_expression_group, make_fused_binding
+from .expression_fusion import choose_expression_groups, describe_expression_group
+from .hook_fusion import choose_hooked_bodies, describe_hooked_body, make_group_binding, make_hooked_binding
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
 from .thread_pool import ThreadPool
@@ -78,23 +82,41 @@ def bind_relocatable_program(program: Program, threads: int) -> tuple[Relocatabl
     if len(parts) != 1 or isinstance(parts[0], int):
         return None, ()
     tables = build_relocatable_table(parts[0], threads, memory, [b.nbytes for b in program.buffers])
-    return tables, [step.kernel for step in parts[0]]
+    return tables, [kernel for step in parts[0] for kernel in step.kernels]
 
 
 def build_fused_dataflow(program: Program) -> Dataflow:
     """Build the dataflow of a program with the same fusions as `bind_program` chooses."""
     flow = _build_placeholder_dataflow(program)
-    _choose_longest_fusions(flow)
-    choose_expression_groups(flow)
+    _choose_fusions(flow)
     return flow
 
 
 def describe_program_fusion(program: Program) -> ProgramFusion:
     """Return the order and the generated kernels with which `bind_program` runs a program."""
     flow = _build_placeholder_dataflow(program)
-    _choose_longest_fusions(flow)
-    expressions = tuple(map(describe_expression_group, choose_expression_groups(flow)))
-    return ProgramFusion(tuple(flow.list_groups()), expressions)
+    fusions = _choose_fusions(flow)
+    hooks = [hook.group for hooked in fusions.hooked_bodies for hook in hooked.hooks]
+    groups = {group.instruction_numbers: group for group in (*fusions.expression_groups, *hooks)}
+    return ProgramFusion(
+        tuple(flow.list_groups()),
+        tuple(map(describe_expression_group, groups.values())),
+        tuple(map(describe_hooked_body, fusions.hooked_bodies)),
+    )
+
+
+class _Fusions(NamedTuple):
+    """The fusions of a program: hand-written ones by their instructions, groups of declared ops, bodies with hooks."""
+
+    patterns: dict[Sequence[int], FusedBinding]
+    expression_groups: Sequence[ExpressionGroup]
+    hooked_bodies: Sequence[HookedBody]
+
+
+def _choose_fusions(flow: Dataflow) -> _Fusions:
+    """Choose all fusions of a program. The instructions of each become a group of `flow`."""
+    patterns, groups = _choose_longest_fusions(flow), choose_expression_groups(flow)
+    return _Fusions(patterns, groups, choose_hooked_bodies(flow, groups))
 
 
 def list_kernel_calls(
@@ -116,7 +138,8 @@ def list_kernel_calls(
         if not isinstance(part, int):
             for s in part:
                 numbers = together[s.instruction_number]
-                launches = len(numbers) if isinstance(s.kernel.body, IrBody) else 1
+                is_generated = isinstance(s.kernel.body, IrBody) or s.kernel_words
+                launches = len(numbers) if is_generated else 1
                 yield KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), numbers, launches)
         elif (i := program.instructions[part]).op not in COLLECTIVES:
             yield KernelCall(STAND_IN, in_python(i), (part,))
@@ -133,10 +156,11 @@ def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
     The program is bound to placeholder addresses.
     """
     return (
-        step.kernel
+        kernel
         for part in _split_into_compiled_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads))
         if not isinstance(part, int)
         for step in part
+        for kernel in step.kernels
     )
 
 
@@ -160,8 +184,9 @@ def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> 
 
 def _split_into_compiled_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
-    chains = _choose_longest_fusions(flow)
-    chains |= {g.instruction_numbers: make_fused_binding(g) for g in choose_expression_groups(flow)}
+    fusions = _choose_fusions(flow)
+    chains = fusions.patterns | {g.instruction_numbers: make_group_binding(flow, g) for g in fusions.expression_groups}
+    chains |= {h.instruction_numbers: make_hooked_binding(flow, h) for h in fusions.hooked_bodies}
     for group in flow.list_groups():
         steps.instruction_number = group[0]
         if group in chains:

@@ -23,6 +23,8 @@ from .replay import build_step_table
 I64 = npt.NDArray[np.int64]
 PLACEHOLDER_ZONE, PLACEHOLDER_OFFSET_BITS = 0x5A17 << 48, 36
 """Start of the placeholder addresses, and number of bits of an offset within one placeholder buffer."""
+KERNEL_ZONE = 0x5A16 << 48
+"""Start of the placeholder addresses of kernels, which are one byte apart."""
 
 
 @dataclass(slots=True)
@@ -59,7 +61,8 @@ class RelocatableTable:
     - `initial_contents` are the 64-bit words of the memory, block after block.
     - `address_positions` has a row for each block: the word position in the memory, and the number of words.
     - `base_buffers` has a row for each word that is an address: the index in `initial_contents`, and the number of the
-      buffer to which the address is relative. The number after the last buffer means the memory itself.
+      buffer to which the address is relative. The number after the last buffer means the memory itself, and the numbers
+      after that mean the kernels of `names`.
     """
 
     names: tuple[str, ...]
@@ -77,7 +80,8 @@ class RelocatableTable:
         memory = raw[-raw.ctypes.data % ALIGNMENT // 8 :]
         start = memory.ctypes.data
         contents, table = self.initial_contents.copy(), self.table.copy()
-        contents[self.base_buffers[:, 0]] += np.array([*buffers, start], np.int64)[self.base_buffers[:, 1]]
+        bases = np.array([*buffers, start, *(kernels[name] for name in self.names)], np.int64)
+        contents[self.base_buffers[:, 0]] += bases[self.base_buffers[:, 1]]
         begin = 0
         for place, count in self.address_positions.tolist():
             memory[place : place + count] = contents[begin : begin + count]
@@ -121,7 +125,9 @@ def build_relocatable_table(
         memory: Memory of the steps; its placeholder address follows the buffers.
         sizes: Bytes of each buffer.
     """
-    names = tuple(dict.fromkeys(step.kernel.name for step in steps))
+    names = tuple(dict.fromkeys(kernel.name for step in steps for kernel in step.kernels))
+    for step in steps:
+        step.set_kernel_words(lambda kernel: KERNEL_ZONE + names.index(kernel.name))
     kernels = tuple(names.index(step.kernel.name) for step in steps)
     blocks = [(at, _pad_to_words(data)) for at, data in memory.contents.items()]
 
@@ -146,6 +152,10 @@ def build_relocatable_table(
     if (is_in_placeholder_zone & ~is_address).any():
         return None
     contents[is_address] = offset[is_address]
+    is_kernel = (contents >= KERNEL_ZONE) & (contents < KERNEL_ZONE + len(names))
+    buffer[is_kernel] = len(bounds) + contents[is_kernel] - KERNEL_ZONE
+    contents[is_kernel] = 0
+    is_address |= is_kernel
     base_buffers = np.stack([np.flatnonzero(is_address), buffer[is_address]], axis=1)
     numbers = tuple(step.instruction_number for step in steps)
     return RelocatableTable(names, numbers, kernels, memory.size, table, contents, places, base_buffers)

@@ -106,7 +106,9 @@ class CompiledSegment:
         Missing kernels are compiled first. `memory` is the object that keeps alive the memory to which the argument
         words point, except buffers.
         """
-        compile_missing_kernels([run_step_table, *(step.kernel for step in steps)])
+        compile_missing_kernels([run_step_table, *(kernel for step in steps for kernel in step.kernels)])
+        for step in steps:
+            step.set_kernel_words(lambda kernel: kernel.address)
         table = build_step_table(steps, threads, lambda step: step.kernel.address, lambda words: int(words.ctypes.data))
         return cls([step.kernel.name for step in steps], table, (steps, memory))
 

@@ -19,6 +19,7 @@ from ...fusion.dataflow import Dataflow
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
+from .panel_hooks import KernelWord, StepHook
 from .partition import compute_even_bounds
 
 RUN_STATUS_REGION = MemoryRegion(0, -1, 0)
@@ -52,6 +53,8 @@ class TableStep:
     - `is_presplit`: the words of a thread state the part of the thread. Otherwise the kernel splits the work.
     - `has_barrier`: threads wait for each other before the step.
     - `instruction_number`: the instruction of the program to which the step belongs.
+    - `kernel_words`: the positions of words that are addresses of kernels, with these kernels. The words are 0 until
+      the table is built.
     """
 
     kernel: Kernel
@@ -59,6 +62,19 @@ class TableStep:
     is_presplit: bool
     has_barrier: bool
     instruction_number: int
+    kernel_words: tuple[tuple[int, Kernel], ...] = ()
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """The kernel of the step and the kernels of its hooks."""
+        return [self.kernel, *(kernel for _, kernel in self.kernel_words)]
+
+    def set_kernel_words(self, get_word: Callable[[Kernel], int]) -> None:
+        """Write the words that are addresses of kernels."""
+        for at, kernel in self.kernel_words:
+            for words in self.words:
+                if words is not None:
+                    words[at] = get_word(kernel)
 
 
 class TableMemory:
@@ -102,6 +118,8 @@ class StepTableBuilder:
     threads: int
     comm: Comm | None = None
     instruction_number: int = 0
+    hooks: Sequence[StepHook] = ()
+    """The hooks of the next step, for kernels that call hooks."""
     steps: list[TableStep] = field(default_factory=list)
     table_memory: TableMemory = field(default_factory=TableMemory)
     _written_regions: ThreadRegions = field(default_factory=list)
@@ -261,7 +279,9 @@ class StepTableBuilder:
             work_by_thread = [parts.get(thread) for thread in range(self.threads)]
         words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
         is_presplit = is_presplit and ALL_THREADS not in parts
-        self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number))
+        some = next(iter(parts.values())).words if parts else ()
+        called = tuple((at, word.kernel) for at, word in enumerate(some) if isinstance(word, KernelWord))
+        self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number, called))
         self.invalidate_values_in_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:

@@ -132,6 +132,8 @@ class TimedMatmul:
                         l1_ahead=l1_ahead,
                         l2_ahead=l2_ahead,
                         tickets=0,
+                        first_column=0,
+                        hooks=[0],
                     ),
                     np.int64,
                 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 
+import pytest
+
 from hocket import ops
 from hocket.backends.base import Program
 from hocket.backends.capabilities import ProgramFusion
 from hocket.backends.cpu.backend import CpuBackend
+from hocket.backends.cpu.execution import program_binding
 from hocket.graph import Graph, input, state, weight
 from hocket.scheduler import plan_for_group
 
@@ -139,10 +142,12 @@ GRAPH_BUILDERS: Mapping[str, Callable[[], Graph]] = {
 
 @cache
 def build_fused_program(name: str) -> FusedProgram:
-    """Build the program of a graph of `GRAPH_BUILDERS` and the description of its fused kernels on the CPU."""
-    backend = CpuBackend(1)
-    count = 2 if name.startswith("collective") else 1
-    group = [(backend, backend.device(k)) for k in range(count)]
-    plan = plan_for_group(GRAPH_BUILDERS[name](), group, split_mode="tensor" if count > 1 else "auto")
-    program = plan.device_plans[1 if name.endswith("device 1") else 0].program
-    return program, backend.describe_fusion(program)
+    """Build the program of a graph of `GRAPH_BUILDERS` and its fused kernels on the CPU, without hooks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_binding, "choose_hooked_bodies", lambda flow, groups: [])
+        backend = CpuBackend(1)
+        count = 2 if name.startswith("collective") else 1
+        group = [(backend, backend.device(k)) for k in range(count)]
+        plan = plan_for_group(GRAPH_BUILDERS[name](), group, split_mode="tensor" if count > 1 else "auto")
+        program = plan.device_plans[1 if name.endswith("device 1") else 0].program
+        return program, backend.describe_fusion(program)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from .....ops.reduction.norms import alibi_slopes
 from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ... import target_cpu
+from ...steps.panel_hooks import list_hook_accesses, make_hook_words
 from ...steps.step_table import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
 from ..matmul.packed_matmul import make_memory_for_redundant_results
 from ..vector.cache_cells import CELLS_BY_DTYPE
@@ -247,6 +249,8 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
         "heads": steps.constant(addresses).address,
         "pool": 0 if table is None else k.shape[0] // BLOCK_KEYS,
     }
+    hook_words = make_hook_words(steps.hooks)
+    hook_reads, hook_writes = list_hook_accesses(steps.hooks, 0, heads * width)
     reads, stops = [x for x in (q, k, v, mask, sinks, table) if x is not None], table is not None
     if tokens >= MIN_PREFILL_TOKENS:
         many = (
@@ -261,7 +265,8 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
         common |= {"scratch": scratch.address, "scratch_bytes": each}
 
         def make_thread_work(tickets: int) -> ThreadWork:
-            return ThreadWork(prefill_attention.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
+            words = prefill_attention.ARGS(**common, span=span, tickets=tickets, hooks=hook_words)
+            return ThreadWork(words, [*reads, *hook_reads], [out, scratch, *hook_writes])
 
         if steps.is_step_shared_by_threads(reads, [out]):
             steps.add_queued(kernel, make_thread_work, stops=stops)
@@ -278,29 +283,32 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
     scratch = steps.scratch("attention", each * steps.threads)
     common |= {"scratch": scratch.address, "scratch_bytes": each}
     common |= {"partial": parts.address, "chunks": chunks, "beside": beside, "splits": splits}
-    words = decode_attention.ARGS(**common)
-    writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
+    words = decode_attention.ARGS(**common, hooks=hook_words if splits == 1 else [0])
+    writes = [parts, scratch, out, *hook_writes] if splits == 1 else [parts, scratch]
     steps.add_units(
         decode_attention.make_few_token_attention_kernel(k.dtype, v.dtype),
         words,
         units // beside * splits,
-        reads=reads,
+        reads=[*reads, *hook_reads] if splits == 1 else reads,
         writes=writes,
-        of_units=[out] if splits == math.prod(out.shape[:-2]) == 1 else [],
+        of_units=[out, *hook_reads, *hook_writes] if splits == math.prod(out.shape[:-2]) == 1 else [],
         stops=stops,
     )
     if splits > 1:
-        _add_merge_partial_results_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
+        merged = [parts, *([sinks] if sinks else []), *hook_reads]
+        _add_merge_partial_results_step(
+            steps, call, {**common, "hooks": hook_words}, addresses, merged, [call.out, scratch, *hook_writes]
+        )
     return True
 
 
 def _add_merge_partial_results_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
-    common: Mapping[str, int],
+    common: Mapping[str, Any],
     heads: Addresses,
     reads: Sequence[Operand],
-    scratch: Operand,
+    writes: Sequence[Operand],
 ) -> None:
     """Add the step that merges the partial results of attention, if threads have split the keys.
 
@@ -312,7 +320,7 @@ def _add_merge_partial_results_step(
             decode_attention.merge_partial_results,
             decode_attention.ARGS(**common),
             reads=reads,
-            writes=[call.out, scratch],
+            writes=writes,
         )
         return
 

@@ -18,6 +18,7 @@ from ...simd.vectors import (
     splat,
     store,
 )
+from ...steps.panel_hooks import call_hooks
 from ...steps.partition import compute_thread_range
 from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
 from . import quantised_keys
@@ -60,6 +61,7 @@ KEYS_PER_CHUNK = 256
 
 Chunks begin at multiples of this number, so that a result does not depend on the number of threads or sequences.
 """
+HOOKS_WORD = ARGS.first_word_index("hooks")
 
 
 def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
@@ -280,6 +282,7 @@ def make_few_token_attention_kernel(k: DType, v: DType) -> Kernel:
             if splits == 1:
                 for group in range(walk * beside, walk * beside + beside):
                     merge_and_write_group_results(a, group, scores)
+                call_hooks(a, HOOKS_WORD, 0, tokens, walk * heads_of * width, heads_of * width)
         return 0
 
     return Kernel(f"decode_attention.attend.{k}.{v}", body)
@@ -291,4 +294,6 @@ def merge_partial_results(a, thread, threads):
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
         merge_and_write_group_results(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
+        columns = ARGS.shared(a) * ARGS.width(a)
+        call_hooks(a, HOOKS_WORD, 0, ARGS.tokens(a), unit * columns, columns)
     return 0

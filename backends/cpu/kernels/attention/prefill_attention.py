@@ -30,6 +30,7 @@ from ...simd.vectors import (
     sub,
     zeros,
 )
+from ...steps.panel_hooks import call_hooks
 from ...steps.work_queue import reset_queue_after_last_ticket, take_work_item
 from ..vector.amx_tiles import TileOperation, skip_tile_configuration
 from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowReaders
@@ -62,8 +63,12 @@ from .visible_keys import (
     store_visible_key_bits_per_8_tokens,
 )
 
-ARGS = declare_args(f"{COMMON_ARGS} span tickets")
-"""The last words: tokens of a unit, and the work queue (`work_queue.take_work_item`)."""
+ARGS = declare_args(f"{COMMON_ARGS} span tickets hooks[*]")
+"""The last words: tokens of a unit, the work queue (`work_queue.take_work_item`), and hooks (`panel_hooks`).
+
+Rows of a panel are tokens, and columns are the values of all heads.
+"""
+HOOKS_WORD = ARGS.first_word_index("hooks")
 
 JOBS_PER_TILE = 8
 """Approximate number of heads times token blocks that use one copy of a tile."""
@@ -403,6 +408,9 @@ def make_kernel_over_token_spans(
                         for s in range(0, ARGS.keys(a), TILE_KEYS):
                             attend_tile(a, heads, start, stop, s, place)
                     store_unit(a, heads, start, stop, place)
+                    if status == 0:
+                        columns = ARGS.shared(a) * ARGS.width(a)
+                        call_hooks(a, HOOKS_WORD, start, stop - start, unit * columns, columns)
                     mine = take_work_item(tickets, item + 1)
                 item += 1
         reset_queue_after_last_ticket(tickets, mine, item, threads)

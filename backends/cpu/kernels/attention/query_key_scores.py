@@ -39,8 +39,8 @@ from .softmax_scores import (
     round_up,
 )
 
-ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside splits")
-"""The last words: partial results, the number of key splits, groups of heads that walk together."""
+ARGS = declare_args(f"{COMMON_ARGS} partial chunks beside splits hooks[*]")
+"""The last words: partial results, the number of key splits, groups of heads that walk together, hooks."""
 CACHE_LINE_BYTES = 64
 """Bytes of a cache line."""
 PREFETCH_KEYS = 32

@@ -21,6 +21,7 @@ from ...compilation.kernel_args import declare_args
 from ...compilation.prefetch_distance import find_l1_and_l2_prefetch_distances
 from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
+from ...steps.panel_hooks import call_hooks, list_hook_accesses, make_hook_words
 from ...steps.partition import compute_even_bounds
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from ...steps.work_queue import (
@@ -194,8 +195,10 @@ def make_multiply_unexpanded_rows(blocks: WeightTiling) -> Subroutine:
 
 
 ARGS = declare_args(
-    "w stride between rows columns x pitch starts experts used shared y step scratch l1_ahead l2_ahead tickets"
+    "w stride between rows columns x pitch starts experts used shared y step scratch l1_ahead l2_ahead tickets "
+    "first_column hooks[*]"
 )
+HOOKS_WORD = ARGS.first_word_index("hooks")
 
 
 def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
@@ -210,6 +213,8 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
     - `used` is the slots per token, `shared` the activation rows per token.
     - `scratch` has `WeightTiling.scratch_bytes` for each thread.
     - If `tickets` is not 0, threads take groups of the weight from a work queue (`work_queue.take_work_item`).
+    - `hooks` are called for each panel of the result (`panel_hooks`). Without experts, rows of a panel are activation
+      rows, and columns are weight rows; `first_column` is the number of the first one. Few rows are one panel.
     """
     multiply_expanded, multiply_unexpanded = blocks.multiply_expanded, make_multiply_unexpanded_rows(blocks)
     scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
@@ -221,6 +226,8 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
         used, shared, l1_ahead, l2_ahead = ARGS.used(a), ARGS.shared(a), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
         y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
         groups, slots = (rows + GROUP_ROWS - 1) // GROUP_ROWS, starts + 4 * (experts + 2)
+        count_of_rows, first_column = load_int(starts + 4 * experts), ARGS.first_column(a)
+        has_panels = ARGS.hooks(a, 0) != 0 and count_of_rows >= MIN_EVENLY_SHARED_ROWS
         spans = count_row_spans(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
         for turn in range(spans):
             span = choose_row_span(turn, spans, thread, threads)
@@ -241,6 +248,12 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
                         if item == mine:
                             coming = matrix + (group + threads * tile_groups) * GROUP_ROWS * stride
                             multiply_expanded(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
+                            if has_panels:
+                                row = group * GROUP_ROWS
+                                panel_rows, panel_columns = min(many, last - chunk), tile_groups * GROUP_ROWS
+                                call_hooks(
+                                    a, HOOKS_WORD, chunk, panel_rows, first_column + row, min(panel_columns, rows - row)
+                                )
                             mine = take_work_item(own, item + 1)
                         item += 1
                 for row in range(0, rows if last < end else 0, PAIR_ROWS):
@@ -263,11 +276,15 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
                             l1_ahead,
                             l2_ahead,
                         )
+                        if has_panels:
+                            call_hooks(a, HOOKS_WORD, last, end - last, first_column + row, min(PAIR_ROWS, left))
                         mine = take_work_item(own, item + 1)
                     item += 1
             reset_queue_after_last_ticket(own, mine, item, threads)
         if thread == 0:
             zero_remote_expert_rows(starts, experts, y, step, rows)
+        if not has_panels:
+            call_hooks(a, HOOKS_WORD, 0, count_of_rows, first_column, rows)
         return 0
 
     return Kernel(name, body)
@@ -322,8 +339,11 @@ def add_grouped_expert_matmul_step(
         pitch: Bytes from row to row of the activations.
         slots: The slots of the experts.
     """
-    w, y = call.operand(0), call.out
-    columns = w.shape[-1]
+    w, y, hooks = call.operand(0), call.out, steps.hooks
+    columns, tile = w.shape[-1], tiling.tile_groups * GROUP_ROWS
+    if y.shape[-1] < tile * steps.threads:
+        tile = GROUP_ROWS  # else a thread has no work
+    unit = math.lcm(tile, *(hook.panel_columns for hook in hooks))
     memory = steps.scratch(f"product {tiling.scratch_bytes}", tiling.scratch_bytes * steps.threads)
     l1_ahead, l2_ahead = find_l1_and_l2_prefetch_distances(
         w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count
@@ -349,19 +369,23 @@ def add_grouped_expert_matmul_step(
             l1_ahead=l1_ahead,
             l2_ahead=l2_ahead,
             tickets=tickets,
+            first_column=first,
+            hooks=make_hook_words(hooks),
         )
-        return ThreadWork(words, [w, own, slots.operand], [mine])
+        read, written = list_hook_accesses(hooks, first, last)
+        return ThreadWork(words, [w, own, slots.operand, *read], [mine, *written])
 
     is_shared = is_matmul_shared_by_threads(steps, call)
     if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * slots.slots_per_token:
         steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
     elif is_shared:
-        bounds = choose_tile_column_bounds_per_thread(call, tiling.tile_groups * GROUP_ROWS, steps.threads)
+        bounds = choose_tile_column_bounds_per_thread(call, unit, steps.threads)
+        results = [y, *list_hook_accesses(hooks, 0, y.shape[-1])[1]]
         parts = [
             make_thread_work(*pair, thread) if pair[0] < pair[1] else None
             for thread, pair in enumerate(pairwise(bounds))
         ]
-        steps.add_by_columns(kernel, parts, [y], bounds)
+        steps.add_by_columns(kernel, parts, results, bounds)
     elif y.shape[-1]:
         steps.add_per_thread(kernel, [make_thread_work(0, y.shape[-1], 0)])
 

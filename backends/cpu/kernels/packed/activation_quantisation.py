@@ -60,6 +60,7 @@ from ...simd.vectors import (
     where_less,
     zeros,
 )
+from ...steps.panel_hooks import RANGE_BITS, RANGE_MASK, StepHook
 from ...steps.partition import compute_even_bounds, compute_thread_range
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from .format_table import BLOCK_COLUMNS
@@ -125,6 +126,22 @@ def quantise_activation_rows(a, thread, threads):
     lo, hi = compute_thread_range(rows, thread, threads)
     for i in range(lo, hi):
         quantise_row_to_targets(a, ROUNDING_WORD, i, source + i * step, columns)
+    return 0
+
+
+PANEL_ARGS = declare_args("source step rounding[*]")
+PANEL_ROUNDING_WORD = PANEL_ARGS.first_word_index("rounding")
+
+
+@kernel
+def quantise_activation_panel(a, rows, columns):
+    """Quantise the blocks of a panel to each target in the kernel arguments; it is a hook (`panel_hooks`)."""
+    source, step = PANEL_ARGS.source(a), PANEL_ARGS.step(a)
+    first_row, first_block = rows >> RANGE_BITS, (columns >> RANGE_BITS) // BLOCK_COLUMNS
+    for i in range(first_row, first_row + (rows & RANGE_MASK)):
+        for b in range(first_block, first_block + (columns & RANGE_MASK) // BLOCK_COLUMNS):
+            x = source + i * step + 4 * BLOCK_COLUMNS * b
+            quantise_block_to_targets(a, PANEL_ROUNDING_WORD, i, b, x)
     return 0
 
 
@@ -365,6 +382,17 @@ class ResultReadForms:
             _view_as_float_operand(memory.slice_axis(0, nbytes * t, nbytes), shape, strides)
             for t in range(steps.threads)
         ]
+
+    def make_quantising_hook(self, records: Sequence[Operand]) -> StepHook:
+        """Make the hook of the step that computes the result: it quantises each panel to `records`, for all threads."""
+        target = self.make_thread_target(self.value, self.value, records)
+        words = PANEL_ARGS(source=self.value.address, step=self.value.row_stride_bytes, rounding=target.rounding_words)
+
+        def slice_columns(first: int, last: int) -> tuple[list[Operand], list[Operand]]:
+            kinds = zip(records, self.rounding_kinds, strict=True)
+            return [], [self._slice_quantised_columns(o, kind, first, last) for o, kind in kinds]
+
+        return StepHook(quantise_activation_panel, words, BLOCK_COLUMNS, slice_columns)
 
     def register_quantised_rows(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
         """Register the quantised rows of the result, so that later matmuls read them instead of quantising again."""

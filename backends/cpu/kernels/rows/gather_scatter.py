@@ -17,7 +17,7 @@ from ....fusion.patterns import SavedStateUpdate, match_saved_state_update
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import LANES, load, load_int, load_long
-from ...steps.partition import compute_thread_range
+from ...steps.partition import compute_even_bounds, compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.format_table import FORMATS
 from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_dequantise_rows_by_id_kernel
@@ -91,6 +91,34 @@ def make_gather_or_scatter_rows_kernel(scatter: bool, dtype: DType = DType.F32) 
         return 0
 
     return Kernel(f"gather_scatter.{'scatter' if scatter else 'gather'}.{dtype}", body)
+
+
+SAVE_ARGS = declare_args("table step rows columns ids id_bytes other pace count saved saved_pace")
+
+
+@cache
+def make_save_and_scatter_rows_kernel(dtype: DType) -> Kernel:
+    """Make the kernel that saves rows, ``saved[i] = table[ids[i]]``, and then overwrites them with rows of `other`.
+
+    An invalid id stops the run before a row is overwritten. The arguments are as in
+    `make_gather_or_scatter_rows_kernel`; one thread processes all of its columns.
+    """
+    save, change = _make_convert_row_to_f32(dtype), _make_convert_row_from_f32(dtype)
+
+    def body(a, thread, threads):
+        table, step, rows, columns = SAVE_ARGS.table(a), SAVE_ARGS.step(a), SAVE_ARGS.rows(a), SAVE_ARGS.columns(a)
+        ids, size, count = SAVE_ARGS.ids(a), SAVE_ARGS.id_bytes(a), SAVE_ARGS.count(a)
+        for i in range(count):
+            row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
+            if row < 0 or row >= rows:
+                return INVALID_ROW | row << 8
+            save(table + row * step, SAVE_ARGS.saved(a) + i * SAVE_ARGS.saved_pace(a), columns)
+        for i in range(count):
+            row = load_int(ids + 4 * i) if size == 4 else load_long(ids + 8 * i)
+            change(SAVE_ARGS.other(a) + i * SAVE_ARGS.pace(a), table + row * step, columns)
+        return 0
+
+    return Kernel(f"gather_scatter.save_and_scatter.{dtype}", body)
 
 
 WIDEN = declare_args("rows columns x x_row y y_row")
@@ -218,40 +246,48 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
 def _add_save_and_set_rows_by_columns(
     steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
 ) -> None:
-    """Add the steps that save rows of a table and then overwrite them; each thread moves its own columns.
+    """Add the step that saves rows of a table and then overwrites them; each thread moves its own columns.
 
-    If no earlier step gave each thread some columns of the new rows, the two instructions are bound separately. Every
-    thread checks all ids, so all threads stop at an invalid id before a row is overwritten.
+    Every thread checks all ids, so all threads stop at an invalid id before a row is overwritten. If a thread would
+    have no columns, the two instructions are bound separately.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
-    bounds, size = steps.find_column_bounds_written_since_barrier([rows]), _find_id_bytes(ids)
-    if (
-        bounds is None
-        or size is None
-        or bounds[-1] != table.shape[1]
-        or 0 in np.diff(bounds)  # a thread without columns would not stop
-        or np.any(np.mod(bounds, table.dtype.block))
-    ):
+    bounds, size, columns = steps.find_column_bounds_written_since_barrier([rows]), _find_id_bytes(ids), table.shape[1]
+    assert size is not None, "the fused pattern has checked the ids"
+    if bounds is None and not steps.is_step_shared_by_threads([rows], [saved_rows]):
+        bounds = [0, columns]
+    unit = math.lcm(table.dtype.block, LANES)
+    bounds = bounds or compute_even_bounds(columns, unit, steps.threads)
+    if bounds[-1] != columns or 0 in np.diff(bounds) or np.any(np.mod(bounds, table.dtype.block)):
         for steps.instruction_number, bind, call in zip(
             numbers, (_bind_get_rows, _bind_set_rows), (save, change), strict=True
         ):
             is_bound = bind(steps, call)
             assert is_bound, "the fused pattern has checked both ops"
         return
-    parts = [[o.slice_axis(1, low, high - low) for o in (table, rows, saved_rows)] for low, high in pairwise(bounds)]
-
+    parts: list[ThreadWork] = []
+    for low, high in pairwise(bounds):
+        into, other, saved = (o.slice_axis(1, low, high - low) for o in (table, rows, saved_rows))
+        words = SAVE_ARGS(
+            table=into.address,
+            step=into.row_stride_bytes,
+            rows=into.shape[0],
+            columns=into.shape[1],
+            ids=ids.address,
+            id_bytes=size,
+            other=other.address,
+            pace=other.row_stride_bytes,
+            count=other.shape[0],
+            saved=saved.address,
+            saved_pace=saved.row_stride_bytes,
+        )
+        parts.append(ThreadWork(words, [into, ids, other], [saved, into]))
     steps.instruction_number = numbers.save
-    saves = [
-        ThreadWork(_make_gather_or_scatter_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
-        for table, _, saved_rows in parts
-    ]
-    steps.add_by_columns(make_gather_or_scatter_rows_kernel(False, table.dtype), saves, [saved_rows], bounds)
-    steps.instruction_number = numbers.update
-    changes = [
-        ThreadWork(_make_gather_or_scatter_args(table, rows, ids, size), [rows, ids, table], [table])
-        for table, rows, _ in parts
-    ]
-    steps.add_per_thread(make_gather_or_scatter_rows_kernel(True, table.dtype), changes)
+    kernel = make_save_and_scatter_rows_kernel(table.dtype)
+    if len(bounds) == 2:
+        steps.add_per_thread(kernel, parts, stops=True)
+    else:
+        steps.add_by_columns(kernel, parts, [saved_rows], bounds)
 
 
 def _make_gather_or_scatter_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:

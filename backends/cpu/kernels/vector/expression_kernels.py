@@ -4,6 +4,8 @@ A kernel loops over the rows of its thread, 16 columns at a time. Each reduction
 columns, and one more pass writes the result. A pass computes again the elements that it needs. The exception is an
 element of a transcendental function: the pass that sums it writes it to the result, from where the last pass reads it.
 
+A kernel for panels is a hook of another kernel (`panel_hooks`): it computes some rows and columns of a matrix.
+
 The order of sums is the same on each processor. `row_sum` has one accumulator of 16 lanes. `row_dot` has two, which
 take turns, and ends with the first. The lanes of an accumulator are added as a binary tree.
 """
@@ -55,10 +57,14 @@ class ExpressionKernel:
     Attributes:
         expression: the expression.
         is_single: whether each operand that the expression reads has one element for each row.
+        panels: ``"columns"`` for a hook that computes any columns of a matrix row. ``"blocks"`` is a hook with several
+            blocks in a matrix row; a block is a row of the kernel. ``"hooked"`` is a kernel over such blocks that calls
+            a hook after each matrix row. It is empty for a kernel over rows.
     """
 
     expression: Expression
     is_single: tuple[bool, ...]
+    panels: str = ""
 
     @cached_property
     def operand_indices(self) -> tuple[int, ...]:
@@ -80,7 +86,7 @@ class ExpressionKernel:
         functions = [s.function for s in self.expression.steps if s.sources]
         code = self.expression.steps, self.is_single, *self.expression.listed_results
         digest = hashlib.sha256(repr(code).encode()).hexdigest()[:12]
-        return f"rows.{'.'.join(functions[:8]) or 'copy'}.{digest}"
+        return f"{self.panels or 'rows'}.{'.'.join(functions[:8]) or 'copy'}.{digest}"
 
     @cached_property
     def last_reduction(self) -> int:
@@ -121,14 +127,15 @@ class ExpressionKernel:
 
 
 @cache
-def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...]) -> Kernel:
+def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...], panels: str = "") -> Kernel:
     """Make the kernel that computes an expression of the scalar language for rows of operands.
 
     Args:
         expression: the expression; `has_lane_code_for_all_functions` holds.
         is_single: for each operand that the expression reads, whether it has one element for each row.
+        panels: the panels of a hook, as in `ExpressionKernel`.
     """
-    plan = ExpressionKernel(expression, is_single)
+    plan = ExpressionKernel(expression, is_single, panels)
     source = expression.declaration or make_expression_kernel
     return Kernel(plan.name, IrBody(lambda function: _RowKernelEmitter(plan, function).emit(), source))
 
@@ -154,7 +161,8 @@ class _RowKernelEmitter:
         self.columns = self._word(0)
         first_number = HEADER_WORDS + OPERAND_WORDS * self._operand_and_result_count
         numbers: dict[int, Any] = {}
-        for index, number in enumerate(self.plan.steps_passed_as_words):
+        numbers_passed = self.plan.steps_passed_as_words
+        for index, number in enumerate(numbers_passed):
             bits = self.b.trunc(self._word(first_number + index), ir.IntType(32))
             lanes = vectors.splat.body(self.b, self.b.bitcast(bits, _F32))
             is_truth = steps[number].function in COMPARISON_FUNCTIONS
@@ -164,9 +172,70 @@ class _RowKernelEmitter:
                 numbers[number] = emit_splat(self.b, float.fromhex(str(step.value)))
             elif step.function == "row_count":
                 numbers[number] = vectors.splat.body(self.b, self.b.sitofp(self.columns, _F32))
-        first, last = self._emit_thread_row_range()
-        self._emit_loop_and_return_index(first, last, 1, lambda row: self._emit_passes_over_row(row, numbers))
+        if self.plan.panels in ("columns", "blocks"):
+            self._emit_panel(numbers)
+        else:
+            first, last = self._emit_thread_row_range()
+
+            def emit_row(row: Any) -> None:
+                self._emit_passes_over_row(self._emit_operand_and_result_row_addresses(row), numbers)
+                if self.plan.panels:
+                    self._emit_hook_call(row, first, last, first_number + len(numbers_passed))
+
+            self._emit_loop_and_return_index(first, last, 1, emit_row)
         self.b.ret(_integer(0))
+
+    def _emit_hook_call(self, row: Any, first: Any, last: Any, word: int) -> None:
+        """Emit the call of a hook after the last block of the thread in a row of the matrix.
+
+        `word` is the first of these words: the number of the first block, the blocks of a row, and one hook as in
+        `panel_hooks`. `row` is a block, and `first` and `last` are the first and the end block of the thread.
+        """
+        b, one, half = self.b, _integer(1), _integer(32)
+        number, blocks = b.add(row, self._word(word)), self._word(word + 1)
+        matrix_row, block = b.sdiv(number, blocks), b.srem(number, blocks)
+        following = b.add(block, one)
+        is_last = b.or_(b.icmp_signed("==", following, blocks), b.icmp_signed("==", b.add(row, one), last))
+        with b.if_then(is_last):
+            present = b.sub(b.add(row, one), first)
+            count = b.select(b.icmp_signed("<", present, following), present, following)
+            start, columns = (b.mul(n, self.columns) for n in (b.sub(following, count), count))
+            kind = ir.FunctionType(_I64, [_I64] * 3).as_pointer()
+            arguments = b.add(self.function.args[0], _integer(8 * (word + 5)))
+            ranges = (b.or_(b.shl(at, half), size) for at, size in ((matrix_row, one), (start, columns)))
+            b.call(b.inttoptr(self._word(word + 3), kind), [arguments, *ranges])
+
+    def _emit_panel(self, numbers: Mapping[int, Any]) -> None:
+        """Emit the loops over the rows of a panel: in each row the columns, or all row blocks, of the panel.
+
+        Words 2 and 3 of an operand are the bytes from row to row of the matrix, and from block to block.
+        """
+        b, half = self.b, _integer(32)
+        (row, rows), (column, columns) = (
+            (b.lshr(range_, half), b.and_(range_, _integer((1 << 32) - 1))) for range_ in self.function.args[1:]
+        )
+        if self.plan.panels == "columns":
+            self.columns = columns
+            blocks = _integer(0), _integer(1)
+        else:
+            blocks = b.sdiv(column, self.columns), b.sdiv(b.add(column, columns), self.columns)
+        firsts = [HEADER_WORDS + OPERAND_WORDS * n for n in range(self._operand_and_result_count)]
+        steps = [(self._word(first + 2), self._word(first + 3)) for first in firsts]
+        starts = [self._word(first) for first in firsts]
+        if self.plan.panels == "columns":
+            skipped = (b.mul(column, self._word(first + 4)) for first in firsts)
+            starts = [b.add(start, skip) for start, skip in zip(starts, skipped, strict=True)]
+
+        def emit_blocks_of_row(index: Any) -> None:
+            row_starts = [b.add(s, b.mul(index, step)) for s, (step, _) in zip(starts, steps, strict=True)]
+
+            def emit_block(block: Any) -> None:
+                addresses = [b.add(s, b.mul(block, step)) for s, (_, step) in zip(row_starts, steps, strict=True)]
+                self._emit_passes_over_row(addresses, numbers)
+
+            self._emit_loop_and_return_index(*blocks, 1, emit_block)
+
+        self._emit_loop_and_return_index(row, b.add(row, rows), 1, emit_blocks_of_row)
 
     @property
     def _operand_and_result_count(self) -> int:
@@ -204,10 +273,13 @@ class _RowKernelEmitter:
 
     # ------------------------------------------------------------------------------------------------------- rows
 
-    def _emit_passes_over_row(self, row: Any, numbers: Mapping[int, Any]) -> None:
-        """Emit the code of one row: a pass for each reduction, then the pass that writes the result."""
+    def _emit_passes_over_row(self, addresses: list[Any], numbers: Mapping[int, Any]) -> None:
+        """Emit the code of one row: a pass for each reduction, then the pass that writes the result.
+
+        `addresses` are the addresses of the row in each operand and in each result.
+        """
         expression = self.plan.expression
-        self.addresses, self.row_values = self._emit_operand_and_result_row_addresses(row), {**numbers}
+        self.addresses, self.row_values = addresses, {**numbers}
         self._emit_steps_computed_once_per_row()
         for number, step in enumerate(expression.steps):
             if step.function in ROW_FUNCTIONS:

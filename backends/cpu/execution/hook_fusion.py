@@ -1,0 +1,195 @@
+"""The hooks of the CPU: groups of declared ops that the kernels of matrix products call for each panel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from ...base import Tensor
+from ...capabilities import HookedKernel
+from ...fusion.dataflow import Dataflow
+from ...fusion.expression_groups import ExpressionGroup
+from ...fusion.hooks import HookedBody, HookRules, PanelHook, Panels, find_hooked_bodies
+from ...fusion.operands import BoundInstruction, Operand
+from ..compilation.compiler import Kernel
+from ..kernels.kernel_table import BINDINGS
+from ..kernels.matmul.amx_matmul import choose_activation_rounding_kind
+from ..kernels.matmul.float_matmul import make_float_weight_tiling
+from ..kernels.matmul.packed_matmul import has_matmul_kernel, make_packed_matmul_subroutines_and_tiling
+from ..kernels.matmul.tile_loops import GROUP_ROWS, MIN_EVENLY_SHARED_ROWS, PAIR_ROWS, is_matmul_shared_by_threads
+from ..kernels.packed.activation_quantisation import TERMS_BY_KIND, ResultReadForms
+from ..kernels.packed.format_table import BLOCK_COLUMNS, FORMATS
+from ..kernels.vector.elementwise import make_expression_row_kernel, make_row_thread_work_and_strides
+from ..kernels.vector.expression_kernels import make_expression_kernel
+from ..steps.column_split import find_continued_column_split
+from ..steps.panel_hooks import StepHook, make_hook_words
+from ..steps.step_table import FusedBinding, StepTableBuilder, ThreadWork
+from .expression_fusion import add_group_step, trace_instruction
+
+
+def choose_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup]) -> list[HookedBody]:
+    """Choose the hooks of matrix products, and make each product with its hooks a group of `flow`.
+
+    Args:
+        flow: The dataflow.
+        groups: The groups of declared ops in `flow`.
+    """
+    return find_hooked_bodies(flow, groups, HookRules(partial(trace_instruction, flow), find_panels))
+
+
+def describe_hooked_body(hooked: HookedBody) -> HookedKernel:
+    """Return the record of a hooked body for people and for the verifier of plans."""
+    return HookedKernel(hooked.stages, hooked.panel_columns)
+
+
+def make_hooked_binding(flow: Dataflow, hooked: HookedBody) -> FusedBinding:
+    """Make the binding of a body and its hooks."""
+    return FusedBinding(hooked.instruction_numbers, partial(_bind_hooked_body, flow=flow, hooked=hooked))
+
+
+def make_group_binding(flow: Dataflow, group: ExpressionGroup) -> FusedBinding:
+    """Make the binding of a group of declared ops: one step, which also quantises a result that products read."""
+    return FusedBinding(group.instruction_numbers, partial(_bind_group, flow=flow, group=group))
+
+
+def _bind_group(steps: StepTableBuilder, flow: Dataflow, group: ExpressionGroup) -> None:
+    columns = group.shape[-1] if group.shape else 0
+    for number in group.instruction_numbers:
+        call = flow.bound_instruction(number)
+        readers = [] if columns == 0 or columns % BLOCK_COLUMNS else call.find_readers() or []
+        widths = {x.shape[-1] for r in readers if (x := r.optional_operand(1)) is not None and x.shape}
+        for width in sorted(widths):
+            reads = find_quantised_reads(steps, call, width) if width % columns == 0 else None
+            if reads is not None:
+                records = reads.make_quantised_row_memory_per_thread(steps, shared=True)
+                if _add_hooked_group_step(steps, group, reads.make_quantising_hook(records[0]), width // columns):
+                    reads.register_quantised_rows(steps, records)
+                    return
+    add_group_step(steps, group)
+
+
+def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook: StepHook, blocks: int) -> bool:
+    """Add the step of a group that calls a hook; return False if its kernel cannot loop over whole rows.
+
+    Args:
+        steps: The steps.
+        group: The group; each of its rows is a block of a row of a matrix.
+        hook: The hook, which reads a result of the group as a matrix.
+        blocks: The number of blocks in a row of the matrix.
+    """
+    row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
+    assert row_kernel is not None
+
+    def make_work(
+        first: int, last: int, operands: Sequence[Operand], results: Sequence[Operand]
+    ) -> tuple[Kernel, ThreadWork] | None:
+        """Make the kernel and the work of a thread for columns `first` to `last` of the matrix."""
+        shape = operands[0].shape
+        whole = make_row_thread_work_and_strides(replace(row_kernel, whole_row_shape=shape), operands, results)
+        if whole is None:
+            return None
+        work, strides = whole
+        kernel = make_expression_kernel(group.expression, tuple(stride == 0 for stride in strides), "hooked")
+        words = [*work.words, first // shape[-1], blocks, *make_hook_words([hook])]
+        read, written = hook.slice_columns(first, last)
+        return kernel, ThreadWork(words, [*operands, *read], [*results, *written])
+
+    width, split = blocks * group.shape[-1], None
+    if math.prod(group.shape) == width:
+        split = find_continued_column_split(steps, group.operands, group.results[0], whole_rows=True)
+    if split is None:
+        if (call := make_work(0, width, group.operands, group.results)) is not None:
+            kernel, work = call
+            steps.add(kernel, work.words, reads=work.reads, writes=work.writes)
+        return call is not None
+    operands, results = (
+        zip(*map(split.slice_by_thread, some), strict=True) for some in (group.operands, group.results)
+    )
+    shares: list[ThreadWork | None] = []
+    kernels: set[Kernel] = set()
+    for (first, last), read, written in zip(pairwise(split.column_bounds), operands, results, strict=True):
+        call = None if None in read or None in written else make_work(first, last, read, written)
+        if call is None and first < last:
+            return False
+        shares.append(None if call is None else call[1])
+        kernels |= set() if call is None else {call[0]}
+    if len(kernels) != 1:
+        return False
+    steps.add_by_columns(kernels.pop(), shares, group.results, split.column_bounds)
+    return True
+
+
+def find_panels(call: BoundInstruction) -> Panels | None:
+    """Return the panels of an instruction if its kernel calls hooks, else None."""
+    out = call.out if len(call.dst) == 1 else None
+    if out is None or not (out.is_dense and out.is_float and out.size):
+        return None
+    if call.op == "attention" and math.prod(out.shape[:-3]) == 1:
+        return Panels(out.shape[-3], out.shape[-2] * out.shape[-1], out.shape[-1])
+    if call.op != "mul_mat" or not has_matmul_kernel(call) or choose_activation_rounding_kind(call) in TERMS_BY_KIND:
+        return None
+    rows = math.prod(out.shape[:-1])
+    return Panels(rows, out.shape[-1], _count_tile_columns(call.operand(0)) if rows >= MIN_EVENLY_SHARED_ROWS else None)
+
+
+def _count_tile_columns(weight: Operand) -> int:
+    """Return the number of columns of a result that a tile of a weight computes."""
+    form = FORMATS.get(weight.dtype)
+    tiling = make_float_weight_tiling(weight.dtype) if form is None else make_packed_matmul_subroutines_and_tiling(form)
+    return math.gcd(tiling.tile_groups * GROUP_ROWS, PAIR_ROWS)
+
+
+def _bind_hooked_body(steps: StepTableBuilder, flow: Dataflow, hooked: HookedBody) -> None:
+    call, hooks, registrations = flow.bound_instruction(hooked.body), [*map(_make_step_hook, hooked.hooks)], []
+    if hooked.panels.fit(BLOCK_COLUMNS):
+        for number in hooked.instruction_numbers:
+            reads = find_quantised_reads(steps, flow.bound_instruction(number), hooked.panels.columns)
+            if reads is not None:
+                records = reads.make_quantised_row_memory_per_thread(steps, shared=True)
+                hooks.append(reads.make_quantising_hook(records[0]))
+                registrations.append(partial(reads.register_quantised_rows, steps, records))
+    steps.hooks = hooks
+    is_bound = BINDINGS[call.op](steps, call)
+    steps.hooks = ()
+    assert is_bound, "the body was chosen because it has a kernel"
+    for register in registrations:
+        register()
+
+
+def find_quantised_reads(steps: StepTableBuilder, call: BoundInstruction, columns: int) -> ResultReadForms | None:
+    """Find the forms in which products read a result quantised, as rows of `columns`; None without such a product."""
+    found: dict[tuple[Tensor, int], Operand] = {}
+    is_shared = False
+    for reader in call.find_readers() or ():
+        x = reader.optional_operand(1)
+        if (
+            reader.op == "mul_mat"
+            and x is not None
+            and (x.region, x.shape[-1]) == (call.out.region, columns)
+            and x.is_dense
+            and has_matmul_kernel(reader)
+            and (kind := choose_activation_rounding_kind(reader)) is not None
+        ):
+            found[x.tensor, kind] = x
+            is_shared |= is_matmul_shared_by_threads(steps, reader)
+    if not found:
+        return None
+    return ResultReadForms(next(iter(found.values())), tuple(found), True, is_shared)
+
+
+def _make_step_hook(hook: PanelHook) -> StepHook:
+    """Make the hook of a step: the kernel for panels, and its argument words."""
+    group, (rows, blocks, columns) = hook.group, hook.shape
+    row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
+    assert row_kernel is not None
+    words = [columns, 1, rows, blocks]
+    for operand in (*hook.operands, *hook.results):
+        row, block, column = (4 * stride for stride in operand.strides)
+        words += [operand.address, 0, row, block, column]
+    is_single = tuple(operand.strides[-1] == 0 for operand in hook.operands)
+    panels = "blocks" if hook.has_whole_blocks else "columns"
+    kernel = make_expression_kernel(group.expression, is_single, panels)
+    return StepHook(kernel, [*words, *row_kernel.words], hook.panel_columns, hook.slice_columns)

@@ -1,0 +1,76 @@
+"""Hooks of steps: kernels that the kernel of a step calls for each panel of its result, some rows by some columns.
+
+A hook is a kernel ``(words, rows, columns) -> 0``. `rows` and `columns` are ranges: the first index in the upper half
+of the number, the count in the lower half. The argument block of a step lists its hooks at its end: their number, then
+for each hook the kernel address, the number of its words, and its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ....graph.lazy_dataclass import dataclass
+from ...fusion.operands import Operand
+from ..compilation.compiler import Kernel, subroutine
+from ..simd.atomics import call_kernel
+from ..simd.vectors import load_argument_word
+
+RANGE_BITS = 32
+RANGE_FACTOR, RANGE_MASK = 1 << RANGE_BITS, (1 << RANGE_BITS) - 1
+"""The factor of the first index of a range, and the mask of its count."""
+
+
+@subroutine
+def call_hooks(a, word, first_row, rows, first_column, columns):
+    """Call the hooks in the argument block `a`, from `word` on, for a panel: some rows by some columns."""
+    at = word + 1
+    for _ in range(load_argument_word(a, word)):
+        call_kernel(
+            load_argument_word(a, at),
+            a + 8 * (at + 2),
+            first_row * RANGE_FACTOR + rows,
+            first_column * RANGE_FACTOR + columns,
+        )
+        at += 2 + load_argument_word(a, at + 1)
+
+
+class KernelWord(int):
+    """An argument word that is the address of a kernel. It is 0 until the step table is built."""
+
+    kernel: Kernel
+
+    def __new__(cls, kernel: Kernel) -> KernelWord:
+        word = super().__new__(cls, 0)
+        word.kernel = kernel
+        return word
+
+
+@dataclass(frozen=True, slots=True)
+class StepHook:
+    """A hook of a step.
+
+    Attributes:
+        kernel: the kernel.
+        words: its argument words, for all rows and columns.
+        panel_columns: each panel must have a multiple of this number of columns.
+        slice_columns: returns the operands and the results of a range of columns, given the first and the end column.
+    """
+
+    kernel: Kernel
+    words: Sequence[int]
+    panel_columns: int
+    slice_columns: Callable[[int, int], tuple[Sequence[Operand], Sequence[Operand]]]
+
+
+def make_hook_words(hooks: Sequence[StepHook]) -> list[int]:
+    """Make the words that list hooks at the end of an argument block."""
+    words = [len(hooks)]
+    for hook in hooks:
+        words += [KernelWord(hook.kernel), len(hook.words), *hook.words]
+    return words
+
+
+def list_hook_accesses(hooks: Sequence[StepHook], first: int, last: int) -> tuple[list[Operand], list[Operand]]:
+    """Return all operands and results of hooks for a range of columns."""
+    pairs = [hook.slice_columns(first, last) for hook in hooks]
+    return [o for read, _ in pairs for o in read], [o for _, written in pairs for o in written]

@@ -1,0 +1,229 @@
+"""The hooks of heavy kernels: groups of declared ops that run on each panel of a result, right after its computation.
+
+A *body* is an instruction with a kernel that computes its result panel by panel: some rows by some columns. A group of
+declared ops hooks to the body if every element of the group needs only elements of the same panel, and values from
+before the body. The kernel of the body then calls the kernel of the group for each panel, while the panel is in a cache
+of the thread. So a step and its barrier disappear. The body still writes its own result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from .dataflow import Dataflow, has_same_elements
+from .expression_groups import (
+    ExpressionGroup,
+    Shape,
+    TracedInstruction,
+    compose_instructions,
+    find_strides_of_reshape,
+    view_with_strides,
+)
+from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
+
+MAX_HOOKS = 4
+
+
+@dataclass(frozen=True)
+class Panels:
+    """The panels in which a kernel computes its result, which is a matrix of `rows` by `columns`.
+
+    Each panel has a multiple of `unit` columns, and begins at one. None means that the kernel can use any unit.
+    """
+
+    rows: int
+    columns: int
+    unit: int | None
+
+    def fit(self, columns: int) -> bool:
+        """Return whether all panels have a multiple of this number of columns."""
+        return self.columns % columns == 0 and (self.unit is None or self.unit % columns == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PanelHook:
+    """A group of declared ops that runs on each panel of the result of a body.
+
+    Attributes:
+        group: the group.
+        operands: the operands as views [rows of the body, row blocks, columns of a block].
+        results: the results as views of this shape, or with one column for a number per row block.
+        has_whole_blocks: whether a panel must consist of whole row blocks. Otherwise there is one block per row.
+    """
+
+    group: ExpressionGroup
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    has_whole_blocks: bool
+
+    @property
+    def shape(self) -> Shape:
+        """The rows of the body, the row blocks, and the columns of a block."""
+        return self.operands[0].shape
+
+    @property
+    def panel_columns(self) -> int:
+        """Each panel must have a multiple of this number of columns."""
+        return self.shape[-1] if self.has_whole_blocks else 1
+
+    def slice_columns(self, first: int, last: int) -> tuple[list[Operand], list[Operand]]:
+        """Return the operands and the results for columns `first` to `last` of the body."""
+        axis, unit = (1, self.shape[2]) if self.has_whole_blocks else (2, 1)
+        start, count = first // unit, (last - first) // unit
+
+        def slice_operand(operand: Operand) -> Operand:
+            return operand if operand.shape[axis] == 1 else operand.slice_axis(axis, start, count)
+
+        return [*map(slice_operand, self.operands)], [*map(slice_operand, self.results)]
+
+
+@dataclass(frozen=True, eq=False)
+class HookedBody:
+    """A body with its panels and its hooks, in the order in which they run on a panel."""
+
+    body: int
+    panels: Panels
+    hooks: tuple[PanelHook, ...]
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The instructions of the body and of each hook."""
+        return ((self.body,), *(hook.group.instruction_numbers for hook in self.hooks))
+
+    @property
+    def instruction_numbers(self) -> tuple[int, ...]:
+        return tuple(sorted(n for stage in self.stages for n in stage))
+
+    @property
+    def panel_columns(self) -> int:
+        """Each panel has a multiple of this number of columns."""
+        return math.lcm(*(hook.panel_columns for hook in self.hooks))
+
+
+@dataclass(frozen=True)
+class HookRules:
+    """The properties of the kernels of a backend that call hooks.
+
+    Attributes:
+        trace: returns the traced instruction of a number; None without a generated kernel.
+        find_panels: returns the panels of an instruction if its kernel calls hooks, else None.
+    """
+
+    trace: Callable[[int], TracedInstruction | None]
+    find_panels: Callable[[BoundInstruction], Panels | None]
+
+
+def find_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup], rules: HookRules) -> list[HookedBody]:
+    """Find the bodies with hooks, and make each a group of `flow`.
+
+    Args:
+        flow: The dataflow.
+        groups: The groups of declared ops in `flow`. Single declared ops may become hooks, too.
+        rules: The properties of the kernels.
+    """
+    search = _HookSearch(flow, rules, {n: group for group in groups for n in group.instruction_numbers})
+    found: list[HookedBody] = []
+    for number in range(len(flow.reader_table.program.instructions)):
+        panels = rules.find_panels(flow.bound_instruction(number)) if flow.can_join_fusion(number) else None
+        if panels is not None:
+            hooked = search.find_hooks(HookedBody(number, panels, ()))
+            if hooked.hooks:
+                flow.join_groups_unchecked(hooked.instruction_numbers)
+                search.numbers_in_hooks.update(hooked.instruction_numbers)
+                found.append(hooked)
+    return found
+
+
+@dataclass(frozen=True)
+class _HookSearch:
+    """The search for the hooks of bodies."""
+
+    flow: Dataflow
+    rules: HookRules
+    group_by_number: Mapping[int, ExpressionGroup]
+    numbers_in_hooks: set[int] = field(default_factory=set)
+
+    def find_hooks(self, hooked: HookedBody) -> HookedBody:
+        while len(hooked.hooks) < MAX_HOOKS:
+            hook = next(filter(None, (self._make_hook(hooked, n) for n in self._list_readers(hooked))), None)
+            if hook is None:
+                break
+            hooked = replace(hooked, hooks=(*hooked.hooks, hook))
+        return hooked
+
+    def _list_readers(self, hooked: HookedBody) -> list[int]:
+        """Return the instructions that read a result of the body or of a hook, and that are in no hook, ascending."""
+        members = hooked.instruction_numbers
+        readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
+        return sorted({n for some in readers for n in some} - self.numbers_in_hooks.union(members))
+
+    def _make_hook(self, hooked: HookedBody, reader: int) -> PanelHook | None:
+        """Return the hook with an instruction that reads a result of a hooked body, or None."""
+        group = self.group_by_number.get(reader)
+        try:
+            if group is None:
+                call = self.rules.trace(reader) if self.flow.can_join_fusion(reader) else None
+                if call is None or call.why_it_cannot_join:
+                    return None
+                group = compose_instructions({reader: call}).build_group_for_any_order()
+            body = self.flow.bound_instruction(hooked.body)
+            hook = make_panel_hook(group, hooked.panels.rows, hooked.panels.columns)
+            require_supported(hooked.panels.fit(hook.panel_columns), "panels have too few columns")
+            _require_same_panel(body, hooked.hooks, hook)
+        except NoKernelError:
+            return None
+        together = (*hooked.instruction_numbers, *group.instruction_numbers)
+        return hook if self.flow.can_join_groups(together) else None
+
+
+def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHook:
+    """Make the hook of a group that has as many elements as the result of a body, a matrix.
+
+    Raises:
+        NoKernelError: the group has another size, or no loop over the rows and columns of a panel expresses its views.
+    """
+    length = group.shape[-1] if group.shape else 1
+    require_supported(group.size == rows * columns and columns > 1 and length > 1, "it has another size")
+    if not group.expression.depends_on_row_reduction_or_length:
+        views = _view_as_blocks(group, (rows, 1, columns))
+        if views is not None:
+            return PanelHook(group, *views, has_whole_blocks=False)
+    require_supported(columns % length == 0, "its rows are in several rows of the body")
+    views = _view_as_blocks(group, (rows, columns // length, length))
+    if views is None:
+        raise NoKernelError("no loop over panels expresses its views")
+    return PanelHook(group, *views, has_whole_blocks=True)
+
+
+def _view_as_blocks(group: ExpressionGroup, shape: Shape) -> tuple[tuple[Operand, ...], tuple[Operand, ...]] | None:
+    """Return the operands and the results of a group as views with another shape; None without such views."""
+    operands, results = [], []
+    for operand in group.operands:
+        strides = find_strides_of_reshape(group.shape, operand.strides, shape)
+        if strides is None or strides[-1] not in (0, 1):
+            return None
+        operands.append(view_with_strides(operand, shape, strides))
+    for result in group.results:
+        own = shape if result.shape == group.shape else (*shape[:-1], 1)
+        strides = find_strides_of_reshape(result.shape, result.strides, own)
+        if strides is None or math.prod(own) != result.size:
+            return None
+        results.append(view_with_strides(result, own, strides))
+    return tuple(operands), tuple(results)
+
+
+def _require_same_panel(body: BoundInstruction, hooks: Sequence[PanelHook], hook: PanelHook) -> None:
+    """Require that no panel reads or writes memory that another panel writes. Raises `NoKernelError` otherwise."""
+    stages = [*hooks, hook]
+    written = [body.out, *(o for stage in stages for o in stage.results)]
+    read = [o for stage in stages for o in stage.operands]
+    before: list[MemoryRegion] = [o.region for o in body.src if o is not None]
+    for place in written:
+        require_supported(not any(place.region.overlaps(region) for region in before), "the body still reads there")
+        for other in (*read, *written):
+            require_supported(
+                not other.region.overlaps(place.region) or has_same_elements(other, place),
+                "a panel reads or overwrites another panel",
+            )

@@ -1,0 +1,129 @@
+"""The verification of hooked kernels: stages that run panel by panel compute the same as one stage after the other.
+
+It shares no code with the search for hooks, and needs no model of the kernel that calls them. The rule *hooks* has two
+parts. First, each stage is a group of its own in the order of the run, so all other rules hold for the stages one after
+the other. Second, panels are independent of each other:
+
+1. The body has one dense float32 result, a matrix of rows and columns.
+2. A hook is a generated kernel with one element for each element of this matrix, in the same order. A reduced row lies
+   inside each panel that contains one of its elements.
+3. Memory that a stage writes is read or written by other stages at the same element only, and the body does not read
+   it. So an element of a panel depends on the same panel only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...backends.base import Instruction, Program, Tensor, contiguous_strides
+from ...backends.capabilities import FusedExpression, HookedKernel, ProgramFusion
+from ...graph.dtypes import DType
+from ...ops.collectives import COLLECTIVES
+from .memory.buffer_contents import compute_byte_extent
+
+REDUCTION_PREFIX = "row_"
+
+
+def split_hooked_kernels(fusion: ProgramFusion) -> ProgramFusion:
+    """Return a fusion in which each stage of a hooked kernel is a group of its own, in the order of the stages."""
+    stages = {tuple(sorted(n for stage in hooked.stages for n in stage)): hooked.stages for hooked in fusion.hooked}
+    return replace(fusion, order=tuple(part for group in fusion.order for part in stages.get(group, (group,))))
+
+
+def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
+    """Yield as text all reasons why a hooked kernel differs from its stages one after the other."""
+    groups, seen = {*fusion.order}, set[int]()
+    for hooked in fusion.hooked:
+        numbers = sorted(n for stage in hooked.stages for n in stage)
+        label = f"hooks: kernel of instructions {', '.join(map(str, numbers))}: "
+        if tuple(numbers) not in groups:
+            yield f"{label}they do not run together"
+        elif not seen.isdisjoint(numbers):
+            yield f"{label}another kernel has one of them"
+        else:
+            yield from (label + why for why in _find_stage_faults(program, fusion, hooked))
+        seen.update(numbers)
+
+
+def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKernel) -> Iterator[str]:
+    """Yield faults of one hooked kernel; its instructions run together."""
+    first, *others = hooked.stages
+    if len(first) != 1 or not others:
+        yield "it has no body of one instruction, or no hook"
+        return
+    body = program.instructions[first[0]]
+    if (why := _find_body_fault(body, hooked.panel_columns)) is not None:
+        yield why
+        return
+    (out,) = body.dst
+    written, read = [out], list[Tensor]()
+    for stage in others:
+        kernels = [kernel for kernel in fusion.expressions if kernel.instruction_numbers == stage]
+        if len(kernels) != 1:
+            yield f"stage {stage} has {len(kernels)} generated kernels"
+            return
+        (kernel,) = kernels
+        if (why := _find_row_fault(kernel, out, hooked.panel_columns)) is not None:
+            yield f"stage {stage} {why}"
+        read += kernel.operands
+        written += [tensor for _, tensor in kernel.results]
+    yield from _find_faults_across_panels(body, read, written)
+
+
+def _find_body_fault(body: Instruction, panel_columns: int) -> str | None:
+    if body.op in COLLECTIVES or len(body.dst) != 1:
+        return f"the body {body.op} is a collective, or has several results"
+    (out,) = body.dst
+    if out.dtype is not DType.F32 or not out.shape or not _is_dense(out):
+        return f"the result of the body {body.op} is not dense float32"
+    if panel_columns < 1 or out.shape[-1] % panel_columns:
+        return f"panels of {panel_columns} columns do not divide {out.shape[-1]} columns"
+    return None
+
+
+def _find_row_fault(kernel: FusedExpression, out: Tensor, panel_columns: int) -> str | None:
+    """Return why an element of a stage may need elements of other panels of the result `out`, or None."""
+    if math.prod(kernel.shape) != math.prod(out.shape):
+        return "has another number of elements than the body"
+    length = kernel.shape[-1] if kernel.shape else 1
+    has_rows = any(function.startswith(REDUCTION_PREFIX) for function, _, _ in kernel.steps)
+    has_numbers_per_row = any(tensor.shape != kernel.shape for _, tensor in kernel.results)
+    if (has_rows or has_numbers_per_row) and panel_columns % length:
+        return f"has rows of {length} columns, but panels of {panel_columns}"
+    return None
+
+
+def _find_faults_across_panels(body: Instruction, read: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[str]:
+    """Yield memory that a panel writes, and another panel may read or write.
+
+    Args:
+        body: The instruction of the body, which reads all of its operands for each panel.
+        read: The operands of the hooks, as views with one element for each element of the body's result.
+        written: The results of the body and of the hooks.
+    """
+    needed = [tensor for tensor in (*body.src, body.scratch) if tensor is not None]
+    for place in written:
+        for tensor in needed:
+            if _has_common_bytes(place, tensor):
+                yield f"{place} is written while the body still needs {tensor}"
+        for tensor in (*read, *written):
+            if _has_common_bytes(place, tensor) and not _has_equal_elements(place, tensor):
+                yield f"{place} is written in one panel, and {tensor} belongs to another panel"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    dense = contiguous_strides(tensor.shape)
+    return all(n == 1 or s == d for n, s, d in zip(tensor.shape, tensor.strides, dense, strict=True))
+
+
+def _has_equal_elements(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same dense elements."""
+    size = math.prod(one.shape) == math.prod(other.shape)
+    return size and one.offset == other.offset and one.dtype == other.dtype and _is_dense(one) and _is_dense(other)
+
+
+def _has_common_bytes(one: Tensor, other: Tensor) -> bool:
+    (buffer, start, end), (other_buffer, other_start, other_end) = map(compute_byte_extent, (one, other))
+    return buffer == other_buffer and start < other_end and other_start < end
