@@ -268,12 +268,14 @@ class GroupComposition:
             "something else lies there",
         )
         require_supported(operand.is_float, "an operand is not float32")
-        require_supported(call.size == self.size, "an operand has one number per row")
-        view = call.view_operand(index, self.shape)
+        is_per_row = call.size != self.size
+        view = call.view_operand(index, (*self.shape[:-1], 1) if is_per_row else self.shape)
+        view = _view(view, self.shape, (*view.strides[:-1], 0)) if is_per_row else view
         known = (n for n, o in enumerate(self.operands) if (o.address, o.strides) == (view.address, view.strides))
         position = next(known, len(self.operands))
         self.operands += [view] if position == len(self.operands) else []
-        return self.steps.setdefault(Step("operand", (), position), len(self.steps))
+        step = Step("row_operand" if is_per_row else "operand", (), position)
+        return self.steps.setdefault(step, len(self.steps))
 
     def _require_whole_value(self, maker: int, call: TracedInstruction, operand: Operand) -> None:
         """Require that an operand has each element, or each number per row, of an earlier result in its place."""

@@ -15,8 +15,9 @@ from ...graph.validation import format_value
 from .numpy_functions import NUMPY_FUNCTIONS
 from .scalar import ROW_FUNCTIONS, Scalar
 
-LEAVES = ("operand", "attribute", "constant", "row_count")
-"""Functions of steps without sources."""
+LEAVES = ("operand", "row_operand", "attribute", "constant", "row_count")
+"""Functions of steps without sources. Only groups of several ops have ``row_operand``: an operand with one number per row."""
+OPERAND_FUNCTIONS = frozenset({"operand", "row_operand"})
 
 
 class Step(NamedTuple):
@@ -55,7 +56,7 @@ class Expression:
     @cached_property
     def steps_with_one_number_per_row(self) -> frozenset[int]:
         """The steps with one number for each row, such as a sum of the row; includes `steps_without_operands`."""
-        leaves = ("attribute", "constant", "row_count")
+        leaves = ("row_operand", "attribute", "constant", "row_count")
         return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
 
     def _close_over(self, holds: Callable[[Step], bool]) -> set[int]:
@@ -68,8 +69,8 @@ class Expression:
 
     @cached_property
     def depends_on_row_reduction_or_length(self) -> bool:
-        """Whether an element of the result depends on its whole row, by a reduction or by the number of elements."""
-        return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
+        """Whether an element of the result depends on its row, by a reduction, a number or the number of elements."""
+        return any(s.function in ROW_FUNCTIONS or s.function in ("row_count", "row_operand") for s in self.steps)
 
     @cached_property
     def reduces_row(self) -> bool:

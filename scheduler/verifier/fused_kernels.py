@@ -41,7 +41,7 @@ Axes = tuple[tuple[int, int], ...]
 Content = tuple[tuple[int, int, object], ...]
 """The contents of a byte range: first byte, end byte and content of each part."""
 REDUCTION_PREFIX = "row_"
-ATTRIBUTE, CONSTANT, OPERAND = "attribute", "constant", "operand"
+ATTRIBUTE, CONSTANT, OPERAND, ROW_OPERAND = "attribute", "constant", "operand", "row_operand"
 
 
 def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> None:
@@ -325,9 +325,11 @@ class _KernelTerms:
         columns = self.group.shape[-1] if self.group.shape else 1
         for function, sources, value in self.group.steps:
             _require(all(0 <= s < len(own) for s in sources), "expression: a step reads a later one")
-            if function == OPERAND:
+            if function in (OPERAND, ROW_OPERAND):
                 _require(0 <= int(value) < len(self.group.operands), "operands: an operand is missing")
                 tensor = self.group.operands[int(value)]
+                is_one_number = function == OPERAND or columns == 1 or tensor.strides[-1] == 0
+                _require(is_one_number, "operands: an operand has several numbers per row")
                 own.append(self._intern_element(tensor, _merge_axes(tensor)))
             elif function == ATTRIBUTE:
                 _require(str(value) in self.group.attributes, "expression: a number of the call is missing")
@@ -381,25 +383,32 @@ class _KernelTerms:
         assert tensor is not None
         _require(tensor.dtype is DType.F32, f"operands: operand {index} of instruction {number} is not float32")
         axes = _merge_axes(tensor, shape)
-        _require(axes is not None, f"operands: operand {index} of instruction {number} is repeated as tiles")
+        if axes is None:
+            raise _FusedKernelError(f"operands: operand {index} of instruction {number} is repeated as tiles")
         content = self.contents.reads[number][index] or ()
         inside = {v[0] for _, _, v in content if isinstance(v, tuple) and v[0] in self.computed}
         if not inside:
-            _require(not is_per_row, f"operands: operand {index} of instruction {number} has one number per row")
-            return self._intern_element(tensor, axes)
+            return self._intern_element(tensor, self._repeat_along_row(axes) if is_per_row else axes)
         whole = len(content) == 1 and len(inside) == 1
         _require(whole, f"operands: operand {index} of instruction {number} has several contents")
         (maker,) = inside
         term, has_rows = self.computed[maker]
         (out,) = self.program.instructions[maker].dst
-        rows, columns = math.prod(out.shape), self.group.shape[-1] if self.group.shape else 1
+        rows = math.prod(out.shape)
         dense: Axes = ((rows, 1),) if rows > 1 else ()
         if has_rows and not is_per_row:
-            repeated = ((columns, 0),) if columns > 1 else ()
-            dense = ((rows, 1), *repeated) if rows > 1 else repeated
+            dense = self._repeat_along_row(dense)
         same = tensor.offset == out.offset and _merge_axes(out) == (((rows, 1),) if rows > 1 else ()) and axes == dense
         _require(same, f"operands: operand {index} of instruction {number} is another view of instruction {maker}")
         return term
+
+    def _repeat_along_row(self, axes: Axes) -> Axes:
+        """Return the axes of a number per row that all columns of the row repeat."""
+        columns = self.group.shape[-1] if self.group.shape else 1
+        if columns == 1:
+            return axes
+        is_repeated = axes and axes[-1][1] == 0
+        return (*axes[:-1], (axes[-1][0] * columns, 0)) if is_repeated else (*axes, (columns, 0))
 
 
 def _keeps_operands(declared: ScalarLanguageDeclaration, instruction: Instruction) -> bool:

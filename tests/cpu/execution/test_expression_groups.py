@@ -73,6 +73,20 @@ def test_numbers_of_a_row_are_values_of_the_kernel():
     assert list_fused_ops(graph) == ["abs sum_rows scale sqrt div"]
 
 
+@pytest.mark.parametrize("columns", [1, 5, 40])
+def test_a_number_per_row_from_outside_joins_and_keeps_all_bits(columns: int, monkeypatch: pytest.MonkeyPatch):
+    rows, one = x(ROWS, columns), hocket.weight("one", (1,))
+    inverse = ops.div(hocket.weight("top", (ROWS, 1)), ops.sqrt(ops.add(ops.sum_rows(ops.sqr(rows)), one)))
+    graph = hocket.Graph({"y": ops.mul(rows, inverse), "inverse": inverse})
+    if columns > 1:
+        assert list_fused_ops(graph) == ["sqr sum_rows add sqrt div mul"]
+    weights = {"one": np.ones(1, np.float32), "top": np.arange(ROWS, dtype=np.float32)[:, None]}
+    fused = run(graph, weights, threads=2)
+    monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
+    for name, expected in run(graph, weights, threads=1).items():
+        assert_equal_bits(fused[name], expected)
+
+
 def test_views_with_the_same_elements_in_the_same_order_join():
     heads = ops.rms_norm(ops.reshape(x(), shape=(ROWS, 4, COLUMNS // 4)))
     flat = ops.reshape(heads, shape=(ROWS, COLUMNS))

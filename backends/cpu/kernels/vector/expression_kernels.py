@@ -19,7 +19,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .....ops.declaration.expression import Expression
+from .....ops.declaration.expression import OPERAND_FUNCTIONS, Expression
 from .....ops.declaration.scalar import COMPARISON_FUNCTIONS, ROW_FUNCTIONS
 from ...compilation.compiler import IrBody, Kernel
 from ...simd import vectors
@@ -63,7 +63,7 @@ class ExpressionKernel:
     @cached_property
     def operand_indices(self) -> tuple[int, ...]:
         """The indices of the operands that the expression reads, ascending; the argument words have this order."""
-        return tuple(sorted(int(s.value) for s in self.expression.steps if s.function == "operand"))
+        return tuple(sorted({int(s.value) for s in self.expression.steps if s.function in OPERAND_FUNCTIONS}))
 
     @cached_property
     def steps_passed_as_words(self) -> tuple[int, ...]:
@@ -208,6 +208,10 @@ class _RowKernelEmitter:
         """Emit the code of one row: a pass for each reduction, then the pass that writes the result."""
         expression = self.plan.expression
         self.addresses, self.row_values = self._emit_operand_and_result_row_addresses(row), {**numbers}
+        for number, step in enumerate(expression.steps):
+            if step.function == "row_operand":
+                address = self.addresses[self.plan.operand_indices.index(int(step.value))]
+                self.row_values[number] = vectors.splat_from.body(self.b, address)
         self._emit_steps_computed_once_per_row()
         for number, step in enumerate(expression.steps):
             if step.function in ROW_FUNCTIONS:
