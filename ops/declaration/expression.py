@@ -15,8 +15,12 @@ from ...graph.validation import format_value
 from .numpy_functions import NUMPY_FUNCTIONS
 from .scalar import ROW_FUNCTIONS, Scalar
 
-LEAVES = ("operand", "row_operand", "attribute", "constant", "row_count")
-"""Functions of steps without sources. Only groups of several ops have ``row_operand``: an operand with one number per row."""
+LEAVES = ("operand", "row_operand", "attribute", "constant", "row_count", "inside")
+"""Functions of steps without sources.
+
+Groups of several ops have ``row_operand``: an operand with one number per row. They number boxes, the parts of their
+shape in which ``inside`` is true, and an ``operand`` that is read in a box has this truth value as its source.
+"""
 OPERAND_FUNCTIONS = frozenset({"operand", "row_operand"})
 
 
@@ -198,6 +202,8 @@ def _format_step_and_binding_strength(
     function, sources, value = step
     if function == "operand":
         return operand_names[int(value)], _ATOM
+    if function == "inside":
+        return f"inside({operand_names[int(value)]})", _ATOM
     if function == "constant":
         number = float.fromhex(str(value))
         return f"{number:.12g}", _ATOM if number >= 0 else 3
