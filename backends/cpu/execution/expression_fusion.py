@@ -10,21 +10,16 @@ from ....ops.declaration.interpreter import ScalarLanguageDeclaration
 from ....ops.registry import REGISTRY
 from ...capabilities import FusedExpression
 from ...fusion.dataflow import Dataflow
-from ...fusion.expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
+from ...fusion.expression_groups import ExpressionGroup, TracedInstruction
 from ...fusion.grouping import GroupingRules, find_expression_groups
-from ...fusion.operands import BoundInstruction, NoKernelError
+from ...fusion.operands import BoundInstruction
 from ...kernel_tables import find_op_package_binding
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.gated_units import GATED
 from ..kernels.matmul.packed_matmul import find_result_read_forms
-from ..kernels.vector.elementwise import (
-    RowKernel,
-    add_row_step,
-    bind_declared_op,
-    can_loop_over_rows,
-    make_expression_row_kernel,
-)
+from ..kernels.vector.elementwise import bind_declared_op
 from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
+from ..kernels.vector.group_kernels import add_group_step, add_traced_step, has_group_kernel
 from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
 from ..steps.step_table import FusedBinding, StepTableBuilder
 
@@ -37,13 +32,13 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(_trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
+    rules = GroupingRules(partial(_trace_instruction, flow), has_group_kernel, count_expression_steps_per_element)
     return find_expression_groups(flow, rules)
 
 
 def make_fused_binding(group: ExpressionGroup) -> FusedBinding:
     """Make the binding of a group: one step of its generated kernel."""
-    return FusedBinding(group.instruction_numbers, partial(_add_group_step, group=group))
+    return FusedBinding(group.instruction_numbers, partial(add_group_step, group=group))
 
 
 def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
@@ -114,37 +109,10 @@ def _trace_call(
     return TracedInstruction(expression, operands, producers, call.attrs, call.out, readers, starts)
 
 
-def _has_kernel(group: ExpressionGroup) -> bool:
-    has_rows = group.expression.depends_on_row_reduction_or_length
-    if has_rows and not (group.operands and group.shape):
-        return False
-    return can_loop_over_rows(_make_row_kernel(group), group.operands, group.results)
-
-
-def _make_row_kernel(group: ExpressionGroup) -> RowKernel:
-    row_kernel = make_expression_row_kernel(
-        group.expression, group.operands, group.attributes, group.shape, group.boxes
-    )
-    assert row_kernel is not None
-    return row_kernel
-
-
-def _add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
-    added = add_row_step(steps, _make_row_kernel(group), group.operands, group.results)
-    assert added, "the group was chosen because its kernel fits"
-
-
 def bind_op_alone(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of a declared op that is in no group. Return False if no kernel can compute it."""
     declared = REGISTRY[call.op].expression
     if declared is None or declared.place is None:
         return bind_declared_op(steps, call)
     traced = _trace_call(declared, call, [None] * len(call.src), None)
-    try:
-        group = None if traced is None else compose_instructions({0: traced}).group
-    except NoKernelError:
-        return False
-    if group is None or not _has_kernel(group):
-        return False
-    _add_group_step(steps, group)
-    return True
+    return traced is not None and add_traced_step(steps, traced)

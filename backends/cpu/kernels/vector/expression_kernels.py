@@ -165,6 +165,7 @@ class _RowKernelEmitter:
     b: Any = field(init=False)
     row_values: dict[int, Any] = field(init=False, default_factory=dict)
     addresses: list[Any] = field(init=False, default_factory=list)
+    box_words: list[list[Any]] = field(init=False, default_factory=list)
     box_columns: list[tuple[Any, Any]] = field(init=False, default_factory=list)
     """The first column and the number of columns of each box in the present row."""
     columns: Any = field(init=False)
@@ -174,6 +175,8 @@ class _RowKernelEmitter:
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.columns = self._word(0)
+        boxes = [self._first_box_word + BOX_WORDS * box for box in range(self.plan.box_count)]
+        self.box_words = [[self._word(first + index) for index in range(BOX_WORDS)] for first in boxes]
         first_number = self._first_box_word + BOX_WORDS * self.plan.box_count
         numbers: dict[int, Any] = {}
         for index, number in enumerate(self.plan.steps_passed_as_words):
@@ -280,7 +283,7 @@ class _RowKernelEmitter:
             for place, value in zip(places, parts, strict=True):
                 b.store(value, place)
         indices = [b.load(place) for place in places]
-        self.box_columns = [self._emit_columns_of_box(box, indices) for box in range(self.plan.box_count)]
+        self.box_columns = [self._emit_columns_of_box(words, indices) for words in self.box_words]
         addresses = []
         for operand in range(self._operand_and_result_count):
             first = HEADER_WORDS + OPERAND_WORDS * operand
@@ -290,17 +293,14 @@ class _RowKernelEmitter:
             addresses.append(address)
         return addresses
 
-    def _emit_columns_of_box(self, box: int, indices: Sequence[Any]) -> tuple[Any, Any]:
+    def _emit_columns_of_box(self, words: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
         """Emit code that computes the first column and the number of columns that a box has in the present row."""
-        b, first = self.b, self._first_box_word + BOX_WORDS * box
-        sizes = []
-        is_row_inside: Any = ir.Constant(ir.IntType(1), 1)
-        for axis, index in enumerate([*indices, _integer(0)]):
-            low, high = self._word(first + 2 * axis), self._word(first + 2 * axis + 1)
-            sizes.append(b.sub(high, low))
-            if axis < len(indices):
-                is_row_inside = b.and_(is_row_inside, b.icmp_unsigned("<", b.sub(index, low), sizes[-1]))
-        return self._word(first + 2 * len(indices)), b.select(is_row_inside, sizes[-1], _integer(0))
+        b = self.b
+        *outer, (first, end) = zip(words[::2], words[1::2], strict=True)
+        count = b.sub(end, first)
+        for (low, high), index in zip(outer, indices, strict=True):
+            count = b.select(b.icmp_unsigned("<", b.sub(index, low), b.sub(high, low)), count, _integer(0))
+        return first, count
 
     def _emit_mask_of_box(self, box: int, column: Any) -> Any:
         """Emit the truth value of 16 lanes whether a box has the columns from `column` on."""
