@@ -414,7 +414,7 @@ def op(
         kernels: for an op of another package, its bindings by backend (``numpy``, ``cpu``, ``cuda``), each as
             ``"package.module:name"``.
         arrange: function of operands and attributes that returns the operands of the expression, where these differ.
-        element: declaration of an element of the result from placed operands, beside a reference function.
+        element: declaration of an element of the result from placed operands, in addition to the function.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _OpDecorator(

@@ -72,7 +72,7 @@ class KernelTerms:
     computed: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """For each instruction the term of its result, and whether it is one number per row."""
     placed: dict[tuple[int, Placement], int] = field(default_factory=dict)
-    """For each instruction whose result is read in a place, the term of its result there."""
+    """For each instruction with a result that is read in a place, the term of the result there."""
 
     def find_faults(self) -> Iterator[str]:
         try:
@@ -82,7 +82,7 @@ class KernelTerms:
 
     def _check(self) -> None:
         group = self.group
-        is_view = group.boxes or all(t.shape == group.shape for t in group.operands)
+        is_view = bool(group.boxes) or all(t.shape == group.shape for t in group.operands)
         _require(is_view, "operands: a view has another shape")
         for number in () if group.boxes else group.instruction_numbers:
             self._compute(number)
@@ -123,7 +123,7 @@ class KernelTerms:
         return self._intern(OPERAND, tensor.buffer, tensor.offset, axes)
 
     def _intern_element_in_box(self, tensor: Tensor, shape: tuple[int, ...], box: Sequence[tuple[int, int]]) -> int:
-        """Return the term of an element at the same index of a box, whose first element a tensor has."""
+        """Return the term of an element at the same index of a box. The tensor begins at the first one in the box."""
         axes = merge_axes(replace(tensor, shape=shape))
         if _merge_box(shape, box) == _merge_box(shape, [(0, n) for n in shape]):
             return self._intern_element(tensor, axes)
@@ -152,7 +152,7 @@ class KernelTerms:
                 own.append(self._intern_element(tensor, merge_axes(tensor)))
             elif function == INSIDE:
                 _require(0 <= int(value) < len(self.group.boxes), "expression: a box is missing")
-                own.append(self._intern(INSIDE, _merge_box(self.group.shape, self.group.boxes[int(value)])))
+                own.append(self._intern(INSIDE, _merge_box(self.group.shape, self._read_box(int(value)))))
             elif function == ATTRIBUTE:
                 _require(str(value) in self.group.attributes, "expression: a number of the call is missing")
                 own.append(self._intern(ATTRIBUTE, float(self.group.attributes[str(value)]).hex()))
@@ -162,15 +162,20 @@ class KernelTerms:
                 own.append(self._intern_step(function, [own[s] for s in sources], columns))
         return own
 
+    def _read_box(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Return a box of the kernel, which must lie in its shape."""
+        shape, box = self.group.shape, self.group.boxes[number]
+        is_part = len(box) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True))
+        _require(is_part, "operands: a box does not lie in the shape")
+        return box
+
     def _trace_read_in_box(self, tensor: Tensor, sources: Sequence[int]) -> int:
         """Return the term of a step that reads an operand in the box of another step."""
         function, _, value = self.group.steps[sources[0]]
         _require(function == INSIDE and len(sources) == 1, "operands: an operand is read in no box")
         shape, box = self.group.shape, self.group.boxes[int(value)]
-        is_box = len(box) == len(shape) and all(0 <= low < high <= n for (low, high), n in zip(box, shape, strict=True))
-        _require(
-            is_box and tensor.shape == tuple(high - low for low, high in box), "operands: a view has another shape"
-        )
+        is_view = tensor.shape == tuple(high - low for low, high in box)
+        _require(is_view, "operands: a view has another shape")
         return self._intern_element_in_box(tensor, shape, box)
 
     def _trace_instruction(
@@ -232,7 +237,7 @@ class KernelTerms:
     def _place_operand(
         declared: ScalarLanguageDeclaration, instruction: Instruction, index: int, place: Placement | None
     ) -> Placement | None:
-        """Return the place of an operand of an instruction, whose result has a place or is whole."""
+        """Return the place of an operand. The result of the instruction has a place, or is whole."""
         if declared.place is None:
             return place
         tensors = [t for t in instruction.src if t is not None]

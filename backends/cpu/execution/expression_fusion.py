@@ -95,7 +95,7 @@ def _trace_call(
     producers: Sequence[int | None],
     readers: frozenset[int] | None,
 ) -> TracedInstruction | None:
-    """Trace a call of a declared op; return None if kernels have no code for it."""
+    """Trace a call of a declared op. Return None without code for each of its functions."""
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
     starts = declared.place and declared.place([o.shape for o in operands if o is not None], call.attrs)
     if declared.place is not None and starts is None:

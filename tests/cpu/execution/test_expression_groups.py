@@ -94,7 +94,7 @@ def make_placed_graphs() -> dict[str, tuple[hocket.Graph, list[str]]]:
     """Graphs with concatenations and padding, and the ops of their kernels."""
     heads = x(2, 3, ROWS, 16)
     low, high = (ops.slice_(heads, axis=-1, start=s, stop=s + 8) for s in (0, 8))
-    turned = ops.concat(ops.neg(high), low, axis=-1)
+    rotated = ops.concat(ops.neg(high), low, axis=-1)
     cos, sin = (hocket.weight(n, (ROWS, 16)) for n in ("cos", "sin"))
     nested = ops.concat(
         ops.concat(x(3, 2, 4, 6), ops.abs(x(3, 1, 4, 6, name="r")), axis=1), x(3, 3, 4, 6, name="z"), axis=1
@@ -104,7 +104,10 @@ def make_placed_graphs() -> dict[str, tuple[hocket.Graph, list[str]]]:
     rolled = ops.concat(ops.slice_(rows, axis=0, start=3, stop=ROWS), ops.slice_(rows, axis=0, start=0, stop=3), axis=0)
     across = ops.concat(ops.permute(x(6, 4), axes=(1, 0)), ops.permute(x(20, 4, name="r"), axes=(1, 0)), axis=1)
     return {
-        "rotary": (hocket.Graph({"y": ops.add(ops.mul(heads, cos), ops.mul(turned, sin))}), ["mul neg concat mul add"]),
+        "rotary": (
+            hocket.Graph({"y": ops.add(ops.mul(heads, cos), ops.mul(rotated, sin))}),
+            ["mul neg concat mul add"],
+        ),
         "nested": (
             hocket.Graph({"y": ops.relu(ops.reshape(nested, shape=(18, 24)))}),
             ["abs concat concat relu"],
@@ -113,7 +116,7 @@ def make_placed_graphs() -> dict[str, tuple[hocket.Graph, list[str]]]:
         "norm": (hocket.Graph({"y": ops.rms_norm(ops.pad(x(), left=(0, 3), right=(2, 1)))}), ["pad rms_norm"]),
         "roll": (hocket.Graph({"y": ops.sub(rows, rolled)}), ["concat sub"]),
         "strided": (hocket.Graph({"y": ops.mul(across, across)}), ["concat mul"]),
-        "two readers": (hocket.Graph({"y": ops.exp(turned), "z": ops.neg(turned)}), ["neg concat exp neg"]),
+        "two readers": (hocket.Graph({"y": ops.exp(rotated), "z": ops.neg(rotated)}), ["neg concat exp neg"]),
     }
 
 

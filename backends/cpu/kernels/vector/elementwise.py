@@ -145,7 +145,7 @@ class RowKernel:
         select: function that returns the kernel for the element strides of the operands, 0 or 4 bytes.
         words: the argument words after the loop arguments (`make_row_loop_args`).
         whole_row_shape: the shape of the rows, if the kernel needs whole rows; else None.
-        reads_strided: whether the kernel can read rows with strided elements.
+        reads_strided: whether the kernel may read rows with strided elements; several passes are faster on a copy.
         boxes: the parts of the shape in which operands are read.
         operand_boxes: the box of each operand that has elements in one of `boxes` only, else None.
     """
@@ -375,7 +375,7 @@ def make_expression_row_kernel(
         select,
         words,
         (shape or sources[0].shape) if has_rows else None,
-        True,
+        sum(map(bool, plan.list_passes())) <= 1,
         boxes,
         [None if box is None else boxes[box] for box in plan.operand_boxes],
     )
