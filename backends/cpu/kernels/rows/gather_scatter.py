@@ -285,16 +285,18 @@ def _add_checked_gather_or_scatter_step(
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
-def _bind_concat_of_16_bit_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the steps of a concatenation of 16-bit rows in float32; return False for other types.
+def _bind_concat_of_16_bit_or_no_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the steps of a concatenation with 16-bit rows or an empty operand. Return False for other operands.
 
-    Concatenations of float32 follow from their declaration.
+    Other concatenations of float32 follow from their declaration.
     """
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
     pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
-    if not all(can_copy(*pair) or _can_widen_16_bit_rows(*pair) for pair in pairs) or (a.is_float and b.is_float):
+    if not all(can_copy(*pair) or _can_widen_16_bit_rows(*pair) for pair in pairs) or (
+        len(pairs) == 2 and a.is_float and b.is_float
+    ):
         return False
     for source, target in pairs:
         if can_copy(source, target):
@@ -320,5 +322,5 @@ def _can_widen_16_bit_rows(source: Operand, target: Operand) -> bool:
     return halves and source.has_uniform_row_stride and target.is_float and target.has_uniform_row_stride
 
 
-BINDINGS = {"get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat_of_16_bit_rows}
+BINDINGS = {"get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat_of_16_bit_or_no_rows}
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"get_rows": (_fuse_save_and_set_rows,)}
