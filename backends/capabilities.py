@@ -261,9 +261,12 @@ class FusedExpression:
             has its index in `operands` as value, an attribute has a key of `attributes`.
         attributes: the numbers of the call.
         shape: the shape.
-        operands: the operands as views with this shape; a repeated axis has stride 0.
+        operands: the operands as views with this shape; a repeated axis has stride 0. If a step reads an
+            operand in a box, the operand has only the elements of the box.
         results: the step of each result and its place, a view with this shape, or one column for a number per row.
         saved_bytes: bytes of memory traffic that single kernels would move in addition.
+        boxes: for each box the first and the end index along each axis of the shape. The value of a step ``inside`` is
+            the number of its box.
     """
 
     instruction_numbers: tuple[int, ...]
@@ -273,6 +276,7 @@ class FusedExpression:
     operands: tuple[Tensor, ...]
     results: tuple[tuple[int, Tensor], ...]
     saved_bytes: int = 0
+    boxes: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

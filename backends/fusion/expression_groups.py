@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...graph.attrs import Attrs
@@ -16,13 +16,23 @@ from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.expression import Expression, Step
 from ..base import contiguous_strides
 from .dataflow import has_same_elements
+from .operand_views import (
+    Box,
+    Placement,
+    Shape,
+    find_strides_of_reshape,
+    is_whole,
+    place_whole,
+    reshape_box,
+    reshape_repeated_operand,
+    with_axes,
+)
 from .operands import NoKernelError, Operand, compute_broadcast_strides, require_supported
 
 MAX_GROUP_OPERANDS = 16
 """The most operands and results of a group: addresses that the loop over rows keeps."""
 MAX_GROUP_STEPS = 96
 """The most steps of a composed expression: longer kernels compile slowly."""
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +46,7 @@ class TracedInstruction:
         attributes: attributes of the instruction.
         out: the result.
         readers: the instructions that read the result; None if it is retained.
+        starts: the index of the result at which each operand begins; None if operands broadcast to the result.
     """
 
     expression: Expression
@@ -44,6 +55,7 @@ class TracedInstruction:
     attributes: Attrs
     out: Operand
     readers: frozenset[int] | None
+    starts: Sequence[Shape] | None = None
 
     @cached_property
     def shape(self) -> Shape:
@@ -74,18 +86,33 @@ class TracedInstruction:
     @cached_property
     def moved_bytes(self) -> int:
         """The bytes that a kernel of the instruction alone reads and writes; raises `NoKernelError` without one."""
-        read = (self.view_operand(int(s.value), self.shape) for s in self.expression.steps if s.function == "operand")
-        views = {(view.address, view.strides): view for view in read}
+        read = [int(s.value) for s in self.expression.steps if s.function == "operand"]
+        views = {
+            (view.address, view.strides): view
+            for view in (self.view_operand(k, self.shape) if self.starts is None else self.operand(k) for k in read)
+        }
         return count_region_bytes([*views.values(), self.out])
 
     @cached_property
     def _views(self) -> dict[tuple[int, Shape], Operand]:
         return {}
 
-    def view_operand(self, index: int, shape: Shape) -> Operand:
-        """Return an operand as a view with another shape of equal size; raises `NoKernelError` without such a view."""
+    def operand(self, index: int) -> Operand:
+        """Return operand number `index`, which must be present."""
         operand = self.operands[index]
         assert operand is not None
+        return operand
+
+    def place_operand(self, index: int, placement: Placement | None) -> Placement | None:
+        """Return the placement of an operand if the result has a placement; None stands for the whole shape."""
+        if self.starts is None:
+            return placement
+        operand = self.operand(index)
+        return (placement or place_whole(self.shape)).place_inside(self.starts[index], operand.shape)
+
+    def view_operand(self, index: int, shape: Shape) -> Operand:
+        """Return an operand as a view with another shape of equal size; raises `NoKernelError` without such a view."""
+        operand = self.operand(index)
         if (index, shape) not in self._views:
             self._views[index, shape] = reshape_repeated_operand(operand, self.shape, shape)
         return self._views[index, shape]
@@ -100,7 +127,9 @@ class ExpressionGroup:
         expression: the composed expression; its results are listed.
         attributes: the float attributes of the composed expression, ``position.name``.
         shape: the shape over which the expression is evaluated.
-        operands: the operands as views with this shape; repeated axes have stride 0.
+        operands: the operands as views with this shape; repeated axes have stride 0. Of an operand that is read in a
+            box, only the elements of the box.
+        boxes: the parts of the shape in which operands are read.
         results: the results that are written, as views with this shape, or with one column for a number per row.
         saved_bytes: the bytes that single kernels would move in addition.
     """
@@ -112,6 +141,7 @@ class ExpressionGroup:
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     saved_bytes: int = 0
+    boxes: tuple[Box, ...] = ()
 
     @property
     def size(self) -> int:
@@ -126,7 +156,7 @@ class ExpressionGroup:
 
 @dataclass
 class GroupComposition:
-    """The composition of a group over one shape: its steps, its operands, and the step of each instruction.
+    """The composition of a group over one shape: its steps, its operands, and the step of each placed instruction.
 
     `compose_instructions` makes one. Another instruction adds its steps to the present ones (`join`).
     """
@@ -136,7 +166,9 @@ class GroupComposition:
     steps: dict[Step, int] = field(default_factory=dict)
     attributes: dict[str, float] = field(default_factory=dict)
     operands: list[Operand] = field(default_factory=list)
-    step_by_number: dict[int, int] = field(default_factory=dict)
+    boxes: list[Box] = field(default_factory=list)
+    inside_steps: list[tuple[int, ...]] = field(default_factory=list)
+    step_by_number: dict[tuple[int, Placement | None], int] = field(default_factory=dict)
     numbers_per_row: set[int] = field(default_factory=set)
     result_views: dict[tuple[int, bool], Operand] = field(default_factory=dict)
 
@@ -152,6 +184,8 @@ class GroupComposition:
             self.steps.copy(),
             self.attributes.copy(),
             self.operands.copy(),
+            self.boxes.copy(),
+            self.inside_steps.copy(),
             self.step_by_number.copy(),
             self.numbers_per_row.copy(),
             self.result_views.copy(),
@@ -169,7 +203,7 @@ class GroupComposition:
         return [n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys()]
 
     def _build_group(self, stored: Sequence[int]) -> ExpressionGroup:
-        expression = Expression(tuple(self.steps), listed_results=tuple(self.step_by_number[n] for n in stored))
+        expression = Expression(tuple(self.steps), listed_results=tuple(self.step_by_number[n, None] for n in stored))
         results = tuple(self._view_result(n, expression) for n in stored)
         require_supported(
             len(self.operands) + len(results) <= MAX_GROUP_OPERANDS and len(self.steps) <= MAX_GROUP_STEPS,
@@ -177,12 +211,17 @@ class GroupComposition:
         )
         for position, result in enumerate(results):
             require_supported(
-                all(not o.region.overlaps(result.region) or has_same_elements(o, result) for o in self.operands)
+                all(
+                    not o.region.overlaps(result.region) or (o.shape == self.shape and has_same_elements(o, result))
+                    for o in self.operands
+                )
                 and not any(other.region.overlaps(result.region) for other in results[:position]),
                 "a result lies where something is still read",
             )
         numbers = tuple(sorted(self.calls))
-        return ExpressionGroup(numbers, expression, self.attributes, self.shape, tuple(self.operands), results)
+        return ExpressionGroup(
+            numbers, expression, self.attributes, self.shape, tuple(self.operands), results, boxes=tuple(self.boxes)
+        )
 
     def build_group_for_any_order(self) -> ExpressionGroup:
         """Return the group; it is the same for each valid order of the program."""
@@ -208,16 +247,26 @@ class GroupComposition:
             producers[number] = direct.union(*(producers[n] for n in direct))
         return producers
 
-    def add_with_producers(self, number: int) -> None:
-        """Add the steps of the producers of an instruction, then its own; steps that exist are shared."""
-        if number in self.step_by_number:
+    def add_with_producers(self, number: int, placement: Placement | None = None) -> None:
+        """Add the steps of the producers of an instruction, then its own; steps that exist are shared.
+
+        With a placement, the result of the instruction is read in this place only.
+        """
+        if (number, placement) in self.step_by_number:
             return
         call = self.calls[number]
         expression = call.expression
         if call.why_it_cannot_join is not None:
             raise NoKernelError(call.why_it_cannot_join)
-        is_per_row = self._is_number_per_row(call)
-        steps = [self._add_operand(number, call, int(s.value)) for s in expression.steps if s.function == "operand"]
+        is_per_row = placement is None and self._is_number_per_row(call)
+        require_supported(
+            placement is None or not expression.depends_on_row_reduction_or_length, "a part of a row is read"
+        )
+        steps = [
+            self._add_operand(number, call, int(s.value), placement)
+            for s in expression.steps
+            if s.function == "operand"
+        ]
         position, added, inner = len(self.step_by_number), list[int](), iter(steps)
         for function, sources, value in expression.steps:
             if function == "operand":
@@ -227,10 +276,13 @@ class GroupComposition:
                 name = f"{position}.{value}"
                 self.attributes[name] = float(float_attribute(call.attributes, str(value)))
                 step = Step(function, (), name)
+            elif function == "inside":
+                added.append(self._add_box(call.place_operand(int(value), placement)))
+                continue
             else:
                 step = Step(function, tuple(added[s] for s in sources), value)
             added.append(self.steps.setdefault(step, len(self.steps)))
-        self.step_by_number[number] = added[-1]
+        self.step_by_number[number, placement] = added[-1]
         if is_per_row or expression.reduces_row:
             self.numbers_per_row.add(number)
 
@@ -253,35 +305,71 @@ class GroupComposition:
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
 
-    def _add_operand(self, number: int, call: TracedInstruction, index: int) -> int:
+    def _add_box(self, placement: Placement | None) -> int:
+        """Return the step that is true in the box of a placement."""
+        assert placement is not None
+        box = reshape_box(placement.shape, placement.box, self.shape)
+        self.boxes += [] if box in self.boxes else [box]
+        return self.steps.setdefault(Step("inside", (), self.boxes.index(box)), len(self.steps))
+
+    def _add_operand(self, number: int, call: TracedInstruction, index: int, placement: Placement | None) -> int:
         """Return the step of an operand: the result of an earlier instruction, or an operand of the group."""
-        operand, maker = call.operands[index], call.producers[index]
-        assert operand is not None
+        operand, maker = call.operand(index), call.producers[index]
+        place = call.place_operand(index, placement)
         if maker in self.calls:
             assert maker is not None
-            self.add_with_producers(maker)
-            self._require_whole_value(maker, call, operand)
-            return self.step_by_number[maker]
+            self.add_with_producers(maker, place)
+            self._require_whole_value(maker, call, operand, place)
+            return self.step_by_number[maker, place]
         region = operand.region
         require_supported(
             not any(c.out.region.overlaps(region) for n, c in self.calls.items() if n < number),
             "something else lies there",
         )
         require_supported(operand.is_float, "an operand is not float32")
-        require_supported(call.size == self.size, "an operand has one number per row")
-        view = call.view_operand(index, self.shape)
-        known = (n for n, o in enumerate(self.operands) if (o.address, o.strides) == (view.address, view.strides))
-        position = next(known, len(self.operands))
-        self.operands += [view] if position == len(self.operands) else []
-        return self.steps.setdefault(Step("operand", (), position), len(self.steps))
+        if place is not None:
+            return self._add_placed_operand(call, operand, place)
+        is_per_row = call.size != self.size
+        view = call.view_operand(index, (*self.shape[:-1], 1) if is_per_row else self.shape)
+        view = with_axes(view, self.shape, (*view.strides[:-1], 0)) if is_per_row else view
+        return self._add_read("row_operand" if is_per_row else "operand", (), view)
 
-    def _require_whole_value(self, maker: int, call: TracedInstruction, operand: Operand) -> None:
+    def _add_placed_operand(self, call: TracedInstruction, operand: Operand, place: Placement) -> int:
+        """Return the step of an operand that is read in the box of its placement."""
+        strides = compute_broadcast_strides(operand, operand.shape if call.starts else call.shape)
+        require_supported(len(strides) == len(place.shape), "a placed operand has other axes")
+        own = find_strides_of_reshape(place.shape, strides, self.shape)
+        if own is None:
+            raise NoKernelError("an operand has no view with the shape of the group")
+        box = reshape_box(place.shape, place.box, self.shape)
+        view = with_axes(place.slice_operand(operand, strides), tuple(high - low for low, high in box), own)
+        inside = () if is_whole(box, self.shape) else (self._add_box(place),)
+        return self._add_read("operand", inside, view)
+
+    def _add_read(self, function: str, inside: tuple[int, ...], view: Operand) -> int:
+        """Return the step that reads a view of memory."""
+        keys = [(o.address, o.strides, i) for o, i in zip(self.operands, self.inside_steps, strict=True)]
+        key = view.address, view.strides, inside
+        if key not in keys:
+            keys.append(key)
+            self.operands.append(view)
+            self.inside_steps.append(inside)
+        position = keys.index(key)
+        return self.steps.setdefault(Step(function, inside, position), len(self.steps))
+
+    def _require_whole_value(
+        self, maker: int, call: TracedInstruction, operand: Operand, place: Placement | None
+    ) -> None:
         """Require that an operand has each element, or each number per row, of an earlier result in its place."""
         out = self.calls[maker].out
         require_supported(
             operand is out or (operand.region == out.region and operand.is_dense and operand.size == out.size),
             "a part of a result is read",
         )
+        if place is not None:
+            has_same_axes = operand.shape == out.shape == self.calls[maker].shape
+            require_supported(has_same_axes and (call.starts or call.shape == out.shape), "a part is reshaped")
+            return
         if maker not in self.numbers_per_row or call.size != self.size:
             require_supported(operand.size == call.size, "a result is repeated")
             return
@@ -294,13 +382,13 @@ class GroupComposition:
         """Return a written result as a view of the shape of the group."""
         is_per_row = (
             expression.depends_on_row_reduction_or_length
-            and self.step_by_number[number] in expression.steps_with_one_number_per_row
+            and self.step_by_number[number, None] in expression.steps_with_one_number_per_row
         )
         require_supported(is_per_row == (number in self.numbers_per_row), "a number of the row is repeated")
         if (number, is_per_row) not in self.result_views:
             shape = (*self.shape[:-1], 1) if is_per_row else self.shape
             out = self.calls[number].out
-            self.result_views[number, is_per_row] = view_with_strides(out, shape, contiguous_strides(shape))
+            self.result_views[number, is_per_row] = with_axes(out, shape, contiguous_strides(shape))
         return self.result_views[number, is_per_row]
 
 
@@ -331,7 +419,7 @@ def _compose_over_any_shape(
                 composition = smaller.copy_for(calls)
             else:
                 composition = GroupComposition(calls, shape)
-            for number in numbers[-1:] if is_last_added else numbers:
+            for number in numbers[-1:] if is_last_added else sorted(composition._result_numbers):
                 composition.add_with_producers(number)
             require_supported(composition.group.operands, "nothing is read")
         except NoKernelError as why:
@@ -344,52 +432,3 @@ def _compose_over_any_shape(
 def count_region_bytes(operands: Sequence[Operand]) -> int:
     """Return the sum of the bytes from the first to the last of each operand."""
     return sum(o.region.high - o.region.low for o in operands)
-
-
-def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
-    """Return an operand that is repeated to `own_shape` as a view with another shape of equal size.
-
-    Raises:
-        NoKernelError: no strides describe this view.
-    """
-    is_repeated_whole = len(operand.shape) <= len(own_shape) and all(
-        n in (1, m) for n, m in zip(reversed(operand.shape), reversed(own_shape), strict=False)
-    )
-    require_supported(is_repeated_whole, "an operand is repeated as tiles")
-    strides = find_strides_of_reshape(own_shape, compute_broadcast_strides(operand, own_shape), shape)
-    if strides is None:
-        raise NoKernelError("an operand has no view with the shape of the group")
-    return view_with_strides(operand, shape, strides)
-
-
-def view_with_strides(operand: Operand, shape: Shape, strides: Shape) -> Operand:
-    """Return the memory of an operand with another shape."""
-    if (shape, strides) == (operand.shape, operand.strides):
-        return operand
-    return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
-
-
-def find_strides_of_reshape(own_shape: Shape, own_strides: Sequence[int], shape: Shape) -> Shape | None:
-    """Return the strides of a view of `own_shape` after a reshape to `shape` of equal size; None without such a view.
-
-    Axes of size 1 have stride 0.
-    """
-    axes: list[tuple[int, int]] = []
-    for size, stride in zip(own_shape, own_strides, strict=True):
-        if size != 1 and axes and axes[-1][1] == size * stride:
-            axes[-1] = axes[-1][0] * size, stride
-        elif size != 1:
-            axes.append((size, stride))
-    strides: list[int] = []
-    left, step = axes.pop() if axes else (1, 0)
-    for size in reversed(shape):
-        if size == 1:
-            strides.append(0)
-            continue
-        if left == 1 and axes:
-            left, step = axes.pop()
-        if left % size:
-            return None
-        strides.append(step)
-        left, step = left // size, step * size
-    return tuple(reversed(strides))

@@ -13,14 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .dataflow import Dataflow, has_same_elements
-from .expression_groups import (
-    ExpressionGroup,
-    Shape,
-    TracedInstruction,
-    compose_instructions,
-    find_strides_of_reshape,
-    view_with_strides,
-)
+from .expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
+from .operand_views import Shape, find_strides_of_reshape, with_axes
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
 MAX_HOOKS = 4
@@ -186,6 +180,7 @@ def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHoo
     """
     length = group.shape[-1] if group.shape else 1
     require_supported(group.size == rows * columns and columns > 1 and length > 1, "it has another size")
+    require_supported(not group.boxes, "an operand has elements in a part of it only")
     if not group.expression.depends_on_row_reduction_or_length:
         views = _view_as_blocks(group, (rows, 1, columns))
         if views is not None:
@@ -204,13 +199,13 @@ def _view_as_blocks(group: ExpressionGroup, shape: Shape) -> tuple[tuple[Operand
         strides = find_strides_of_reshape(group.shape, operand.strides, shape)
         if strides is None or strides[-1] not in (0, 1):
             return None
-        operands.append(view_with_strides(operand, shape, strides))
+        operands.append(with_axes(operand, shape, strides))
     for result in group.results:
         own = shape if result.shape == group.shape else (*shape[:-1], 1)
         strides = find_strides_of_reshape(result.shape, result.strides, own)
         if strides is None or math.prod(own) != result.size:
             return None
-        results.append(view_with_strides(result, own, strides))
+        results.append(with_axes(result, own, strides))
     return tuple(operands), tuple(results)
 
 

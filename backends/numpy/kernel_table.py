@@ -32,7 +32,7 @@ def find_or_make_binding(op: str) -> Binding:
     if own := BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy"):
         return own
     declared = REGISTRY[op]
-    if declared.expression:
+    if declared.expression and not declared.expression.place:
         return make_expression_binding(declared.expression)
     return make_float32_reference_binding(declared)
 

@@ -15,8 +15,13 @@ from ...graph.validation import format_value
 from .numpy_functions import NUMPY_FUNCTIONS
 from .scalar import ROW_FUNCTIONS, Scalar
 
-LEAVES = ("operand", "attribute", "constant", "row_count")
-"""Functions of steps without sources."""
+LEAVES = ("operand", "row_operand", "attribute", "constant", "row_count", "inside")
+"""Functions of steps without sources.
+
+Groups of several ops have ``row_operand``: an operand with one number per row. They number boxes, the parts of their
+shape in which ``inside`` is true, and an ``operand`` that is read in a box has this truth value as its source.
+"""
+OPERAND_FUNCTIONS = frozenset({"operand", "row_operand"})
 
 
 class Step(NamedTuple):
@@ -55,7 +60,7 @@ class Expression:
     @cached_property
     def steps_with_one_number_per_row(self) -> frozenset[int]:
         """The steps with one number for each row, such as a sum of the row; includes `steps_without_operands`."""
-        leaves = ("attribute", "constant", "row_count")
+        leaves = ("row_operand", "attribute", "constant", "row_count")
         return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
 
     def _close_over(self, holds: Callable[[Step], bool]) -> set[int]:
@@ -68,8 +73,8 @@ class Expression:
 
     @cached_property
     def depends_on_row_reduction_or_length(self) -> bool:
-        """Whether an element of the result depends on its whole row, by a reduction or by the number of elements."""
-        return any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in self.steps)
+        """Whether an element of the result depends on its row, by a reduction, a number or the number of elements."""
+        return any(s.function in ROW_FUNCTIONS or s.function in ("row_count", "row_operand") for s in self.steps)
 
     @cached_property
     def reduces_row(self) -> bool:
@@ -197,6 +202,8 @@ def _format_step_and_binding_strength(
     function, sources, value = step
     if function == "operand":
         return operand_names[int(value)], _ATOM
+    if function == "inside":
+        return f"inside({operand_names[int(value)]})", _ATOM
     if function == "constant":
         number = float.fromhex(str(value))
         return f"{number:.12g}", _ATOM if number >= 0 else 3

@@ -19,6 +19,11 @@ from .signature import DimensionRole, Signature, SignatureMismatch
 
 ArrangeOperands: TypeAlias = "Callable[[Sequence[Any], Attrs], Sequence[Any]]"
 """A function from the operands of an op to the operands of its expression; None stands for an absent one."""
+PlaceOperands: TypeAlias = "Callable[[Sequence[tuple[int, ...]], Attrs], Sequence[tuple[int, ...]] | None]"
+"""A function from the shapes of operands and attributes to the index of the result at which each operand begins.
+
+It returns None if the attributes ask for more than a placement.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +35,13 @@ class ScalarLanguageDeclaration:
             Other attributes come as they are, and select between expressions.
         attribute_types: annotations of the attributes by name.
         arrange: function that returns the operands of `build`, or None if the op has the same ones.
+        place: function that returns where operands begin in the result, or None if operands broadcast to it.
     """
 
     build: Callable[..., Scalar]
     attribute_types: Mapping[str, str]
     arrange: ArrangeOperands | None = None
+    place: PlaceOperands | None = None
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -74,6 +81,8 @@ class ScalarLanguageDeclaration:
         Raises:
             SignatureMismatch: the declaration is wrong, or the signature declares another shape.
         """
+        if self.place is not None:
+            return
         first, result = signature.operands[0], signature.results[0]
         if self.arrange is None and len(signature.operands) != len(self.operand_names):
             raise SignatureMismatch(
@@ -110,10 +119,12 @@ class ScalarLanguageDeclaration:
     def require_float_dtypes(self, signature: Signature) -> None:
         """Require that operands and results are floats; a kernel that follows from an expression has no integers.
 
+        Placed operands may be integers, which a backend moves by other kernels.
+
         Raises:
             SignatureMismatch: an operand or a result may have integers.
         """
-        for part in (*signature.operands, *signature.results):
+        for part in () if self.place else (*signature.operands, *signature.results):
             if integers := [dtype for dtype in part.dtypes if dtype.is_integer]:
                 raise SignatureMismatch(f"{part.text} may be {integers[0]}; a Scalar is a float")
 

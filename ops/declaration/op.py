@@ -293,10 +293,8 @@ class Op(Generic[R]):
 
     def count_flops(self, node: Node) -> int:
         """Return the number of floating-point operations of one run of `node`."""
-        if self.is_view:
-            return 0
-        if self.flop_count is None:
-            return node.specs[0].size
+        if self.is_view or self.flop_count is None:
+            return 0 if self.is_view else node.specs[0].size
         sizes = self.resolve_sizes([None if s is None else s.spec for s in node.src], node.attrs)
         return round(
             self.active_fraction(node) * sizes.batch_size * self.flop_count(**sizes.by_name, batch=sizes.batch_size)
@@ -343,18 +341,16 @@ class _OpDecorator:
     def __call__(self, reference: Callable[..., Any]) -> Op[Any]:
         function = inspect.unwrap(reference)
         types, defaults = read_attributes(function)
-        arrange = self.parts.pop("arrange")
-        declared = ScalarLanguageDeclaration(function, types, arrange) if returns_scalar(function) else None
-        view = self.parts.pop("view")
-        as_view = reference if view is True else view or None
+        arrange, element, view = (self.parts.pop(name) for name in ("arrange", "element", "view"))
+        declared = ScalarLanguageDeclaration(function, types, arrange) if returns_scalar(function) else element
         return Op(
             name=reference.__name__.rstrip("_"),
-            reference=declared.make_float64_reference() if declared else reference,
+            reference=declared.make_float64_reference() if declared and not element else reference,
             expression=declared,
             defaults=MappingProxyType(defaults),
             required_attributes=tuple(name for name in types if name not in defaults),
             attribute_types=types,
-            as_view=as_view,
+            as_view=reference if view is True else view or None,
             **self.parts,
         )
 
@@ -389,6 +385,7 @@ def op(
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
     arrange: ArrangeOperands | None = None,
+    element: ScalarLanguageDeclaration | None = None,
 ) -> _OpDecorator:
     """Return a decorator that declares an op: it makes the op of its function.
 
@@ -417,6 +414,7 @@ def op(
         kernels: for an op of another package, its bindings by backend (``numpy``, ``cpu``, ``cuda``), each as
             ``"package.module:name"``.
         arrange: function of operands and attributes that returns the operands of the expression, where these differ.
+        element: declaration of an element of the result from placed operands, in addition to the function.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _OpDecorator(
@@ -447,4 +445,5 @@ def op(
         is_required=is_required,
         kernels=MappingProxyType(dict(kernels)),
         arrange=arrange,
+        element=element,
     )

@@ -9,6 +9,8 @@ Rules, the same for each backend:
 2. A term without operands is a number of the call: it is computed in float64 and rounded once.
 3. `row_sum`, `row_dot` and `row_max` reduce the last axis to a number of the row. The order of sums belongs to the
    backend, and does not depend on threads or on the launch.
+4. An op may place its operands at an index of the result. `is_inside` is true for the elements that an operand has.
+   Elsewhere the operand is no number that a result may depend on.
 
 The language has neither loops nor reads of other elements. An op that needs them keeps a reference function.
 """
@@ -45,7 +47,7 @@ class Scalar:
     @property
     def is_truth(self) -> bool:
         """Whether the node is a truth value, which only `where` reads."""
-        return self.function in COMPARISON_FUNCTIONS
+        return self.function in TRUTH_FUNCTIONS
 
     def __add__(self, other: Number) -> Scalar:
         return _apply("add", self, other)
@@ -99,6 +101,8 @@ class Scalar:
 
 
 COMPARISON_FUNCTIONS = frozenset({"less", "less_equal", "equal", "not_equal"})
+"""Functions that compare two numbers."""
+TRUTH_FUNCTIONS = COMPARISON_FUNCTIONS | {"inside"}
 """Functions that return truth values."""
 ROW_FUNCTIONS = frozenset({"row_sum", "row_dot", "row_max", "row_min", "row_product"})
 """Functions that reduce a row to one number."""
@@ -184,6 +188,12 @@ def where(truth: Scalar, then: Number, otherwise: Number) -> Scalar:
     if not truth.is_truth or any(s.is_truth for s in chosen):
         raise TypeError("where() needs a comparison, such as x > 0, and two numbers")
     return Scalar("where", (truth, *chosen))
+
+
+def is_inside(operand: Scalar) -> Scalar:
+    """Return the truth value whether a placed operand of the op has an element at the index of the result."""
+    assert operand.function == "operand"
+    return Scalar("inside", (), operand.value)
 
 
 def row_count() -> Scalar:

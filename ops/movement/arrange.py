@@ -8,10 +8,13 @@ import numpy as np
 
 from ...graph.attrs import Attrs
 from ...graph.spec import Spec
+from ..declaration import scalar
 from ..declaration.axis_links import AxisLink, link_first_operand_axes_to_result
 from ..declaration.broadcasting import tile_to_shape
+from ..declaration.interpreter import ScalarLanguageDeclaration
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
+from ..declaration.scalar import Scalar
 from ..declaration.shape_rules import first_spec, integers_attribute
 from ..declaration.signature import SignatureMismatch
 
@@ -100,8 +103,17 @@ def _link_unpadded_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ..
     return link_first_operand_axes_to_result({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
 
+def _pad_by_zero(x: Scalar) -> Scalar:
+    return scalar.where(scalar.is_inside(x), x, 0.0)
+
+
+def _place_after_padding(shapes: Sequence[tuple[int, ...]], attrs: Attrs) -> Sequence[tuple[int, ...]] | None:
+    return None if attrs["circular"] else [integers_attribute(attrs, "left")]
+
+
 @op(
     "x[...]: number -> [...]",
+    element=ScalarLanguageDeclaration(_pad_by_zero, {}, place=_place_after_padding),
     linear=("x",),
     infer=_infer_pad,
     links=_link_unpadded_axes,

@@ -9,11 +9,14 @@ import numpy as np
 from ...graph.attrs import Attrs
 from ...graph.dtypes import QUANTISED_DTYPES, STATE_DTYPES
 from ...graph.spec import Spec
+from ..declaration import scalar
 from ..declaration.axis_links import AxisLink
 from ..declaration.broadcasting import repeat_leading_axis_entries
+from ..declaration.interpreter import ScalarLanguageDeclaration
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
-from ..declaration.shape_rules import axis_attribute
+from ..declaration.scalar import Scalar
+from ..declaration.shape_rules import axis_attribute, integer_attribute
 from ..declaration.signature import SignatureMismatch
 from .sharded_tables import require_row_numbers
 
@@ -98,8 +101,19 @@ def _concat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     return first + tuple(AxisLink(1, (i,), (i,), a.shape[axis] if i == axis else 0) for i in range(len(a.shape)))
 
 
+def _select_part(a: Scalar, b: Scalar) -> Scalar:
+    return scalar.where(scalar.is_inside(a), a, b)
+
+
+def _place_one_after_the_other(shapes: Sequence[tuple[int, ...]], attrs: Attrs) -> Sequence[tuple[int, ...]]:
+    first = shapes[0]
+    axis = integer_attribute(attrs, "axis") % len(first)
+    return (0,) * len(first), tuple(n if i == axis else 0 for i, n in enumerate(first))
+
+
 @op(
     "a[~...]: number|written, b[~...]: number|written -> [...]",
+    element=ScalarLanguageDeclaration(_select_part, {}, place=_place_one_after_the_other),
     linear=("a+b",),
     infer=_infer_concat,
     links=_concat_links,

@@ -6,7 +6,7 @@ the other. Second, panels are independent of each other:
 
 1. The body has one dense float32 result, a matrix of rows and columns.
 2. A hook is a generated kernel with one element for each element of this matrix, in the same order. A reduced row lies
-   inside each panel that contains one of its elements.
+   inside each panel that contains one of its elements. No operand has elements in a part of the matrix only.
 3. Memory that a stage writes is read or written by other stages at the same element only, and the body does not read
    it. So an element of a panel depends on the same panel only.
 """
@@ -87,6 +87,8 @@ def _find_row_fault(kernel: FusedExpression, out: Tensor, panel_columns: int) ->
     """Return why an element of a stage may need elements of other panels of the result `out`, or None."""
     if math.prod(kernel.shape) != math.prod(out.shape):
         return "has another number of elements than the body"
+    if kernel.boxes:
+        return "reads an operand in a part of its elements only"
     length = kernel.shape[-1] if kernel.shape else 1
     has_rows = any(function.startswith(REDUCTION_PREFIX) for function, _, _ in kernel.steps)
     has_numbers_per_row = any(tensor.shape != kernel.shape for _, tensor in kernel.results)

@@ -40,7 +40,7 @@ def test_the_kernels_of_each_fixture_have_the_bits_of_their_ops(name: str):
 def test_a_kernel_that_rounds_less_often_is_found(monkeypatch: pytest.MonkeyPatch):
     right = elementwise.make_expression_kernel
 
-    def round_once(expression: Expression, is_single: tuple[bool, ...]):
+    def round_once(expression: Expression, *strides: tuple[bool, ...]):
         """The kernel of a composed expression, in which each sum of a product is one rounding."""
         steps = list(expression.steps)
         for number, step in enumerate(steps if expression.listed_results else ()):
@@ -48,7 +48,7 @@ def test_a_kernel_that_rounds_less_often_is_found(monkeypatch: pytest.MonkeyPatc
                 steps[number] = step._replace(
                     function="fma", sources=(*steps[step.sources[0]].sources, step.sources[1])
                 )
-        return right(Expression(tuple(steps), listed_results=expression.listed_results), is_single)
+        return right(Expression(tuple(steps), listed_results=expression.listed_results), *strides)
 
     monkeypatch.setattr(elementwise, "make_expression_kernel", round_once)
     results = list(check_fused_kernels(take_graphs(60), *find_device("cpu")))

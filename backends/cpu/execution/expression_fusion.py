@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 from ....ops.declaration.expression import Expression
+from ....ops.declaration.interpreter import ScalarLanguageDeclaration
 from ....ops.registry import REGISTRY
 from ...capabilities import FusedExpression
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup, TracedInstruction
 from ...fusion.grouping import GroupingRules, find_expression_groups
+from ...fusion.operands import BoundInstruction
 from ...kernel_tables import find_op_package_binding
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.gated_units import GATED
 from ..kernels.matmul.packed_matmul import find_result_read_forms
-from ..kernels.vector.elementwise import add_row_step, make_expression_row_kernel, make_loop_args_of_results
+from ..kernels.vector.elementwise import bind_declared_op
 from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
+from ..kernels.vector.group_kernels import add_traced_step, has_group_kernel
 from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
 from ..steps.step_table import StepTableBuilder
 
@@ -28,7 +32,7 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(trace_instruction, flow), _has_kernel, count_expression_steps_per_element)
+    rules = GroupingRules(partial(trace_instruction, flow), has_group_kernel, count_expression_steps_per_element)
     return find_expression_groups(flow, rules)
 
 
@@ -42,6 +46,7 @@ def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
         tuple(o.tensor for o in group.operands),
         tuple(zip(group.expression.results, (o.tensor for o in group.results), strict=True)),
         group.saved_bytes,
+        group.boxes,
     )
 
 
@@ -68,33 +73,41 @@ def trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
         return None
     if declared.arrange and (call.op in BINDINGS or any(o is not None for o in call.src[1:])):
         return None
-    if call.op in BINDINGS and (
-        call.op not in GATED or find_result_read_forms(StepTableBuilder(1), call).quantised_tensors
+    if (
+        call.op in BINDINGS
+        and declared.place is None
+        and (call.op not in GATED or find_result_read_forms(StepTableBuilder(1), call).quantised_tensors)
     ):
         return None
+    producers = [None if o is None else flow.find_last_writer(o.region, number) for o in call.src]
+    readers = flow.find_readers(number)
+    return _trace_call(declared, call, producers, None if readers is None else frozenset(readers))
+
+
+def _trace_call(
+    declared: ScalarLanguageDeclaration,
+    call: BoundInstruction,
+    producers: Sequence[int | None],
+    readers: frozenset[int] | None,
+) -> TracedInstruction | None:
+    """Trace a call of a declared op. Return None without code for each of its functions."""
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
+    starts = declared.place and declared.place([o.shape for o in operands if o is not None], call.attrs)
+    if declared.place is not None and starts is None:
+        return None
     expression = declared.trace([o is not None for o in operands], call.attrs)
     if not has_lane_code_for_all_functions(expression) or (
         expression.depends_on_row_reduction_or_length and not (operands[0] and operands[0].shape)
     ):
         return None
-    producers = [None if o is None else flow.find_last_writer(o.region, number) for o in operands]
-    readers = flow.find_readers(number)
-    return TracedInstruction(
-        expression, operands, producers, call.attrs, call.out, None if readers is None else frozenset(readers)
-    )
+    producers = [*producers, *[None] * (len(operands) - len(producers))]
+    return TracedInstruction(expression, operands, producers, call.attrs, call.out, readers, starts)
 
 
-def _has_kernel(group: ExpressionGroup) -> bool:
-    has_rows = group.expression.depends_on_row_reduction_or_length
-    if has_rows and not (group.operands and group.shape):
-        return False
-    return make_loop_args_of_results(group.shape if has_rows else None, group.operands, group.results) is not None
-
-
-def add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
-    """Add the step of the generated kernel of a group."""
-    row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
-    assert row_kernel is not None
-    added = add_row_step(steps, row_kernel, group.operands, group.results)
-    assert added, "the group was chosen because its kernel fits"
+def bind_op_alone(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the step of a declared op that is in no group. Return False if no kernel can compute it."""
+    declared = REGISTRY[call.op].expression
+    if declared is None or declared.place is None:
+        return bind_declared_op(steps, call)
+    traced = _trace_call(declared, call, [None] * len(call.src), None)
+    return traced is not None and add_traced_step(steps, traced)

@@ -22,12 +22,13 @@ from ..kernels.matmul.packed_matmul import has_matmul_kernel, make_packed_matmul
 from ..kernels.matmul.tile_loops import GROUP_ROWS, MIN_EVENLY_SHARED_ROWS, PAIR_ROWS, is_matmul_shared_by_threads
 from ..kernels.packed.activation_quantisation import TERMS_BY_KIND, ResultReadForms
 from ..kernels.packed.format_table import BLOCK_COLUMNS, FORMATS
-from ..kernels.vector.elementwise import make_expression_row_kernel, make_row_thread_work_and_strides
+from ..kernels.vector.elementwise import make_row_thread_work_and_strides
 from ..kernels.vector.expression_kernels import make_expression_kernel
+from ..kernels.vector.group_kernels import add_group_step, make_group_row_kernel
 from ..steps.column_split import find_continued_column_split
 from ..steps.panel_hooks import StepHook, make_hook_words
 from ..steps.step_table import FusedBinding, StepTableBuilder, ThreadWork
-from .expression_fusion import add_group_step, trace_instruction
+from .expression_fusion import trace_instruction
 
 
 def choose_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup]) -> list[HookedBody]:
@@ -80,8 +81,9 @@ def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook
         hook: The hook, which reads a result of the group as a matrix.
         blocks: The number of blocks in a row of the matrix.
     """
-    row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
-    assert row_kernel is not None
+    if group.boxes or any(operand.shape != group.shape for operand in group.operands):
+        return False
+    row_kernel = make_group_row_kernel(group)
 
     def make_work(
         first: int, last: int, operands: Sequence[Operand], results: Sequence[Operand]
@@ -92,7 +94,8 @@ def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook
         if whole is None:
             return None
         work, strides = whole
-        kernel = make_expression_kernel(group.expression, tuple(stride == 0 for stride in strides), "hooked")
+        is_strided = tuple(stride not in (0, 4) for stride in strides)
+        kernel = make_expression_kernel(group.expression, tuple(s == 0 for s in strides), is_strided, "hooked")
         words = [*work.words, first // shape[-1], blocks, *make_hook_words([hook])]
         read, written = hook.slice_columns(first, last)
         return kernel, ThreadWork(words, [*operands, *read], [*results, *written])
@@ -183,13 +186,11 @@ def find_quantised_reads(steps: StepTableBuilder, call: BoundInstruction, column
 def _make_step_hook(hook: PanelHook) -> StepHook:
     """Make the hook of a step: the kernel for panels, and its argument words."""
     group, (rows, blocks, columns) = hook.group, hook.shape
-    row_kernel = make_expression_row_kernel(group.expression, group.operands, group.attributes)
-    assert row_kernel is not None
     words = [columns, 1, rows, blocks]
     for operand in (*hook.operands, *hook.results):
         row, block, column = (4 * stride for stride in operand.strides)
         words += [operand.address, 0, row, block, column]
     is_single = tuple(operand.strides[-1] == 0 for operand in hook.operands)
     panels = "blocks" if hook.has_whole_blocks else "columns"
-    kernel = make_expression_kernel(group.expression, is_single, panels)
-    return StepHook(kernel, [*words, *row_kernel.words], hook.panel_columns, hook.slice_columns)
+    kernel = make_expression_kernel(group.expression, is_single, panels=panels)
+    return StepHook(kernel, [*words, *make_group_row_kernel(group).words], hook.panel_columns, hook.slice_columns)

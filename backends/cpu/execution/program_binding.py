@@ -22,9 +22,8 @@ from ...kernel_sources import read_source_location_and_text
 from ...kernel_tables import find_op_package_binding
 from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
-from ..kernels.vector.elementwise import bind_declared_op
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-from .expression_fusion import choose_expression_groups, describe_expression_group
+from .expression_fusion import bind_op_alone, choose_expression_groups, describe_expression_group
 from .hook_fusion import choose_hooked_bodies, describe_hooked_body, make_group_binding, make_hooked_binding
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
@@ -205,7 +204,7 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
     bind: InstructionBinder | None = BINDINGS.get(call.op) or find_op_package_binding(call.op, "cpu")
-    return bind(steps, call) if bind is not None else call.op in REGISTRY and bind_declared_op(steps, call)
+    return (bind is not None and bind(steps, call)) or (call.op in REGISTRY and bind_op_alone(steps, call))
 
 
 def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:

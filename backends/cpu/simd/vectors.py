@@ -186,7 +186,11 @@ def load_16_i8_as_i32(b, address):
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
 def load_first_lanes(b, address, count):
     """Load the first `count` float32 lanes; other lanes are 0, and their memory is not accessed."""
-    mask = emit_first_lanes_mask(b, count)
+    return emit_masked_load(b, address, emit_first_lanes_mask(b, count))
+
+
+def emit_masked_load(b: Any, address: Any, mask: Any) -> Any:
+    """Load the float32 lanes of a mask; other lanes are 0, and their memory is not accessed."""
     where = _pointer(b, address, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
 
@@ -201,11 +205,20 @@ def load_first_lanes_or(b, address, count, otherwise):
 @intrinsic(FLOATS, ADDRESS, INTS)
 def gather_lanes(b, address, byte_offsets):
     """Load 16 float32 from separate addresses: `address` plus the byte offset of each lane."""
-    wide = ir.VectorType(_i64, LANES)
-    addresses = b.add(_splat(b, address, wide), b.sext(byte_offsets, wide))
-    at = b.inttoptr(addresses, ir.VectorType(_f32.as_pointer(), LANES))
     every = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
-    return _call(b, "llvm.masked.gather.v16f32.v16p0", _F, at, ir.Constant(_i32, 4), every, _const(_F, 0.0))
+    return emit_masked_gather(b, address, b.sext(byte_offsets, ir.VectorType(_i64, LANES)), every)
+
+
+def emit_splat_address(b: Any, value: Any) -> Any:
+    """Repeat an address-sized integer in 16 lanes."""
+    return _splat(b, value, ir.VectorType(_i64, LANES))
+
+
+def emit_masked_gather(b: Any, address: Any, byte_offsets: Any, mask: Any) -> Any:
+    """Load the float32 lanes of a mask from `address` plus the 64-bit offset of each lane; other lanes are 0."""
+    addresses = b.add(emit_splat_address(b, address), byte_offsets)
+    at = b.inttoptr(addresses, ir.VectorType(_f32.as_pointer(), LANES))
+    return _call(b, "llvm.masked.gather.v16f32.v16p0", _F, at, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
 
 
 @intrinsic(INTS, ADDRESS, ADDRESS)

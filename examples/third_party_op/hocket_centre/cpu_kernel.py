@@ -6,12 +6,11 @@ import numpy as np
 
 from hocket.backends.cpu.compilation.compiler import kernel
 from hocket.backends.cpu.kernels.vector.elementwise import (
-    ELEMENT_STRIDE_WORDS,
     load_lanes,
     make_row_args,
-    make_row_loop_args,
     store_lanes,
 )
+from hocket.backends.cpu.kernels.vector.row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 from hocket.backends.cpu.simd.vectors import LANES, add, lane_sum, splat, sub, zeros
 from hocket.backends.cpu.steps.partition import compute_thread_range
 from hocket.backends.cpu.steps.step_table import StepTableBuilder

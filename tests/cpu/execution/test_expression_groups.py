@@ -11,7 +11,9 @@ import hocket
 from hocket import ops
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import program_binding
-from hocket.backends.fusion.expression_groups import GroupComposition, find_strides_of_reshape
+from hocket.backends.fusion.expression_groups import GroupComposition
+from hocket.backends.fusion.operand_views import find_strides_of_reshape, reshape_box
+from hocket.backends.fusion.operands import NoKernelError
 from hocket.conformance.cases.random_graphs import make_random_graph_and_weights
 from hocket.ops import REGISTRY, op
 from hocket.ops.declaration import scalar
@@ -20,6 +22,7 @@ from hocket.ops.declaration.scalar import Scalar
 from ...given.arrays import assert_equal_bits
 
 ROWS, COLUMNS = 5, 40
+RNG = np.random.default_rng(0)
 
 
 def make_program(graph: hocket.Graph, threads: int = 1):
@@ -73,6 +76,88 @@ def test_numbers_of_a_row_are_values_of_the_kernel():
     assert list_fused_ops(graph) == ["abs sum_rows scale sqrt div"]
 
 
+@pytest.mark.parametrize("columns", [1, 5, 40])
+def test_a_number_per_row_from_outside_joins_and_keeps_all_bits(columns: int, monkeypatch: pytest.MonkeyPatch):
+    rows, one = x(ROWS, columns), hocket.weight("one", (1,))
+    inverse = ops.div(hocket.weight("top", (ROWS, 1)), ops.sqrt(ops.add(ops.sum_rows(ops.sqr(rows)), one)))
+    graph = hocket.Graph({"y": ops.mul(rows, inverse), "inverse": inverse})
+    if columns > 1:
+        assert list_fused_ops(graph) == ["sqr sum_rows add sqrt div mul"]
+    weights = {"one": np.ones(1, np.float32), "top": np.arange(ROWS, dtype=np.float32)[:, None]}
+    fused = run(graph, weights, threads=2)
+    monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
+    for name, expected in run(graph, weights, threads=1).items():
+        assert_equal_bits(fused[name], expected)
+
+
+def make_placed_graphs() -> dict[str, tuple[hocket.Graph, list[str]]]:
+    """Graphs with concatenations and padding, and the ops of their kernels."""
+    heads = x(2, 3, ROWS, 16)
+    low, high = (ops.slice_(heads, axis=-1, start=s, stop=s + 8) for s in (0, 8))
+    rotated = ops.concat(ops.neg(high), low, axis=-1)
+    cos, sin = (hocket.weight(n, (ROWS, 16)) for n in ("cos", "sin"))
+    nested = ops.concat(
+        ops.concat(x(3, 2, 4, 6), ops.abs(x(3, 1, 4, 6, name="r")), axis=1), x(3, 3, 4, 6, name="z"), axis=1
+    )
+    padded = ops.pad(ops.neg(x(ROWS, 7)), left=(1, 2), right=(0, 30))
+    rows = x()
+    rolled = ops.concat(ops.slice_(rows, axis=0, start=3, stop=ROWS), ops.slice_(rows, axis=0, start=0, stop=3), axis=0)
+    across = ops.concat(ops.permute(x(6, 4), axes=(1, 0)), ops.permute(x(20, 4, name="r"), axes=(1, 0)), axis=1)
+    return {
+        "rotary": (
+            hocket.Graph({"y": ops.add(ops.mul(heads, cos), ops.mul(rotated, sin))}),
+            ["mul neg concat mul add"],
+        ),
+        "nested": (
+            hocket.Graph({"y": ops.relu(ops.reshape(nested, shape=(18, 24)))}),
+            ["abs concat concat relu"],
+        ),
+        "padding": (hocket.Graph({"y": ops.exp(padded)}), ["neg pad exp"]),
+        "norm": (hocket.Graph({"y": ops.rms_norm(ops.pad(x(), left=(0, 3), right=(2, 1)))}), ["pad rms_norm"]),
+        "roll": (hocket.Graph({"y": ops.sub(rows, rolled)}), ["concat sub"]),
+        "strided": (hocket.Graph({"y": ops.mul(across, across)}), ["concat mul"]),
+        "two readers": (hocket.Graph({"y": ops.exp(rotated), "z": ops.neg(rotated)}), ["neg concat exp neg"]),
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["rotary", "nested", "padding", "norm", "roll", "strided", "two readers"])
+def test_placed_operands_join_and_keep_all_bits(name: str, threads: int, monkeypatch: pytest.MonkeyPatch):
+    graph, fused_ops = make_placed_graphs()[name]
+    assert list_fused_ops(graph) == fused_ops
+    weights = {v.node.name: RNG.standard_normal(v.shape).astype(np.float32) for v in graph.weights}
+    fused = run(graph, weights, threads)
+    monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
+    for output, expected in run(graph, weights, threads=1).items():
+        assert_equal_bits(fused[output], expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "box", "shape", "expected"),
+    [
+        ((2, 3, 4), ((0, 2), (1, 3), (0, 4)), (2, 12), ((0, 2), (4, 12))),
+        ((2, 12), ((0, 2), (4, 12)), (2, 3, 4), ((0, 2), (1, 3), (0, 4))),
+        ((2, 3, 4), ((1, 2), (0, 3), (0, 4)), (24,), ((12, 24),)),
+        ((6, 1, 4), ((2, 4), (0, 1), (0, 4)), (3, 2, 4), ((1, 2), (0, 2), (0, 4))),
+        ((2, 3, 4), ((0, 2), (0, 3), (1, 4)), (6, 4), ((0, 6), (1, 4))),
+        ((2, 3, 4), ((0, 2), (1, 3), (0, 4)), (24,), None),
+        ((6, 4), ((1, 4), (0, 4)), (3, 2, 4), None),
+        ((2, 3, 4), ((0, 2), (0, 3), (1, 4)), (2, 12), None),
+    ],
+)
+def test_a_reshaped_box_has_the_same_elements_or_is_refused(own, box, shape, expected):
+    if expected is None:
+        with pytest.raises(NoKernelError):
+            reshape_box(own, box, shape)
+        return
+    assert reshape_box(own, box, shape) == expected
+    inside = np.zeros(own, bool)
+    inside[tuple(slice(*bounds) for bounds in box)] = True
+    reshaped = np.zeros(shape, bool)
+    reshaped[tuple(slice(*bounds) for bounds in expected)] = True
+    assert np.array_equal(inside.reshape(shape), reshaped)
+
+
 def test_views_with_the_same_elements_in_the_same_order_join():
     heads = ops.rms_norm(ops.reshape(x(), shape=(ROWS, 4, COLUMNS // 4)))
     flat = ops.reshape(heads, shape=(ROWS, COLUMNS))
@@ -112,7 +197,8 @@ def test_each_op_of_a_long_chain_is_composed_a_few_times(monkeypatch: pytest.Mon
     added: list[int] = []
     add = GroupComposition.add_with_producers
 
-    def count(composition: GroupComposition, number: int) -> None:
+    def count(composition: GroupComposition, number: int, place: object = None) -> None:
+        assert place is None
         added.append(number)
         add(composition, number)
 

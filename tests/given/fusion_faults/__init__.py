@@ -6,6 +6,7 @@ The faults of `gaps` passed the verifier at first.
 
 from __future__ import annotations
 
+from .boxes import BOX_FAULTS
 from .fault import FusionFault
 from .gaps import GAP_FAULTS
 from .order import ORDER_FAULTS
@@ -18,6 +19,7 @@ FUSION_FAULTS: tuple[FusionFault, ...] = (
     *STEP_FAULTS,
     *ROW_FAULTS,
     *VIEW_FAULTS,
+    *BOX_FAULTS,
     *RESULT_FAULTS,
     *ORDER_FAULTS,
     *GAP_FAULTS,

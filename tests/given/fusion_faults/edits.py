@@ -52,6 +52,11 @@ def set_operand(number: int, group: int = 0, **fields: Any) -> Edit:
     )
 
 
+def set_box(number: int, *bounds: tuple[int, int], group: int = 0) -> Edit:
+    """Change a box."""
+    return _edit_group(group, lambda g: replace(g, boxes=_replace_at(g.boxes, number, bounds)))
+
+
 def swap_operands(one: int, other: int, group: int = 0) -> Edit:
     def swap(g: FusedExpression) -> FusedExpression:
         operands = list(g.operands)

@@ -108,6 +108,12 @@ def _collective() -> Graph:
     return Graph({"y": ops.sub(ops.neg(ops.add(A, answer)), B), "apart": apart})
 
 
+def _concatenation() -> Graph:
+    """A rotation by halves, and a number per row from another kernel."""
+    low, high = (ops.slice_(A, axis=-1, start=s, stop=s + COLUMNS // 2) for s in (0, COLUMNS // 2))
+    return Graph({"y": ops.sub(ops.mul(A, B), ops.mul(ops.concat(ops.neg(high), low, axis=-1), C))})
+
+
 GRAPH_BUILDERS: Mapping[str, Callable[[], Graph]] = {
     "clamped": lambda: Graph({"y": ops.clamp(ops.sub(ops.div(ops.neg(A), B), ops.mul(A, C)), min=-0.7, max=0.9)}),
     "scaled": lambda: Graph({"y": ops.scale(ops.scale(ops.sub(A, B), scale=0.3, bias=0.1), scale=0.7)}),
@@ -120,6 +126,7 @@ GRAPH_BUILDERS: Mapping[str, Callable[[], Graph]] = {
     "mean": _mean,
     "several results": _several_results,
     "views": _views,
+    "concatenation": _concatenation,
     "halves": _halves,
     "reshaped": _reshaped_value,
     "square": lambda: Graph({"y": ops.div(ops.sub(SQUARE, OTHER_SQUARE), ops.exp(OTHER_SQUARE))}),

@@ -12,51 +12,51 @@ VIEW_FAULTS = (
         "the other half of the columns",
         "views",
         "expression: the result at f32[6,128] at 0+12288",
-        set_operand(1, offset=0),
+        set_operand(2, offset=0),
     ),
     fault(
         "a view that begins one element later",
         "views",
         "expression: the result at f32[6,128] at 0+12288",
-        set_operand(1, offset=516),
+        set_operand(2, offset=516),
     ),
     fault(
         "a view that begins before its buffer",
         "views",
         "expression: the result at f32[6,128] at 0+12288",
-        set_operand(1, offset=-512),
+        set_operand(2, offset=-512),
     ),
     fault(
         "a view with dense rows",
         "views",
         "expression: the result at f32[6,128] at 0+12288",
-        set_operand(1, strides=(128, 1)),
+        set_operand(2, strides=(128, 1)),
     ),
     fault(
         "a view of every second column",
         "views",
         "expression: the result at f32[6,128] at 0+12288",
-        set_operand(1, strides=(256, 2)),
+        set_operand(2, strides=(256, 2)),
     ),
     fault(
         "a view in reverse",
         "views",
         "expression: the result at f32[6,128] at 0+12288",
-        set_operand(1, offset=512 + 508, strides=(256, -1)),
+        set_operand(2, offset=512 + 508, strides=(256, -1)),
     ),
     fault(
-        "a view of one row", "views", "expression: the result at f32[6,128] at 0+12288", set_operand(1, strides=(0, 1))
+        "a view of one row", "views", "expression: the result at f32[6,128] at 0+12288", set_operand(2, strides=(0, 1))
     ),
-    fault("a view of another dtype", "views", "operands: an operand is not float32", set_operand(1, dtype=DType.I32)),
+    fault("a view of another dtype", "views", "operands: an operand is not float32", set_operand(2, dtype=DType.I32)),
     fault(
         "a view of bfloat16", "several results", "operands: an operand is not float32", set_operand(1, dtype=DType.BF16)
     ),
-    fault("a view of another shape", "views", "operands: a view has another shape", set_operand(1, shape=(6, 64))),
+    fault("a view of another shape", "views", "operands: a view has another shape", set_operand(2, shape=(6, 64))),
     fault(
         "a view of other rank",
         "views",
         "operands: a view has another shape",
-        set_operand(1, shape=(768,), strides=(1,)),
+        set_operand(2, shape=(768,), strides=(1,)),
     ),
     fault(
         "an operand behind the arena",

@@ -15,14 +15,13 @@ from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
 from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..packed.format_table import BLOCK_COLUMNS
 from ..vector.elementwise import (
-    ELEMENT_STRIDE_WORDS,
     add_expression_step,
     load_lanes,
     make_row_args,
-    make_row_loop_args,
     store_lanes,
 )
 from ..vector.lower_expressions import make_lane_function
+from ..vector.row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 from .packed_matmul import find_result_read_forms
 
 GATED = {

@@ -10,15 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from .....graph.attrs import Attrs
 from .....graph.dtypes import DType
+from .....ops.declaration.expression import Expression, Step, trace
+from .....ops.declaration.scalar import is_inside, where
 from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow
+from ....fusion.expression_groups import ExpressionGroup, TracedInstruction
+from ....fusion.operand_views import Box
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...compilation.compiler import kernel
 from ...compilation.kernel_args import declare_args
@@ -27,8 +32,12 @@ from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..matmul import batched_matmul
 from ..vector.elementwise import add_copy_step, add_fill_step, can_copy, store_lanes
+from ..vector.group_kernels import add_group_step, add_traced_step, has_group_kernel
 
 Offsets = npt.NDArray[np.int32]
+_PADDING = trace(lambda x, value: where(is_inside(x), x, value), (True,), ("value",), ())
+"""An element of a padded image."""
+MAX_POOLING_TAPS = 16
 ARGS = declare_args("x images between count columns windows entries y")
 
 
@@ -80,9 +89,12 @@ class SlidingWindowShape:
         shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
-        is_filled = add_fill_step(steps, self.padding_value, whole)
-        is_copied = add_copy_step(steps, x, inner)
-        assert (is_filled, is_copied) == (True, True), "`_can_read_windows_or_padded_copy` has checked the walk"
+        start = (0, 0, *self.left_padding)
+        padding = TracedInstruction(_PADDING, [x], [None], {"value": self.padding_value}, whole, None, [start])
+        is_padded = add_traced_step(steps, padding) or (
+            add_fill_step(steps, self.padding_value, whole) and add_copy_step(steps, x, inner)
+        )
+        assert is_padded, "`_can_read_windows_or_padded_copy` has checked the walk"
         return whole
 
     def compute_window_start_offsets(self, image: Operand) -> Offsets:
@@ -216,5 +228,61 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
     )
 
 
+def _fuse_max_pooling(flow: Dataflow, number: int) -> FusedBinding:
+    """Fuse an op that copies sliding windows, and the maximum of each window, into one max pooling."""
+    slide, reader = flow.bound_instruction(number), flow.require_sole_reader(number, "reduce")
+    reduction, windows = flow.bound_instruction(reader), SlidingWindowShape.from_attributes(slide.attrs)
+    x, w, read, out = slide.operand(0), slide.out, reduction.operand(0), reduction.out
+    require_supported(
+        reduction.attrs["kind"] == "max" and windows.padding_value == -math.inf and x.is_float and out.is_float,
+        "it is no maximum of floats",
+    )
+    images, count, channels, taps = w.shape
+    require_supported(taps <= MAX_POOLING_TAPS and w.size, "a window has too many elements")
+    require_supported(
+        read.shape == (images, channels, count, taps)
+        and read.strides == tuple(w.strides[axis] for axis in (0, 2, 1, 3))
+        and read.address == w.address
+        and out.is_dense
+        and out.size == images * channels * count,
+        "the maximum reads windows with other axes",
+    )
+    group = _make_max_pooling_group((number, reader), x, out, windows)
+    require_supported(not x.region.overlaps(out.region), "a result lies where something is still read")
+    require_supported(has_group_kernel(group), "no loop over rows reads the image")
+    return FusedBinding((number, reader), partial(add_group_step, group=group))
+
+
+def _make_max_pooling_group(
+    numbers: tuple[int, int], x: Operand, out: Operand, windows: SlidingWindowShape
+) -> ExpressionGroup:
+    """Make the group of a max pooling: the maximum of one placed view of the image for each element of a window."""
+    shape = (*x.shape[:2], *windows.count_windows(windows.compute_padded_sizes(x.shape[2:])))
+    strides = (*x.strides[:2], *(step * s for step, s in zip(x.strides[2:], windows.stride, strict=True)))
+    steps, boxes, operands = [Step("constant", (), (-math.inf).hex())], list[Box](), list[Operand]()
+    for tap in product(*map(range, windows.size)):
+        axes = zip(tap, windows.dilation, windows.left_padding, windows.stride, x.shape[2:], shape[2:], strict=True)
+        box, first, largest = [(0, x.shape[0]), (0, x.shape[1])], [0, 0], len(steps) - 1
+        for at, apart, left, stride, size, count in axes:
+            low, high = max(0, -(-(left - at * apart) // stride)), (size - 1 + left - at * apart) // stride + 1
+            box.append((low, min(high, count)))
+            first.append(low * stride + at * apart - left)
+        if any(low >= high for low, high in box):
+            continue
+        offset = 4 * sum(i * step for i, step in zip(first, x.strides, strict=True))
+        tensor = replace(x.tensor, offset=x.tensor.offset + offset, shape=tuple(e - b for b, e in box), strides=strides)
+        boxes.append(tuple(box))
+        operands.append(replace(x, address=x.address + offset, tensor=tensor))
+        steps += [
+            Step("inside", (), len(boxes) - 1),
+            Step("operand", (len(steps),), len(operands) - 1),
+            Step("where", (len(steps), len(steps) + 1, 0), ""),
+            Step("maximum", (largest, len(steps) + 2), ""),
+        ]
+    result = replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
+    expression = Expression(tuple(steps), listed_results=(len(steps) - 1,))
+    return ExpressionGroup(numbers, expression, {}, shape, tuple(operands), (result,), boxes=tuple(boxes))
+
+
 BINDINGS = {"windows": _bind_copy_of_windows_to_rows}
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_window_copy_and_matmul,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_window_copy_and_matmul, _fuse_max_pooling)}

@@ -1,4 +1,4 @@
-"""Gathered and scattered rows, copies, concatenation and padding."""
+"""Gathered and scattered rows, and concatenations of 16-bit rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 
 from .....graph.dtypes import DType
-from .....ops.declaration.shape_rules import integers_attribute
 from ....fusion.dataflow import Dataflow
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import SavedStateUpdate, match_saved_state_update
@@ -26,7 +25,6 @@ from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import (
     LANE_STORERS,
     add_copy_step,
-    add_fill_step,
     can_copy,
     load_lanes,
     store_lanes,
@@ -323,16 +321,18 @@ def _add_checked_gather_or_scatter_step(
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
-def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the steps of a concatenation, which copy each operand to its part of the result.
+def _bind_concat_of_16_bit_or_no_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the steps of a concatenation with 16-bit rows or an empty operand. Return False for other operands.
 
-    Return False if kernels cannot copy the operands.
+    Other concatenations of float32 follow from their declaration.
     """
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
     pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
-    if not all(can_copy(*pair) or _can_widen_16_bit_rows(*pair) for pair in pairs):
+    if not all(can_copy(*pair) or _can_widen_16_bit_rows(*pair) for pair in pairs) or (
+        len(pairs) == 2 and a.is_float and b.is_float
+    ):
         return False
     for source, target in pairs:
         if can_copy(source, target):
@@ -358,23 +358,5 @@ def _can_widen_16_bit_rows(source: Operand, target: Operand) -> bool:
     return halves and source.has_uniform_row_stride and target.is_float and target.has_uniform_row_stride
 
 
-def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the steps of a padding: fill the result with zeros, then copy x into it.
-
-    Return False if kernels cannot copy x, or for circular padding.
-    """
-    x, out = call.operand(0), call.out
-    if call.attrs["circular"]:
-        return False
-    inner = out
-    for axis, (n, left) in enumerate(zip(x.shape, integers_attribute(call.attrs, "left"), strict=True)):
-        inner = inner.slice_axis(axis, left, n)
-    if not x.tensor.spec.size:
-        return add_fill_step(steps, 0.0, out)
-    if not can_copy(x, inner) or not add_fill_step(steps, 0.0, out):
-        return False
-    return add_copy_step(steps, x, inner)
-
-
-BINDINGS = {"pad": _bind_pad, "get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat}
+BINDINGS = {"get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat_of_16_bit_or_no_rows}
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"get_rows": (_fuse_save_and_set_rows,)}

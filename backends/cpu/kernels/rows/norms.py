@@ -18,12 +18,11 @@ from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, T
 from ..matmul.packed_matmul import find_result_read_forms, make_memory_for_redundant_results
 from ..packed.activation_quantisation import ThreadResultTarget, quantise_row_to_targets
 from ..vector.elementwise import (
-    ELEMENT_STRIDE_WORDS,
     load_lanes,
     make_row_args,
-    make_row_loop_args,
     store_lanes,
 )
+from ..vector.row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 
 FLOAT_ONE = np.float32(1)
 

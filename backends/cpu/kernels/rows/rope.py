@@ -27,13 +27,12 @@ from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range as share_of
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..vector.elementwise import (
-    ELEMENT_STRIDE_WORDS,
     add_copy_step,
     load_lanes,
     make_row_args,
-    make_row_loop_args,
     store_lanes,
 )
+from ..vector.row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 from .norms import compute_rms_norm_factor, compute_sum_of_squares
 
 ANGLE_ARGS = declare_args(

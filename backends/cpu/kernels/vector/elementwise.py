@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,7 +15,8 @@ from .....ops.declaration.expression import Expression, linearise
 from .....ops.declaration.scalar import Scalar
 from .....ops.registry import REGISTRY
 from ....base import contiguous_strides
-from ....fusion.operands import BoundInstruction, Operand, compute_broadcast_strides, float32_bits
+from ....fusion.operand_views import Box, extend_to_shape
+from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import KernelArgs, declare_args
 from ...simd.half_memory import store_first_bf16, store_first_f16
@@ -37,9 +38,7 @@ from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from .expression_kernels import HEADER_WORDS, OPERAND_WORDS, ExpressionKernel, make_expression_kernel
 from .lower_expressions import has_lane_code_for_all_functions
-
-ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
-"""The words of a walk that hold the bytes from element to element of each operand."""
+from .row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 
 
 def make_row_args(operands: str, more: str = "") -> KernelArgs:
@@ -134,56 +133,6 @@ def copy_strided_rows_to_dense(a, thread, threads):
     return 0
 
 
-MAX_ROW_ELEMENTS = 2048
-"""Largest length of the rows into which a longer run is cut, so that threads have rows to share."""
-
-
-def make_row_loop_args(
-    shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
-) -> list[int] | None:
-    """Make the loop arguments of a kernel over rows: row length, row counts, and each operand's address and strides.
-
-    The result is None if a loop over rows and three outer axes cannot express the strides.
-
-    Args:
-        shape: The shape to which operands broadcast.
-        operands: The operands, the result included.
-        whole_rows: Whether a row is the last axis. Otherwise adjacent axes merge if all operands allow it.
-        apart: Whether the elements of a row may be strided.
-    """
-    if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
-        return None  # a repeated operand
-    strides = [compute_broadcast_strides(o, shape) for o in operands]
-    axes = [(n, *steps) for n, *steps in zip(shape, *strides, strict=True) if n != 1]
-    last = [(shape[-1] if shape else 1, *(s[-1] if s else 0 for s in strides))] if whole_rows else []
-    if whole_rows and axes and shape[-1] != 1:
-        axes.pop()
-    merged = [*axes[:1]]
-    for n, *steps in axes[1:]:
-        before = merged[-1]
-        if all(was == n * now for was, now in zip(before[1:], steps, strict=True)):
-            merged[-1] = (before[0] * n, *steps)
-        else:
-            merged.append((n, *steps))
-    if not whole_rows:
-        last = [merged.pop() if merged else (1, *(1 for _ in operands))]
-    (n, *steps) = last[0]
-    if not apart and any(s not in (0, 1) for s in steps) and n > 1:
-        return None
-    if not merged and not whole_rows and n > MAX_ROW_ELEMENTS:
-        row_elements = max(p for p in range(1, MAX_ROW_ELEMENTS + 1) if n % p == 0)
-        merged, n = [(n // row_elements, *(s * row_elements for s in steps))], row_elements
-    if len(merged) > 3:
-        return None
-    while len(merged) < 3:
-        merged.insert(0, (1, *(0 for _ in operands)))
-    walk = [n, *(axis[0] for axis in merged)]
-    for k, operand in enumerate(operands):
-        step = 4 * steps[k] if n > 1 else 4
-        walk += [operand.address, *(4 * axis[k + 1] for axis in merged), step]
-    return walk
-
-
 Strides: TypeAlias = tuple[int, ...]
 """Bytes from element to element of each operand."""
 
@@ -196,11 +145,17 @@ class RowKernel:
         select: function that returns the kernel for the element strides of the operands, 0 or 4 bytes.
         words: the argument words after the loop arguments (`make_row_loop_args`).
         whole_row_shape: the shape of the rows, if the kernel needs whole rows; else None.
+        reads_strided: whether the kernel may read rows with strided elements; several passes are faster on a copy.
+        boxes: the parts of the shape in which operands are read.
+        operand_boxes: the box of each operand that has elements in one of `boxes` only, else None.
     """
 
     select: Callable[[Strides], Kernel]
     words: Sequence[int] = ()
     whole_row_shape: tuple[int, ...] | None = None
+    reads_strided: bool = False
+    boxes: Sequence[Box] = ()
+    operand_boxes: Sequence[Box | None] = ()
 
 
 def add_row_step_after_dense_copies(
@@ -244,7 +199,9 @@ def _add_step_for_previously_split_columns(
     Return False if the operands have no such columns.
     """
     whole_rows, count = row_kernel.whole_row_shape is not None, len(sources)
-    column_split = find_continued_column_split(steps, sources, results[0], whole_rows=whole_rows)
+    column_split = (
+        None if row_kernel.boxes else find_continued_column_split(steps, sources, results[0], whole_rows=whole_rows)
+    )
     if column_split is None:
         return False
     slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, *results)), strict=True)
@@ -318,32 +275,49 @@ def make_row_thread_work_and_strides(
 
     The result is None if operands are empty, or need a copy first.
     """
-    walk = make_loop_args_of_results(row_kernel.whole_row_shape, sources, results)
+    walk = _make_loop_args_of_results(row_kernel, sources, results)
     if walk is None:
         return None
     strides = tuple(walk[ELEMENT_STRIDE_WORDS][: len(sources)])
     return ThreadWork([*walk, *row_kernel.words], sources, results), strides
 
 
-def make_loop_args_of_results(
-    whole_row_shape: tuple[int, ...] | None, sources: Sequence[Operand], results: Sequence[Operand]
+def can_loop_over_rows(row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]) -> bool:
+    """Return whether a kernel can loop over the rows of operands and results, without copies."""
+    return _make_loop_args_of_results(row_kernel, sources, results) is not None
+
+
+def _make_loop_args_of_results(
+    row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> list[int] | None:
     """Make the loop arguments (`make_row_loop_args`) of a kernel that writes dense rows, or one number per row.
 
-    The result is None if operands are empty, or need a copy first. `whole_row_shape` is as in `RowKernel`.
+    The result is None if operands are empty, or need a copy first.
     """
-    operands = [*sources, *results]
-    if not all(o.is_float and o.size for o in operands):
+    if not all(o.is_float and o.size for o in (*sources, *results)):
         return None
+    whole_row_shape, boxes = row_kernel.whole_row_shape, row_kernel.boxes
     shape = whole_row_shape or results[0].shape
-    walk = None if whole_row_shape else make_row_loop_args(shape, operands)
-    walk = walk or make_row_loop_args(shape, operands, whole_rows=True)
+    placed = zip_longest(sources, row_kernel.operand_boxes)
+    operands = [o if box is None else extend_to_shape(o, box, shape) for o, box in placed]
+    operands += results
+    walk = None
+    for apart in (False, True) if row_kernel.reads_strided else (False,):
+        for whole_rows in (False, True) if whole_row_shape is None else (True,):
+            walk = walk or make_row_loop_args(shape, operands, whole_rows=whole_rows, apart=apart, boxes=boxes)
+            if walk is not None and whole_row_shape is None and set(_get_result_strides(walk, sources, results)) != {4}:
+                walk = None
     if walk is None:
         return None
-    for to, out in zip(walk[ELEMENT_STRIDE_WORDS][len(sources) :], results, strict=True):
+    for to, out in zip(_get_result_strides(walk, sources, results), results, strict=True):
         if to != 4 and not (whole_row_shape and out.shape[-1] == 1):
             return None
     return walk
+
+
+def _get_result_strides(walk: Sequence[int], sources: Sequence[Operand], results: Sequence[Operand]) -> Sequence[int]:
+    """Return the bytes from element to element of each result."""
+    return walk[ELEMENT_STRIDE_WORDS][len(sources) : len(sources) + len(results)]
 
 
 def add_expression_step(
@@ -373,9 +347,16 @@ def _select_read_operands(expression: Expression, operands: Sequence[Operand | N
 
 
 def make_expression_row_kernel(
-    expression: Expression, operands: Sequence[Operand | None], attributes: Mapping[str, Attr]
+    expression: Expression,
+    operands: Sequence[Operand | None],
+    attributes: Mapping[str, Attr],
+    shape: tuple[int, ...] | None = None,
+    boxes: Sequence[Box] = (),
 ) -> RowKernel | None:
-    """Make the kernel over rows of an expression; None if it has functions without code, or no rows."""
+    """Make the kernel over rows of an expression; None if it has functions without code, or no rows.
+
+    `shape` is the shape of the rows, which is by default the shape of the first operand. `boxes` are parts of it.
+    """
     plan, sources = ExpressionKernel(expression, ()), _select_read_operands(expression, operands)
     if not has_lane_code_for_all_functions(expression) or (
         expression.depends_on_row_reduction_or_length and (not sources or not sources[0].shape)
@@ -385,9 +366,19 @@ def make_expression_row_kernel(
     words = [float32_bits(numbers[step]) for step in plan.steps_passed_as_words]
 
     def select(strides: Strides) -> Kernel:
-        return make_expression_kernel(expression, tuple(stride == 0 for stride in strides))
+        return make_expression_kernel(
+            expression, tuple(s == 0 for s in strides), tuple(s not in (0, 4) for s in strides)
+        )
 
-    return RowKernel(select, words, sources[0].shape if expression.depends_on_row_reduction_or_length else None)
+    has_rows = expression.depends_on_row_reduction_or_length
+    return RowKernel(
+        select,
+        words,
+        (shape or sources[0].shape) if has_rows else None,
+        sum(map(bool, plan.list_passes())) <= 1,
+        boxes,
+        [None if box is None else boxes[box] for box in plan.operand_boxes],
+    )
 
 
 COPY, FILL = linearise(Scalar("operand", (), 0)), linearise(Scalar("attribute", (), "value"))

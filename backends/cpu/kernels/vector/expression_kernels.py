@@ -21,7 +21,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .....ops.declaration.expression import Expression
+from .....ops.declaration.expression import OPERAND_FUNCTIONS, Expression
 from .....ops.declaration.scalar import COMPARISON_FUNCTIONS, ROW_FUNCTIONS
 from ...compilation.compiler import IrBody, Kernel
 from ...simd import vectors
@@ -32,6 +32,8 @@ HEADER_WORDS = 4
 """Words of a walk (the arguments that iterate over rows) before its operands: row length, three counts of rows."""
 OPERAND_WORDS = 5
 """Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
+BOX_WORDS = 8
+"""Words of a box after the operands: its first and its end index along three axes of rows, and its columns."""
 
 _I64, _F32 = ir.IntType(64), ir.FloatType()
 _LANES_TYPE = ir.VectorType(_F32, LANES)
@@ -57,6 +59,7 @@ class ExpressionKernel:
     Attributes:
         expression: the expression.
         is_single: whether each operand that the expression reads has one element for each row.
+        is_strided: whether the elements of a row of each operand are apart; empty if none is.
         panels: ``"columns"`` for a hook that computes any columns of a matrix row. ``"blocks"`` is a hook with several
             blocks in a matrix row; a block is a row of the kernel. ``"hooked"`` is a kernel over such blocks that calls
             a hook after each matrix row. It is empty for a kernel over rows.
@@ -64,12 +67,25 @@ class ExpressionKernel:
 
     expression: Expression
     is_single: tuple[bool, ...]
+    is_strided: tuple[bool, ...] = ()
     panels: str = ""
 
     @cached_property
     def operand_indices(self) -> tuple[int, ...]:
         """The indices of the operands that the expression reads, ascending; the argument words have this order."""
-        return tuple(sorted(int(s.value) for s in self.expression.steps if s.function == "operand"))
+        return tuple(sorted({int(s.value) for s in self.expression.steps if s.function in OPERAND_FUNCTIONS}))
+
+    @cached_property
+    def box_count(self) -> int:
+        """The number of boxes, in which operands are read."""
+        return 1 + max((int(s.value) for s in self.expression.steps if s.function == "inside"), default=-1)
+
+    @cached_property
+    def operand_boxes(self) -> tuple[int | None, ...]:
+        """For each operand that the expression reads, the number of its box; None without a box."""
+        steps = self.expression.steps
+        boxes = {int(s.value): int(steps[s.sources[0]].value) for s in steps if s.function == "operand" and s.sources}
+        return tuple(boxes.get(index) for index in self.operand_indices)
 
     @cached_property
     def steps_passed_as_words(self) -> tuple[int, ...]:
@@ -84,7 +100,8 @@ class ExpressionKernel:
     def name(self) -> str:
         """The name of the kernel: the functions of the expression, and a digest of everything that changes the code."""
         functions = [s.function for s in self.expression.steps if s.sources]
-        code = self.expression.steps, self.is_single, *self.expression.listed_results
+        strided = self.is_strided if any(self.is_strided) else ()
+        code = self.expression.steps, self.is_single, *self.expression.listed_results, *strided
         digest = hashlib.sha256(repr(code).encode()).hexdigest()[:12]
         return f"{self.panels or 'rows'}.{'.'.join(functions[:8]) or 'copy'}.{digest}"
 
@@ -127,15 +144,18 @@ class ExpressionKernel:
 
 
 @cache
-def make_expression_kernel(expression: Expression, is_single: tuple[bool, ...], panels: str = "") -> Kernel:
+def make_expression_kernel(
+    expression: Expression, is_single: tuple[bool, ...], is_strided: tuple[bool, ...] = (), panels: str = ""
+) -> Kernel:
     """Make the kernel that computes an expression of the scalar language for rows of operands.
 
     Args:
         expression: the expression; `has_lane_code_for_all_functions` holds.
         is_single: for each operand that the expression reads, whether it has one element for each row.
+        is_strided: for each of these operands, whether the elements of its rows are apart.
         panels: the panels of a hook, as in `ExpressionKernel`.
     """
-    plan = ExpressionKernel(expression, is_single, panels)
+    plan = ExpressionKernel(expression, is_single, is_strided, panels)
     source = expression.declaration or make_expression_kernel
     return Kernel(plan.name, IrBody(lambda function: _RowKernelEmitter(plan, function).emit(), source))
 
@@ -152,6 +172,9 @@ class _RowKernelEmitter:
     b: Any = field(init=False)
     row_values: dict[int, Any] = field(init=False, default_factory=dict)
     addresses: list[Any] = field(init=False, default_factory=list)
+    box_words: list[list[Any]] = field(init=False, default_factory=list)
+    box_columns: list[tuple[Any, Any]] = field(init=False, default_factory=list)
+    """The first column and the number of columns of each box in the present row."""
     columns: Any = field(init=False)
 
     def emit(self) -> None:
@@ -159,7 +182,9 @@ class _RowKernelEmitter:
         steps = self.plan.expression.steps
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.columns = self._word(0)
-        first_number = HEADER_WORDS + OPERAND_WORDS * self._operand_and_result_count
+        boxes = [self._first_box_word + BOX_WORDS * box for box in range(self.plan.box_count)]
+        self.box_words = [[self._word(first + index) for index in range(BOX_WORDS)] for first in boxes]
+        first_number = self._first_box_word + BOX_WORDS * self.plan.box_count
         numbers: dict[int, Any] = {}
         numbers_passed = self.plan.steps_passed_as_words
         for index, number in enumerate(numbers_passed):
@@ -242,6 +267,10 @@ class _RowKernelEmitter:
         """The number of operands and results."""
         return len(self.plan.operand_indices) + len(self.plan.expression.results)
 
+    @property
+    def _first_box_word(self) -> int:
+        return HEADER_WORDS + OPERAND_WORDS * self._operand_and_result_count
+
     def _word(self, index: int) -> Any:
         return vectors.load_argument_word.body(self.b, self.function.args[0], _integer(index))
 
@@ -280,6 +309,10 @@ class _RowKernelEmitter:
         """
         expression = self.plan.expression
         self.addresses, self.row_values = addresses, {**numbers}
+        for number, step in enumerate(expression.steps):
+            if step.function == "row_operand":
+                address = self.addresses[self.plan.operand_indices.index(int(step.value))]
+                self.row_values[number] = vectors.splat_from.body(self.b, address)
         self._emit_steps_computed_once_per_row()
         for number, step in enumerate(expression.steps):
             if step.function in ROW_FUNCTIONS:
@@ -322,6 +355,7 @@ class _RowKernelEmitter:
             for place, value in zip(places, parts, strict=True):
                 b.store(value, place)
         indices = [b.load(place) for place in places]
+        self.box_columns = [self._emit_columns_of_box(words, indices) for words in self.box_words]
         addresses = []
         for operand in range(self._operand_and_result_count):
             first = HEADER_WORDS + OPERAND_WORDS * operand
@@ -330,6 +364,21 @@ class _RowKernelEmitter:
                 address = b.add(address, b.mul(index, self._word(first + 1 + axis)))
             addresses.append(address)
         return addresses
+
+    def _emit_columns_of_box(self, words: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
+        """Emit code that computes the first column and the number of columns that a box has in the present row."""
+        b = self.b
+        *outer, (first, end) = zip(words[::2], words[1::2], strict=True)
+        count = b.sub(end, first)
+        for (low, high), index in zip(outer, indices, strict=True):
+            count = b.select(b.icmp_unsigned("<", b.sub(index, low), b.sub(high, low)), count, _integer(0))
+        return first, count
+
+    def _emit_mask_of_box(self, box: int, column: Any) -> Any:
+        """Emit the truth value of 16 lanes whether a box has the columns from `column` on."""
+        b, (low, size), kind = self.b, self.box_columns[box], ir.VectorType(ir.IntType(32), LANES)
+        first, count = (vectors.splat_int.body(b, x) for x in (b.sub(column, low), size))
+        return b.icmp_unsigned("<", b.add(first, ir.Constant(kind, [*range(LANES)])), count)
 
     def _emit_pass_over_columns(self, body: Callable[[Any, Any], None], start: Any = None) -> None:
         """Emit a loop over the columns of a row, 16 at a time.
@@ -403,15 +452,32 @@ class _RowKernelEmitter:
             if is_stashed:
                 values[number] = self._load(self.addresses[-1], column, count)
             elif function == "operand":
-                index = self.plan.operand_indices.index(int(value))
-                is_single, address = self.plan.is_single[index], self.addresses[index]
-                load = vectors.splat_from.body(self.b, address) if is_single else None
-                values[number] = load or self._load(address, column, count)
+                mask = values[sources[0]] if sources else None
+                values[number] = self._emit_load_of_operand(int(value), column, count, mask)
+            elif function == "inside":
+                values[number] = self._emit_mask_of_box(int(value), column)
             else:
                 values[number] = LANE_FUNCTIONS[function](self.b, *(values[s] for s in sources))
             if number == self.plan.stored_step and reduction is not None and reduction == self.plan.last_reduction:
                 self._emit_store_of_lanes(self.addresses[-1], values[number], column, count)
         return [values[number] for number in required]
+
+    def _emit_load_of_operand(self, operand: int, column: Any, count: Any, mask: Any) -> Any:
+        """Emit code that loads 16 elements of an operand from `column` on; lanes out of the mask are not read."""
+        b, index = self.b, self.plan.operand_indices.index(operand)
+        is_single, address = self.plan.is_single[index], self.addresses[index]
+        if is_single and mask is None:
+            return vectors.splat_from.body(b, address)
+        if not (is_single or (self.plan.is_strided and self.plan.is_strided[index])):
+            if mask is None:
+                return self._load(address, column, count)
+            return vectors.emit_masked_load(b, b.add(address, b.mul(column, _integer(4))), mask)
+        if mask is None:
+            mask = emit_splat(b, True) if count is None else vectors.emit_first_lanes_mask(b, count)
+        apart = self._word(HEADER_WORDS + OPERAND_WORDS * index + OPERAND_WORDS - 1)
+        lanes = ir.Constant(ir.VectorType(_I64, LANES), [*range(LANES)])
+        offsets = b.mul(lanes, vectors.emit_splat_address(b, apart))
+        return vectors.emit_masked_gather(b, b.add(address, b.mul(column, apart)), offsets, mask)
 
     def _load(self, row: Any, column: Any, count: Any) -> Any:
         address = self.b.add(row, self.b.mul(column, _integer(4)))

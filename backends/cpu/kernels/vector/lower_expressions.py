@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .....ops.declaration.expression import Expression, linearise
+from .....ops.declaration.expression import OPERAND_FUNCTIONS, Expression, linearise
 from .....ops.declaration.scalar import ROW_FUNCTIONS, Scalar
 from ...compilation.compiler import Subroutine
 from ...simd import vectors
@@ -79,7 +79,7 @@ LANE_FUNCTIONS: Mapping[str, EmitLanes] = MappingProxyType(
 @cache
 def has_lane_code_for_all_functions(expression: Expression) -> bool:
     """Return whether compiled kernels have code for every function that an expression computes per element or row."""
-    known = {*LANE_FUNCTIONS, *ROW_FUNCTIONS, "operand", "row_count"}
+    known = {*LANE_FUNCTIONS, *ROW_FUNCTIONS, *OPERAND_FUNCTIONS, "row_count", "inside"}
     return all(
         s.function in known for n, s in enumerate(expression.steps) if n not in expression.steps_without_operands
     )

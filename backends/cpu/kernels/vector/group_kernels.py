@@ -1,0 +1,43 @@
+"""Steps of groups of declared ops, and of single ops with placed operands."""
+
+from __future__ import annotations
+
+from ....fusion.expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
+from ....fusion.operands import NoKernelError
+from ...steps.step_table import StepTableBuilder
+from .elementwise import RowKernel, add_row_step, can_loop_over_rows, make_expression_row_kernel
+
+
+def has_group_kernel(group: ExpressionGroup) -> bool:
+    """Return whether a kernel can loop over the operands and results of a group."""
+    has_rows = group.expression.depends_on_row_reduction_or_length
+    if has_rows and not (group.operands and group.shape):
+        return False
+    return can_loop_over_rows(make_group_row_kernel(group), group.operands, group.results)
+
+
+def add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
+    """Add the step of a group for which `has_group_kernel` is true."""
+    added = add_row_step(steps, make_group_row_kernel(group), group.operands, group.results)
+    assert added, "the group was chosen because its kernel fits"
+
+
+def add_traced_step(steps: StepTableBuilder, traced: TracedInstruction) -> bool:
+    """Add the step of one instruction. Return False if no kernel can compute it."""
+    try:
+        group = compose_instructions({0: traced}).group
+    except NoKernelError:
+        return False
+    if not has_group_kernel(group):
+        return False
+    add_group_step(steps, group)
+    return True
+
+
+def make_group_row_kernel(group: ExpressionGroup) -> RowKernel:
+    """Make the kernel over rows of a group whose functions all have code."""
+    row_kernel = make_expression_row_kernel(
+        group.expression, group.operands, group.attributes, group.shape, group.boxes
+    )
+    assert row_kernel is not None
+    return row_kernel

@@ -1,0 +1,124 @@
+"""Views of operands over the shape of a group, and placed values, which have elements only in a box of the shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .operands import NoKernelError, Operand, compute_broadcast_strides, require_supported
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""The first and the end index along each axis."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of a value in the shape of an instruction that reads it.
+
+    Attributes:
+        shape: the shape of the reader.
+        start: the index at which the value begins.
+        box: the part of the shape in which the value is read.
+    """
+
+    shape: Shape
+    start: Shape
+    box: Box
+
+    def place_inside(self, start: Shape, shape: Shape) -> Placement:
+        """Return the placement of an operand that begins at `start` of this value."""
+        starts = tuple(a + b for a, b in zip(self.start, start, strict=True))
+        bounds = zip(self.box, starts, shape, strict=True)
+        box = tuple((max(low, first), min(high, first + n)) for (low, high), first, n in bounds)
+        require_supported(all(low < high for low, high in box), "an operand has no elements")
+        return Placement(self.shape, starts, box)
+
+    def slice_operand(self, operand: Operand, strides: Sequence[int]) -> Operand:
+        """Return the elements of the box of an operand, which has these strides along the axes of the shape."""
+        first = sum((low - at) * step for (low, _), at, step in zip(self.box, self.start, strides, strict=True))
+        sizes = tuple(high - low for low, high in self.box)
+        tensor = replace(operand.tensor, offset=operand.tensor.offset + 4 * first, shape=sizes, strides=(*strides,))
+        return replace(operand, address=operand.address + 4 * first, tensor=tensor)
+
+
+def place_whole(shape: Shape) -> Placement:
+    """Return the placement of a value that is the shape itself."""
+    return Placement(shape, (0,) * len(shape), tuple((0, n) for n in shape))
+
+
+def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
+    """Return a box of `own_shape` after a reshape to `shape` of equal size; raises `NoKernelError` if it is no box."""
+    reshaped: list[tuple[int, int]] = []
+    axes = [(n, *bounds) for n, bounds in zip(own_shape, box, strict=True) if n != 1]
+    for size in reversed(shape):
+        n, low, high = axes.pop() if axes and size != 1 else (1, 0, 1)
+        while n < size and axes and (low, high) == (0, n):  # all of the inner axis: it merges with the next one
+            m, first, end = axes.pop()
+            n, low, high = m * n, first * n, end * n
+        if n > size and n % size == 0 and low % size == high % size == 0:
+            axes.append((n // size, low // size, high // size))
+            n, low, high = size, 0, size
+        require_supported(n == size, "a part of a value is read in another shape")
+        reshaped.append((low, high))
+    return tuple(reversed(reshaped))
+
+
+def extend_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
+    """Return an operand with the elements of a box as one with the whole shape; outside of the box is no memory."""
+    first = sum(low * step for (low, _), step in zip(box, operand.strides, strict=True))
+    return replace(operand, address=operand.address - 4 * first, tensor=replace(operand.tensor, shape=shape))
+
+
+def is_whole(box: Box, shape: Shape) -> bool:
+    """Return whether a box is the whole shape."""
+    return all(bounds == (0, n) for bounds, n in zip(box, shape, strict=True))
+
+
+def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
+    """Return an operand that is repeated to `own_shape` as a view with another shape of equal size.
+
+    Raises:
+        NoKernelError: no strides describe this view.
+    """
+    is_repeated_whole = len(operand.shape) <= len(own_shape) and all(
+        n in (1, m) for n, m in zip(reversed(operand.shape), reversed(own_shape), strict=False)
+    )
+    require_supported(is_repeated_whole, "an operand is repeated as tiles")
+    strides = find_strides_of_reshape(own_shape, compute_broadcast_strides(operand, own_shape), shape)
+    if strides is None:
+        raise NoKernelError("an operand has no view with the shape of the group")
+    return with_axes(operand, shape, strides)
+
+
+def with_axes(operand: Operand, shape: Shape, strides: Shape) -> Operand:
+    """Return the memory of an operand with another shape."""
+    if (shape, strides) == (operand.shape, operand.strides):
+        return operand
+    return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
+
+
+def find_strides_of_reshape(own_shape: Shape, own_strides: Sequence[int], shape: Shape) -> Shape | None:
+    """Return the strides of a view of `own_shape` after a reshape to `shape` of equal size; None without such a view.
+
+    Axes of size 1 have stride 0.
+    """
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(own_shape, own_strides, strict=True):
+        if size != 1 and axes and axes[-1][1] == size * stride:
+            axes[-1] = axes[-1][0] * size, stride
+        elif size != 1:
+            axes.append((size, stride))
+    strides: list[int] = []
+    left, step = axes.pop() if axes else (1, 0)
+    for size in reversed(shape):
+        if size == 1:
+            strides.append(0)
+            continue
+        if left == 1 and axes:
+            left, step = axes.pop()
+        if left % size:
+            return None
+        strides.append(step)
+        left, step = left // size, step * size
+    return tuple(reversed(strides))
