@@ -14,6 +14,7 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_str
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
+from ...generated.row_prologue import PLAIN_PROLOGUE, PLAIN_PROLOGUE_WORDS, RowPrologue
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
 CODE_BOOK_ENTRIES = {
@@ -27,6 +28,8 @@ STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
 """Maximum warps of a GEMV block, and the bytes of an item of x in its shared memory."""
+LANES_HEADER, HEAD_BLOCKS, WARP_SUMS = "lanes.cuh", 8, 32
+"""The header of generated prologues; column blocks that a warp brings at once; and the floats of a sum over a block."""
 MAX_BLOCK_RESULTS = 2048
 """Maximum number of results of a GEMV block."""
 SMALL_TILE, TALL_TILE, LARGE_TILE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
@@ -67,7 +70,9 @@ BLOCK_RECORD_DTYPES = frozenset(dtype for dtype in PLANE_LAYOUTS if dtype.block 
 TILED_SOURCE_BY_DTYPE = {dtype: _make_packed_source(dtype) for dtype in PLANE_LAYOUTS}
 GEMV_SOURCE_BY_DTYPE = {
     t: KernelSource(
-        "packed_few.cu", (*(f"few<{t.name}, {n}>" for n in TOKEN_COUNTS), f"summed<{t.name}>"), _list_packed_headers(t)
+        "packed_few.cu",
+        (*(f"few<{t.name}, {n}>" for n in TOKEN_COUNTS), f"summed<{t.name}>"),
+        (*_list_packed_headers(t), PLAIN_PROLOGUE),
     )
     for t in PLANE_LAYOUTS
 }
@@ -125,6 +130,12 @@ def _count_shared_activation_items(columns: int, tokens: int) -> int:
     return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
 
+def make_gemv_source(dtype: DType, prologue: RowPrologue) -> KernelSource:
+    """Make the source of the GEMV kernels of a dtype that compute the rows of x in a prologue."""
+    names = tuple(f"few<{dtype.name}, {count}>" for count in TOKEN_COUNTS)
+    return KernelSource("packed_few.cu", names, (*_list_packed_headers(dtype), LANES_HEADER), generated=prologue.text)
+
+
 def launch_gemv(
     launches: LaunchBuilder,
     products: WeightsAndResults,
@@ -135,6 +146,7 @@ def launch_gemv(
     unit: int = NO_UNIT,
     other_products: WeightsAndResults = (),
     other_entries: int = 0,
+    prologue: RowPrologue | None = None,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several packed weights.
 
@@ -148,6 +160,7 @@ def launch_gemv(
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
+        prologue: The computation of x, which is not read then.
     """
     count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
     rows, columns = _choose_gemv_rows_and_blocks(w.dtype, count)
@@ -166,18 +179,26 @@ def launch_gemv(
     chunks = count_blocks(all_chunks, count_blocks(all_chunks, fit))
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
+    shared = SHARED_ITEM_BYTES * _count_shared_activation_items(chunks * columns, count) + of_sums
+    kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
+    if prologue is not None:
+        require_supported(
+            not prologue.is_per_head or chunks == all_chunks or chunks * columns % HEAD_BLOCKS == 0,
+            "a stretch of columns has parts of heads",
+        )
+        kernel, warps = make_gemv_source(w.dtype, prologue)[kernel.name], MAX_GEMV_WARPS
+        shared += 4 * (count * prologue.numbers_per_row + WARP_SUMS)
     words = [
         *join_and_pad_product_words(fields),
         len(products),
         unit,
-        x,
+        x if prologue is None else 0,
         *_make_row_size_words(w),
         tokens,
         compute_row_stride(x),
     ]
     words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
-    kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    shared = SHARED_ITEM_BYTES * _count_shared_activation_items(chunks * columns, count) + of_sums
+    words += PLAIN_PROLOGUE_WORDS if prologue is None else prologue.words
     launches.add_launch(
         kernel, (count_blocks(sum(groups), of_block), entries + other_entries), 32 * warps, words, shared
     )
@@ -224,7 +245,7 @@ def launch_gemv_with_expert_sum(
         of_warp,
         chunks,
     ]
-    words += [1, 1, *summed.choice, 0, *summed.words]
+    words += [1, 1, *summed.choice, 0, *summed.words, *PLAIN_PROLOGUE_WORDS]
     launches.add_launch(
         GEMV_SOURCE_BY_DTYPE[w.dtype][f"summed<{w.dtype.name}>"],
         (count_blocks(groups * entries, of_block), tokens),
