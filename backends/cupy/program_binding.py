@@ -20,7 +20,8 @@ from .device.device_limits import KernelLimits
 from .device.driver import KERNEL_FOLDER, KernelInstance, KernelLaunch, SingleStep, find_kernel_path, read_kernel_text
 from .kernel_table import FUSED, find_op_binder
 
-MATMUL_OPS = ("mul_mat", "mul_mat_id")
+FIRST_OPS = ("concat", "mul_mat", "mul_mat_id")
+"""The ops whose fusions are found first, in this order of ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,13 @@ def bind_program(
 def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
     """Find all fusions of a program and group their instructions in the dataflow; return the launches of each group.
 
-    Matmuls come first, because the ops before them may become their prologue.
+    Convolutions come first, because they may take the matmuls of gates. Then come matmuls, because the ops before them
+    may become their prologue.
     """
     chains: dict[Sequence[int], list[SingleStep]] = {}
     instructions = flow.reader_table.program.instructions
-    for number in sorted(range(len(instructions)), key=lambda n: instructions[n].op not in MATMUL_OPS):
+    ranks = {op: rank for rank, op in enumerate(FIRST_OPS)}
+    for number in sorted(range(len(instructions)), key=lambda n: ranks.get(instructions[n].op, len(ranks))):
         if flow.can_join_fusion(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
             chains[tuple(sorted(numbers))], launches.items = launches.items, []
     return chains

@@ -346,7 +346,7 @@ class _ProgramBuilder:
     ) -> Value | None:
         """Find an in-place operand with memory that `result` can take over; return the owner of this memory, or None.
 
-        The memory must be free: other operands and later nodes may not need it. `slot_of` has the owner of shared memory.
+        The memory must be free: other operands and later nodes may not need it. `slot_of` has owners of memory.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
