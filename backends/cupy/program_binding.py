@@ -20,8 +20,8 @@ from .device.device_limits import KernelLimits
 from .device.driver import KERNEL_FOLDER, KernelInstance, KernelLaunch, SingleStep, find_kernel_path, read_kernel_text
 from .kernel_table import FUSED, find_op_binder
 
-FIRST_OPS = ("concat", "mul_mat", "mul_mat_id")
-"""The ops whose fusions are found first, in this order of ops."""
+FUSION_RANKS = {"concat": 0, "mul_mat": 1, "mul_mat_id": 1}
+"""The order in which fusions are found, by their first op: lower ranks first, ops without a rank last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int]
     """
     chains: dict[Sequence[int], list[SingleStep]] = {}
     instructions = flow.reader_table.program.instructions
-    ranks = {op: rank for rank, op in enumerate(FIRST_OPS)}
-    for number in sorted(range(len(instructions)), key=lambda n: ranks.get(instructions[n].op, len(ranks))):
+    for number in sorted(range(len(instructions)), key=lambda n: FUSION_RANKS.get(instructions[n].op, 2)):
         if flow.can_join_fusion(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
             chains[tuple(sorted(numbers))], launches.items = launches.items, []
     return chains

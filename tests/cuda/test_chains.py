@@ -9,11 +9,14 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy import program_binding
+from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.backends.cupy.kernels.products import same_rows
+from hocket.backends.cupy.kernels.products import packed, same_rows
 from hocket.backends.fusion.operands import NoKernelError
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.cases.case import parse_test_case
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph import BackendError, DType, Graph, StepError, input, state
@@ -21,6 +24,7 @@ from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.chains import (
     CHAINS,
+    RecordingDriver,
     all_experts,
     answers,
     assert_equal_runs,
@@ -68,6 +72,26 @@ def test_a_norm_in_a_product_has_the_bits_of_its_own_kernel(dtype, tokens, colum
     alone = run_graph(graph, True)
     assert alone.launches == fused.launches + 1
     assert_equal_runs(fused, alone, 0.0)
+
+
+SUPER_BLOCKS = [t for t in PLANE_LAYOUTS if t not in packed.BLOCK_RECORD_DTYPES]
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("dtype", SUPER_BLOCKS, ids=str)
+def test_few_rows_are_shared_out_in_half_tiles(dtype, monkeypatch):
+    """Five tiles of 8 rows are uneven on two multiprocessors; ten tiles of 4 rows are even."""
+    case = parse_test_case(f"mul_mat(w={dtype}[40,1024], x=f32[1,1024])")
+    driver = RecordingDriver()
+    backend = DriverBackend(driver)
+    assert run_case(case, backend, backend.device(0)).outcome is Outcome.PASS
+    assert {launch.kernel.name for launch in driver.launches} == {f"few<{dtype.name}, 1, 4>"}
+
+
+@pytest.mark.parametrize(("rows", "half"), [([2560], 4), ([9216, 9216], 8), ([8192, 4096], 8)])
+def test_blocks_of_an_h200_share_the_rows_of_a_model(rows, half):
+    """A token of Qwen3.5-4B: 132 multiprocessors, rows of 4,096 columns."""
+    assert packed._choose_gemv_tile_for_grid(DType.Q4_K, 1, rows, 4096, 132, 1)[0] == half
 
 
 @pytest.mark.long(cases=1)

@@ -32,10 +32,10 @@ struct Group {
     }
 };
 // A part is a group of DOWN rows and a chunk of columns, of which a lane has OWN blocks of a row.  The fewest rows that fill
-// sectors leave the most groups to be dealt.
-template <class F, int N> struct Part {
+// sectors leave the most groups to be dealt; half as many, ROWS, where blocks would share so few groups out unevenly.
+template <class F, int N, int ROWS = 0> struct Part {
     static constexpr bool IS_TIGHT = F::EXTRA > 16 && N > 2;  // digits of TQ1_0 take registers
-    static constexpr int DOWN = F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
+    static constexpr int DOWN = ROWS ? ROWS : F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
     static constexpr int RECORDS = OWN > F::SUPER ? OWN / F::SUPER : 1;
     RowCodes<F> codes[OWN];
     typename F::Record records[RECORDS];
@@ -96,8 +96,8 @@ template <class F, int N> struct Part {
 //
 // Where a token's entries are summed, a block has all of them for each of its groups of rows, one after the other, and x
 // of all of them in one stretch.
-template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(const Few &a) {
-    using P = Part<F, N>;
+template <class F, int N, bool SUMS, int ROWS = 0> __device__ __forceinline__ void multiply(const Few &a) {
+    using P = Part<F, N, ROWS>;
     static_assert(N == 1 || !SUMS, "entries are summed for one token at a time");
     constexpr int SIZE = N * P::DOWN;  // of the sums of a group
     DYNAMIC_SHARED(room, uint4);
@@ -238,5 +238,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
         made.out[(entry * a.tokens + n) * made.out_step + row] = result;
     }
 }
-template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) { multiply<F, N, false>(a); }
+template <class F, int N, int ROWS = 0> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) {
+    multiply<F, N, false, ROWS>(a);
+}
 template <class F> __global__ void __launch_bounds__(512, 1) summed(const __grid_constant__ Few a) { multiply<F, 1, true>(a); }
