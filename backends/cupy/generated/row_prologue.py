@@ -1,7 +1,7 @@
 """Prologues of kernels that read rows of x: the text that computes x from the operands of the ops that produce it.
 
 The ops of a prologue are declared in the scalar language. A kernel computes each element of x that it reads, so that
-these ops have no launch and x is not written. What something else reads, one block writes (a tee).
+these ops have no launch and x is not written. One block writes the values that other instructions read (tees).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RowPrologue:
         words: the fields of its struct ``Words``.
         numbers_per_row: numbers that a block keeps for each whole row.
         is_per_head: whether warps reduce parts of a row; a stretch of columns has whole parts.
-        operands: what the kernel reads.
+        operands: operands that the kernel reads.
         tees: results that the kernel writes.
     """
 
@@ -97,7 +97,7 @@ def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns
 def _join_one_producer(
     flow: Dataflow, composition: GroupComposition, readers: Sequence[int]
 ) -> GroupComposition | None:
-    """Return a composition with one more producer of an operand, the last in the program; None if none can join."""
+    """Return a composition with one more producer of an operand, the last in the program; None if it cannot grow."""
     if len(composition.calls) >= MAX_PROLOGUE_INSTRUCTIONS:
         return None
     producers = {p for call in composition.calls.values() for p in call.producers if p is not None}
@@ -197,7 +197,8 @@ def write_prologue(
         arguments: The steps that are arguments.
     """
     reductions = [n for n, s in enumerate(expression.steps) if s.function in ROW_FUNCTIONS]
-    kept = 0 if head else len(reductions)
+    number_count = 0 if head else len(reductions)
+    passes = _write_row_reduction(expression, reductions, arguments) if number_count else ()
     fields = [
         *(f"const float *p{i}; i64 row{i}, head{i};" for i in range(operand_count)),
         *(f"float *p{i}; i64 row{i}, head{i};" for i in range(operand_count, operand_count + tee_count)),
@@ -209,11 +210,14 @@ def write_prologue(
         "    struct Words {",
         *(f"        {field}" for field in fields),
         "    };",
-        f"    static constexpr bool COMPUTES = true;\n    static constexpr int NUMBERS = {kept};",
+        f"    static constexpr bool COMPUTES = true;\n    static constexpr int NUMBERS = {number_count};",
         "    // Numbers of a whole row, by all threads of a block; `numbers` and `room` are shared.",
         "    static __device__ __forceinline__ void reduce(const Words &a, i64 token, int columns, float *numbers, "
         "float *room) {",
-        *(f"        {line}" for line in (_write_row_reduction(expression, reductions, arguments) if kept else ())),
+        *(
+            f"        {line}"
+            for line in (_write_row_reduction(expression, reductions, arguments) if number_count else ())
+        ),
         "    }",
         "    // As `bring`, of row `token`.  Who `writes` has the results that others read.",
         "    static __device__ __forceinline__ void bring(const Words &a, const float *numbers, float4 (&x)[2], "

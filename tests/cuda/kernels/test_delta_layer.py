@@ -76,15 +76,15 @@ def compute_expected(p: Parts) -> dict[str, np.ndarray]:
 
 
 def parts_with_products(tokens: int, batch: int = 1, columns: int = 1348) -> Parts:
-    """Parts whose logits are products of rows [B,T,columns] and weights [value heads,columns]."""
+    """Parts with logits that are products of rows [B,T,columns] and weights [value heads,columns]."""
     p = parts(64, 2, 4, batch, tokens)
     rng = np.random.default_rng(tokens)
     shapes = {"rows": (batch, tokens, columns), "w_alpha": (4, columns), "w_beta": (4, columns)}
-    made = {n: copy_aligned(rng.normal(0, 0.1, shape).astype(np.float32)) for n, shape in shapes.items()}
+    arrays = {n: copy_aligned(rng.normal(0, 0.1, shape).astype(np.float32)) for n, shape in shapes.items()}
     for k, name in enumerate(("w_alpha", "w_beta")):
-        logits = np.float64(made["rows"]) @ np.float64(made[name]).T
+        logits = np.float64(arrays["rows"]) @ np.float64(arrays[name]).T
         p.build_inputs["rates"][..., k, :] = logits.reshape(batch, tokens, 2, 2)
-    p.build_inputs.update(made)
+    p.build_inputs.update(arrays)
     return p
 
 

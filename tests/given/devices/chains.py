@@ -31,7 +31,7 @@ class Chain:
     """The relative error against one by one; the same bits if it is 0."""
     forbids: bool = True
     writes: bool = False
-    """Whether the launch also writes what something else reads, so that the chain is as long."""
+    """Whether the launch also writes the value that another node reads, so that the chain is as long."""
 
 
 def both(y: Value, also: Value, forbidden: bool, updates: dict[Value, Value] | None = None) -> Graph:

@@ -32,7 +32,7 @@ struct Group {
     }
 };
 // A part is a group of DOWN rows and a chunk of columns, of which a lane has OWN blocks of a row.  The fewest rows that fill
-// sectors leave the most groups to be dealt; half as many, ROWS, where blocks would share so few groups out unevenly.
+// sectors leave the most groups to be dealt; half as many, ROWS, where blocks would share these out unevenly.
 template <class F, int N, int ROWS = 0> struct Part {
     static constexpr bool IS_TIGHT = F::EXTRA > 16 && N > 2;  // digits of TQ1_0 take registers
     static constexpr int DOWN = ROWS ? ROWS : F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;

@@ -63,7 +63,7 @@ def _find_dense_copy_for_only_reader(flow: Dataflow, reader: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class GateProducts:
-    """Two matmuls of the same few rows with float32 weights, whose results are the logits of decays and rates.
+    """Two matmuls of the same few rows with float32 weights: the logits of decays and the logits of rates.
 
     `x`: the rows [tokens, columns]. `alpha`, `beta`: the weights [value heads, columns].
     """
