@@ -214,10 +214,7 @@ def write_prologue(
         "    // Numbers of a whole row, by all threads of a block; `numbers` and `room` are shared.",
         "    static __device__ __forceinline__ void reduce(const Words &a, i64 token, int columns, float *numbers, "
         "float *room) {",
-        *(
-            f"        {line}"
-            for line in (_write_row_reduction(expression, reductions, arguments) if number_count else ())
-        ),
+        *(f"        {line}" for line in passes),
         "    }",
         "    // As `bring`, of row `token`.  Who `writes` has the results that others read.",
         "    static __device__ __forceinline__ void bring(const Words &a, const float *numbers, float4 (&x)[2], "

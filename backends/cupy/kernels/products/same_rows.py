@@ -143,6 +143,7 @@ def _make_fusion_binder(find: Callable[[Dataflow, int], MatmulsOfSameRows], has_
     def bind(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
         found, prologue = find(flow, number), None
         if has_prologue:
+            require_supported(launches.limits.computes_operands, "products compute no rows")
             x = flow.bound_instruction(number).operand(1)
             prologue = find_row_prologue(flow, found.products, math.prod(x.shape[:-1]), x.shape[-1])
         else:

@@ -201,6 +201,7 @@ def launch_gated_rms_norm(
 
 def _fuse_delta_net_inputs_and_logits(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the same instructions, and the matmuls that compute the logits of gates."""
+    require_supported(launches.limits.computes_operands, "gates compute no logits")
     return _fuse_delta_net_inputs(launches, flow, number, match_gate_products)
 
 
