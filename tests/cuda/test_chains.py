@@ -11,13 +11,20 @@ from hocket import ops
 from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
+from hocket.backends.cupy.cuda_driver import CudaDriver, SimulatedGpuDriver
+from hocket.backends.cupy.device.device_limits import find_kernel_limits
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels.products import packed, same_rows
+from hocket.backends.cupy.program_binding import bind_program_at_placeholders
 from hocket.backends.fusion.operands import NoKernelError
+from hocket.benchmarks.gpu import random_models
+from hocket.benchmarks.gpu.random_models import qwen_80b
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
+from hocket.conformance.checks.case_graph import build_verified_device_plan
 from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
 from hocket.graph import BackendError, DType, Graph, StepError, input, state
 from hocket.scheduler import load, plan_for_group
@@ -145,6 +152,20 @@ def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devic
     for logits in (fused, single):
         assert nmse(logits.ravel(), want.ravel()) <= allowed_nmse(name)  # the limit is one over all rows
     assert few < (0.7 if devices == 1 else 0.8) * many
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize(("model", "launches"), [("4b", 205), ("80b", 79)])
+def test_a_token_of_a_model_takes_so_many_launches_on_an_h200(model, launches, tmp_path):
+    """Qwen3.5-4B in Q4_K, and eight layers of Qwen3-Next-80B in Q4_0, with 8,192 cells."""
+    path = tmp_path / "model.gguf"
+    header = random_models.write_qwen35_header(path, random_models.SIZE_4B) if model == "4b" else qwen_80b(path, 8)
+    limits = find_kernel_limits("90")
+    backend = DriverBackend(SimulatedGpuDriver(CudaDriver, limits))
+    step = Step(1, 1, 8192, 8192, 1, keys=DType.F16, values=DType.F16)
+    graph = open_model(str(header), header_only=True).graph(step)
+    program = build_verified_device_plan(graph, backend, *backend.devices()).program
+    assert len(bind_program_at_placeholders(program, limits, 132)[1]) == launches
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
