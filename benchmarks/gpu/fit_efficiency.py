@@ -82,7 +82,7 @@ class MeasuredStep:
 
 
 def _use_measured_launches(backend: Backend, device: Device) -> None:
-    """Plan for kernels that compute no operands of their own, as those that were measured."""
+    """Plan for kernels that read all operands from memory, like the measured kernels."""
     assert isinstance(backend, SimulatedGpu)
     assert isinstance(backend.planning_backend, DriverBackend)
     limits = backend.planning_backend.driver.limits(device)
