@@ -88,7 +88,8 @@ def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns
     composition = compose_instructions({last: first})
     while (larger := _join_one_producer(flow, composition, readers)) is not None:
         composition = larger
-    is_written = not composition.calls[last].readers or not composition.calls[last].readers <= {*readers}
+    all_readers = first.readers
+    is_written = all_readers is None or not all_readers <= {*readers}
     stored = [n for n in composition.list_numbers_read_outside() if n != last]
     group = composition.build_group_with_results([*stored, last])
     return _build_prologue(group, [*stored, *([last] if is_written else [])], (rows, columns))
