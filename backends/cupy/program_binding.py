@@ -20,6 +20,9 @@ from .device.device_limits import KernelLimits
 from .device.driver import KERNEL_FOLDER, KernelInstance, KernelLaunch, SingleStep, find_kernel_path, read_kernel_text
 from .kernel_table import FUSED, find_op_binder
 
+FUSION_RANKS = {"concat": 0, "mul_mat": 1, "mul_mat_id": 1}
+"""The order in which fusions are found, by their first op: lower ranks first, ops without a rank last."""
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
@@ -60,9 +63,14 @@ def bind_program(
 
 
 def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
-    """Find all fusions of a program and group their instructions in the dataflow; return the launches of each group."""
+    """Find all fusions of a program and group their instructions in the dataflow; return the launches of each group.
+
+    Convolutions come first, because they may take the matmuls of gates. Then come matmuls, because the ops before them
+    may become their prologue.
+    """
     chains: dict[Sequence[int], list[SingleStep]] = {}
-    for number in range(len(flow.reader_table.program.instructions)):
+    instructions = flow.reader_table.program.instructions
+    for number in sorted(range(len(instructions)), key=lambda n: FUSION_RANKS.get(instructions[n].op, 2)):
         if flow.can_join_fusion(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
             chains[tuple(sorted(numbers))], launches.items = launches.items, []
     return chains

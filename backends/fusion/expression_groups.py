@@ -194,15 +194,15 @@ class GroupComposition:
     @cached_property
     def group(self) -> ExpressionGroup:
         """The group, with results in the order of instructions; raises `NoKernelError` if no kernel can compute it."""
-        return self._build_group(sorted(self._result_numbers))
+        return self.build_group_with_results(self.list_numbers_read_outside())
 
-    @property
-    def _result_numbers(self) -> list[int]:
-        """The instructions with results that something outside of the group reads."""
+    def list_numbers_read_outside(self) -> list[int]:
+        """List the instructions with results that something outside of the group reads, ascending."""
         calls = self.calls
-        return [n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys()]
+        return sorted(n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys())
 
-    def _build_group(self, stored: Sequence[int]) -> ExpressionGroup:
+    def build_group_with_results(self, stored: Sequence[int]) -> ExpressionGroup:
+        """Return the group with the results of some instructions, in this order; raises `NoKernelError`."""
         expression = Expression(tuple(self.steps), listed_results=tuple(self.step_by_number[n, None] for n in stored))
         results = tuple(self._view_result(n, expression) for n in stored)
         require_supported(
@@ -227,11 +227,11 @@ class GroupComposition:
         """Return the group; it is the same for each valid order of the program."""
         whole, stored = (
             GroupComposition(self.calls, self.shape),
-            sorted(self._result_numbers, key=self._make_result_key),
+            sorted(self.list_numbers_read_outside(), key=self._make_result_key),
         )
         for number in stored:
             whole.add_with_producers(number)
-        return whole._build_group(stored)
+        return whole.build_group_with_results(stored)
 
     def _make_result_key(self, number: int) -> tuple[int, int, int]:
         """Return the key that orders results: it is the same in each valid order of the program."""
@@ -419,7 +419,7 @@ def _compose_over_any_shape(
                 composition = smaller.copy_for(calls)
             else:
                 composition = GroupComposition(calls, shape)
-            for number in numbers[-1:] if is_last_added else sorted(composition._result_numbers):
+            for number in numbers[-1:] if is_last_added else composition.list_numbers_read_outside():
                 composition.add_with_producers(number)
             require_supported(composition.group.operands, "nothing is read")
         except NoKernelError as why:

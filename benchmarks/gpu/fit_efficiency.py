@@ -16,7 +16,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,10 @@ from typing import Any
 import numpy as np
 
 from hocket import ops
+from hocket.backends.base import Backend, Device
 from hocket.backends.capabilities import OTHER_OPS, KernelEfficiencies
+from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.cuda_driver import CudaDriver, PlanOnlyGpuBackend, SimulatedGpuDriver
 from hocket.backends.cupy.kernel_efficiency import EFFICIENCY_FILE
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open_model import open_model
@@ -34,7 +37,7 @@ from hocket.graph.storage.files import write_text
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.costs.device_catalogue import DATA_SHEETS
 from hocket.scheduler.costs.hardware import MANY_ROWS, PRODUCTS, WorkCounter, WorkEstimate
-from hocket.scheduler.costs.simulated_devices import apply_efficiencies, parse_simulated_group
+from hocket.scheduler.costs.simulated_devices import SimulatedGpu, apply_efficiencies, parse_simulated_group
 
 from .random_models import SIZE_4B, write_qwen3_next_header, write_qwen35_header
 
@@ -73,7 +76,18 @@ class MeasuredStep:
         """Plan the step for one simulated device of its kind; `Plan.cost` has the predicted seconds."""
         step = Step(1, self.tokens, self.cells, self.cells, 1, keys=DType.F16, values=DType.F16)
         graph, simulation = _open_measured_model(self.model).graph(step), parse_simulated_group(f"{self.kind}:1")
+        for backend, device in simulation.group:
+            _use_measured_launches(backend, device)
         return plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
+
+
+def _use_measured_launches(backend: Backend, device: Device) -> None:
+    """Plan for kernels that read all operands from memory, like the measured kernels."""
+    assert isinstance(backend, SimulatedGpu)
+    assert isinstance(backend.planning_backend, DriverBackend)
+    limits = backend.planning_backend.driver.limits(device)
+    driver = SimulatedGpuDriver(CudaDriver, replace(limits, computes_operands=False))
+    backend.planning_backend = PlanOnlyGpuBackend(driver)
 
 
 def read_model_steps() -> list[MeasuredStep]:

@@ -138,7 +138,7 @@ class SimulatedGpu(SimulatedBackend):
         super().__init__(kind, data_sheet)
         backend = load_backend(data_sheet.backend)
         assert isinstance(backend, SupportsSimulation)
-        self._planning_backend = backend.make_simulated_backend(data_sheet.capability)
+        self.planning_backend = backend.make_simulated_backend(data_sheet.capability)
         self._efficiencies = backend.read_kernel_efficiencies()
 
     @property
@@ -146,31 +146,31 @@ class SimulatedGpu(SimulatedBackend):
         return self._efficiencies
 
     def supports(self, node: Node, on: Device) -> Support:
-        return self._planning_backend.supports(node, on)
+        return self.planning_backend.supports(node, on)
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
-        return self._planning_backend.storage_spec(spec, kind)
+        return self.planning_backend.storage_spec(spec, kind)
 
     def scratch(self, node: Node) -> int:
-        return self._planning_backend.scratch(node)
+        return self.planning_backend.scratch(node)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        return self._planning_backend.reads_strided(node, operand)
+        return self.planning_backend.reads_strided(node, operand)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
         """List the kernel calls with which a real GPU would run the program, in order."""
         return (
-            self._planning_backend.list_kernels(program, on) if isinstance(self._planning_backend, ListsKernels) else ()
+            self.planning_backend.list_kernels(program, on) if isinstance(self.planning_backend, ListsKernels) else ()
         )
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        return isinstance(self._planning_backend, SupportsOverlap) and self._planning_backend.can_overlap_collectives(
+        return isinstance(self.planning_backend, SupportsOverlap) and self.planning_backend.can_overlap_collectives(
             devices
         )
 
     def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
-        assert isinstance(self._planning_backend, ReportsFusion)
-        return self._planning_backend.list_fused_groups(program, on)
+        assert isinstance(self.planning_backend, ReportsFusion)
+        return self.planning_backend.list_fused_groups(program, on)
 
 
 def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> SimulatedBackend:

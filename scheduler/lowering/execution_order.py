@@ -337,3 +337,22 @@ def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping
         else:
             placed.append(node)
     return (*placed, *waiting)
+
+
+_MATMULS = ("mul_mat", "mul_mat_id")
+
+
+def feeds_matmul_of_group(
+    value: Value, overwritten: Value, group: Sequence[Node], views: Mapping[Value, StridedView]
+) -> bool:
+    """Return whether a fused group computes the operand of a matmul of `value`, which would overwrite an outer value.
+
+    Each block of such a kernel computes the operand for itself, so `overwritten` is read until the end.
+    """
+    computed = {value}
+    for node in () if overwritten.node in group else group:
+        if any(views[v].base in computed for v in node.inputs):
+            if node.op in _MATMULS:
+                return True
+            computed.update(node.results)
+    return False

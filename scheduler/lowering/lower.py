@@ -35,6 +35,7 @@ from .arena import Arena, Lifetime, assign_arena_offsets, assign_arena_offsets_f
 from .execution_order import (
     ExecutionOrderWithInplaceStates,
     can_overwrite,
+    feeds_matmul_of_group,
     insert_copies_before_state_updates,
     order_nodes_for_inplace_state_updates,
 )
@@ -345,8 +346,7 @@ class _ProgramBuilder:
     ) -> Value | None:
         """Find an in-place operand with memory that `result` can take over; return the owner of this memory, or None.
 
-        The memory must be free: other operands and later nodes may not need it. `slot_of` has the owner of the memory
-        of each value that shares memory.
+        The memory must be free: other operands and later nodes may not need it. `slot_of` has owners of memory.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
@@ -360,9 +360,9 @@ class _ProgramBuilder:
         others = [v for v in node.inputs if slot_of.get(self.views[v].base, self.views[v].base) == slot]
         if any(self.views[v].base != base for v in others) or not can_overwrite(result, base, self.views):
             return None
-        if any(self.views[v].base == base for other in self.group_of[node] if other is not node for v in other.inputs):
-            return None
-        return slot
+        group = self.group_of[node]
+        is_read_again = any(self.views[v].base == base for other in group if other is not node for v in other.inputs)
+        return None if is_read_again or feeds_matmul_of_group(result, base, group, self.views) else slot
 
     # ------------------------------------------------------------------------------------------------- placing
 

@@ -103,11 +103,14 @@ class KernelLimits:
     - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
     - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
     - `candidates`: the candidates that the device uses; see `ENABLED_CANDIDATES`.
+    - `computes_operands`: whether kernels compute operands that other launches could compute: rows of products, and
+      logits of gates. Without it programs have the launches of the steps that were measured on H100 and H200.
     """
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
     candidates: frozenset[KernelCandidate] = frozenset()
+    computes_operands: bool = True
 
 
 LARGEST_LIMITS = KernelLimits(max(MAX_SHARED_BYTES.values()), has_warpgroups=True)

@@ -39,6 +39,7 @@ class KernelSource:
         before: Headers in front of the file that several files share.
         instructions: The header with the device instructions.
         architectures: The architectures for which the source is compiled; empty means all.
+        generated: Text between the headers and the file that is generated for a program; it has no file.
     """
 
     file: str
@@ -46,6 +47,7 @@ class KernelSource:
     before: tuple[str, ...] = ()
     instructions: str = CUDA_HEADER
     architectures: tuple[str, ...] = ()
+    generated: str = ""
 
     def __getitem__(self, name: str) -> KernelInstance:
         assert name in self.names, f"{name} is not declared in the source of {self.file}"
@@ -54,7 +56,9 @@ class KernelSource:
     @property
     def text(self) -> str:
         """The complete C++ text of the source, headers included."""
-        return "".join(f'#line 1 "{name}"\n{read_kernel_text(name)}' for name in self.files)
+        *headers, file = ((name, read_kernel_text(name)) for name in self.files)
+        generated = [("generated", self.generated)] if self.generated else []
+        return "".join(f'#line 1 "{name}"\n{text}' for name, text in (*headers, *generated, file))
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -38,7 +38,9 @@ template <class F> __global__ void A_ROW norm_by(const __grid_constant__ Rows a)
     const Places<2> p = places(a.axes, steps, blockIdx.x);
     const float *x = a.x.at + p.at[0];
     float *out = a.out.at + p.at[1];
-    const float squares = sum_over(a.columns, room, [&](i64 c) { return x[c * a.step] * x[c * a.step]; });
+    float sum = 0.0f;
+    each_column(a.columns, [&](i64 c) { return x[c * a.step]; }, [&](i64, float value) { sum = fmaf(value, value, sum); });
+    const float squares = block_sum(sum, room);
     const float factor = F::factor(squares, a.columns, (float)a.number);
     each_column(a.columns, [&](i64 c) { return x[c * a.step]; }, [&](i64 c, float value) { out[c] = value * factor; });
 }
@@ -76,7 +78,7 @@ __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
             const i64 c = threadIdx.x + i * blockDim.x;
             held[i] += more[i];
             if (c >= columns) continue;
-            squares += held[i] * held[i];
+            squares = fmaf(held[i], held[i], squares);
             if (adds) sum[c] = held[i];
         }
         const float factor = Rms::factor(block_sum(squares, room), columns, (float)a.eps);
@@ -86,7 +88,7 @@ __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
         return;
     }
     float squares = 0.0f;
-    auto square = [&](i64, float value) { squares += value * value; };
+    auto square = [&](i64, float value) { squares = fmaf(value, value, squares); };
     if (adds)
         each_column<PAIRS>(
             columns, [&](i64 c) { return make_float2(x[c * a.step], y[c]); },

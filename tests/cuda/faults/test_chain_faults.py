@@ -34,6 +34,7 @@ def is_right(name: str, backend: DriverBackend) -> bool:
 ROUTER, BIASED, SCALED = "router", "router with a bias", "router of shares as they are"
 PACKED, GATED, FLOAT = "answers, packed", "answers, packed, and a gated one", "answers, float, and a gated one"
 UNITS, FLOAT_UNITS = "unit of all experts, packed", "unit of all experts, float"
+NORM, NORM_OF_HEADS = "norm before products", "norm of large heads before a product"
 MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
@@ -131,6 +132,38 @@ PLANTS = {
         HEADS,
     ),
     "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", ROTATED),
+    "the norm of the first row": (
+        "packed_few.cu",
+        "numbers + token * Prologue::NUMBERS, brought",
+        "numbers, brought",
+        NORM,
+    ),
+    "the first row is brought": ("packed_few.cu", "const int n = eight % N,", "const int n = 0,", NORM),
+    "nobody writes what something else reads": ("packed_few.cu", "blockIdx.x == 0 && n == token", "false", NORM),
+    "a row is known in part": (
+        "packed_few.cu",
+        "a.prologue, n, (int)a.blocks * 32,",
+        "a.prologue, n, (int)a.blocks,",
+        NORM,
+    ),
+    "each eight of heads is the first": (
+        "packed_few.cu",
+        "brought[i], token, (int)a.blocks * 32, block,",
+        "brought[i], token, (int)a.blocks * 32, 0,",
+        NORM_OF_HEADS,
+    ),
+    "the last columns of a lane lie too near": (
+        "lanes.cuh",
+        "high = *(const float4 *)(from + 16)",
+        "high = *(const float4 *)(from + 4)",
+        NORM,
+    ),
+    "the last columns of a lane are written too near": (
+        "lanes.cuh",
+        "*(float4 *)(to + 16)",
+        "*(float4 *)(to + 4)",
+        NORM,
+    ),
 }
 
 
@@ -150,7 +183,12 @@ def test_a_mistake_in_a_chain_is_found(name):
     )
 
 
-REACHED = {"routing.cu": {ROUTER: (0,)}, "dense.cu": {FLOAT: (1,)}, "rotary.cu": {HEADS: (0,)}}
+REACHED = {
+    "routing.cu": {ROUTER: (0,)},
+    "dense.cu": {FLOAT: (1,)},
+    "rotary.cu": {HEADS: (0,)},
+    "packed_few.cu": {NORM: (0,)},
+}
 """For each file: its barriers, by number, that a chain reaches; ``test_barriers.py`` knows whether those are all."""
 BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numbers in chains.items() for n in numbers]
 
@@ -162,7 +200,7 @@ def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS])
+@pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS, NORM])
 def test_accesses_of_a_chain_are_in_order(chain):
     assert disorders(chain) == []
 

@@ -12,6 +12,7 @@ from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_budget import list_budget_violations
 from hocket.backends.cupy.emulation.access_counters import run_with_counters
+from hocket.backends.cupy.kernels.recurrent.delta_gates import GateProducts
 from hocket.backends.cupy.kernels.recurrent.short_convolution import (
     DeltaNetInputs,
     DeltaNetWeights,
@@ -25,6 +26,7 @@ from ...given.devices.emulation import needs_compiler, with_fault
 pytestmark = needs_compiler
 
 EPS, LIMIT = 1e-6, 1e-12
+SOURCES = ("x", "alpha", "beta", "valid", "old")
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,37 @@ def compute_expected(p: Parts) -> dict[str, np.ndarray]:
     return {"q": q, "k": k, "v": v, "g": g, "beta": valid / (1 + np.exp(-beta)), "next_rows": rows[:, -3:]}
 
 
+def parts_with_products(tokens: int, batch: int = 1, columns: int = 1348) -> Parts:
+    """Parts with logits that are products of rows [B,T,columns] and weights [value heads,columns]."""
+    p = parts(64, 2, 4, batch, tokens)
+    rng = np.random.default_rng(tokens)
+    shapes = {"rows": (batch, tokens, columns), "w_alpha": (4, columns), "w_beta": (4, columns)}
+    arrays = {n: copy_aligned(rng.normal(0, 0.1, shape).astype(np.float32)) for n, shape in shapes.items()}
+    for k, name in enumerate(("w_alpha", "w_beta")):
+        logits = np.float64(arrays["rows"]) @ np.float64(arrays[name]).T
+        p.build_inputs["rates"][..., k, :] = logits.reshape(batch, tokens, 2, 2)
+    p.build_inputs.update(arrays)
+    return p
+
+
 def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.ndarray]]:
     outputs = {name: copy_aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in compute_expected(p).items()}
     if in_place:
         outputs["next_rows"] = p["old"]
     launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data)
     layer = DeltaNetWeights(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
-    source = (operand(p[name]) for name in ("x", "alpha", "beta", "valid", "old"))
+    source = (operand(p[name]) for name in SOURCES)
+    products = None
+    if "rows" in p.build_inputs:
+        products = GateProducts((0, 1), *(operand(p[name]) for name in ("rows", "w_alpha", "w_beta")))
+        source = (operand(p[n] if n in p.build_inputs else np.full_like(p[n], NOTHING)) for n in SOURCES)
     launch_delta_net_inputs(
-        launches, *source, layer, DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}), EPS
+        launches,
+        *source,
+        layer,
+        DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}),
+        EPS,
+        products=products,
     )
     return launches.items, outputs
 
@@ -97,6 +121,13 @@ def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch,
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 17, 40])
 def test_inputs_of_the_rule_are_computed_in_one_launch(size: int, tokens: int):
     p = parts(size, 1 + tokens % 2, 3 + tokens % 2, 1 + tokens % 3, tokens)
+    assert len(bind_inputs(p)[0]) == 1
+    assert difference(p, ORDERS[tokens % 3]) < LIMIT
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (1, 3), (4, 1)])
+def test_logits_of_gates_are_computed_in_the_same_launch(tokens: int, batch: int):
+    p = parts_with_products(tokens, batch)
     assert len(bind_inputs(p)[0]) == 1
     assert difference(p, ORDERS[tokens % 3]) < LIMIT
 
@@ -142,15 +173,24 @@ FAULTS = {
     "gates of the first group alone": ("group = h / a.of_group", "group = 0"),
     "a norm of half a head": ("m = LANES / 2; m; m /= 2", "m = LANES / 4; m; m /= 2"),
 }
+PRODUCT_FAULTS = {
+    "rows of the first token": ("p.x + (n * tokens + t) * p.x_step", "p.x + n * tokens * p.x_step"),
+    "weights of the first head": ("*w_alpha = p.alpha + gate_head * p.columns", "*w_alpha = p.alpha"),
+    "rates of decays": ("*w_beta = p.beta + gate_head", "*w_beta = p.alpha + gate_head"),
+    "columns of the first threads": ("c += 4 * THREADS", "c += 8 * THREADS"),
+    "logits of one warp": ("alpha = block_sum(alpha, room),", "alpha = warp_sum(alpha),"),
+    "gates of the next head": ("(p.columns ? a.value_heads : 1);", "(p.columns ? a.value_heads - 1 : 1);"),
+    "heads are gates": ("gate_head >= 0;", "gate_head >= -1;"),
+}
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *PRODUCT_FAULTS])
 def test_a_fault_planted_in_the_inputs_is_found(name: str):
-    good, bad = FAULTS[name]
+    good, bad = (FAULTS | PRODUCT_FAULTS)[name]
 
     def is_detected(order: int) -> bool:
-        p = parts(64, 2, 4, 2, 35)
+        p = parts(64, 2, 4, 2, 35) if name in FAULTS else parts_with_products(4)
         try:
             return difference(p, order, lambda launch: with_fault(launch, "short_convolution.cu", good, bad)) > LIMIT
         except LaunchError:

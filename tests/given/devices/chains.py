@@ -30,6 +30,8 @@ class Chain:
     tolerance: float = 0.0
     """The relative error against one by one; the same bits if it is 0."""
     forbids: bool = True
+    writes: bool = False
+    """Whether the launch also writes the value that another node reads, so that the chain is as long."""
 
 
 def both(y: Value, also: Value, forbidden: bool, updates: dict[Value, Value] | None = None) -> Graph:
@@ -81,6 +83,45 @@ def products(dtype: DType) -> Callable[[bool], Graph]:
         x = ops.scale(input("x", (1, 128)), scale=2.0)
         q, k, v = (ops.mul_mat(weight(n, (rows, 128), dtype), x) for n, rows in (("q", 70), ("k", 32), ("v", 100)))
         return Graph({"q": q, "k": k, "v": v})
+
+    return graph
+
+
+def norm_before_products(dtype: DType, tokens: int = 3, columns: int = 256) -> Callable[[bool], Graph]:
+    """A sum, its norm and factor before two products; something else reads the sum, and perhaps the factor's result."""
+
+    def graph(forbidden: bool) -> Graph:
+        total = ops.add(input("x", (tokens, columns)), input("z", (tokens, columns)))
+        x = ops.mul(ops.rms_norm(total, eps=1e-6), weight("norm", (columns,)))
+        q, k = (ops.mul_mat(weight(n, (rows, columns), dtype), x) for n, rows in (("q", 70), ("k", 32)))
+        outputs = {"q": q, "k": k, "total": ops.neg(total)}
+        return Graph(outputs | ({"also": ops.neg(x)} if forbidden else {}))
+
+    return graph
+
+
+def heads_before_product(dtype: DType, heads: int = 6, size: int = 64, tokens: int = 1) -> Callable[[bool], Graph]:
+    """The gated norm of heads before a product."""
+
+    def graph(forbidden: bool) -> Graph:
+        inner = ops.rms_norm(input("x", (tokens, heads, size)), eps=1e-6)
+        gate = ops.silu(ops.reshape(input("z", (tokens, heads * size)), shape=(tokens, heads, size)))
+        y = ops.reshape(ops.mul(ops.mul(inner, weight("norm", (size,))), gate), shape=(tokens, heads * size))
+        return both(ops.mul_mat(weight("w", (70, heads * size), dtype), y), gate, forbidden)
+
+    return graph
+
+
+def gates_before_unit(dtype: DType, size: int = 64) -> Callable[[bool], Graph]:
+    """The sigmoid of a part of each head times values, before a gated unit."""
+
+    def graph(forbidden: bool) -> Graph:
+        gate = ops.slice_(input("z", (2, 4, 2 * size)), axis=-1, start=size, stop=2 * size)
+        y = ops.mul(input("x", (2, 4, size)), ops.sigmoid(gate))
+        x = ops.reshape(y, shape=(2, 4 * size))
+        return both(
+            ops.swiglu(*(ops.mul_mat(weight(n, (70, 4 * size), dtype), x) for n in ("gate", "up"))), y, forbidden
+        )
 
     return graph
 
@@ -209,8 +250,17 @@ CHAINS = {
     "times silu": Chain(times(ops.silu), (1, 2)),
     "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
     "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
-    "products, packed": Chain(products(DType.Q4_0), (2, 4), forbids=False),
+    "products, packed": Chain(products(DType.Q4_0), (1, 4), forbids=False),
     "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
+    "norm before products": Chain(norm_before_products(DType.Q4_0, columns=128), (2, 6), writes=True),
+    "norm before products of long rows": Chain(
+        norm_before_products(DType.Q4_K, 1, 12288), (2, 6), tolerance=1e-3, writes=True
+    ),
+    "norm of heads before a product": Chain(heads_before_product(DType.Q8_0), (1, 5), tolerance=1e-4, writes=True),
+    "norm of large heads before a product": Chain(
+        heads_before_product(DType.Q4_K, 3, 256, 2), (1, 5), tolerance=1e-4, writes=True
+    ),
+    "gates before a unit": Chain(gates_before_unit(DType.Q4_K), (1, 5), tolerance=1e-4, writes=True),
     "router": Chain(router(ops.softmax), (1, 6), tolerance=1e-6),
     "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
     "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),

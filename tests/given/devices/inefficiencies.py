@@ -32,8 +32,8 @@ BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
 MEMORY_FAULTS = {
     "loads 32 numbers apart": (
         "rows.cu",
-        "return x[c * a.step] * x[c * a.step]; });\n    const float factor = F::",
-        "c = c % 32 * 32 + c / 32; return x[c * a.step] * x[c * a.step]; });\n    const float factor = F::",
+        "return x[c * a.step]; }, [&](i64, float value) { sum = fmaf",
+        "c = c % 32 * 32 + c / 32; return x[c * a.step]; }, [&](i64, float value) { sum = fmaf",
         NORM,
     ),
     "lanes of a warp in other rows of a block": (
@@ -65,8 +65,8 @@ MEMORY_FAULTS = {
     ),
     "every warp rounds all of x": (
         "packed_few.cu",
-        "for (int eight = 2 * warp; eight < (int)rows * eights; eight += 2 * warps) {",
-        "for (int eight = 0; eight < (int)rows * eights; eight += 2) {",
+        "for (int eight = TOGETHER * warp; eight < (int)rows * eights; eight += TOGETHER * warps) {",
+        "for (int eight = 0; eight < (int)rows * eights; eight += TOGETHER) {",
         VECTOR,
     ),
     "codes of entries in the same banks": ("packed.cu", "(i ^ (entry & 7))", "i", PACKED),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from .....graph.dtypes import DType
-from ....fusion.operands import Operand
+from ....fusion.operands import Operand, require_supported
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...device.driver import KernelSource
+from ...generated.row_prologue import RowPrologue
 from ..elementwise import CUDA_TYPE_NAMES
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
@@ -45,6 +46,7 @@ def launch_gemv(
     unit: int = NO_UNIT,
     other_products: WeightsAndResults = (),
     other_entries: int = 0,
+    prologue: RowPrologue | None = None,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several float weights.
 
@@ -58,7 +60,9 @@ def launch_gemv(
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
+        prologue: None; these kernels read x.
     """
+    require_supported(prologue is None, "kernels of float weights compute no rows of x")
     count = next(n for n in TOKEN_COUNTS if n >= tokens)
     w = products[0][0]
 

@@ -21,6 +21,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, compute_row_stride, count_blocks
 from ...binding.weight_packing import PLANE_LAYOUTS
 from ...device.driver import KernelSource
+from ...generated.row_prologue import RowPrologue
 from ..elementwise import as_float
 from . import dense, packed, products, tiled
 from .routes import NO_UNIT, WeightsAndResults
@@ -96,10 +97,11 @@ def launch_gemv_of_any_weights(
     unit: int = NO_UNIT,
     other_products: WeightsAndResults = (),
     other_entries: int = 0,
+    prologue: RowPrologue | None = None,
 ) -> None:
-    """Launch a GEMV: multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
+    """Launch a GEMV: multiply a few rows of x by packed or float weights; see `packed.launch_gemv`."""
     (packed if is_complete_packed_weight(products[0][0]) else dense).launch_gemv(
-        launches, products, x, entries, tokens, route, unit, other_products, other_entries
+        launches, products, x, entries, tokens, route, unit, other_products, other_entries, prologue
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -14,6 +15,7 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_str
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
+from ...generated.row_prologue import PLAIN_PROLOGUE, PLAIN_PROLOGUE_WORDS, RowPrologue
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
 CODE_BOOK_ENTRIES = {
@@ -27,6 +29,8 @@ STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
 """Maximum warps of a GEMV block, and the bytes of an item of x in its shared memory."""
+LANES_HEADER, HEAD_BLOCKS, WARP_SUMS = "lanes.cuh", 8, 32
+"""The header of generated prologues; column blocks that a warp brings at once; and the floats of a sum over a block."""
 MAX_BLOCK_RESULTS = 2048
 """Maximum number of results of a GEMV block."""
 SMALL_TILE, TALL_TILE, LARGE_TILE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
@@ -62,12 +66,24 @@ def _make_packed_source(dtype: DType) -> KernelSource:
     )
 
 
+HALF_ROWS, MIN_HALF_GAIN = 4, 1.08
+"""Weight rows of a smaller GEMV tile for one token, and the factor of time from which it is better."""
+
+
+def list_gemv_names(dtype: DType) -> tuple[str, ...]:
+    """List the names of the GEMV kernels of a dtype: by the number of tokens, and the one with smaller tiles."""
+    names = tuple(f"few<{dtype.name}, {count}>" for count in TOKEN_COUNTS)
+    return names if dtype in BLOCK_RECORD_DTYPES else (*names, f"few<{dtype.name}, 1, {HALF_ROWS}>")
+
+
 BLOCK_RECORD_DTYPES = frozenset(dtype for dtype in PLANE_LAYOUTS if dtype.block <= MAX_RECORD_COLUMNS)
 """Dtypes with a record for each one or two blocks of columns."""
 TILED_SOURCE_BY_DTYPE = {dtype: _make_packed_source(dtype) for dtype in PLANE_LAYOUTS}
 GEMV_SOURCE_BY_DTYPE = {
     t: KernelSource(
-        "packed_few.cu", (*(f"few<{t.name}, {n}>" for n in TOKEN_COUNTS), f"summed<{t.name}>"), _list_packed_headers(t)
+        "packed_few.cu",
+        (*list_gemv_names(t), f"summed<{t.name}>"),
+        (*_list_packed_headers(t), PLAIN_PROLOGUE),
     )
     for t in PLANE_LAYOUTS
 }
@@ -113,6 +129,32 @@ def _choose_gemv_rows_and_blocks(dtype: DType, tokens: int) -> tuple[int, int]:
     return rows, 32 // rows * own
 
 
+def _choose_gemv_tile_for_grid(
+    dtype: DType, tokens: int, weight_rows: Sequence[int], columns: int, blocks: int, step: int
+) -> tuple[int, int]:
+    """Return the tile of a GEMV warp: half as many rows for one token if blocks then share the rows more evenly.
+
+    Args:
+        dtype: Dtype of the weights.
+        tokens: The number of tokens.
+        weight_rows: Rows of each weight.
+        columns: Columns of the weights.
+        blocks: Blocks that run at once.
+        step: Groups of rows that a block has together.
+    """
+    tile = _choose_gemv_rows_and_blocks(dtype, tokens)
+    if tokens > 1 or dtype in BLOCK_RECORD_DTYPES:
+        return tile
+
+    def count_work(rows: int, own: int) -> int:
+        groups = sum(count_blocks(n, rows) for n in weight_rows)
+        of_block = count_blocks(count_blocks(groups, blocks), step) * step
+        return of_block * rows * count_blocks(columns, BLOCK_COLUMNS * own) * own
+
+    half = HALF_ROWS, tile[1] * tile[0] // HALF_ROWS
+    return half if count_work(*tile) >= MIN_HALF_GAIN * count_work(*half) else tile
+
+
 def _count_shared_activation_items(columns: int, tokens: int) -> int:
     """Return the size of the shared memory for the quantised activations of all tokens in a GEMV, in items.
 
@@ -125,6 +167,12 @@ def _count_shared_activation_items(columns: int, tokens: int) -> int:
     return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
 
+def make_gemv_source(dtype: DType, prologue: RowPrologue) -> KernelSource:
+    """Make the source of the GEMV kernels of a dtype that compute the rows of x in a prologue."""
+    headers = (*_list_packed_headers(dtype), LANES_HEADER)
+    return KernelSource("packed_few.cu", list_gemv_names(dtype), headers, generated=prologue.text)
+
+
 def launch_gemv(
     launches: LaunchBuilder,
     products: WeightsAndResults,
@@ -135,6 +183,7 @@ def launch_gemv(
     unit: int = NO_UNIT,
     other_products: WeightsAndResults = (),
     other_entries: int = 0,
+    prologue: RowPrologue | None = None,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several packed weights.
 
@@ -148,16 +197,20 @@ def launch_gemv(
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
+        prologue: The computation of x, which is not read then.
     """
     count, w = next(n for n in TOKEN_COUNTS if n >= tokens), products[0][0]
-    rows, columns = _choose_gemv_rows_and_blocks(w.dtype, count)
+    blocks = max(1, launches.multiprocessor_count // max(1, entries + other_entries))
+    rows, columns = _choose_gemv_tile_for_grid(
+        w.dtype, count, [m.shape[-2] for m, _ in products], w.shape[-1], blocks, 2 if unit else 1
+    )
     groups = [count_blocks(matrix.shape[-2], rows) for matrix, _ in products]
     first, step = [0 if unit else n for n in accumulate(groups, initial=0)], 2 if unit else 1
     fields: list[list[LaunchWord]] = [
         [w, out, n, _count_row_units(w), w.shape[-2], compute_row_stride(out)]
         for (w, out), n in zip([*products, *other_products], [*first, 0], strict=False)
     ]
-    even = count_blocks(sum(groups), max(1, launches.multiprocessor_count // max(1, entries + other_entries)))
+    even = count_blocks(sum(groups), blocks)
     of_block = max(step, count_blocks(min(even, MAX_BLOCK_RESULTS // (count * rows)), step) * step)
     all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
     of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
@@ -166,18 +219,27 @@ def launch_gemv(
     chunks = count_blocks(all_chunks, count_blocks(all_chunks, fit))
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
+    shared = SHARED_ITEM_BYTES * _count_shared_activation_items(chunks * columns, count) + of_sums
+    half = f", {HALF_ROWS}" if rows == HALF_ROWS else ""
+    kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}{half}>"]
+    if prologue is not None:
+        require_supported(
+            not prologue.is_per_head or chunks == all_chunks or chunks * columns % HEAD_BLOCKS == 0,
+            "a stretch of columns has parts of heads",
+        )
+        kernel, warps = make_gemv_source(w.dtype, prologue)[kernel.name], MAX_GEMV_WARPS
+        shared += 4 * (count * prologue.numbers_per_row + WARP_SUMS)
     words = [
         *join_and_pad_product_words(fields),
         len(products),
         unit,
-        x,
+        x if prologue is None else 0,
         *_make_row_size_words(w),
         tokens,
         compute_row_stride(x),
     ]
     words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
-    kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    shared = SHARED_ITEM_BYTES * _count_shared_activation_items(chunks * columns, count) + of_sums
+    words += PLAIN_PROLOGUE_WORDS if prologue is None else prologue.words
     launches.add_launch(
         kernel, (count_blocks(sum(groups), of_block), entries + other_entries), 32 * warps, words, shared
     )
@@ -224,7 +286,7 @@ def launch_gemv_with_expert_sum(
         of_warp,
         chunks,
     ]
-    words += [1, 1, *summed.choice, 0, *summed.words]
+    words += [1, 1, *summed.choice, 0, *summed.words, *PLAIN_PROLOGUE_WORDS]
     launches.add_launch(
         GEMV_SOURCE_BY_DTYPE[w.dtype][f"summed<{w.dtype.name}>"],
         (count_blocks(groups * entries, of_block), tokens),

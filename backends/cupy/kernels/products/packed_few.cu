@@ -17,6 +17,7 @@ struct Few {
     Choice choice;
     i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
     Summed summed;  // its other expert is that of product 1
+    Prologue::Words prologue;
 };
 // Where the rows of a group are: in which product, and which of its groups.
 struct Group {
@@ -31,10 +32,10 @@ struct Group {
     }
 };
 // A part is a group of DOWN rows and a chunk of columns, of which a lane has OWN blocks of a row.  The fewest rows that fill
-// sectors leave the most groups to be dealt.
-template <class F, int N> struct Part {
+// sectors leave the most groups to be dealt; half as many, ROWS, where blocks would share these out unevenly.
+template <class F, int N, int ROWS = 0> struct Part {
     static constexpr bool IS_TIGHT = F::EXTRA > 16 && N > 2;  // digits of TQ1_0 take registers
-    static constexpr int DOWN = F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
+    static constexpr int DOWN = ROWS ? ROWS : F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
     static constexpr int RECORDS = OWN > F::SUPER ? OWN / F::SUPER : 1;
     RowCodes<F> codes[OWN];
     typename F::Record records[RECORDS];
@@ -95,8 +96,8 @@ template <class F, int N> struct Part {
 //
 // Where a token's entries are summed, a block has all of them for each of its groups of rows, one after the other, and x
 // of all of them in one stretch.
-template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(const Few &a) {
-    using P = Part<F, N>;
+template <class F, int N, bool SUMS, int ROWS = 0> __device__ __forceinline__ void multiply(const Few &a) {
+    using P = Part<F, N, ROWS>;
     static_assert(N == 1 || !SUMS, "entries are summed for one token at a time");
     constexpr int SIZE = N * P::DOWN;  // of the sums of a group
     DYNAMIC_SHARED(room, uint4);
@@ -120,6 +121,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
     float *parts = (float *)(room + place<N>(SUMS ? own_entries * padded : most * P::CHUNK)), *sums = parts + (warps + groups) * SIZE;
     const int joined = SUMS ? (int)own_entries : a.unit ? 2 : 1;  // groups that make one result
     const int results = (u32)groups / (u32)joined * SIZE;
+    float *numbers = sums + groups * SIZE;  // of the rows of x, where they are computed
     auto each_own = [&](auto take) {
         for (int i = threadIdx.x; i < results; i += blockDim.x)
             for (int k = 0; k < joined; k++) take((i / SIZE * joined + k) * SIZE + i % SIZE);
@@ -157,13 +159,27 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
             if (!SUMS) return x + min((i64)(i % N), a.tokens - 1) * a.x_step;
             return i % rows < used ? x + i % rows * a.x_step : a.summed.x + entry * a.summed.x_step;
         };
-        const int eights = (chunks * P::CHUNK + 7) / 8;  // of blocks, which a warp rounds of a row at once; two at a time
-        for (int eight = 2 * warp; eight < (int)rows * eights; eight += 2 * warps) {
-            float4 brought[2][2];
+        if (Prologue::NUMBERS > 0 && start == 0) {
+            for (int n = 0; n < (int)a.tokens; n++)
+                Prologue::reduce(a.prologue, n, (int)a.blocks * 32, numbers + n * Prologue::NUMBERS, numbers + N * Prologue::NUMBERS);
+            __syncthreads();
+        }
+        constexpr int TOGETHER = Prologue::COMPUTES ? 1 : 2;  // eights of blocks, each of which a warp rounds at once
+        const int eights = (chunks * P::CHUNK + 7) / 8;       // of a row
+        for (int eight = TOGETHER * warp; eight < (int)rows * eights; eight += TOGETHER * warps) {
+            float4 brought[TOGETHER][2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) bring(brought[i], row_at(eight + i), start + (u32)(eight + i) / rows * 8, SUMS ? (int)a.blocks : end);
+            for (int i = 0; i < TOGETHER; i++) {
+                const int block = start + (u32)(eight + i) / rows * 8, blocks = SUMS ? (int)a.blocks : end;
+                if (Prologue::COMPUTES) {
+                    const int n = eight % N, token = min(n, (int)a.tokens - 1);
+                    Prologue::bring(a.prologue, numbers + token * Prologue::NUMBERS, brought[i], token, (int)a.blocks * 32, block, blocks, blockIdx.x == 0 && n == token);
+                } else {
+                    bring(brought[i], row_at(eight + i), block, blocks);
+                }
+            }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < TOGETHER; i++) {
                 const Rounded r = round_block(brought[i]);
                 const int block = (u32)(eight + i) / rows * 8 + lane / 4;
                 if (block < chunks * P::CHUNK) {
@@ -222,5 +238,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
         made.out[(entry * a.tokens + n) * made.out_step + row] = result;
     }
 }
-template <class F, int N> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) { multiply<F, N, false>(a); }
+template <class F, int N, int ROWS = 0> __global__ void __launch_bounds__(512, 1) few(const __grid_constant__ Few a) {
+    multiply<F, N, false, ROWS>(a);
+}
 template <class F> __global__ void __launch_bounds__(512, 1) summed(const __grid_constant__ Few a) { multiply<F, 1, true>(a); }

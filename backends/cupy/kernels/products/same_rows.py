@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
@@ -12,12 +12,18 @@ from ....fusion.operands import Operand, require_supported
 from ....fusion.patterns import match_gated_unit
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord
+from ...generated.row_prologue import RowPrologue, find_row_prologue
 from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv_of_any_weights
 from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 
 
 def _launch_matmuls_of_same_rows_as_gemv(
-    launches: LaunchBuilder, flow: Dataflow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
+    launches: LaunchBuilder,
+    flow: Dataflow,
+    numbers: Sequence[int],
+    outs: Sequence[Operand],
+    unit: int,
+    prologue: RowPrologue | None = None,
 ) -> None:
     """Launch several matmuls of the same few rows as one GEMV.
 
@@ -27,6 +33,7 @@ def _launch_matmuls_of_same_rows_as_gemv(
         numbers: The indices of the matmuls.
         outs: The results that are written.
         unit: Code of the gated unit that joins two matmuls, or `NO_UNIT`.
+        prologue: The computation of their rows.
     """
     calls = [flow.bound_instruction(n) for n in numbers]
     require_supported(all(call.op == "mul_mat" for call in calls), "something else makes a result")
@@ -45,12 +52,12 @@ def _launch_matmuls_of_same_rows_as_gemv(
         require_supported(is_gemv_readable(matrix), "weights are not read so")
     for out in outs:
         require_supported(out.is_dense, "results are not dense")
-        require_no_alias(out, [x])
+        require_no_alias(out, [x] if prologue is None else [*prologue.operands, *prologue.tees])
     route: list[LaunchWord] = [1, 1, 0, 0, 1, 1, 0, 0]
     # The kernel does not write the second result of a unit.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
     products = [(call.operand(0), as_matrix(out)) for call, out in zip(calls, results, strict=True)]
-    launch_gemv_of_any_weights(launches, products, x, 1, tokens, route, unit)
+    launch_gemv_of_any_weights(launches, products, x, 1, tokens, route, unit, prologue=prologue)
 
 
 def as_matrix(out: Operand) -> Operand:
@@ -89,16 +96,29 @@ def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], 
     return products, unit
 
 
-def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse two matmuls of the same few rows and their gated unit."""
+@dataclass(frozen=True, slots=True)
+class MatmulsOfSameRows:
+    """Matmuls of the same rows that one launch computes, and the gated unit that joins two of them."""
+
+    products: tuple[int, ...]
+    results: tuple[Operand, ...]
+    gated_unit: int | None = None
+    unit_code: int = NO_UNIT
+
+    @property
+    def instruction_numbers(self) -> tuple[int, ...]:
+        return self.products if self.gated_unit is None else (*self.products, self.gated_unit)
+
+
+def _find_gated_unit(flow: Dataflow, number: int) -> MatmulsOfSameRows:
+    """Find two matmuls of the same rows and their gated unit."""
     products, unit = match_gated_products(flow, number)
     call = flow.bound_instruction(unit)
-    _launch_matmuls_of_same_rows_as_gemv(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
-    return *products, unit
+    return MatmulsOfSameRows(products, (call.out,), unit, GATED_UNIT_CODES[call.op])
 
 
-def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the matmuls that have the same few rows of x into one launch. Matmuls of gated units are excepted."""
+def _find_matmuls_of_same_rows(flow: Dataflow, number: int) -> MatmulsOfSameRows:
+    """Find the matmuls that have the same rows of x. Matmuls of gated units are excepted."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit_as_only_reader(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]
@@ -114,11 +134,30 @@ def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: 
         same = call.operand(0).dtype is own.operand(0).dtype and len(call.operand(0).shape) == 2
         if same and flow.can_group([*chosen, other]):
             chosen.append(other)
-    require_supported(len(chosen) > 1, "no other product has these rows")
-    _launch_matmuls_of_same_rows_as_gemv(
-        launches, flow, chosen, [flow.bound_instruction(n).out for n in chosen], NO_UNIT
+    return MatmulsOfSameRows(tuple(chosen), tuple(flow.bound_instruction(n).out for n in chosen))
+
+
+def _make_fusion_binder(find: Callable[[Dataflow, int], MatmulsOfSameRows], has_prologue: bool) -> FusionBinder:
+    """Make a binder of matmuls of the same rows, with the ops that compute their rows or without."""
+
+    def bind(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+        found, prologue = find(flow, number), None
+        if has_prologue:
+            require_supported(launches.limits.computes_operands, "products compute no rows")
+            x = flow.bound_instruction(number).operand(1)
+            prologue = find_row_prologue(flow, found.products, math.prod(x.shape[:-1]), x.shape[-1])
+        else:
+            require_supported(len(found.instruction_numbers) > 1, "no other product has these rows")
+        _launch_matmuls_of_same_rows_as_gemv(launches, flow, found.products, found.results, found.unit_code, prologue)
+        return *(prologue.instruction_numbers if prologue else ()), *found.instruction_numbers
+
+    return bind
+
+
+FUSED: Mapping[str, Sequence[FusionBinder]] = {
+    "mul_mat": tuple(
+        _make_fusion_binder(find, has_prologue)
+        for find in (_find_gated_unit, _find_matmuls_of_same_rows)
+        for has_prologue in (True, False)
     )
-    return chosen
-
-
-FUSED: Mapping[str, Sequence[FusionBinder]] = {"mul_mat": (_fuse_gated_unit, _fuse_matmuls_of_same_rows)}
+}

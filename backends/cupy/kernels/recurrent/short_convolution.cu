@@ -49,6 +49,12 @@ struct Head {
     }
 };
 
+// What makes the logits of gates: rows of x times one row of weights for each value head.
+struct GateProducts {
+    const float *x;
+    i64 x_step, columns;  // 0 columns: logits lie in memory
+    const float *alpha, *beta;
+};
 struct DeltaInputs {
     Rows x;                  // [sequence, token, -, channel]: q heads, k heads, v heads side by side
     Rows alpha, beta;        // [sequence, token, group, value head of the group]
@@ -64,10 +70,12 @@ struct DeltaInputs {
     Fault fault;
     i64 tokens, key_heads, value_heads;
     double eps;
+    GateProducts products;
 };
 
 // Convolution with four taps, SiLU, keys and queries of length one, gates: all that the delta rule reads, in one pass.
-// Heads lie along y, the gates behind the last one; a group of lanes takes a head through RUN tokens.
+// Heads lie along y, the gates behind the last one, in one block, or in a block for each value head, which makes its logits
+// too; a group of lanes takes a head through RUN tokens.
 template <int D>
 __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ DeltaInputs a) {
     static_assert(Head<D>::QUADS == 1, "four channels of a lane are all that its head has there");
@@ -77,23 +85,46 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
     const i64 n = blockIdx.z, head = (i64)blockIdx.y * H::PER_BLOCK + threadIdx.x / H::LANES;
     const i64 heads = 2 * a.key_heads + a.value_heads, channels = heads * D;
     const bool is_there = head < heads;
-    const bool makes_gates = blockIdx.y == gridDim.y - 1;
+    const GateProducts &p = a.products;
+    const i64 gate_head = (i64)blockIdx.y - gridDim.y + (p.columns ? a.value_heads : 1);  // or below 0
+    const bool makes_gates = gate_head >= 0;
     const i64 mine = is_there ? head : 0;  // lanes of no head go along, since sums need all lanes
     const i64 channel = mine * D + 4 * lane;
     if (first == 0 && makes_gates) {
         if (threadIdx.x < a.value_heads) prefetch(a.a + threadIdx.x), prefetch(a.dt + threadIdx.x);
+        for (i64 c = threadIdx.x * (LINE / 4); c < p.columns; c += THREADS * (LINE / 4))
+            prefetch(p.alpha + gate_head * p.columns + c), prefetch(p.beta + gate_head * p.columns + c);
     } else if (first == 0) {
         prefetch(a.w + 4 * channel);
         for (int i = 0; i < 3; i++) prefetch(a.old + (n * 3 + i) * channels + channel);
     }
     wait_for_earlier();
+    auto put_gates = [&](i64 t, i64 h, float alpha, float beta) {
+        const i64 at = (n * tokens + t) * a.value_heads + h;
+        const float x = alpha + a.dt[h], valid = a.valid ? a.valid[n * tokens + t] : 1.0f;
+        a.g[at] = a.a[h] * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))) * valid;
+        a.strength[at] = valid / (1.0f + expf(-beta));
+    };
+    if (makes_gates && p.columns) {
+        SHARED(room, float[32]);
+        const float *w_alpha = p.alpha + gate_head * p.columns, *w_beta = p.beta + gate_head * p.columns;
+        for (int t = first; t < last; t++) {
+            const float *x = p.x + (n * tokens + t) * p.x_step;
+            float alpha = 0.0f, beta = 0.0f;
+#pragma unroll 4
+            for (i64 c = 4 * threadIdx.x; c < p.columns; c += 4 * THREADS) {
+                const float4 v = *(const float4 *)(x + c);
+                alpha = dot(v, *(const float4 *)(w_alpha + c), alpha), beta = dot(v, *(const float4 *)(w_beta + c), beta);
+            }
+            alpha = block_sum(alpha, room), beta = block_sum(beta, room);
+            if (threadIdx.x == 0) put_gates(t, gate_head, alpha, beta);
+        }
+        return;
+    }
     if (makes_gates) {
         for (i64 i = threadIdx.x; i < (last - first) * a.value_heads; i += THREADS) {
-            const i64 t = first + i / a.value_heads, h = i % a.value_heads, at = (n * tokens + t) * a.value_heads + h;
-            const i64 group = h / a.of_group, within = h % a.of_group;
-            const float x = a.alpha.row(n, t, group)[within * a.alpha.element] + a.dt[h], valid = a.valid ? a.valid[n * tokens + t] : 1.0f;
-            a.g[at] = a.a[h] * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))) * valid;
-            a.strength[at] = valid / (1.0f + expf(-a.beta.row(n, t, group)[within * a.beta.element]));
+            const i64 t = first + i / a.value_heads, h = i % a.value_heads, group = h / a.of_group, within = h % a.of_group;
+            put_gates(t, h, a.alpha.row(n, t, group)[within * a.alpha.element], a.beta.row(n, t, group)[within * a.beta.element]);
         }
         return;
     }

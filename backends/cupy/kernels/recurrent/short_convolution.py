@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
@@ -17,6 +17,13 @@ from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import as_float
+from .delta_gates import (
+    NO_GATE_PRODUCTS,
+    DecayAndRateInstructions,
+    GateProducts,
+    match_gate_products,
+    match_gates,
+)
 from .states import RECURRENT_HEADER, is_vector_aligned, make_rows_struct_fields
 
 CONVOLUTION_THREADS = 256
@@ -103,6 +110,7 @@ def launch_delta_net_inputs(
     eps: float,
     ids: Operand | None = None,
     fault: Sequence[LaunchWord] = (0, 0),
+    products: GateProducts | None = None,
 ) -> None:
     """Launch the computation of the delta rule's operands: convolution, SiLU, norms of queries and keys, and gates.
 
@@ -120,6 +128,7 @@ def launch_delta_net_inputs(
         eps: Epsilon of the norms.
         ids: Numbers of the rows to keep [B, 3], where 0 is the first of `old`. Without them the last rows are kept.
         fault: The fields of the fault for illegal row numbers.
+        products: Computes `alpha` and `beta`, which are not read then.
     """
     size = inputs.k.shape[-1]
     require_supported(size in INPUT_SIZES and inputs.v.shape[-1] == size, f"heads of {size} are not convolved together")
@@ -147,9 +156,10 @@ def launch_delta_net_inputs(
         inputs.beta,
     ]
     words += [*make_rows_struct_fields(inputs.v), *fault, tokens, key_heads, value_heads, eps]
+    words += NO_GATE_PRODUCTS if products is None else products.words
     grid = (
         count_blocks(tokens, TOKENS_PER_THREAD),
-        count_blocks(2 * key_heads + value_heads, heads_of_block) + 1,
+        count_blocks(2 * key_heads + value_heads, heads_of_block) + (1 if products is None else value_heads),
         sequences,
     )
     launches.add_launch(INPUTS_SOURCE[f"delta_inputs<{size}>"], grid, CONVOLUTION_THREADS, words)
@@ -189,54 +199,18 @@ def launch_gated_rms_norm(
 # --------------------------------------------------------------------------------------------------------- fusions
 
 
-@dataclass(frozen=True, slots=True)
-class _DecayAndRateInstructions:
-    """The instruction indices of the computation of log decays and learning rates; `None` for an absent copy."""
-
-    shifted: int
-    steps: int
-    rates: int
-    decay: int
-    logistic: int
-    beta: int
-    dense_alpha: int | None
-    dense_beta: int | None
+def _fuse_delta_net_inputs_and_logits(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse the same instructions, and the matmuls that compute the logits of gates."""
+    require_supported(launches.limits.computes_operands, "gates compute no logits")
+    return _fuse_delta_net_inputs(launches, flow, number, match_gate_products)
 
 
-def _match_gates(flow: Dataflow, rule: int) -> _DecayAndRateInstructions:
-    decay, beta = flow.require_producer(rule, 3), flow.require_producer(rule, 4)
-    rates, logistic = flow.require_producer(decay, 0), flow.require_producer(beta, 0)
-    steps = flow.require_producer(rates, 0)
-    shifted = flow.require_producer(steps, 0)
-    gates = _DecayAndRateInstructions(
-        shifted,
-        steps,
-        rates,
-        decay,
-        logistic,
-        beta,
-        *(_find_dense_copy_for_only_reader(flow, n) for n in (shifted, logistic)),
-    )
-    require_supported(flow.require_sole_reader(gates.shifted, "softplus") == steps, "the steps are made otherwise")
-    require_supported(
-        flow.require_sole_reader(steps, "mul") == rates and flow.require_sole_reader(rates, "mul") == decay,
-        "decays are made otherwise",
-    )
-    require_supported(flow.require_sole_reader(logistic, "mul") == beta, "learning rates are made otherwise")
-    require_supported(
-        flow.bound_instruction(gates.shifted).op == "add" and flow.bound_instruction(logistic).op == "sigmoid",
-        "gates are made otherwise",
-    )
-    return gates
-
-
-def _find_dense_copy_for_only_reader(flow: Dataflow, reader: int) -> int | None:
-    """Return the instruction that makes a contiguous copy which only instruction `reader` reads, or `None`."""
-    maker = flow.require_producer(reader, 0)
-    return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
-
-
-def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_delta_net_inputs(
+    launches: LaunchBuilder,
+    flow: Dataflow,
+    number: int,
+    match_products: Callable[[Dataflow, DecayAndRateInstructions], GateProducts | None] = lambda flow, gates: None,
+) -> Sequence[int]:
     """Fuse all instructions between the linear layers and the delta rule, which compute the rule's operands."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
     rule = next((n for n in flow.require_readers(silu) if flow.bound_instruction(n).op == "gated_delta_net"), silu)
@@ -247,7 +221,8 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
     both = flow.bound_instruction(number)
     state_update = flow.bound_instruction(last)
     saved = None if save is None else flow.bound_instruction(save)
-    gates, old = _match_gates(flow, rule), both.operand(0)
+    gates, old = match_gates(flow, rule), both.operand(0)
+    products = match_products(flow, gates)
     require_supported(
         saved is None or (saved.op == "cont" and has_same_elements(saved.operand(0), old)), "a state is saved otherwise"
     )
@@ -271,6 +246,7 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
         inputs,
         (silu, q, k),
         fault,
+        products,
     )
     chain = [
         number,
@@ -279,7 +255,8 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
         silu,
         q,
         k,
-        *(getattr(gates, name) for name in _DecayAndRateInstructions.__slots__),
+        *(getattr(gates, name) for name in DecayAndRateInstructions.__slots__),
+        *(() if products is None else products.instruction_numbers),
         save,
     ]
     return [n for n in chain if n is not None]
@@ -295,7 +272,7 @@ class _MatchedConvolution:
     both: BoundInstruction
     conv: BoundInstruction
     next_rows: BoundInstruction
-    gates: _DecayAndRateInstructions
+    gates: DecayAndRateInstructions
 
 
 def _launch_matched_delta_net_inputs(
@@ -305,6 +282,7 @@ def _launch_matched_delta_net_inputs(
     inputs: DeltaNetInputs,
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
+    products: GateProducts | None,
 ) -> None:
     """Launch the fused kernel `delta_inputs` for matched instructions.
 
@@ -317,6 +295,7 @@ def _launch_matched_delta_net_inputs(
         inputs: The results.
         normed: The indices of the activation and of the norms of queries and keys.
         fault: The fault words for wrong row numbers.
+        products: The matmuls that compute the logits of gates, if the kernel does so.
     """
     old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.next_rows.operand(1)
     sequences, tokens, key_heads, size = inputs.k.shape
@@ -359,9 +338,14 @@ def _launch_matched_delta_net_inputs(
     places = [silu.out.address + 4 * n * size for n in (0, key_heads, 2 * key_heads)]
     require_supported([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
     require_supported(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
-    _require_disjoint_results(inputs, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
+    others = [w, ids, valid, layer.a, layer.dt]
+    if products is not None:
+        others += [products.x, products.alpha, products.beta]
+        require_supported(prod(products.x.shape[:-1]) == sequences * tokens, "logits are of other tokens")
+        require_supported(products.alpha.shape[0] == value_heads, "logits are of other heads")
+    _require_disjoint_results(inputs, tokens, x, old, others, alpha, strength)
     eps = float(attribute(q.attrs, "eps"))
-    launch_delta_net_inputs(launches, x, alpha, strength, valid, old, layer, inputs, eps, ids, fault)
+    launch_delta_net_inputs(launches, x, alpha, strength, valid, old, layer, inputs, eps, ids, fault, products)
 
 
 def _require_disjoint_results(
@@ -441,7 +425,7 @@ def _fuse_gated_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType(
-    {"concat": (_fuse_delta_net_inputs,), "rms_norm": (_fuse_gated_rms_norm,)}
+    {"concat": (_fuse_delta_net_inputs_and_logits, _fuse_delta_net_inputs), "rms_norm": (_fuse_gated_rms_norm,)}
 )
 BINDINGS: Mapping[str, OpBinder] = MappingProxyType({"ssm_conv": _bind_ssm_conv})
 SOURCES = (CONVOLUTION_SOURCE, INPUTS_SOURCE, NORM_SOURCE)

@@ -1,0 +1,1 @@
+"""CUDA text that is generated from expressions of the scalar language."""
