@@ -47,8 +47,8 @@ from .device.driver import (
     format_step_name,
 )
 from .kernels.attention import attention
+from .kernels.elementwise import as_float
 from .kernels.products import tiled
-from .kernels.products.packed import dequantise_weight
 from .program_binding import CollectiveStep, bind_program, list_kernel_calls, list_launch_groups
 from .trial_binding import (
     HALF_TYPES,
@@ -423,18 +423,20 @@ class RecordedProgram:
 
     def _make_operand(self, t: Tensor) -> Operand:
         spec = self.program.buffers[t.buffer]
-        return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
+        return Operand(
+            self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec, spec.kind
+        )
 
     def _view_or_dequantise_for_host_copy(self, t: Tensor) -> Any:
         """Return a view of `t` for copies to the host: in its buffer, or in a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
-        weight = self._make_operand(t)
-        assert weight.declared_spec is not None
-        buffer = self._upload_array_for_program_lifetime(np.zeros(weight.declared_spec.size, np.float32))
+        quantised = self._make_operand(t)
+        count = quantised.size if quantised.declared_spec is None else quantised.declared_spec.size
+        buffer = self._upload_array_for_program_lifetime(np.zeros(count, np.float32))
         bound = self._builder
         bound.scratch_address, bound.scratch_bytes = self.driver.address(buffer), 0
-        floats = dequantise_weight(bound, weight)
+        floats = as_float(bound, quantised)
         return self.driver.view(buffer, replace(floats.tensor, offset=floats.address - bound.scratch_address))
 
     def _bind_host_collective(self, i: Instruction) -> list[Callable[[], object]]:

@@ -14,8 +14,8 @@ struct View {  // of q, k, v, mask and out; a row is a token or a key, a column 
     float *at;  // of keys and values: cells
     i64 batch, row, head, column;
 
-    template <class Cell> __device__ __forceinline__ const Cell *cells(int number, int group) const {
-        return (const Cell *)at + number * batch + group * head;
+    template <class Cell> __device__ __forceinline__ CellReader<Cell> cells(int number, int group) const {
+        return (CellReader<Cell>)(const Cell *)at + (number * batch + group * head);
     }
 };
 struct Args {
@@ -121,8 +121,8 @@ __device__ __forceinline__ int pair(int row, int even, int turned, int columns) 
 // Lane `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a
 // tile of `columns`, of which each term has one, `apart` from the last.  A row that is null is zeros.
 // The power of two comes from the finite columns, so that an infinity or a NaN leaves the other columns of its row right.
-template <class To, int TERMS, int EIGHTS, class Cell>
-__device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *tile, int apart, bool writes) {
+template <class To, int TERMS, int EIGHTS, class From>
+__device__ __forceinline__ float split_row(const From row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *tile, int apart, bool writes) {
     float x[EIGHTS][8], most = 0.0f;
 #pragma unroll
     for (int j = 0; j < EIGHTS; j++) {
