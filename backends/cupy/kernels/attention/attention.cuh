@@ -102,11 +102,16 @@ template <> struct Pair<bf16_bits> {
     static __device__ __forceinline__ u32 pack(float x, float y) { return pack_bf16(x, y); }
     static __device__ __forceinline__ void multiply(float *d, const u32 *a, const u32 *b) { mma_bf16(d, a, b); }
 };
-// Two floats as sums of cells: each term is what those before lack.
-template <class Cell, int TERMS> __device__ __forceinline__ void split(float x, float y, u32 *terms) {
+// Two floats as sums of cells: each term is what those before lack.  An infinity is only the last term, which no other
+// last term meets, so that products with finite numbers have no NaN.
+template <class Cell, int TERMS, bool FINITE = true> __device__ __forceinline__ void split(float x, float y, u32 *terms) {
 #pragma unroll
     for (int i = 0; i < TERMS; i++) {
-        terms[i] = Pair<Cell>::pack(x, y);
+        if (!FINITE && i + 1 < TERMS) {
+            terms[i] = Pair<Cell>::pack(fabsf(x) < INFINITY ? x : 0.0f, fabsf(y) < INFINITY ? y : 0.0f);
+        } else {
+            terms[i] = Pair<Cell>::pack(x, y);
+        }
         x -= to_float(Cell{(u16)terms[i]}), y -= to_float(Cell{(u16)(terms[i] >> 16)});
     }
 }
@@ -144,7 +149,7 @@ __device__ __forceinline__ float split_row(const From row, i64 step, bool dense,
         const int c = first + j * lanes, to = chunk(number, c, columns);
         u32 terms[4][TERMS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) split<To, TERMS>(x[j][2 * i] * up, x[j][2 * i + 1] * up, terms[i]);
+        for (int i = 0; i < 4; i++) split<To, TERMS, false>(x[j][2 * i] * up, x[j][2 * i + 1] * up, terms[i]);
         if (writes && 8 * c < columns)
 #pragma unroll
             for (int i = 0; i < TERMS; i++)

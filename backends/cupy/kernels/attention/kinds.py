@@ -39,7 +39,7 @@ class FewQueryRowsVariant:
     @property
     def row_counts_per_block(self) -> tuple[int, ...]:
         """The possible numbers of query rows that a block processes together."""
-        return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
+        return (1, 2, 4, 8) if self.values * self.lanes <= 64 and not self.cells.is_quantised else (1, 2, 4)
 
     def choose_rows_per_block(self, row_count: int) -> int:
         """Choose the number of query rows that one block processes together.
