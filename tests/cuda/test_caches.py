@@ -24,8 +24,8 @@ from ..given.state_ways import build_state_graphs, inputs_of
 
 pytestmark = needs_compiler
 HALVES = ["f16", "bf16"]
-BLOCKS = [str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised]
-TYPES = [*HALVES, *BLOCKS]
+BLOCK_CACHES = [str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised]
+TYPES = [*HALVES, *BLOCK_CACHES]
 ONE = "cuda-emulated:0"
 MULTIPLES = {
     **{"q8_0": range(-127, 127), "q4_0": range(-8, 8), "q4_1": range(-8, 8)},
@@ -84,7 +84,7 @@ def test_truncated_rows_are_found(dtype: str, kind: str, mask: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_run_that_fails_leaves_a_state_as_it_was(dtype: str) -> None:
     """It is changed before it is read, at a row that it does not have."""
-    width = 96 if dtype in BLOCKS else 37
+    width = 96 if dtype in BLOCK_CACHES else 37
     old = state("s", (9, width), dtype)
     new = ops.set_rows(old, input("rows", (3, width)), input("ids", (3,), "i32"))
     graph = Graph({"y": ops.get_rows(new, input("read", (1,), "i32"))}, {old: new})

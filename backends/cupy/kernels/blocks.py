@@ -41,7 +41,7 @@ SUPER_BLOCK_RULES: Mapping[DType, str] = MappingProxyType(
 )
 """The C++ struct that rounds a super-block of each dtype."""
 BLOCK_TYPE_NAMES: Mapping[DType, str] = MappingProxyType({d: f"{d.name}Block" for d in CACHE_DTYPES if d.is_quantised})
-"""The C++ type of a block of each dtype of which states keep the blocks."""
+"""The C++ type of a block, by dtype of a state that keeps its blocks."""
 SOURCE = KernelSource(
     "blocks.cu", tuple(f"round_blocks<{rule}>" for rule in dict.fromkeys(RULES.values())), ("cells.cuh",)
 )

@@ -18,7 +18,7 @@ from ...given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 from ...given.key_blocks import KEY_HEADS, SEQUENCES, AttentionRun, build_in_order_and_by_blocks
 
 pytestmark = needs_compiler
-BLOCKS = [str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised]
+BLOCK_CACHES = [str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised]
 KEYS = 150
 
 
@@ -33,7 +33,7 @@ def run(built: AttentionRun, backend: DriverBackend) -> tuple[npt.NDArray[np.flo
     return result, [*loaded._program_runners[0].kernels()], numbers
 
 
-def is_near_definition(built: AttentionRun, backend: DriverBackend) -> bool:
+def has_reference_values(built: AttentionRun, backend: DriverBackend) -> bool:
     """Return whether the result over keys in order is that of the definition over the same numbers, in float64."""
     result, _, numbers = run(built, backend)
     k, v = (numbers[name].reshape(SEQUENCES, KEYS, KEY_HEADS, -1) for name in ("k", "v"))
@@ -41,18 +41,18 @@ def is_near_definition(built: AttentionRun, backend: DriverBackend) -> bool:
     return bool(np.max(np.abs(result - expected)) <= 2e-6 * np.max(np.abs(expected)))
 
 
-@pytest.mark.parametrize("cache", BLOCKS)
+@pytest.mark.parametrize("cache", BLOCK_CACHES)
 @pytest.mark.parametrize(("tokens", "sizes"), [(1, (64, 96)), (1, (256, 32)), (5, (64, 32)), (40, (64, 96))])
 def test_kernels_read_blocks_as_they_are(cache: str, tokens: int, sizes: tuple[int, int]) -> None:
     """Single tokens and prompts; no kernel converts a cache before."""
     built, _ = build_in_order_and_by_blocks(tokens, KEYS, cache, sizes)
     _, kernels, _ = run(built, EmulatedBackend())
-    assert is_near_definition(built, EmulatedBackend())
+    assert has_reference_values(built, EmulatedBackend())
     assert not any("cast" in kernel for kernel in kernels)
     assert any("Block" in kernel for kernel in kernels)
 
 
-@pytest.mark.parametrize("cache", [*BLOCKS, "f16", "f32"])
+@pytest.mark.parametrize("cache", [*BLOCK_CACHES, "f16", "f32"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_block_table_gives_the_bits_of_keys_in_order(cache: str, tokens: int) -> None:
     in_order, by_blocks = build_in_order_and_by_blocks(tokens, KEYS, cache, (64, 32))
@@ -83,4 +83,4 @@ def test_accesses_are_ordered(tokens: int) -> None:
 )
 def test_planted_faults_are_found(cache: str, good: str, bad: str) -> None:
     built, _ = build_in_order_and_by_blocks(1, KEYS, cache, (64, 32))
-    assert finding("cells.cuh", good, bad, lambda backend: is_near_definition(built, backend)) == WRONG_RESULTS
+    assert finding("cells.cuh", good, bad, lambda backend: has_reference_values(built, backend)) == WRONG_RESULTS

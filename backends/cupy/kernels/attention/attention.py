@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .....graph.dtypes import DType
-from .....graph.spec import Spec
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
 from ....fusion.operands import BoundInstruction, Operand, require_supported
@@ -33,14 +32,13 @@ from .kinds import (
     CELL_ROWS,
     CELL_SOURCES,
     FEW_ROWS_SOURCES,
+    MIN_TILED_ROWS,
     TILED_SOURCES,
     KeyTiledVariant,
     Pipelined16BitCacheVariant,
 )
 from .kinds import SOURCES as SOURCES
 
-MIN_TILED_ROWS = 64
-"""Minimum query rows per key head for tiled variants, which first split keys and values into halves."""
 TARGET_BLOCKS, MAX_KEY_SPLITS = 512, ATTENTION_THREADS
 """Blocks that keep any device busy when blocks share keys; and the most splits: in the end a thread weighs each."""
 TARGET_WARPGROUP_BLOCKS = 96
@@ -109,25 +107,6 @@ class AttentionShape:
             return round(math.ceil(waves) / waves, 2)
 
         return min(range(min_splits, max_splits + 1), key=compute_wave_overhead)
-
-
-def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
-    """Return the relative error of attention that rounds queries and weights to a 16-bit cache dtype; `None` if exact.
-
-    Only variants for many query rows round them.
-
-    Args:
-        q: Shape of the queries [..., tokens, heads, columns].
-        k: Spec of the keys.
-        v: Spec of the values.
-    """
-    shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
-    many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
-    is_short = many and any(
-        isinstance(t, Pipelined16BitCacheVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype)
-        for t in TILED_SOURCES
-    )
-    return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
 
 
 AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
+from .....graph.spec import Spec
 from ...device.device_limits import KernelCandidate, KernelLimits
 from ...device.driver import KernelSource
 from ..blocks import BLOCK_TYPE_NAMES
@@ -13,6 +15,8 @@ from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES, READ_TYPE_N
 ATTENTION_HEADERS = ("cells.cuh", "attention.cuh")
 PREFILL_HEADERS = (*ATTENTION_HEADERS, "attention_powers.cuh", "attention_many.cuh")
 ATTENTION_THREADS, ATTENTION_WARPS, TILE_ROWS = 128, 4, 64
+MIN_TILED_ROWS = 64
+"""Minimum query rows per key head for tiled variants, which first split keys and values into halves."""
 CELL_ROWS = 16
 """Query rows of a block of `attend_cells`, and keys that a warp processes at a time."""
 RING_BYTES = 8 * 8 + 2 * 4
@@ -310,3 +314,22 @@ _AUXILIARY_KERNELS = (
 )
 AUXILIARY_SOURCE = KernelSource("attention_around.cu", _AUXILIARY_KERNELS, before=ATTENTION_HEADERS)
 SOURCES = (*FEW_ROWS_SOURCES.values(), *CELL_SOURCES.values(), *TILED_SOURCES.values(), AUXILIARY_SOURCE)
+
+
+def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
+    """Return the relative error of attention that rounds queries and weights to a 16-bit cache dtype; `None` if exact.
+
+    Only variants for many query rows round them.
+
+    Args:
+        q: Shape of the queries [..., tokens, heads, columns].
+        k: Spec of the keys.
+        v: Spec of the values.
+    """
+    shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
+    many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
+    is_short = many and any(
+        isinstance(t, Pipelined16BitCacheVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype)
+        for t in TILED_SOURCES
+    )
+    return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
