@@ -125,5 +125,5 @@ def make_unbound_operand(
     """Make an operand without an address: the whole of a leaf or value with declared spec `base`, or a view of it."""
     stored = infer_spec_in_device_memory(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
-    specs = (base, stored) if own else (None, None)
-    return UnboundOperand(Spec(shape, stored.dtype), *specs, is_base, kind)
+    declared_spec, stored_spec = (base, stored) if own else (None, None)
+    return UnboundOperand(Spec(shape, stored.dtype), declared_spec, stored_spec, is_base, kind)

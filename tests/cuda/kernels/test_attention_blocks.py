@@ -34,7 +34,7 @@ def run(built: AttentionRun, backend: DriverBackend) -> tuple[npt.NDArray[np.flo
 
 
 def has_reference_values(built: AttentionRun, backend: DriverBackend) -> bool:
-    """Return whether the result over keys in order is that of the definition over the same numbers, in float64."""
+    """Return whether the result over keys in order equals the definition over the same numbers, in float64."""
     result, _, numbers = run(built, backend)
     k, v = (numbers[name].reshape(SEQUENCES, KEYS, KEY_HEADS, -1) for name in ("k", "v"))
     expected = attention.reference(built[1]["q"].astype(np.float64), k, v, built[1]["mask"], scale=0.25)
