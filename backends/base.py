@@ -342,10 +342,16 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def view_host_tensor(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
     """Return a view of `tensor` as a NumPy array in a host buffer. A quantised dtype gives rows of block bytes."""
+    shape, strides = compute_storage_layout(tensor)
+    return np.ndarray(shape, tensor.dtype.storage, buffer=buffer.data, offset=tensor.offset, strides=strides)
+
+
+def compute_storage_layout(tensor: Tensor) -> tuple[tuple[int, ...], list[int]]:
+    """Return the shape and the strides, in bytes, of an array of `tensor`; quantised rows are rows of block bytes."""
     dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.count_bytes(s) for s in tensor.strides]
     if dtype.is_quantised:
         shape, strides = (*shape[:-1], dtype.count_bytes(shape[-1])), [*strides[:-1], 1]
-    return np.ndarray(shape, dtype.storage, buffer=buffer.data, offset=tensor.offset, strides=strides)
+    return shape, strides
 
 
 @thread_safe_cache

@@ -44,7 +44,10 @@ The other quantised dtypes need importances, and are refused. `concat` joins val
 
 - `cpu` keeps states in blocks. Compiled kernels read and write the dtypes of `-ctk`. NumPy does so for the other
   dtypes, and encodes only the rows that a run writes.
-- `cuda` and `numpy` keep quantised states as float32. `set_rows` does not round such a row; `cast` does.
+- `cuda` keeps states of the dtypes of `-ctk` in blocks, which kernels store, and unpack during attention. Keys and
+  values of different dtypes are unpacked to float32 once for a step of few tokens.
+- `cuda` keeps states of the other quantised dtypes as float32, and `numpy` all of them. `set_rows` does not round such
+  a row; `cast` does.
 """
 WRITTEN_FILES = """
 ## Write a file of smaller weights

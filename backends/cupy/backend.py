@@ -46,9 +46,9 @@ from .device.driver import (
     flatten_steps,
     format_step_name,
 )
-from .kernels.attention import attention
+from .kernels.attention import kinds
+from .kernels.elementwise import as_float
 from .kernels.products import tiled
-from .kernels.products.packed import dequantise_weight
 from .program_binding import CollectiveStep, bind_program, list_kernel_calls, list_launch_groups
 from .trial_binding import (
     HALF_TYPES,
@@ -153,7 +153,7 @@ class DriverBackend:
         if node.op == "attention":
             operands = map(self._to_unbound_operand, node.inputs[:3])
             q, k, v = (operand.spec for operand in operands if operand is not None)
-            return attention.find_attention_rounding_error(q.shape, k, v)
+            return kinds.find_attention_rounding_error(q.shape, k, v)
         return None
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
@@ -423,19 +423,19 @@ class RecordedProgram:
 
     def _make_operand(self, t: Tensor) -> Operand:
         spec = self.program.buffers[t.buffer]
-        return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
+        address = self.driver.address(self._buffers[t.buffer]) + t.offset
+        return Operand(address, t, spec.declared_spec, spec.stored_spec, spec.kind)
 
     def _view_or_dequantise_for_host_copy(self, t: Tensor) -> Any:
         """Return a view of `t` for copies to the host: in its buffer, or in a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
-        weight = self._make_operand(t)
-        assert weight.declared_spec is not None
-        buffer = self._upload_array_for_program_lifetime(np.zeros(weight.declared_spec.size, np.float32))
-        bound = self._builder
-        bound.scratch_address, bound.scratch_bytes = self.driver.address(buffer), 0
-        floats = dequantise_weight(bound, weight)
-        return self.driver.view(buffer, replace(floats.tensor, offset=floats.address - bound.scratch_address))
+        quantised = self._make_operand(t)
+        count = (quantised.declared_spec or t.spec).size
+        buffer = self._upload_array_for_program_lifetime(np.zeros(count, np.float32))
+        self._builder.scratch_address, self._builder.scratch_bytes = self.driver.address(buffer), 0
+        x = as_float(self._builder, quantised)
+        return self.driver.view(buffer, replace(x.tensor, offset=x.address - self._builder.scratch_address))
 
     def _bind_host_collective(self, i: Instruction) -> list[Callable[[], object]]:
         """Bind a collective in host memory: copy operands to the host, run it there, and copy results back."""

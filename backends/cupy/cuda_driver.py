@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...graph.errors import BackendError, format_install_command
-from ..base import Array, Device, Tensor
+from ..base import Array, Device, Tensor, compute_storage_layout
 from ..capabilities import KernelEfficiencies
 from ..thread_safe_cache import thread_safe_cache
 from .backend import DriverBackend
@@ -179,10 +179,9 @@ class CudaDriver:
         return int(buffer.array.data.ptr)
 
     def view(self, buffer: DeviceBuffer, tensor: Tensor) -> DeviceArray:
-        dtype, whole = tensor.dtype.storage, buffer.array
-        strides = [s * dtype.itemsize for s in tensor.strides]
+        whole, (shape, strides) = buffer.array, compute_storage_layout(tensor)
         with whole.device:
-            array = self.cupy.ndarray(tensor.shape, dtype, whole.data + tensor.offset, strides)
+            array = self.cupy.ndarray(shape, tensor.dtype.storage, whole.data + tensor.offset, strides)
         return DeviceArray(array, buffer.transfers)
 
     def make_writer(

@@ -142,7 +142,7 @@ def _make_placeholder_operand_factory(program: Program) -> Callable[[Tensor], Op
     @cache
     def operand(t: Tensor) -> Operand:
         spec = program.buffers[t.buffer]
-        return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared_spec, spec.stored_spec)
+        return Operand(((t.buffer + 1) << 40) + t.offset, t, spec.declared_spec, spec.stored_spec, spec.kind)
 
     return operand
 

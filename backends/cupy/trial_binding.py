@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ...graph.dtypes import DType
+from ...graph.dtypes import CACHE_DTYPES, DType
 from ...graph.spec import Spec
 from ..base import Tensor, contiguous_strides
 from ..fusion.operands import BoundInstruction, NoKernelError, Operand
@@ -33,21 +33,26 @@ class UnboundOperand:
         declared_spec: The declared spec of the whole buffer, or `None`.
         stored_spec: The stored spec of the whole buffer, or `None`.
         is_whole_buffer: Whether the operand is the whole buffer.
+        kind: The kind of the buffer, as in `Operand`.
     """
 
     spec: Spec
     declared_spec: Spec | None = None
     stored_spec: Spec | None = None
     is_whole_buffer: bool = True
+    kind: str = ""
 
 
-def _make_reversed_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides that no contiguous array of this shape has: axes in reversed order, gaps between elements."""
-    strides, step = [], 2
-    for n in shape:
+def _make_reversed_gapped_strides(shape: Sequence[int], block: int) -> tuple[int, ...]:
+    """Return strides that no contiguous array of this shape has: axes in reversed order, gaps between elements.
+
+    The elements of rows of quantisation blocks stay adjacent.
+    """
+    rows, strides, step = shape[:-1] if block > 1 else shape, [], 2 * (shape[-1] if block > 1 else 1)
+    for n in rows:
         strides.append(step)
         step *= max(n, 1) + 1
-    return tuple(strides)
+    return (*strides, *([1] if block > 1 else []))
 
 
 @lru_cache(maxsize=4096)
@@ -82,13 +87,13 @@ def compute_scratch_bytes_at_placeholders(
     def operand(number: int, known: UnboundOperand) -> Operand:
         spec, packed = known.spec, known.spec.dtype.is_quantised
         strides = (
-            _make_reversed_gapped_strides(spec.shape)
-            if number == strided_operand and not packed
+            _make_reversed_gapped_strides(spec.shape, spec.dtype.block)
+            if number == strided_operand and not (packed and known.kind in LOADED_LEAF_KINDS)
             else contiguous_strides(spec.shape)
         )
         offset = spec.dtype.block_bytes if packed and not known.is_whole_buffer else 0
         tensor = Tensor(number, offset, spec.shape, strides, spec.dtype)
-        return Operand(((number + 1) << 40) + offset, tensor, known.declared_spec, known.stored_spec)
+        return Operand(((number + 1) << 40) + offset, tensor, known.declared_spec, known.stored_spec, known.kind)
 
     launches = LaunchBuilder(upload_array=lambda array: 1 << 20, limits=limits)
     there = tuple(None if s is None else operand(n, s) for n, s in enumerate(src))
@@ -99,11 +104,16 @@ def compute_scratch_bytes_at_placeholders(
 
 @lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
 def infer_spec_in_device_memory(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """Return the shape and dtype in device memory for a declared spec; an exact backend stores weights as float32."""
+    """Return the shape and dtype in device memory for a declared spec.
+
+    An exact backend stores weights as float32. States that are rows of a dtype of caches keep it.
+    """
     matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PLANE_LAYOUTS:
         return pad_packed_spec_rows_to_units(spec)
-    if spec.dtype.is_integer or (spec.dtype in HALF_TYPES and (matrix or (kind == "state" and len(spec.shape) == 2))):
+    if spec.dtype.is_integer or (spec.dtype in HALF_TYPES and matrix):
+        return spec
+    if kind == "state" and len(spec.shape) == 2 and spec.dtype in CACHE_DTYPES:
         return spec
     return Spec(spec.shape, DType.F32)
 
@@ -115,4 +125,5 @@ def make_unbound_operand(
     """Make an operand without an address: the whole of a leaf or value with declared spec `base`, or a view of it."""
     stored = infer_spec_in_device_memory(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
-    return UnboundOperand(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
+    declared_spec, stored_spec = (base, stored) if own else (None, None)
+    return UnboundOperand(Spec(shape, stored.dtype), declared_spec, stored_spec, is_base, kind)

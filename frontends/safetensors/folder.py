@@ -127,7 +127,7 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
             )
         tensors[new_name] = _rename_and_derive_tensor(family, config, tensor, new_name)
     for name, parts in experts.items():
-        tensors[name] = stack_experts(name, read_expert_count(config), [parts[i] for i in sorted(parts)])
+        tensors[name] = stack_experts(name, read_expert_count(config), parts)
     if not is_tied and "output.weight" not in tensors:
         raise config.make_error("lm_head.weight is missing, and tie_word_embeddings is false")
     return tensors

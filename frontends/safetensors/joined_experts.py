@@ -7,6 +7,7 @@ transposed. In Qwen folders the gate rows of an expert precede its up rows.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
 
@@ -59,13 +60,19 @@ def split_joined_experts(architecture: str, name: str, tensor: Tensor) -> dict[s
     }
 
 
-def stack_experts(name: str, count: int, experts: list[Tensor]) -> Tensor:
+def stack_experts(name: str, count: int, expert_by_number: Mapping[int, Tensor]) -> Tensor:
     """Return the matrices of all experts of a layer as one tensor [experts, rows, columns], stacked when it is read.
 
     Raises:
-        ModelError: The number of experts is not `count`, or they differ in shape or dtype.
+        ModelError: The experts are not numbered from 0 to ``count - 1``, or they differ in shape or dtype.
     """
+    experts = [expert_by_number[number] for number in sorted(expert_by_number)]
     first = experts[0]
+    missing = [number for number in range(min(count, len(experts))) if number not in expert_by_number]
+    if missing:
+        raise first.file.make_error(
+            f"{name} has no expert {missing[0]}, but expert {max(expert_by_number)}; need numbers from 0 to {count - 1}"
+        )
     if len(experts) != count or any((e.shape, e.dtype) != (first.shape, first.dtype) for e in experts):
         raise first.file.make_error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
     origins = sha256(repr([e.cache_identity for e in experts]).encode()).hexdigest()

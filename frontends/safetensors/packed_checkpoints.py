@@ -89,7 +89,7 @@ def join_blocks_and_scales_when_read(config: JsonObject, stored: dict[str, Tenso
         stored: The tensors of the folder by name.
 
     Raises:
-        ModelError: Blocks have no scales, or scales of another shape.
+        ModelError: Blocks have no scales, or scales of another shape, or a weight is there twice.
     """
     method = read_quantisation_method(config)
     joined = {name: tensor for name, tensor in stored.items() if not name.endswith(ACTIVATION_SCALE_SUFFIXES)}
@@ -97,15 +97,17 @@ def join_blocks_and_scales_when_read(config: JsonObject, stored: dict[str, Tenso
         for name in [name for name in joined if name.endswith(SCALES_SUFFIX)]:
             scales, weight = joined.pop(name), name.removesuffix(SCALES_SUFFIX)
             blocks = _find_packed_tensor_of_scales(scales, stored, weight + BLOCKS_SUFFIX)
+            if weight in joined:
+                raise _make_duplicate_error(joined[weight], blocks)
             joined[weight] = _join_mxfp4(blocks, scales, weight)
             del joined[weight + BLOCKS_SUFFIX]
     elif method:
-        scales_by_weight = {
-            name.removesuffix(end): joined.pop(name)
-            for end in FP8_SCALE_SUFFIXES
-            for name in [*joined]
-            if name.endswith(end)
-        }
+        scales_by_weight: dict[str, Tensor] = {}
+        for end, name in [(end, name) for end in FP8_SCALE_SUFFIXES for name in joined if name.endswith(end)]:
+            scales, weight = joined.pop(name), name.removesuffix(end)
+            if weight in scales_by_weight:
+                raise _make_duplicate_error(scales, scales_by_weight[weight])
+            scales_by_weight[weight] = scales
         dtype = DType.BF16 if all(map(_are_powers_of_two, scales_by_weight.values())) else DType.F32
         for weight, scales in scales_by_weight.items():
             blocks = _find_packed_tensor_of_scales(scales, stored, weight)
@@ -201,6 +203,11 @@ def _compute_mxfp4_blocks(scales: Tensor, elements: np.ndarray) -> np.ndarray:
     out[..., 0] = scales.stored_elements.view(np.uint8)
     out[..., 1:] = codes[..., :MXFP4_BYTES] | codes[..., MXFP4_BYTES:] << 4
     return out.reshape(*packed.shape[:-2], -1)
+
+
+def _make_duplicate_error(tensor: Tensor, other: Tensor) -> Exception:
+    names = (format_name_for_message(t.name) for t in (tensor, other))
+    return tensor.file.make_error("tensors {} and {} state the same weight; need one of them".format(*names))
 
 
 def _make_shape_error(blocks: Tensor, scales: Tensor) -> Exception:

@@ -153,7 +153,9 @@ class BoundPlan:
             for name in self.output_shapes
             if self.find_output_device(name) == number
         }
-        if isinstance(replay, SupportsReturnedOutputs) and not any(part.dtype is DType.BF16 for part in parts.values()):
+        if isinstance(replay, SupportsReturnedOutputs) and not any(
+            part.dtype is DType.BF16 or part.dtype.is_quantised for part in parts.values()
+        ):
             give = replay.make_runner_with_outputs(
                 [self.plan.device_plans[number].program.outputs[name] for name in parts]
             )

@@ -171,7 +171,9 @@ class Executor:
             return None
         runner, outputs = self._program_runners[0], self.plan.device_plans[0].program.outputs
         tensors = [outputs[name] for name in self._output_devices]
-        if not isinstance(runner, SupportsLaunchAhead) or any(t.dtype is DType.BF16 for t in tensors):
+        if not isinstance(runner, SupportsLaunchAhead) or any(
+            t.dtype is DType.BF16 or t.dtype.is_quantised for t in tensors
+        ):
             return None
         return runner.make_starter_with_outputs(tensors)
 

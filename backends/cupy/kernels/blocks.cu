@@ -1,4 +1,5 @@
-// Numbers rounded to what quantisation blocks can hold: a warp rounds one block, as ops/block_quantisers.py does.
+// Numbers rounded to what quantisation blocks can hold, as numbers or as blocks: a warp rounds one block, as
+// ops/block_quantisers.py does.
 //
 // Products and sums are not contracted, so that the codes are those of the definition.  Lane i has the elements i,
 // i + 32, ... of its block.
@@ -29,51 +30,70 @@ __device__ __forceinline__ float nearest_4_bit_float(float x, float half_scale) 
     return found;
 }
 
-// The largest magnitude is 127.
-struct Symmetric {
-    static constexpr int SIZE = 32;
+// A number of a block: its code, the multiple of the scale that this is, and what the block has.
+struct Coded {
+    int code, level;
+    float scale, lowest;
+};
+// Blocks that caches hold: `Own::code` turns the lanes' numbers into codes.
+template <class Own, class Block> struct CodesOf : Block {
     static constexpr bool KEEPS_NAN = true;
     static __device__ __forceinline__ void round(float (&x)[1]) {
-        const float d = warp_max(fabsf(x[0])) / 127.0f;
-        x[0] = __fmul_rn(nearest(__fmul_rn(x[0], inverse_of(d)), 127.0f), as_half(d));
+        const Coded c = Own::code(x[0]);
+        x[0] = Block::number(c.level, as_half(c.scale), as_half(c.lowest));
+    }
+    // A NaN makes the scale one.
+    static __device__ __forceinline__ void store(u8 *block, float x, int lane) {
+        const Coded c = Own::code(x);
+        const u16 scale = __any_sync(ALL_LANES, x != x) ? 0x7e00 : float_to_half(c.scale);
+        if (Block::BITS == 8) block[Block::CODES + lane] = (u8)c.code;
+        const int other = __shfl_xor_sync(ALL_LANES, c.code, 16);
+        if (Block::BITS < 8 && lane < 16) block[Block::CODES + lane] = (u8)((c.code & 15) | other << 4);
+        const u32 fifths = __ballot_sync(ALL_LANES, c.code & 16);
+        if (Block::BITS == 5 && lane < 2) ((u16 *)(block + Block::FIFTHS))[lane] = (u16)(fifths >> 16 * lane);
+        if (lane == 0) *(u16 *)block = scale;
+        if (Block::HAS_LOWEST && lane == 0) *(u16 *)(block + 2) = float_to_half(c.lowest);
+    }
+};
+// The largest magnitude is 127.
+struct Symmetric : CodesOf<Symmetric, Q8_0Block> {
+    static __device__ __forceinline__ Coded code(float x) {
+        const float d = warp_max(fabsf(x)) / 127.0f;
+        const int code = (int)nearest(__fmul_rn(x, inverse_of(d)), 127.0f);
+        return {code, code, d, 0.0f};
     }
 };
 // The number of the largest magnitude is -MIDDLE.
-template <int MIDDLE> struct Peak {
-    static constexpr int SIZE = 32;
-    static constexpr bool KEEPS_NAN = true;
-    static __device__ __forceinline__ void round(float (&x)[1]) {
-        const float low = warp_min(x[0]), high = warp_max(x[0]);
+template <int MIDDLE> struct Peak : CodesOf<Peak<MIDDLE>, BlockOf32<MIDDLE == 8 ? 4 : 5, MIDDLE, false>> {
+    static __device__ __forceinline__ Coded code(float x) {
+        const float low = warp_min(x), high = warp_max(x);
         const float d = (-low < high ? high : low) / -(float)MIDDLE;
-        const float code = code_up_to(2 * MIDDLE - 1, __fadd_rn(__fmul_rn(x[0], inverse_of(d)), MIDDLE + 0.5f));
-        x[0] = __fmul_rn(code - MIDDLE, as_half(d));
+        const int code = (int)code_up_to(2 * MIDDLE - 1, __fadd_rn(__fmul_rn(x, inverse_of(d)), MIDDLE + 0.5f));
+        return {code, code - MIDDLE, d, 0.0f};
     }
 };
 // The smallest number is 0, the largest one is TOP.
-template <int TOP> struct Range {
-    static constexpr int SIZE = 32;
-    static constexpr bool KEEPS_NAN = true;
-    static __device__ __forceinline__ void round(float (&x)[1]) {
-        const float low = warp_min(x[0]), d = __fadd_rn(warp_max(x[0]), -low) / (float)TOP;
-        const float code = code_up_to(TOP, __fadd_rn(__fmul_rn(__fadd_rn(x[0], -low), inverse_of(d)), 0.5f));
-        x[0] = __fadd_rn(__fmul_rn(code, as_half(d)), as_half(low));
+template <int TOP> struct Range : CodesOf<Range<TOP>, BlockOf32<TOP == 15 ? 4 : 5, 0, true>> {
+    static __device__ __forceinline__ Coded code(float x) {
+        const float low = warp_min(x), d = __fadd_rn(warp_max(x), -low) / (float)TOP;
+        const int code = (int)code_up_to(TOP, __fadd_rn(__fmul_rn(__fadd_rn(x, -low), inverse_of(d)), 0.5f));
+        return {code, code, d, low};
     }
 };
 // The code book of IQ4_NL.
-struct Book {
-    static constexpr int SIZE = 32;
-    static constexpr bool KEEPS_NAN = true;
-    static __device__ __forceinline__ void round(float (&x)[1]) {
+struct Book : CodesOf<Book, IQ4_NLBlock> {
+    static __device__ __forceinline__ Coded code(float x) {
         const float values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-        const float low = warp_min(x[0]), high = warp_max(x[0]);
-        const float scaled = __fmul_rn(x[0], inverse_of((-low < high ? high : low) / -127.0f));
+        const float low = warp_min(x), high = warp_max(x);
+        const float scaled = __fmul_rn(x, inverse_of((-low < high ? high : low) / -127.0f));
         float value = values[0];
+        int code = 0;
 #pragma unroll
         for (int i = 1; i < 16; i++)
-            if (!(scaled < (values[i - 1] + values[i]) * 0.5f)) value = values[i];
-        const float weighted = __fmul_rn(__fmul_rn(x[0], x[0]), value);
-        const float square = warp_sum(__fmul_rn(weighted, value)), sum = warp_sum(__fmul_rn(weighted, x[0]));
-        x[0] = __fmul_rn(value, as_half(square != 0.0f ? sum / square : 0.0f));
+            if (!(scaled < (values[i - 1] + values[i]) * 0.5f)) value = values[i], code = i;
+        const float weighted = __fmul_rn(__fmul_rn(x, x), value);
+        const float square = warp_sum(__fmul_rn(weighted, value)), sum = warp_sum(__fmul_rn(weighted, x));
+        return {code, (int)value, square != 0.0f ? sum / square : 0.0f, 0.0f};
     }
 };
 // 4-bit floats with a common exponent.
@@ -151,4 +171,29 @@ template <class Rule> __global__ void round_blocks(const __grid_constant__ Round
         for (int j = 0; j < COUNT; j++) x[j] = __int_as_float(0x7fc00000);
 #pragma unroll
     for (int j = 0; j < COUNT; j++) a.out[block * Rule::SIZE + 32 * j + lane] = x[j];
+}
+
+// Row i becomes blocks in row `ids[i]` of a table, or in row 0 of one of its own where there are no ids.
+template <class Id> struct StoredBlocks {
+    i64 rows, columns, row_step, column_step;
+    Axes axes;
+    Walk<u8> table;
+    Walk<const Id> ids;
+    Walk<const float> x;
+    Fault fault;
+};
+template <class Rule, class Id> __global__ void store_blocks(const __grid_constant__ StoredBlocks<Id> a) {
+    wait_for_earlier();
+    const i64 *const steps[] = {a.table.step, a.ids.step, a.x.step};
+    const Places<3> p = places(a.axes, steps, blockIdx.x);
+    const i64 id = a.ids.at ? a.ids.at[p.at[1]] : 0;
+    if (id < 0 || id >= a.rows) {
+        if (threadIdx.x == 0) note_fault(a.fault, id);
+        return;
+    }
+    u8 *row = a.table.at + (p.at[0] + id * a.row_step) / Rule::SIZE * Rule::BYTES;
+    const float *x = a.x.at + p.at[2];
+    const int lane = threadIdx.x % 32;
+    for (i64 block = threadIdx.x / 32; block < a.columns / Rule::SIZE; block += blockDim.x / 32)
+        Rule::store(row + block * Rule::BYTES, x[(block * Rule::SIZE + lane) * a.column_step], lane);
 }

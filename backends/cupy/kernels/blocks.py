@@ -1,4 +1,4 @@
-"""Kernels of casts; a cast to a quantised dtype rounds numbers to the values of its blocks, as float32."""
+"""Kernels that round numbers to quantised dtypes: to the values of their blocks as float32, or to the blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ....graph.dtypes import DType
-from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.launch_builder import LaunchBuilder, OpBinder, count_blocks
-from ..device.driver import KernelSource
-from .elementwise import launch_cast
+from ....graph.dtypes import CACHE_DTYPES, DType
+from ...fusion.operands import Operand, require_supported
+from ..binding.iteration_axes import MAX_ITERATION_AXES, as_row_starts, build_merged_tiling_iteration_axes
+from ..binding.launch_builder import LaunchBuilder, LaunchWord, count_blocks
+from ..device.driver import KernelInstance, KernelSource
 
 RULES: Mapping[DType, str] = MappingProxyType(
     {
@@ -40,11 +40,20 @@ SUPER_BLOCK_RULES: Mapping[DType, str] = MappingProxyType(
     }
 )
 """The C++ struct that rounds a super-block of each dtype."""
-SOURCE = KernelSource("blocks.cu", tuple(f"round_blocks<{rule}>" for rule in dict.fromkeys(RULES.values())))
+BLOCK_TYPE_NAMES: Mapping[DType, str] = MappingProxyType({d: f"{d.name}Block" for d in CACHE_DTYPES if d.is_quantised})
+"""The C++ type of a block, by dtype of a state that keeps its blocks."""
+SOURCE = KernelSource(
+    "blocks.cu", tuple(f"round_blocks<{rule}>" for rule in dict.fromkeys(RULES.values())), ("cells.cuh",)
+)
+STORE_SOURCE = KernelSource(
+    "blocks.cu",
+    tuple(f"store_blocks<{RULES[dtype]}, {ids}>" for dtype in BLOCK_TYPE_NAMES for ids in ("i32", "i64")),
+    ("cells.cuh",),
+)
 SUPER_BLOCK_SOURCE = KernelSource(
     "super_blocks.cu", tuple(f"round_super_blocks<{rule}>" for rule in SUPER_BLOCK_RULES.values())
 )
-SOURCES = (SOURCE, SUPER_BLOCK_SOURCE)
+SOURCES = (SOURCE, STORE_SOURCE, SUPER_BLOCK_SOURCE)
 KERNELS = {dtype: SOURCE[f"round_blocks<{rule}>"] for dtype, rule in RULES.items()} | {
     dtype: SUPER_BLOCK_SOURCE[f"round_super_blocks<{rule}>"] for dtype, rule in SUPER_BLOCK_RULES.items()
 }
@@ -53,26 +62,30 @@ THREADS, LANES = 128, 32
 """Threads of a thread block; a warp rounds one quantisation block."""
 
 
-def _launch_rounding(launches: LaunchBuilder, x: Operand, out: Operand, dtype: DType) -> None:
-    """Launch the rounding of `x` to blocks of `dtype`; the result is float32."""
-    require_supported(dtype in KERNELS, f"casts to {dtype} are missing")
-    require_supported(out.is_dense, f"casts to {dtype} with a strided result are missing")
-    if not (x.dtype is DType.F32 and x.is_dense):
-        launch_cast(launches, x, out)
-        x = out
+def launch_rounding(launches: LaunchBuilder, x: Operand, out: Operand, dtype: DType) -> None:
+    """Launch the rounding of dense float32 numbers `x` to the values of blocks of `dtype`; the result is float32."""
     count = math.prod(out.shape) // dtype.block
     if count:
         blocks = count_blocks(count, THREADS // LANES)
         launches.add_launch(KERNELS[dtype], blocks, THREADS, [count, x, out])
 
 
-def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    dtype = call.attrs["dtype"]
-    assert isinstance(dtype, DType)
-    if dtype.is_quantised:
-        _launch_rounding(launches, call.operand(0), call.out, dtype)
-    else:
-        launch_cast(launches, call.operand(0), call.out, dtype)
+def select_store_kernel(dtype: DType, ids: str = "i32") -> KernelInstance:
+    """Return the kernel that rounds rows and stores their blocks; `ids` is the C++ type of row numbers."""
+    require_supported(dtype in BLOCK_TYPE_NAMES, f"kernels that store blocks of {dtype} are missing")
+    return STORE_SOURCE[f"store_blocks<{RULES[dtype]}, {ids}>"]
 
 
-BINDINGS: Mapping[str, OpBinder] = MappingProxyType({"cast": _bind_cast})
+def choose_store_threads(columns: int) -> int:
+    """Choose the threads of a thread block that stores a row of `columns` numbers: a warp for each block, up to 8."""
+    return 32 * max(1, min(8, columns // 32))
+
+
+def launch_block_store(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
+    """Launch the rounding of float32 numbers `x` to the blocks of `out`, which has the same shape."""
+    kernel = select_store_kernel(out.dtype)
+    axes = build_merged_tiling_iteration_axes(out.shape[:-1], [as_row_starts(out), as_row_starts(x)])
+    words: list[LaunchWord] = [1, out.shape[-1], 0, x.strides[-1], *axes.axes_struct_fields]
+    words += [*axes.make_address_and_stride_fields(0, out), *([0] * (1 + MAX_ITERATION_AXES))]
+    words += [*axes.make_address_and_stride_fields(1, x), 0, 0]
+    launches.add_launch(kernel, axes.element_count, choose_store_threads(out.shape[-1]), words)

@@ -179,6 +179,6 @@ template <class From, class To> __global__ void cast(const __grid_constant__ Cas
     const i64 *const steps[] = {a.x.step, a.out.step};
     each_element(
         a.count, a.axes, steps,
-        [&](const Places<2> &p, u32) { return a.x.at[p.at[0]]; },
-        [&](const Places<2> &p, From x) { a.out.at[p.at[1]] = Convert<To>::of(x, a.rounding); });
+        [&](const Places<2> &p, u32) { return ((CellReader<From>)a.x.at)[p.at[0]]; },
+        [&](const Places<2> &p, auto x) { a.out.at[p.at[1]] = Convert<To>::of(x, a.rounding); });
 }

@@ -12,8 +12,8 @@ from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ..binding.fused_binding import FusionBinder
 from ..binding.iteration_axes import build_merged_tiling_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelInstance, KernelSource
+from . import blocks
 from .products import packed
 
 ELEMENTWISE_THREADS = 256
@@ -77,6 +77,8 @@ CUDA_TYPE_NAMES = {
     DType.I32: "i32",
     DType.I64: "i64",
 }
+READ_TYPE_NAMES = {**CUDA_TYPE_NAMES, **blocks.BLOCK_TYPE_NAMES}
+"""The C++ types of operands that kernels read as float32, with blocks of states."""
 CAST_TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
 ROUNDING_CODES = {DType.F16: 1, DType.BF16: 2}
 HALF_DTYPES = tuple(ROUNDING_CODES)
@@ -93,6 +95,7 @@ CAST_SOURCE = KernelSource(
     (
         *(f"cast<{CUDA_TYPE_NAMES[s]}, {CUDA_TYPE_NAMES[t]}>" for s in CUDA_TYPE_NAMES for t in CAST_TARGETS),
         *(f"cast<float, {CUDA_TYPE_NAMES[t]}>" for t in ROUNDING_CODES),
+        *(f"cast<{block}, float>" for block in blocks.BLOCK_TYPE_NAMES.values()),
     ),
     ("cells.cuh", "elements.cuh"),
 )
@@ -137,7 +140,7 @@ def count_elementwise_blocks(count: int) -> int:
 
 def as_float(launches: LaunchBuilder, x: Operand) -> Operand:
     """Return `x` itself if it is float32, else a copy in scratch memory that is converted to float32."""
-    return packed.dequantise_weight(launches, x) if x.dtype in PLANE_LAYOUTS else as_type(launches, x, DType.F32)
+    return packed.dequantise_weight(launches, x) if x.has_packed_layout else as_type(launches, x, DType.F32)
 
 
 def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
@@ -145,7 +148,7 @@ def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
     if x.dtype is dtype:
         return x
     require_supported(
-        x.dtype in CUDA_TYPE_NAMES and dtype in CAST_TARGETS, f"kernels that read {x.dtype} as {dtype} here are missing"
+        x.dtype in READ_TYPE_NAMES and dtype in CAST_TARGETS, f"kernels that read {x.dtype} as {dtype} here are missing"
     )
     copy = launches.allocate_scratch(x.shape, dtype)
     launch_cast(launches, x, copy)
@@ -164,13 +167,16 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
     Raises:
         NoKernelError: No kernel converts between these dtypes.
     """
-    if x.dtype in PLANE_LAYOUTS:
-        x = packed.dequantise_weight(launches, x)
-    if out.dtype in ROUNDING_CODES:
+    if x.has_packed_layout or out.dtype in ROUNDING_CODES or out.dtype.is_quantised:
         x = as_float(launches, x)
-    require_supported(x.dtype in CUDA_TYPE_NAMES, f"casts from {x.dtype} are missing")
-    kernel = CAST_SOURCE[f"cast<{CUDA_TYPE_NAMES[x.dtype]}, {CUDA_TYPE_NAMES[out.dtype]}>"]
+    if out.dtype.is_quantised:
+        return blocks.launch_block_store(launches, x, out)
+    if x.dtype.is_quantised and out.dtype is not DType.F32:
+        x = as_float(launches, x)
+    require_supported(x.dtype in READ_TYPE_NAMES, f"casts from {x.dtype} are missing")
+    kernel = CAST_SOURCE[f"cast<{READ_TYPE_NAMES[x.dtype]}, {CUDA_TYPE_NAMES[out.dtype]}>"]
     launch_elementwise(launches, kernel, [x], out, [], ROUNDING_CODES.get(rounding, 0) if rounding else 0)
+    return None
 
 
 def _pad_to_four_scalars(scalars: Sequence[float]) -> list[float]:
@@ -264,9 +270,23 @@ def _fuse_times_silu(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
     return numbers
 
 
+def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    x, out, dtype = call.operand(0), call.out, call.attrs["dtype"]
+    assert isinstance(dtype, DType)
+    if not dtype.is_quantised:
+        return launch_cast(launches, x, out, dtype)
+    require_supported(dtype in blocks.KERNELS, f"casts to {dtype} are missing")
+    require_supported(out.is_dense, f"casts to {dtype} with a strided result are missing")
+    if not (x.is_float and x.is_dense):
+        launch_cast(launches, x, out)
+        x = out
+    return blocks.launch_rounding(launches, x, out, dtype)
+
+
 FUSED: Mapping[str, Sequence[FusionBinder]] = {"sigmoid": (_fuse_times_sigmoid,), "silu": (_fuse_times_silu,)}
 BINDINGS: Mapping[str, OpBinder] = {
     **{name: _make_unary_binder(numbers) for name, numbers in UNARY_OPS.items()},
     **{name: _make_binary_binder(numbers) for name, numbers in BINARY_OPS.items()},
     "glu": _bind_glu,
+    "cast": _bind_cast,
 }

@@ -66,9 +66,9 @@ template <class T, class Id> __global__ void gather(const __grid_constant__ Gath
         if (threadIdx.x == 0) note_fault(a.fault, id);
         return;
     }
-    const T *row = a.table.at + p.at[0] + id * a.row_step;
+    const CellReader<T> row = (CellReader<T>)a.table.at + (p.at[0] + id * a.row_step);
     float *out = a.out.at + p.at[2];
-    each_column(a.columns, [&](i64 c) { return row[c * a.column_step]; }, [&](i64 c, T value) { out[c] = to_float(value); });
+    each_column(a.columns, [&](i64 c) { return row[c * a.column_step]; }, [&](i64 c, auto value) { out[c] = to_float(value); });
 }
 
 // Row i becomes row `ids[i]` of a table.

@@ -15,13 +15,14 @@ from ...base import contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ..binding.iteration_axes import as_row_starts, build_merged_tiling_iteration_axes, split_tiled_axes_for_broadcast
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ..binding.weight_packing import PLANE_LAYOUTS
 from ..device.driver import KernelSource
+from . import blocks
 from .elementwise import (
     CELL_DTYPES,
     CUDA_TYPE_NAMES,
     ELEMENTWISE_THREADS,
     MAX_ELEMENTS,
+    READ_TYPE_NAMES,
     as_float,
     count_elementwise_blocks,
     launch_binary,
@@ -37,7 +38,7 @@ SOURCE = KernelSource(
     "moves.cu",
     (
         *(f"{kernel}<{t}>" for kernel in ("copied", "shifted") for t in BITS_TYPE_NAMES.values()),
-        *(f"gather<{t}, {i}>" for t in CUDA_TYPE_NAMES.values() for i in ID_TYPE_NAMES.values()),
+        *(f"gather<{t}, {i}>" for t in READ_TYPE_NAMES.values() for i in ID_TYPE_NAMES.values()),
         *(f"scatter<{CUDA_TYPE_NAMES[t]}, {i}>" for t in CELL_DTYPES for i in ID_TYPE_NAMES.values()),
         *("add_rows", "band"),
     ),
@@ -50,7 +51,17 @@ def launch_broadcast_and_convert(launches: LaunchBuilder, x: Operand, out: Opera
     """Launch a copy of `x` to `out`: broadcast to its shape, and converted to its dtype."""
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
+    if x.dtype.is_quantised:
+        x, out = _as_words(x), _as_words(out)
     launch_elementwise(launches, SOURCE[f"copied<{_find_bits_type(x)}>"], [x], out, [])
+
+
+def _as_words(x: Operand, dtype: DType = DType.I16) -> Operand:
+    """Return a view of the bytes of `x` as integers of `dtype`; its last axis is dense."""
+    nbytes = dtype.storage.itemsize
+    shape = (*x.shape[:-1], x.dtype.count_bytes(x.shape[-1]) // nbytes)
+    strides = (*(x.dtype.count_bytes(step) // nbytes for step in x.strides[:-1]), 1)
+    return replace(x, tensor=replace(x.tensor, shape=shape, strides=strides, dtype=dtype))
 
 
 def _find_bits_type(x: Operand) -> str:
@@ -147,7 +158,7 @@ def _bind_acc(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundInstruction:
-    """Gather the keys and values of an attention over a pool of blocks to scratch memory, in float32.
+    """Gather the keys and values of an attention over a pool of blocks to scratch memory, in their dtype.
 
     The result is the attention over keys in order. All kernels of attention then serve it.
     """
@@ -156,15 +167,15 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
     rows = []
     for x in (call.operand(1), call.operand(2)):
         pool = x
-        if x.dtype not in CUDA_TYPE_NAMES:
+        if x.has_packed_layout or not x.is_dense or x.address % DType.F32.block_bytes:
             pool = launches.allocate_scratch(x.shape)
             launch_broadcast_and_convert(launches, as_float(launches, x), pool)
-        require_supported(pool.is_dense, "pools with gaps are missing")
         count, keys, *row = pool.shape
         width = math.prod((keys, *row))
-        out = launches.allocate_scratch((*table.shape, width))
+        out = launches.allocate_scratch((*table.shape, width), pool.dtype)
         flat = _with_shape_and_strides(pool, (count, width), (width, 1))
-        _bind_get_rows(launches, replace(call, op="get_rows", src=(flat, table), dst=(out,)))
+        words = tuple(_as_words(rows, DType.F32) for rows in (flat, out))
+        _bind_get_rows(launches, replace(call, op="get_rows", src=(words[0], table), dst=(words[1],)))
         strides = contiguous_strides((*leading, blocks * keys, *row))
         seen = blocks * keys if mask is None else mask.shape[-1]
         rows.append(_with_shape_and_strides(out, (*leading, seen, *row), strides))
@@ -177,11 +188,11 @@ def _choose_copy_threads(columns: int) -> int:
 
 def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     table, ids, out = call.operand(0), call.operand(1), call.out
-    if table.dtype in PLANE_LAYOUTS and table.is_whole_buffer and len(table.shape) == 2:
+    if table.has_packed_layout and table.is_whole_buffer and len(table.shape) == 2:
         return packed.bind_packed_get_rows(launches, call)
-    if table.dtype in PLANE_LAYOUTS:
+    if table.has_packed_layout:
         table = packed.dequantise_weight(launches, table)
-    require_supported(table.dtype in CUDA_TYPE_NAMES, f"rows of {table.dtype} are missing")
+    require_supported(table.dtype in READ_TYPE_NAMES, f"rows of {table.dtype} are missing")
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     *leading, rows, columns = table.shape
     heads = _with_shape_and_strides(table, (*leading, 1), (*table.strides[:-2], 0))
@@ -198,7 +209,7 @@ def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
         *axes.make_address_and_stride_fields(2, out),
         *launches.add_fault_message(f"id {{value}} names no row of its table, which has {rows}"),
     ]
-    kernel = SOURCE[f"gather<{CUDA_TYPE_NAMES[table.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"]
+    kernel = SOURCE[f"gather<{READ_TYPE_NAMES[table.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"]
     launches.add_launch(kernel, axes.element_count, _choose_copy_threads(columns), words)
 
 
@@ -225,12 +236,12 @@ def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     ]
     words += [*axes.make_address_and_stride_fields(1, ids), *axes.make_address_and_stride_fields(2, rows)]
     words += launches.add_fault_message(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
-    launches.add_launch(
-        SOURCE[f"scatter<{CUDA_TYPE_NAMES[out.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"],
-        axes.element_count,
-        _choose_copy_threads(out.shape[-1]),
-        words,
-    )
+    id_type, columns = ID_TYPE_NAMES[ids.dtype], out.shape[-1]
+    if out.dtype.is_quantised:
+        kernel, threads = blocks.select_store_kernel(out.dtype, id_type), blocks.choose_store_threads(columns)
+    else:
+        kernel, threads = SOURCE[f"scatter<{CUDA_TYPE_NAMES[out.dtype]}, {id_type}>"], _choose_copy_threads(columns)
+    launches.add_launch(kernel, axes.element_count, threads, words)
 
 
 def _bind_add_id(launches: LaunchBuilder, call: BoundInstruction) -> None:

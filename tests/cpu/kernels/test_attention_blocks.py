@@ -11,7 +11,8 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph import BackendError
 from hocket.ops.matrix.attention import BLOCK_KEYS
 
-SEQUENCES, HEADS, KEY_HEADS = 3, 6, 2
+from ...given.key_blocks import HEADS, KEY_HEADS, build_in_order_and_by_blocks
+
 CACHES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
@@ -27,33 +28,10 @@ def run(graph, threads, inputs, states):
 
 
 def compute_in_order_and_by_blocks(tokens, keys, cache, sizes, threads, **attrs):
-    """Compute attention over keys in order, and over the same keys in shuffled blocks of a larger pool."""
-    rng = np.random.default_rng(tokens + keys)
-    blocks = -(-keys // BLOCK_KEYS)
-    pool = SEQUENCES * blocks + 2
-    table = rng.permutation(pool)[: SEQUENCES * blocks].reshape(SEQUENCES, blocks).astype(np.int32)
-    lengths = rng.integers(tokens, keys + 1, SEQUENCES)
-    pos = lengths[:, None] - tokens + np.arange(tokens)
-    mask = np.where(np.arange(keys) <= pos[..., None], 0.0, -np.inf).astype(np.float32)
-    inputs = {"q": rng.standard_normal((SEQUENCES, tokens, HEADS, sizes[0])).astype(np.float32), "mask": mask}
-    q, masks = hocket.input("q", inputs["q"].shape), hocket.input("mask", mask.shape)
-    in_order, by_blocks, leaves, pools = {}, {}, [], []
-    for name, size in zip(("k", "v"), sizes, strict=True):
-        rows = rng.standard_normal((pool * BLOCK_KEYS, KEY_HEADS * size)).astype(np.float32)
-        by_blocks[name] = rows
-        cells = rows.reshape(pool, BLOCK_KEYS, -1)[table].reshape(SEQUENCES, blocks * BLOCK_KEYS, -1)[:, :keys]
-        in_order[name] = np.ascontiguousarray(cells).reshape(SEQUENCES * keys, -1)
-        shape = (SEQUENCES, keys, KEY_HEADS, size)
-        leaves.append(ops.reshape(hocket.state(name, in_order[name].shape, cache), shape=shape))
-        shape = (pool, BLOCK_KEYS, KEY_HEADS, size)
-        pools.append(ops.reshape(hocket.state(name, rows.shape, cache), shape=shape))
-    y = ops.attention(q, *leaves, masks, scale=0.25, **attrs)
-    tables = hocket.input("table", table.shape, "i32")
-    z = ops.attention(q, *pools, masks, table=tables, scale=0.25, pool="blocks", **attrs)
-    return (
-        run(hocket.Graph({"y": y}), threads, inputs, in_order),
-        run(hocket.Graph({"y": z}), threads, {**inputs, "table": table}, by_blocks),
-    )
+    return [
+        run(graph, threads, *values)
+        for graph, *values in build_in_order_and_by_blocks(tokens, keys, cache, sizes, **attrs)
+    ]
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -8,14 +8,18 @@ from itertools import product
 import numpy as np
 import pytest
 
+import hocket
+from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.attention import attention as binding
+from hocket.backends.cupy.kernels.blocks import BLOCK_TYPE_NAMES
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 from hocket.conformance.cases.inputs import generate_random_operands
 from hocket.conformance.checks.run_case import run_three_times_guarded
 from hocket.ops import attention
+from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.emulation import FaultyDriver, needs_compiler
@@ -152,6 +156,11 @@ def test_every_kernel_has_a_case():
     for variant, c in product((nullcontext, by_warps, by_candidates), (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES)):
         with variant():
             run_case(c, backend, backend.device(0))
+    for cache, size, tokens in product(BLOCK_TYPE_NAMES, (64, 256), (1, 2, 4, 70)):
+        k, v = (ops.reshape(hocket.state(n, (8, size), cache), shape=(8, 1, size)) for n in "kv")
+        graph = hocket.Graph({"y": ops.attention(hocket.input("q", (tokens, 1, size)), k, v, scale=1.0)})
+        run = load(plan_for_group(graph, [(backend, backend.device(0))]), {})
+        run.run({"q": np.zeros((tokens, 1, size), np.float32)})
     assert launched == {name for source in binding.SOURCES for name in source.names}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,4 +212,40 @@ def test_mxfp4_blocks_of_another_shape_are_refused(tmp_path: Path) -> None:
     tensors = {name: t.reshape(-1) if name.endswith("_blocks") else t for name, t in tensors.items()}
     safetensors_torch.save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="does not fit blocks of shape"):
+        open_folder(folder)
+
+
+def add_tensor(folder: Path, suffix: str, make: Callable[[str], str]) -> None:
+    """Store a tensor with a name that ends with `suffix` once more, under the name that `make` makes of it."""
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(tensors) if name.endswith(suffix))
+    safetensors_torch.save_file({**tensors, make(name): tensors[name].clone()}, folder / "model.safetensors")
+
+
+def test_an_mxfp4_weight_beside_its_blocks_is_refused(tmp_path: Path) -> None:
+    folder = write_mxfp4(tmp_path / "folder", make_model("GptOss", **GPT_OSS))
+    add_tensor(folder, "down_proj_blocks", lambda name: name.removesuffix("_blocks"))
+    with pytest.raises(ModelError, match=r"down_proj and \S+down_proj_blocks state the same weight; need one of them;"):
+        open_folder(folder)
+
+
+def test_two_scales_of_an_fp8_weight_are_refused(tmp_path: Path) -> None:
+    folder = write_fp8(tmp_path / "folder", make_model("Llama", **LLAMA))
+    add_tensor(folder, "down_proj.weight_scale_inv", lambda name: name.removesuffix("_inv"))
+    with pytest.raises(ModelError, match=r"_scale and \S+_scale_inv state the same weight; need one of them;"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(("number", "renamed", "missing"), [(3, 5, 3), (0, 4, 0), (1, 4, 1)])
+def test_expert_numbers_with_gaps_are_refused(number: int, renamed: int, missing: int, tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+    folder, model = tmp_path / "folder", make_model("Qwen3Moe", **sizes)
+    old, new = (f"mlp.experts.{n}.up_proj" for n in (number, renamed))
+    model.save_pretrained(folder)
+    tensors = safetensors_torch.load_file(folder / "model.safetensors")
+    assert any(old in name for name in tensors)
+    safetensors_torch.save_file(
+        {name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    with pytest.raises(ModelError, match=rf"has no expert {missing}, but expert {renamed}; need numbers from 0 to 3;"):
         open_folder(folder)

@@ -28,6 +28,7 @@ from ...simd.vectors import (
     load_f16,
     mul,
     round_away,
+    smaller,
     splat,
     splat_from,
     store_scalar,
@@ -44,6 +45,16 @@ TRANSPOSED_BLOCK_BYTES = 512
 CODE_OFFSETS: Mapping[DType, np.float32] = MappingProxyType({DType.Q8_0: np.float32(-128), DType.Q4_0: np.float32(-8)})
 """Numbers to add to the codes that `BLOCK_TRANSPOSERS` make."""
 BLOCK_TRANSPOSERS = MappingProxyType({DType.Q8_0: transpose_8_bit_blocks, DType.Q4_0: transpose_4_bit_blocks})
+
+
+FINITE_SCALE = np.float32(1e37)
+"""A number above the scales of finite queries. In a block with infinities, their codes are 127 and others about 0."""
+
+
+@subroutine
+def limit_codes(x):
+    """Round to the nearest integers, and infinities to 127 or -127; NaN stays NaN."""
+    return round_away(smaller(larger(x, splat(-Q8_0_MAX_CODE)), splat(Q8_0_MAX_CODE)))
 
 
 def compute_quantised_query_bytes(size: int) -> int:
@@ -70,8 +81,8 @@ def make_quantise_query_to_int8_blocks(dtype: DType) -> Subroutine:
         for c in range(0, size, BLOCK_ELEMENTS):
             x, y, at = load(query + 4 * c), load(query + 4 * c + 64), c // BLOCK_ELEMENTS * 4
             d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
-            factor = compute_reciprocal_or_zero(d)
-            x, y = round_away(mul(x, factor)), round_away(mul(y, factor))
+            factor = compute_reciprocal_or_zero(smaller(d, splat(FINITE_SCALE)))
+            x, y = limit_codes(mul(x, factor)), limit_codes(mul(y, factor))
             store_u8_lanes(to + c, truncate_to_int(x))
             store_u8_lanes(to + c + 16, truncate_to_int(y))
             store_scalar(scales + at, lane_0(d))

@@ -14,8 +14,8 @@ struct View {  // of q, k, v, mask and out; a row is a token or a key, a column 
     float *at;  // of keys and values: cells
     i64 batch, row, head, column;
 
-    template <class Cell> __device__ __forceinline__ const Cell *cells(int number, int group) const {
-        return (const Cell *)at + number * batch + group * head;
+    template <class Cell> __device__ __forceinline__ CellReader<Cell> cells(int number, int group) const {
+        return (CellReader<Cell>)(const Cell *)at + (number * batch + group * head);
     }
 };
 struct Args {
@@ -102,11 +102,16 @@ template <> struct Pair<bf16_bits> {
     static __device__ __forceinline__ u32 pack(float x, float y) { return pack_bf16(x, y); }
     static __device__ __forceinline__ void multiply(float *d, const u32 *a, const u32 *b) { mma_bf16(d, a, b); }
 };
-// Two floats as sums of cells: each term is what those before lack.
-template <class Cell, int TERMS> __device__ __forceinline__ void split(float x, float y, u32 *terms) {
+// Two floats as sums of cells: each term is what those before lack.  An infinity is only the last term, which no other
+// last term meets, so that products with finite numbers have no NaN.
+template <class Cell, int TERMS, bool FINITE = true> __device__ __forceinline__ void split(float x, float y, u32 *terms) {
 #pragma unroll
     for (int i = 0; i < TERMS; i++) {
-        terms[i] = Pair<Cell>::pack(x, y);
+        if (!FINITE && i + 1 < TERMS) {
+            terms[i] = Pair<Cell>::pack(fabsf(x) < INFINITY ? x : 0.0f, fabsf(y) < INFINITY ? y : 0.0f);
+        } else {
+            terms[i] = Pair<Cell>::pack(x, y);
+        }
         x -= to_float(Cell{(u16)terms[i]}), y -= to_float(Cell{(u16)(terms[i] >> 16)});
     }
 }
@@ -121,8 +126,8 @@ __device__ __forceinline__ int pair(int row, int even, int turned, int columns) 
 // Lane `first` has eight columns from 8 first on, and those 8 lanes further, up to EIGHTS times; they go to row `number` of a
 // tile of `columns`, of which each term has one, `apart` from the last.  A row that is null is zeros.
 // The power of two comes from the finite columns, so that an infinity or a NaN leaves the other columns of its row right.
-template <class To, int TERMS, int EIGHTS, class Cell>
-__device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *tile, int apart, bool writes) {
+template <class To, int TERMS, int EIGHTS, class From>
+__device__ __forceinline__ float split_row(const From row, i64 step, bool dense, int size, int lanes, int first, int columns, int number, u16 *tile, int apart, bool writes) {
     float x[EIGHTS][8], most = 0.0f;
 #pragma unroll
     for (int j = 0; j < EIGHTS; j++) {
@@ -144,7 +149,7 @@ __device__ __forceinline__ float split_row(const Cell *row, i64 step, bool dense
         const int c = first + j * lanes, to = chunk(number, c, columns);
         u32 terms[4][TERMS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) split<To, TERMS>(x[j][2 * i] * up, x[j][2 * i + 1] * up, terms[i]);
+        for (int i = 0; i < 4; i++) split<To, TERMS, false>(x[j][2 * i] * up, x[j][2 * i + 1] * up, terms[i]);
         if (writes && 8 * c < columns)
 #pragma unroll
             for (int i = 0; i < TERMS; i++)

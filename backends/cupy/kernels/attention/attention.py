@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .....graph.dtypes import DType
-from .....graph.spec import Spec
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.iteration_axes import build_merged_tiling_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, as_float
+from ..blocks import BLOCK_TYPE_NAMES
+from ..elementwise import CELL_DTYPES, READ_TYPE_NAMES, as_float
 from ..moves import gather_key_blocks
 from .kinds import (
     ATTENTION_THREADS,
@@ -32,14 +32,13 @@ from .kinds import (
     CELL_ROWS,
     CELL_SOURCES,
     FEW_ROWS_SOURCES,
+    MIN_TILED_ROWS,
     TILED_SOURCES,
     KeyTiledVariant,
     Pipelined16BitCacheVariant,
 )
 from .kinds import SOURCES as SOURCES
 
-MIN_TILED_ROWS = 64
-"""Minimum query rows per key head for tiled variants, which first split keys and values into halves."""
 TARGET_BLOCKS, MAX_KEY_SPLITS = 512, ATTENTION_THREADS
 """Blocks that keep any device busy when blocks share keys; and the most splits: in the end a thread weighs each."""
 TARGET_WARPGROUP_BLOCKS = 96
@@ -110,34 +109,13 @@ class AttentionShape:
         return min(range(min_splits, max_splits + 1), key=compute_wave_overhead)
 
 
-def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
-    """Return the relative error of attention that rounds queries and weights to a 16-bit cache dtype; `None` if exact.
-
-    Only variants for many query rows round them.
-
-    Args:
-        q: Shape of the queries [..., tokens, heads, columns].
-        k: Spec of the keys.
-        v: Spec of the values.
-    """
-    shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
-    many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
-    is_short = many and any(
-        isinstance(t, Pipelined16BitCacheVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype)
-        for t in TILED_SOURCES
-    )
-    return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
-
-
 AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 """q [n, t, h, d], k [n, s, h, d], v [n, s, h, e], mask [n, t, m, s] and out [n, t, h, e]."""
 
 
 def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
     call = call if call.optional_operand(5) is None else gather_key_blocks(launches, call)
-    q, k, v = as_float(launches, call.operand(0)), call.operand(1), call.operand(2)
-    if k.dtype is not v.dtype or k.dtype not in CELL_DTYPES:
-        k, v = as_float(launches, k), as_float(launches, v)
+    q, k, v = as_float(launches, call.operand(0)), *(_as_cells(launches, call.operand(i)) for i in (1, 2))
     mask, sinks = (None if (o := call.optional_operand(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
     *leading, tokens, heads, size = q.shape
@@ -157,6 +135,12 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
     mask = None if mask is None else _add_mask_head_axis(mask) if one_mask else _swap_axes(mask, -3, -2)
     bound = _AttentionBinder(launches, call, shape, sinks)
     bound.add_attention_launches((q, k, v, mask, call.out), leading)
+
+
+def _as_cells(launches: LaunchBuilder, x: Operand) -> Operand:
+    """Return `x` itself if kernels of attention read its cells or blocks, else a float32 copy."""
+    blocks = x.dtype in BLOCK_TYPE_NAMES and not x.has_packed_layout
+    return x if x.dtype in CELL_DTYPES or blocks else as_float(launches, x)
 
 
 def _add_mask_head_axis(mask: Operand) -> Operand:
@@ -212,6 +196,8 @@ def _compute_broadcast_strides(x: Operand) -> list[int]:
 def _is_vector_loadable(x: Operand, columns: int) -> bool:
     """Return whether `columns` adjacent columns of any row can be loaded at once by a vector load."""
     *steps, last = _compute_broadcast_strides(x)
+    if x.dtype.is_quantised:
+        return last == 1
     nbytes = min(16, x.dtype.count_bytes(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.count_bytes(s) % nbytes == 0 for s in steps)
     return last == 1 and x.shape[-1] % columns == 0 and aligned
@@ -236,6 +222,12 @@ class _SplitKeyValueHalvesScratch:
     def value_and_scale_words(self) -> list[LaunchWord]:
         """The launch words of the split keys and values, and of their scales."""
         return [self.k, self.v, self.k_units, self.v_units]
+
+
+def _find_common_dtype(operands: AttentionOperands) -> DType | None:
+    """Return the dtype of keys and values, or `None` if their dtypes differ."""
+    _, k, v, *_ = operands
+    return k.dtype if k.dtype is v.dtype else None
 
 
 class _AttentionBinder:
@@ -263,7 +255,7 @@ class _AttentionBinder:
 
     def add_attention_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Add the launches of the attention: a tiled variant if there are many query rows, else another variant."""
-        s, cells = self.shape, operands[1].dtype
+        s, cells = self.shape, _find_common_dtype(operands)
         kinds = (t for t in TILED_SOURCES if t.is_enabled(self.launches.limits))
         tiled = next((t for t in kinds if t.can_process(s.key_columns, s.value_columns, cells)), None)
         if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
@@ -309,9 +301,12 @@ class _AttentionBinder:
 
     def _launch_fastest_few_rows_variant(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch the fastest variant for few query rows, then the combination of the key splits."""
-        s = self.shape
-        cells = operands[1].dtype
+        s, cells = self.shape, _find_common_dtype(operands)
         fitting = [f for f in FEW_ROWS_SOURCES if f.can_process(s.key_columns, s.value_columns, cells)]
+        if not fitting:
+            q, *caches, mask, out = operands
+            k, v = (as_float(self.launches, x) for x in caches if x is not None)
+            return self._launch_fastest_few_rows_variant((q, k, v, mask, out), leading)
         kind, anyhow = fitting[0], fitting[-1]
         fast = next((c for c in CELL_SOURCES if c.can_process(s.key_columns, s.value_columns, cells)), None)
         if fast is None:
@@ -346,6 +341,7 @@ class _AttentionBinder:
                 kernel, (splits, row_blocks, out.shape[0]), ATTENTION_THREADS, [*words, *more], shared_bytes=shared
             )
             self._launch_combine_splits(batch, words, splits)
+        return None
 
     def _launch_key_tiled(self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch a variant for many query rows that processes the keys in tiles, with the launches before and after it.
@@ -440,7 +436,7 @@ class _AttentionBinder:
         ]
         words += [lanes, _is_vector_loadable(x, 8)]
         self.launches.add_launch(
-            AUXILIARY_SOURCE[f"attention_split<{CUDA_TYPE_NAMES[x.dtype]}>"],
+            AUXILIARY_SOURCE[f"attention_split<{READ_TYPE_NAMES[x.dtype]}>"],
             count_blocks(count, ATTENTION_THREADS // lanes),
             ATTENTION_THREADS,
             words,

@@ -37,7 +37,7 @@ template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split
     const i64 number = (i64)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes, all = a.tiles * tile, key = number % all;
     const i64 head = number / all, place = number / tile;
     const bool real = number < a.count;
-    const Cell *row = a.x.cells<Cell>((int)(head / a.groups), (int)(head % a.groups)) + key * a.x.row;
+    CellReader<Cell> row = a.x.cells<Cell>((int)(head / a.groups), (int)(head % a.groups)) + key * a.x.row;
     if (!real || key >= a.keys) row = nullptr;
     u16 *halves = a.halves + place * 2 * tile * columns;
     const int here = (int)(key % tile), size = (int)a.size;

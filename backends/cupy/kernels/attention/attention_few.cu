@@ -1,7 +1,7 @@
 // Few rows: key by key, each key by some lanes of a warp.
 
 // Four columns from `c` of a row of `n`; vectors where rows are dense and aligned.
-template <bool dense, class Cell> __device__ __forceinline__ float4 four(const Cell *row, i64 step, int c, int n) {
+template <bool dense, class From> __device__ __forceinline__ float4 four(const From row, i64 step, int c, int n) {
     if (dense) return c < n ? four_cells(row + c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float x[4];
 #pragma unroll
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__
     const int row_groups = ((int)(a.tokens * a.shared) + rows - 1) / rows, first_row = blockIdx.y % row_groups * rows;
     const int group = blockIdx.y / row_groups % (int)a.groups, first_column = blockIdx.y / row_groups / (int)a.groups * columns;
     const int batch = blockIdx.z, split = blockIdx.x, size = (int)a.size, width = (int)a.width, key_count = (int)a.keys;
-    const Cell *keys = a.k.cells<Cell>(batch, group), *values = a.v.cells<Cell>(batch, group);
+    const CellReader<Cell> keys = a.k.cells<Cell>(batch, group), values = a.v.cells<Cell>(batch, group);
     const float scale = (float)a.scale, cap = (float)a.cap;
 
     SHARED(queries, float[rows][k4 ? 4 * lanes * k4 : 4]);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid_constant__
         const u32 seen = __ballot_sync(ALL_LANES, sees);
         for (int s = 0; s < 32; s += step) {
             if ((seen >> s & (u32)((1ull << step) - 1)) == 0) continue;
-            const Cell *key[unroll], *from[unroll];
+            CellReader<Cell> key[unroll], from[unroll];
             float4 value[unroll][v4];
             const auto fetch = [&] {
 #pragma unroll

@@ -46,8 +46,11 @@ template <int KEYS> struct Weights {
             for (int r = 0; r < 2; r++) {
                 const Bias bias = biases[8 * r];
 #pragma unroll
-                for (int i = 0; i < KEYS / 4; i++)
-                    s[i / 2][2 * r + i % 2] += bias_at(a, bias, first + 8 * (i / 2) + 2 * t + i % 2);
+                for (int i = 0; i < KEYS / 4; i++) {
+                    const int key = first + 8 * (i / 2) + 2 * t + i % 2;
+                    float &score = s[i / 2][2 * r + i % 2];
+                    score = key < a.keys ? score + bias_at(a, bias, key) : -INFINITY;  // zeros times an infinity are NaN
+                }
             }
         float high[2] = {top[0], top[1]}, fade[2], most[2];
 #pragma unroll

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
+from .....graph.spec import Spec
 from ...device.device_limits import KernelCandidate, KernelLimits
 from ...device.driver import KernelSource
-from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES
+from ..blocks import BLOCK_TYPE_NAMES
+from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES, READ_TYPE_NAMES
 
 ATTENTION_HEADERS = ("cells.cuh", "attention.cuh")
 PREFILL_HEADERS = (*ATTENTION_HEADERS, "attention_powers.cuh", "attention_many.cuh")
 ATTENTION_THREADS, ATTENTION_WARPS, TILE_ROWS = 128, 4, 64
+MIN_TILED_ROWS = 64
+"""Minimum query rows per key head for tiled variants, which first split keys and values into halves."""
 CELL_ROWS = 16
 """Query rows of a block of `attend_cells`, and keys that a warp processes at a time."""
 RING_BYTES = 8 * 8 + 2 * 4
@@ -38,7 +43,7 @@ class FewQueryRowsVariant:
     @property
     def row_counts_per_block(self) -> tuple[int, ...]:
         """The possible numbers of query rows that a block processes together."""
-        return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
+        return (1, 2, 4, 8) if self.values * self.lanes <= 64 and not self.cells.is_quantised else (1, 2, 4)
 
     def choose_rows_per_block(self, row_count: int) -> int:
         """Choose the number of query rows that one block processes together.
@@ -50,7 +55,7 @@ class FewQueryRowsVariant:
     def format_kernel_name(self, rows: int) -> str:
         """Format the C++ kernel name for blocks of `rows` query rows."""
         sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
-        return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {CUDA_TYPE_NAMES[self.cells]}>"
+        return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {READ_TYPE_NAMES[self.cells]}>"
 
     def make_source(self) -> KernelSource:
         """Make the source with a kernel for each possible number of rows per block."""
@@ -58,7 +63,7 @@ class FewQueryRowsVariant:
             "attention_few.cu", tuple(map(self.format_kernel_name, self.row_counts_per_block)), before=ATTENTION_HEADERS
         )
 
-    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType | None) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
         fits = key_columns <= 4 * self.lanes * self.keys and value_columns <= 4 * self.lanes * self.values
         return cell_dtype is self.cells and (fits or not self.keys)
@@ -79,8 +84,11 @@ class KeyTiledVariant:
     rows: int = TILE_ROWS
     threads: int = ATTENTION_THREADS
 
-    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
-        """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType | None) -> bool:
+        """Return whether the kernel can process keys and values of these numbers of columns.
+
+        `cell_dtype` is the dtype of both, or `None` if their dtypes differ.
+        """
         return key_columns <= self.size and value_columns <= self.width
 
     @property
@@ -149,7 +157,7 @@ class Pipelined16BitCacheVariant(KeyTiledVariant):
     def make_source(self) -> KernelSource:
         return KernelSource(self.file, (self.name,), PREFILL_HEADERS)
 
-    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType | None) -> bool:
         return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
     @property
@@ -245,15 +253,19 @@ class FewRows16BitTensorCoreVariant:
     def make_source(self) -> KernelSource:
         return KernelSource("attention_cells.cu", (self.name,), before=(*ATTENTION_HEADERS, "attention_powers.cuh"))
 
-    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType | None) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
         return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
 
 _FLOAT_VARIANTS = (FewQueryRowsVariant(8, 2, 2), FewQueryRowsVariant(8, 4, 4), FewQueryRowsVariant(16, 4, 4))
 _GENERAL_VARIANTS = tuple(FewQueryRowsVariant(32, fours, 4, cells) for fours in (5, 0) for cells in CELL_DTYPES)
-FEW_ROWS_SOURCES = {f: f.make_source() for f in (*_FLOAT_VARIANTS, *_GENERAL_VARIANTS)}
-"""Sources of variants for few rows. The first variant that supports the sizes is the best; the last supports any."""
+_BLOCK_VARIANTS = tuple(
+    FewQueryRowsVariant(*lanes, cells) for lanes in ((8, 4, 4), (32, 5, 4)) for cells in BLOCK_TYPE_NAMES
+)
+FEW_ROWS_SOURCES = {f: f.make_source() for f in (*_FLOAT_VARIANTS, *_GENERAL_VARIANTS, *_BLOCK_VARIANTS)}
+"""Sources of variants for few rows. The first variant that supports the sizes is the best; of float and
+16-bit cells the last supports any."""
 CELL_SOURCES = {
     c: c.make_source()
     for c in (
@@ -297,8 +309,27 @@ TILED_SOURCES = {
 _COMBINE_KERNELS = ("attention_combine", "attention_combine_few")
 _AUXILIARY_KERNELS = (
     "attention_seen",
-    *(f"attention_split<{CUDA_TYPE_NAMES[cells]}>" for cells in CELL_DTYPES),
+    *(f"attention_split<{READ_TYPE_NAMES[cells]}>" for cells in (*CELL_DTYPES, *BLOCK_TYPE_NAMES)),
     *_COMBINE_KERNELS,
 )
 AUXILIARY_SOURCE = KernelSource("attention_around.cu", _AUXILIARY_KERNELS, before=ATTENTION_HEADERS)
 SOURCES = (*FEW_ROWS_SOURCES.values(), *CELL_SOURCES.values(), *TILED_SOURCES.values(), AUXILIARY_SOURCE)
+
+
+def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
+    """Return the relative error of attention that rounds queries and weights to a 16-bit cache dtype; `None` if exact.
+
+    Only variants for many query rows round them.
+
+    Args:
+        q: Shape of the queries [..., tokens, heads, columns].
+        k: Spec of the keys.
+        v: Spec of the values.
+    """
+    shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
+    many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
+    is_short = many and any(
+        isinstance(t, Pipelined16BitCacheVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype)
+        for t in TILED_SOURCES
+    )
+    return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from .....graph.dtypes import DType
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, compute_row_stride, count_blocks
-from ...binding.weight_packing import PLANE_LAYOUTS
 from ...device.driver import KernelSource
 from ...generated.row_prologue import RowPrologue
 from ..elementwise import as_float
@@ -38,7 +37,7 @@ TiledLauncher = Callable[..., None]
 
 def is_complete_packed_weight(w: Operand) -> bool:
     """Return whether an operand is a complete weight in packed layout, not a view of a part."""
-    return w.dtype in PLANE_LAYOUTS and w.is_whole_buffer
+    return w.has_packed_layout and w.is_whole_buffer
 
 
 def _as_matmul_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
