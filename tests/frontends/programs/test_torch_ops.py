@@ -168,8 +168,8 @@ def test_nan_is_larger_than_infinity_in_sorts_of_both_orders(axis):
 
     def sort_and_select(x):
         down, up = (torch.sort(x, dim=axis, descending=descending, stable=True) for descending in (True, False))
-        most, least = (torch.topk(x, 4, dim=axis, largest=largest).values for largest in (True, False))
-        return *down, *up, most, least
+        largest, smallest = (torch.topk(x, 4, dim=axis, largest=is_largest).values for is_largest in (True, False))
+        return *down, *up, largest, smallest
 
     for dtype in (torch.float32, torch.float16, torch.float64):
         got, want = (call(x.to(dtype)) for call in (compile_for_cpu(sort_and_select), sort_and_select))
