@@ -141,8 +141,8 @@ def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
 def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
     """Return the indices that sort `x` along an axis, in i64; equal entries keep their order.
 
-    NaN is larger than all numbers, as in PyTorch and NumPy. The op has it last in both orders; so a descending order is
-    an ascending order from its end, of entries from their end, which keeps the order of equal ones.
+    NaN is larger than all numbers, as in PyTorch and NumPy, but the op has it last in both orders. So a descending
+    order is the reverse of an ascending order. Entries are reversed first, which keeps the order of equal ones.
     """
     last = move_axis(as_float(x), axis, -1)
     rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
