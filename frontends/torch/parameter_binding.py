@@ -80,7 +80,7 @@ class _ExecutorOfParameters:
     """An executor that reads one set of parameters, with their places and versions at the time of binding.
 
     `storages` keeps the memory of the parameters alive. So no other tensor can get the same address before the next
-    comparison. `host_copied` has the numbers of the parameters of which a device of the host has a copy.
+    comparison. `host_copied` has the numbers of parameters that a device of the host reads from a copy.
     """
 
     parameters: tuple[WeakIdRef, ...]
