@@ -6,6 +6,7 @@ output has no colours, so ``NO_COLOR`` has no effect.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ def _run_with_reported_errors(words: Sequence[str]) -> int:
     encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
     if encoding and encoding.lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
+    if isinstance(sys.stdin, io.TextIOWrapper):  # as in the C locale, so that commands name the wrong character
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     debug = "--debug" in words
     try:
         return _run_command(words)

@@ -48,6 +48,11 @@ HALF_DTYPES = (DType.F16, DType.BF16)
 NARROW_STATE_DTYPES = frozenset(STATE_DTYPES) - {DType.F32}
 LOADED_LEAVES = ("weight", "constant")
 """Kinds of leaves that `load` writes."""
+COPIED_LEAF_DTYPES = {"weight": frozenset(HALF_DTYPES), "constant": frozenset[DType]()}
+"""Dtypes of leaves that NumPy reads by a new float32 copy at each run.
+
+A weight of 16 bits may lie in memory of the caller, who may change it between runs.
+"""
 
 
 class CpuBackend(NumpyBackend):
@@ -158,6 +163,7 @@ class CpuBackend(NumpyBackend):
         kinds = [buffer.kind for buffer in program.buffers]
 
         def view(tensor: Tensor) -> Array:
+            """View a tensor as float32 numbers, of constants and quantised weights by a copy."""
             plain = self.view(buffers[tensor.buffer], tensor) if not tensor.dtype.is_quantised else None
             if plain is not None and tensor.dtype not in HALF_DTYPES:
                 return plain
@@ -178,7 +184,7 @@ class CpuBackend(NumpyBackend):
             narrow_tensors = [
                 t
                 for t in (*i.src, *i.dst)
-                if t and t.dtype in NARROW_STATE_DTYPES and kinds[t.buffer] not in LOADED_LEAVES and t != table
+                if t and t.dtype in COPIED_LEAF_DTYPES.get(kinds[t.buffer], NARROW_STATE_DTYPES) and t != table
             ]
             arrays = {t: np.empty(t.shape, np.float32) for t in narrow_tensors}
             lie = {t: self.view(buffers[t.buffer], t) for t in arrays}

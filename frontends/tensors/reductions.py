@@ -24,7 +24,7 @@ from .arithmetic import (
     where,
 )
 from .arithmetic import power as raise_to
-from .shapes import move_axis, permute, reshape
+from .shapes import flip, move_axis, permute, reshape
 from .tensor import Tensor, as_tensor, cast
 
 
@@ -139,10 +139,19 @@ def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
 
 
 def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
-    """Return the indices that sort `x` along an axis, in i64; equal entries keep their order."""
+    """Return the indices that sort `x` along an axis, in i64; equal entries keep their order.
+
+    NaN is larger than all numbers, as in PyTorch and NumPy, but the op has it last in both orders. So a descending
+    order is the reverse of an ascending order. Entries are reversed first, which keeps the order of equal ones.
+    """
     last = move_axis(as_float(x), axis, -1)
     rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
-    ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
+    may_have_nan = not (x.is_integer or x.is_bool)
+    if descending and may_have_nan:
+        from_end = cast(as_tensor(ops.argsort(flip(rows, [-1]).value)), DType.I64)
+        ids = sub(last.shape[-1] - 1, flip(from_end, [-1]))
+    else:
+        ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
     return cast(move_axis(reshape(ids, last.shape), -1, axis), DType.I64)
 
 

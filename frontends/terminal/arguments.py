@@ -23,6 +23,12 @@ OS_ERROR_REMEDIES: Mapping[int | None, str] = MappingProxyType(
         errno.EACCES: "; choose a place that you may use",
         errno.EROFS: "; choose a place that can be written",
         errno.ENOSPC: "; free some space",
+        errno.EDQUOT: "; free some space",
+        errno.EFBIG: "; raise the limit of file sizes (ulimit -f)",
+        errno.ELOOP: "; correct the links, which lead to each other",
+        errno.ENAMETOOLONG: "; give a shorter one",
+        errno.ENOTDIR: "; correct its folder, which is a file",
+        errno.EPERM: "; choose a place that you may use",
     }
 )
 

@@ -34,27 +34,30 @@ def run_chat_loop(conversation: Conversation) -> None:
     while True:
         try:
             text = ask("> ").strip()
+            interrupted = False
+            if not _answer_message_or_command(conversation, text):
+                return
         except EOFError:
             write_to_stdout_unless_closed("\n")
             return
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # it may arrive at any point, as between an answer and the next prompt
             if interrupted:
                 write_to_stdout_unless_closed("\n")
                 return
             interrupted = True
             write_line_to_stderr(f"\n{EXIT_HINT}")
-            continue
-        interrupted = False
-        name, _, argument = text.partition(" ")
-        if name in CHAT_COMMANDS or (name.startswith("/") and "\n" not in text):
-            if name not in CHAT_COMMANDS:
-                write_line_to_stderr(f"there is no command {name}; /help lists them")
-            elif not CHAT_COMMANDS[name](conversation, argument.strip()):
-                return
-        elif text:
-            interrupted = _is_interrupted_while_writing_reply(conversation, text)
-            if interrupted:
-                write_line_to_stderr(EXIT_HINT)
+
+
+def _answer_message_or_command(conversation: Conversation, text: str) -> bool:
+    """Write the reply to a message or run a chat command, and return whether the chat continues."""
+    name, _, argument = text.partition(" ")
+    if name in CHAT_COMMANDS:
+        return CHAT_COMMANDS[name](conversation, argument.strip())
+    if name.startswith("/") and "\n" not in text:
+        write_line_to_stderr(f"there is no command {name}; /help lists them")
+    elif text:
+        _write_reply(conversation, text)
+    return True
 
 
 def _make_message_reader_with_history() -> Callable[[str], str]:
@@ -82,19 +85,16 @@ def _make_message_reader_with_history() -> Callable[[str], str]:
     return session.prompt
 
 
-def _is_interrupted_while_writing_reply(conversation: Conversation, text: str) -> bool:
-    """Generate and write the reply to a message, and return whether Ctrl-C ended it."""
-    interrupted = False
+def _write_reply(conversation: Conversation, text: str) -> None:
+    """Generate and write the reply to a message, and say if the context is full."""
     try:
         write_wrapped_to_stdout(conversation.reply(text))
-    except KeyboardInterrupt:
-        interrupted = True
     except ModelError as error:
         write_line_to_stderr(
             f"{replace_arguments_by_flag_names(str(error))}; /reset forgets what was said, "
             "/shift its older half only, from now on"
         )
-        return False
+        return
     write_to_stdout_unless_closed("\n")
     session = conversation.session
     if session.lengths[0] >= session.context and conversation.params.pinned_tokens is None:
@@ -102,7 +102,6 @@ def _is_interrupted_while_writing_reply(conversation: Conversation, text: str) -
             f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said, "
             "/shift its older half only, from now on)"
         )
-    return interrupted
 
 
 def _show_help(conversation: Conversation, argument: str) -> bool:

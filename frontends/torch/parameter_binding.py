@@ -4,9 +4,11 @@ Dynamo calls one graph with the parameters of any module of a class. The graph i
 set of parameters has its own executor, which a call finds by the identities of the parameters:
 
 1. A device that can read the memory of a parameter reads it there, so a change in place is visible at once.
-2. Another device has a copy, which all graphs share. The copy is refreshed when the version of the parameter changes,
-   or of a parameter that shares its memory.
-3. Parameters are referenced weakly. Executors and copies are deleted with the first of their parameters.
+2. A device of the host that cannot read it there, because of its strides, place or dtype, has a copy. The copy is
+   refreshed at each call, because PyTorch does not count changes through ``parameter.data`` or NumPy.
+3. A device with a memory of its own has a copy, which all graphs share. The copy is refreshed when the version of the
+   parameter changes, or of a parameter that shares its memory.
+4. Parameters are referenced weakly. Executors and copies are deleted with the first of their parameters.
 """
 
 from __future__ import annotations
@@ -78,12 +80,13 @@ class _ExecutorOfParameters:
     """An executor that reads one set of parameters, with their places and versions at the time of binding.
 
     `storages` keeps the memory of the parameters alive. So no other tensor can get the same address before the next
-    comparison.
+    comparison. `host_copied` has the numbers of parameters that a device of the host reads from a copy.
     """
 
     parameters: tuple[WeakIdRef, ...]
     storages: list[torch.UntypedStorage]
     places: list[tuple[int, tuple[int, ...]]]
+    host_copied: list[int]
     versions: _ParameterVersions
     runner: Runner
 
@@ -109,6 +112,7 @@ class ExecutorsByParameters:
         self.program, self.plan, self.module = program, plan, module
         self.own_parameter_names = [name for name, _ in module.named_parameters() if name in program.weights]
         """Names of parameters that are no arguments, which occur in a graph that Dynamo did not capture."""
+        self.parameter_names = [name for _, name in program.bound_arguments] + self.own_parameter_names
         self.weight_specs = {value.node.name: value.spec for value in plan.graph.weights}
         self.store = Store(plan.group)
         for name in self.weight_specs.keys() & program.weights.keys() - set(self.own_parameter_names):
@@ -127,7 +131,10 @@ class ExecutorsByParameters:
         elif not binding.versions.are_unchanged_since_update(parameters):
             with _binding_lock:
                 binding.versions.update_counts_and_sharers(parameters)
-                self._bind_or_refresh_parameters(binding.runner.executor.store, parameters)
+                self._bind_or_refresh_parameters(binding.runner.executor.store, range(len(parameters)), parameters)
+        elif binding.host_copied:
+            with _binding_lock:
+                self._bind_or_refresh_parameters(binding.runner.executor.store, binding.host_copied, parameters)
         return binding.runner
 
     def _build_executor_for_parameters(
@@ -145,14 +152,17 @@ class ExecutorsByParameters:
         for parameter in parameters:
             _sharers.add_or_update_parameter_storage(parameter)
         versions = _ParameterVersions(parameters)
-        self._bind_or_refresh_parameters(store, parameters)
+        self._bind_or_refresh_parameters(store, range(len(parameters)), parameters)
+        host_copied = [n for n, p in enumerate(parameters) if _copies_by_parameter[p].has_host_copies]
         runner = Runner(self.program, self.plan, Executor(self.plan, store))
-        return _ExecutorOfParameters(known, storages, places, versions, runner)
+        return _ExecutorOfParameters(known, storages, places, host_copied, versions, runner)
 
-    def _bind_or_refresh_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
-        """Bind parameters to the weights of a store; copies of parameters that have changed are refreshed."""
-        names = [name for _, name in self.program.bound_arguments] + self.own_parameter_names
-        for name, parameter in zip(names, parameters, strict=True):
+    def _bind_or_refresh_parameters(
+        self, store: Store, numbers: Sequence[int], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Bind the parameters of these numbers to the weights of a store; copies that may be outdated are refreshed."""
+        for number in numbers:
+            name, parameter = self.parameter_names[number], parameters[number]
             copies = _copies_by_parameter.get(parameter)
             if copies is None:
                 copies = _copies_by_parameter[parameter] = WeightCopies(is_source_lasting=False)
@@ -160,6 +170,7 @@ class ExecutorsByParameters:
             copies.is_source_lasting = parameter.device.type == "cpu" and parameter.is_contiguous()
             copies.source = parameter.untyped_storage()
             others = [other._version for other in _sharers.find_sharers(parameter)]
-            copies.version = (_get_address_and_strides(parameter), parameter._version, *others)
+            uncounted = object() if copies.has_host_copies else None
+            copies.version = (_get_address_and_strides(parameter), parameter._version, uncounted, *others)
             array = view_tensor_as_array(parameter, name).reshape(limit_shape_to_max_rank(parameter.shape))
             store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

@@ -14,12 +14,15 @@ class WeightCopies:
     - `is_source_lasting`: whether the source lives as long as the stores. Devices may then read its memory instead of a
       copy.
     - `source`: keeps the source alive, so that its address stays part of a version.
+    - `has_host_copies`: whether a device that reads host memory has a copy, because of the form or the place of the
+      source. Such a copy is to be filled again before each run, since not all changes of the source are counted.
     """
 
     def __init__(self, *, is_source_lasting: bool) -> None:
         self.is_source_lasting = is_source_lasting
         self.version: object = None
         self.source: object = None
+        self.has_host_copies = False
         self.copies_by_key: dict[object, tuple[object, Any]] = {}
 
     def load_or_refresh_copy(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:

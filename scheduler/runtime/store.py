@@ -338,11 +338,13 @@ class _DeviceBuffers:
         stored = self.backend.storage_spec(declared, declared_buffer.kind)
         spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
         buffer = None
-        if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):
+        zero_copy = self.backend if isinstance(self.backend, SupportsZeroCopyWeights) else None
+        if copies.is_source_lasting and zero_copy is not None:
             part = data()
             if isinstance(source, np.ndarray) and np.may_share_memory(part, source):
-                buffer = self.backend.as_buffer(part, declared)
+                buffer = zero_copy.as_buffer(part, declared)
         if buffer is None:
+            copies.has_host_copies |= zero_copy is not None
             buffer = copies.load_or_refresh_copy(
                 (type(self.backend), self.device, declared, stored, part_key),
                 lambda: self.backend.alloc(spec.nbytes, self.device),

@@ -423,3 +423,10 @@ def test_view_shows_a_plan_in_json_and_another_beside_it(tmp_path, capsys):
     assert main(["view", after, "--diff", before, "-o", out]) == 0
     assert main(["view", after, "--diff", LLAMA, "-o", out]) == 2
     assert "is no plan in JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["tokenize", "embed"])
+def test_stdin_that_is_no_utf_8_is_refused_in_one_line_in_any_locale(command, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors="strict"))
+    assert main([command, str(TINY)]) == 2
+    assert capsys.readouterr().err == "hocket: the text is not valid Unicode at character 1; need UTF-8 text\n"

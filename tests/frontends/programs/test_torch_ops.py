@@ -159,6 +159,24 @@ def test_calls_give_the_results_of_pytorch(name):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("axis", [0, 1])
+def test_nan_is_larger_than_infinity_in_sorts_of_both_orders(axis):
+    import torch
+
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([nan, 1.0, inf, -0.0, 0.0, nan, -inf, 1.0, 2.0]).repeat(7)[:60].reshape(6, 10)
+
+    def sort_and_select(x):
+        down, up = (torch.sort(x, dim=axis, descending=descending, stable=True) for descending in (True, False))
+        largest, smallest = (torch.topk(x, 4, dim=axis, largest=is_largest).values for is_largest in (True, False))
+        return *down, *up, largest, smallest
+
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        got, want = (call(x.to(dtype)) for call in (compile_for_cpu(sort_and_select), sort_and_select))
+        assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.long
 def test_only_an_unstable_sort_with_places_is_left_to_pytorch(recwarn):
     import torch
 

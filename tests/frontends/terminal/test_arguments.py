@@ -54,6 +54,8 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, message, capsys):
     [
         ("run -p x -n 1 --save-state nowhere/s.bin", "nowhere/s.bin: No such file or directory; check its name"),
         ("run -p x -n 1 --save-state .", "hocket: .: Is a directory; name a file in it"),
+        (f"run -p x -n 1 --save-state {'n' * 300}", "nnn: File name too long; give a shorter one"),
+        ("run -p x -n 1 --save-state /dev/null/x", "/dev/null/x: Not a directory; correct its folder, which is a file"),
         ("run -p x -n 1 -sys hi", "-sys is what a talk begins with; add --chat"),
         ("run -p x -n 1 --devices cpu:0,", "--devices is ('cpu:0', ''); it must be names of devices, as cpu:0,cpu:1"),
         ("run -p x -n 1 -c 99999999999999999999", "it must be an integer from 0 to 9223372036854775807 or None"),
