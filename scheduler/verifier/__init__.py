@@ -28,6 +28,7 @@ Device
     memory_of: free, the caller states it
     description: free, text for people
     part: not negative
+    multiprocessors: positive, only for a part
     rank: set for all devices or for none, not negative; the executor refuses a rank that does not exist
 Program
     buffers: the arena, then each weight, state and constant of the graph once

@@ -70,10 +70,11 @@ def _find_device_list_faults(plan: Plan) -> Iterator[str]:
         except HocketError as why:
             yield f"device {number}: {why}"
             continue
-        part = device_plan.device.part
+        part, multiprocessors = device_plan.device.part, device_plan.device.multiprocessors
         if (
             (own.kind, own.index) != (device_plan.device.kind, device_plan.device.index)
             or (part is not None and part < 0)
+            or (multiprocessors is not None and (part is None or multiprocessors < 1))
             or own.index < 0
         ):
             yield f"device {number} is {device_plan.device}, but {device_plan.backend.name} names it {own}"

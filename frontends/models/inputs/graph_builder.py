@@ -305,7 +305,7 @@ class StepGraphBuilder:
             )
         cache_rows = count_cache_rows_with_spare(context)
         old = state(name, (sequences * cache_rows, heads * size), dtype)
-        rows = ops.reshape(new, shape=(step.padded_token_count, heads * size))
+        rows = ops.reshape(new, shape=(math.prod(new.shape[:2]), heads * size))
         cache = ops.set_rows(old, rows, self.slot if slot is None else slot, name=f"{name}.new")
         self._updates[old] = cache
         known = ops.reshape(cache, shape=(sequences, cache_rows, heads * size))

@@ -66,7 +66,7 @@ def reuse() -> Plan:
 
 PROGRAMS: Mapping[str, PlannedFault] = {
     "memory is reused while its value is still read": (
-        r"step \d+ \(%act\): operand 0: reads %gateed.* which holds %uped",
+        r"step \d+ \(%act\): operand 1: reads %uped.* which holds %gateed",
         reuse,
     ),
     "a result overwrites its operand while it is read": (
