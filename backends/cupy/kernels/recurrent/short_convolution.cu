@@ -77,7 +77,7 @@ struct DeltaInputs {
 // Heads lie along y, the gates behind the last one, in one block, or in a block for each value head, which makes its logits
 // too; a group of lanes takes a head through RUN tokens.
 template <int D>
-__global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ DeltaInputs a) {
+__global__ void __launch_bounds__(THREADS, 3) delta_inputs(const __grid_constant__ DeltaInputs a) {
     static_assert(Head<D>::QUADS == 1, "four channels of a lane are all that its head has there");
     using H = Head<D>;
     const int lane = threadIdx.x % H::LANES, tokens = (int)a.tokens, first = blockIdx.x * RUN;
@@ -107,12 +107,13 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
     };
     if (makes_gates && p.columns) {
         SHARED(room, float[32]);
+        const int columns = (int)p.columns;
         const float *w_alpha = p.alpha + gate_head * p.columns, *w_beta = p.beta + gate_head * p.columns;
         for (int t = first; t < last; t++) {
             const float *x = p.x + (n * tokens + t) * p.x_step;
             float alpha = 0.0f, beta = 0.0f;
-#pragma unroll 4
-            for (i64 c = 4 * threadIdx.x; c < p.columns; c += 4 * THREADS) {
+#pragma unroll 2
+            for (int c = 4 * threadIdx.x; c < columns; c += 4 * THREADS) {
                 const float4 v = *(const float4 *)(x + c);
                 alpha = dot(v, *(const float4 *)(w_alpha + c), alpha), beta = dot(v, *(const float4 *)(w_beta + c), beta);
             }
