@@ -35,7 +35,7 @@ def add_traced_step(steps: StepTableBuilder, traced: TracedInstruction) -> bool:
 
 
 def make_group_row_kernel(group: ExpressionGroup) -> RowKernel:
-    """Make the kernel over rows of a group whose functions all have code."""
+    """Make the kernel over rows of a group that has code for each of its functions."""
     row_kernel = make_expression_row_kernel(
         group.expression, group.operands, group.attributes, group.shape, group.boxes
     )
