@@ -310,6 +310,9 @@ class Engine:
         if self._running.get(reading.slot) is not reading:
             yield from self._decode(decoding)
             return
+        if not decoding:
+            yield from self._read_chunk(reading, chunk)
+            return
         self._move_request_to_shrink_window(decoding)
         self.requests_in_step = (reading.request.id, *(one.request.id for one in decoding))
         start = self._clock()

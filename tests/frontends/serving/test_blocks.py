@@ -53,11 +53,13 @@ def require_no_lost_block(pool, engine):
     assert pool.allocator.free_count == pool.allocator.usable_count
 
 
+@pytest.mark.parametrize("saved_seconds", [0.0, 1.0])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_texts_in_a_random_schedule_are_those_of_each_request_alone(whole, seed):
+def test_texts_in_a_random_schedule_are_those_of_each_request_alone(whole, seed, saved_seconds):
     rng = np.random.default_rng(seed)
     pool, engine = make_block_engine(8, 12, whole=whole)
+    pool.saved_seconds = saved_seconds
     requests, waiting, events = [], 150, []
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.5:
@@ -176,8 +178,10 @@ def test_a_request_without_a_limit_reserves_its_context():
     require_no_lost_block(pool, engine)
 
 
-def test_the_only_decoding_request_gives_its_blocks_to_an_older_one_that_reads():
+@pytest.mark.parametrize("saved_seconds", [0.0, 1.0])
+def test_the_only_decoding_request_gives_its_blocks_to_an_older_one_that_reads(saved_seconds):
     pool, engine = make_block_engine(2, 8)
+    pool.saved_seconds = saved_seconds
     requests = [
         replace(make_endless_request("first", [2] * 5, 100), slot=0),
         replace(make_endless_request("older", [1 + i % 7 for i in range(383)], 1), slot=0),  # waits for slot 0
