@@ -248,8 +248,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         options: The options of the HTTP server.
         listeners: The listening sockets. Clients that connect wait until the model is open.
     """
-    port = listeners[0].getsockname()[1]
-    log = open_request_log(args)
+    port, log = listeners[0].getsockname()[1], open_request_log(args)
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import restart_in_fresh_process, run_server
@@ -261,8 +260,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
     keeps = args.slot_save_path is not None
     engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole, keeps)
     with model:
-        failures: list[str] = []
-        drained: list[bool] = []  # whether a signal of the user has begun the drain
+        failures, drained = list[str](), list[bool]()  # whether a signal of the user has begun the drain
 
         def end_server(why: str) -> None:
             failures.append(why)
