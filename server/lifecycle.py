@@ -59,6 +59,7 @@ def run_server(
     announce: Callable[[str], None] | None = None,
     *,
     listeners: Sequence[socket.socket] | None = None,
+    on_drain: Callable[[], object] = lambda: None,
 ) -> int:
     """Serve a model until a signal, close the service, and return the exit code.
 
@@ -69,6 +70,7 @@ def run_server(
         options: The address, access, limits and defaults.
         announce: Receives each URL when connections are accepted.
         listeners: Sockets of `bind_sockets`, which this function closes; None binds them here.
+        on_drain: Called when the drain begins.
 
     Raises:
         OSError: The address cannot be used.
@@ -80,7 +82,7 @@ def run_server(
             sockets = list(bind_sockets(options) if listeners is None else listeners)
             for each in sockets:
                 stack.enter_context(closing(each))
-            DrainingServer(app, options, announce).run(sockets=sockets)
+            DrainingServer(app, options, announce, on_drain).run(sockets=sockets)
     finally:
         state.builder.close()
         service.close(0.0)
@@ -112,9 +114,16 @@ class DrainingServer(uvicorn.Server):
         app: The application, from `create_app`.
         options: The options of the application.
         announce: Receives each URL when connections are accepted.
+        on_drain: Called when the drain begins.
     """
 
-    def __init__(self, app: Starlette, options: ServerOptions, announce: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        options: ServerOptions,
+        announce: Callable[[str], None] | None = None,
+        on_drain: Callable[[], object] = lambda: None,
+    ) -> None:
         class Protocol(LimitedHeadProtocol):
             header_seconds, max_header_bytes = options.header_seconds, options.max_header_bytes
 
@@ -137,7 +146,7 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._state: ServingState = app.state.serving
-        self._options, self._announce = options, announce
+        self._options, self._announce, self._on_drain = options, announce, on_drain
         self._signal_count, self._last_signal = 0, (0, -math.inf)
         self._drain_end = self._final_end = 0.0
 
@@ -171,6 +180,7 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = True
             return True
         if self._signal_count and not self._state.is_draining:
+            self._on_drain()
             self._state.begin_drain_and_end_queued()
             self._drain_end = now + self._options.drain_seconds
         if not self._state.is_draining:
@@ -253,11 +263,12 @@ class LimitedHeadProtocol(HttpToolsProtocol):
 def restart_in_fresh_process(port: int, served_seconds: float, announce: Callable[[str], object]) -> None:
     """Replace this process by a new one with the same command, which can use a device that this one has lost.
 
-    Return without a new process after `MAX_PROCESS_RESTARTS` processes in a row that have ended early.
+    Return without a new process after `MAX_PROCESS_RESTARTS` processes in a row that have ended early, or if the
+    program cannot be started again.
 
     Args:
         port: The port of the server, which the new process uses too.
-        served_seconds: Seconds for which this process has served.
+        served_seconds: Seconds for which this process has served, without the load of the model.
         announce: Writes a line about the restart.
     """
     known = os.environ.get(RESTARTS_VARIABLE, "")
@@ -266,4 +277,12 @@ def restart_in_fresh_process(port: int, served_seconds: float, announce: Callabl
         return
     os.environ[RESTARTS_VARIABLE] = str(count)
     announce(f"restart {count} of {MAX_PROCESS_RESTARTS} in a row")
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--port", str(port)])
+    words = sys.orig_argv[1:]
+    end_of_flags = words.index("--") if "--" in words else len(words)
+    words[end_of_flags:end_of_flags] = ["--port", str(port)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(sys.executable, [sys.executable, *words])
+    except OSError as error:
+        announce(f"not possible: {sys.executable}: {error.strerror}")

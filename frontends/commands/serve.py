@@ -248,8 +248,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         options: The options of the HTTP server.
         listeners: The listening sockets. Clients that connect wait until the model is open.
     """
-    start, port = time.monotonic(), listeners[0].getsockname()[1]
-    log = open_request_log(args)
+    port, log = listeners[0].getsockname()[1], open_request_log(args)
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import restart_in_fresh_process, run_server
@@ -261,7 +260,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
     keeps = args.slot_save_path is not None
     engine = EngineOptions(args.parallel, queue, args.max_gap / 1e3, saved, args.pool_tokens, whole, keeps)
     with model:
-        failures: list[str] = []
+        failures, drained = list[str](), list[bool]()  # whether a signal of the user has begun the drain
 
         def end_server(why: str) -> None:
             failures.append(why)
@@ -283,8 +282,10 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             )
         run_cyclic_gc_more_often()
         try:
-            announce = partial(_announce, f"serves {name} at")
-            code = run_server(service, options, announce, listeners=listeners)
+            announce, start = partial(_announce, f"serves {name} at"), time.monotonic()
+            code = run_server(
+                service, options, announce, listeners=listeners, on_drain=lambda: drained.append(not failures)
+            )
         finally:
             service.close(0.0)
         service.rank_calls.end()  # raises the failure of a rank
@@ -293,7 +294,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         if failures:
             write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
         if isinstance(service.error, DeviceLostError):
-            if args.world.size == 1:
+            if args.world.size == 1 and not any(drained):
                 restart_in_fresh_process(port, time.monotonic() - start, partial(_announce, "starts anew,"))
             os._exit(1)  # the device also refuses the calls that free its memory
         return 1 if failures else code

@@ -12,6 +12,9 @@ from ...ops.matrix.attention import BLOCK_KEYS
 from ...scheduler import Store
 from ..models.inputs.step import count_cache_rows_with_spare
 
+CACHE_KINDS = ("cache_k", "cache_v", "cache_c")
+"""The names of keys, values and keys of token blocks, before the number of the layer."""
+
 
 class HasCaches(Protocol):
     """The members of a `Session` that tell where its sequences have their rows."""
@@ -25,10 +28,12 @@ class HasCaches(Protocol):
         """Return the number of cells of a sequence in a cache; see `Session.cell_count`."""
 
 
-def is_per_cell_cache(session: HasCaches, name: str) -> bool:
-    """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
-    rows = session.sequences * count_cache_rows_with_spare(session.cell_count(name))
-    return bool(session.store.state(name).shape[0] == (session.blocks * BLOCK_KEYS or rows))
+def is_per_cell_cache(name: str) -> bool:
+    """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence.
+
+    The name tells: as many recurrent states as a pool has cells would have the shape of a cache.
+    """
+    return name.rpartition(".")[0] in CACHE_KINDS
 
 
 def find_cache_rows(
@@ -67,10 +72,10 @@ def zero_sequence_states(session: HasCaches, sequence: int, length: int) -> None
     """Zero the rows of a sequence in every state; of caches, the rows of its first `length` cells."""
     for name in session.store.states:
         state = session.store.state(name)
-        if is_per_cell_cache(session, name) and session.blocks:
+        if is_per_cell_cache(name) and session.blocks:
             used = min(length, BLOCK_KEYS * len(session.tables[sequence]))
             state[find_cache_rows(session, name, sequence, np.arange(used))] = 0
         else:
             rows = state.shape[0] // session.sequences
-            used = min(rows, length) if is_per_cell_cache(session, name) else rows
+            used = min(rows, length) if is_per_cell_cache(name) else rows
             state[sequence * rows : sequence * rows + used] = 0

@@ -307,7 +307,7 @@ class Session:
 
     def is_per_cell_cache(self, name: str) -> bool:
         """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
-        return is_per_cell_cache(self, name)
+        return is_per_cell_cache(name)
 
     def cell_count(self, cache: str) -> int:
         """Return the number of cells of a sequence in a cache: one per token or token block; a ring cache has fewer."""

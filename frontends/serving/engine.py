@@ -307,16 +307,16 @@ class Engine:
     ) -> Iterator[Event]:
         """Run a mixed step. After an error the two kinds of step run apart, to find the request that fails."""
         decoding = self._reserve_cells_or_preempt(decoding)
-        if self._running.get(reading.slot) is not reading:
-            yield from self._decode(decoding)
+        is_reading = self._running.get(reading.slot) is reading
+        if not (is_reading and decoding):
+            yield from self._read_chunk(reading, chunk) if is_reading else self._decode(decoding)
             return
         self._move_request_to_shrink_window(decoding)
         self.requests_in_step = (reading.request.id, *(one.request.id for one in decoding))
         start = self._clock()
         try:
-            rows = self._pool.read_prompt_and_decode(
-                reading.slot, chunk, *gather_next_and_known_tokens(decoding, self._running)
-            )
+            tokens, before = gather_next_and_known_tokens(decoding, self._running)
+            rows = self._pool.read_prompt_and_decode(reading.slot, chunk, tokens, before)
         except StatesLostError:
             raise
         except HocketError:

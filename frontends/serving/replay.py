@@ -92,6 +92,11 @@ def read_complete_log_lines(path: str | Path) -> Iterator[LogLine]:
                 record = json.loads(text)
             except (ValueError, RecursionError):
                 record = None
+            if isinstance(record, dict) and record.get("log", LOG_FORMAT) != LOG_FORMAT:
+                raise ModelError(
+                    f"{path}: line {number} begins a log of {record['log']!r:.40}, and this hocket replays "
+                    f"{LOG_FORMAT}; replay it with the hocket that wrote it, and give each version its own file"
+                )
             if not isinstance(record, dict) or (number == 1 and record.get("log") != LOG_FORMAT):
                 if record is None and number > 1:
                     continue  # a line that was cut by a crash, and ended by the next server

@@ -86,9 +86,13 @@ def describe_trace(trace: RequestTrace) -> dict[str, object]:
 
 
 def _compute_mean_decode_requests(steps: Sequence[Mapping[str, object]]) -> float:
-    """Compute the mean number of requests in the decode steps; 0 without decode steps."""
-    counts = [step["requests"] for step in steps if step["kind"] != "prompt"]
-    return round(sum(count for count in counts if isinstance(count, int)) / len(counts), 3) if counts else 0.0
+    """Compute the mean number of decoding requests in the decode and mixed steps; 0 without such steps.
+
+    One request of a mixed step reads its prompt.
+    """
+    decoded = [(step["requests"], step["kind"] == "mixed") for step in steps if step["kind"] != "prompt"]
+    counts = [count - is_mixed for count, is_mixed in decoded if isinstance(count, int)]
+    return round(sum(counts) / len(counts), 3) if counts else 0.0
 
 
 def build_trace_routes() -> list[Route]:

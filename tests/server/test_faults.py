@@ -16,7 +16,14 @@ import httpx
 import pytest
 
 from ..given.open_requests import read_until
-from ..given.serving.server_process import COMMAND, COMPLETION, LOST_DEVICE_COMMAND, ServerProcess, run_server
+from ..given.serving.server_process import (
+    COMMAND,
+    COMPLETION,
+    LOST_DEVICE_COMMAND,
+    LOST_IN_DRAIN_COMMAND,
+    ServerProcess,
+    run_server,
+)
 from ..given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -199,3 +206,16 @@ def test_a_lost_device_ends_the_streams_and_a_fresh_process_serves_at_the_same_p
     assert lines[0].startswith(
         "hocket: the engine has failed: DeviceLostError: cpu:0 refuses all calls of this process"
     )
+
+
+def test_a_device_that_is_lost_after_a_signal_starts_no_fresh_process() -> None:
+    """A supervisor that stops the server waits for the end of this process."""
+    with run_server(command=LOST_IN_DRAIN_COMMAND) as server:
+        with server.open_stream(n_predict=200) as stream:
+            read_until(stream, b"data: ")
+            server.process.send_signal(signal.SIGTERM)
+            code = server.process.wait(WAIT_SECONDS)
+        assert server.process.stderr is not None
+        (line,) = server.process.stderr.read().splitlines()
+    assert code == 1
+    assert line.startswith("hocket: the engine has failed: DeviceLostError: cpu:0 refuses all calls of this process")

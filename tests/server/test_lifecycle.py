@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hocket.server.lifecycle import bind_sockets
+from hocket.server.lifecycle import bind_sockets, restart_in_fresh_process
 from hocket.server.options import ServerOptions
 
 from ..given.fakes.fake_service import FakeService, serve
@@ -264,3 +264,26 @@ def test_signals_end_a_server() -> None:
             assert any("shutting down" in line for line in lines)
         out, err = process.communicate(timeout=WAIT_SECONDS)
         assert (process.returncode, out, err) == (0, "closed True\n", "")
+
+
+def test_a_fresh_process_gets_the_port_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words after ``--`` are no flags. A process that has served for long begins a new row of restarts."""
+    commands, lines = list[list[str]](), list[str]()
+
+    def execute(program: str, words: list[str]) -> None:
+        commands.append(words)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setenv("HOCKET_RESTARTS", "2")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hocket", "serve", "m", "--port", "0"])
+    restart_in_fresh_process(77, 1.0, lines.append)
+    restart_in_fresh_process(77, 1.0, lines.append)  # the fourth one in a row
+    monkeypatch.setattr(sys, "orig_argv", ["python", "hocket", "serve", "--", "m"])
+    restart_in_fresh_process(77, 601.0, lines.append)
+    assert [words[1:] for words in commands] == [
+        ["-m", "hocket", "serve", "m", "--port", "0", "--port", "77"],
+        ["hocket", "serve", "--port", "77", "--", "m"],
+    ]
+    why = f"not possible: {sys.executable}: No such file or directory"
+    assert lines == ["restart 3 of 3 in a row", why, "restart 1 of 3 in a row", why]

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from hocket.frontends.serving import step_history
 from hocket.frontends.serving.step_history import StepHistory
+from hocket.server.endpoints.request_traces import describe_trace
 from hocket.view.request_page import build_request_page
 
 from ..given.serving.real_service import BODY, TEXT_TOKENS, complete, open_client
@@ -89,3 +90,13 @@ def test_a_history_keeps_the_last_requests_and_steps(monkeypatch: pytest.MonkeyP
     assert [step.number for step in trace.steps] == [3]
     assert not history.trace_request_or_choices("r-0")
     assert json.dumps(trace.steps[0].tokens) == '[["r-3", 6]]'
+
+
+def test_the_mean_of_requests_leaves_out_the_prompt_of_a_mixed_step() -> None:
+    history = StepHistory()
+    history.record_submission("a", 0.0, 3)
+    history.record_step("prompt", 0.0, 1.0, [("a", 3)])
+    history.record_step("mixed", 1.0, 1.0, [("b", 16), ("a", 1)])
+    history.record_step("decode", 2.0, 1.0, [("a", 1), ("b", 1)])
+    (trace,) = history.trace_request_or_choices("a")
+    assert describe_trace(trace)["mean_requests"] == 1.5

@@ -22,6 +22,7 @@ from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.request_log import RequestLog
 from hocket.frontends.serving.requests import EndEvent, GenerationRequest
 from hocket.frontends.serving.slot_files import SlotFiles
+from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
 from hocket.graph.errors import BackendError
 from hocket.graph.storage.files import open_log
@@ -53,11 +54,13 @@ def require_no_lost_block(pool, engine):
     assert pool.allocator.free_count == pool.allocator.usable_count
 
 
+@pytest.mark.parametrize("saved_seconds", [0.0, 1.0])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_texts_in_a_random_schedule_are_those_of_each_request_alone(whole, seed):
+def test_texts_in_a_random_schedule_are_those_of_each_request_alone(whole, seed, saved_seconds):
     rng = np.random.default_rng(seed)
     pool, engine = make_block_engine(8, 12, whole=whole)
+    pool.saved_seconds = saved_seconds
     requests, waiting, events = [], 150, []
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.5:
@@ -176,8 +179,10 @@ def test_a_request_without_a_limit_reserves_its_context():
     require_no_lost_block(pool, engine)
 
 
-def test_the_only_decoding_request_gives_its_blocks_to_an_older_one_that_reads():
+@pytest.mark.parametrize("saved_seconds", [0.0, 1.0])
+def test_the_only_decoding_request_gives_its_blocks_to_an_older_one_that_reads(saved_seconds):
     pool, engine = make_block_engine(2, 8)
+    pool.saved_seconds = saved_seconds
     requests = [
         replace(make_endless_request("first", [2] * 5, 100), slot=0),
         replace(make_endless_request("older", [1 + i % 7 for i in range(383)], 1), slot=0),  # waits for slot 0
@@ -289,6 +294,22 @@ def test_a_request_that_was_preempted_reports_the_cached_tokens_of_its_first_sta
     assert engine.status.sums.preemptions > 0
     assert [end_of(events, name).timing.cached_tokens for name in "ab"] == [0, 0]
     require_no_lost_block(pool, engine)
+
+
+def test_as_many_recurrent_states_as_cells_are_no_cache():
+    """128 slots share two blocks of 64 cells, so states and caches have 128 rows."""
+    root = Session(open_model(path_of("qwen35")), context=64, batch=16)
+    pool = BlockSlotPool(root, 128, pool_tokens=64, context=64, batch=16)
+    assert pool.all_slots_session.blocks * 64 == pool.slots
+    assert pool.has_recurrent_states
+    pool.set_table(3, [1])
+    rows = []
+    for each in (pool, SlotPool(root, 4, context=64, batch=16)):
+        each.read_prompt(3, [5, 6, 7], [])
+        each.clear_recurrent_states(3)
+        each.read_prompt(3, [5, 6, 7], [])
+        rows.append(each.decode({3: 8}, {3: [5, 6, 7]})[3])
+    assert np.array_equal(*rows)
 
 
 def test_a_slot_of_a_pool_is_erased_and_has_no_tokens_of_its_own():

@@ -227,7 +227,11 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
     [
         ("", "is empty"),
         ("no log\n", "line 1 is no record of hocket-log-2"),
-        ('{"log": "hocket-log-9"}\n', "line 1 is no record of hocket-log-2"),
+        (
+            '{"log": "hocket-log-1", "options": {"model": null}}\n',
+            "line 1 begins a log of 'hocket-log-1', and this hocket replays hocket-log-2; "
+            "replay it with the hocket that wrote it, and give each version its own file",
+        ),
         ('{"log": "hocket-log-2"}\n', "line 1 is no header (KeyError('options'))"),
         ('{"log": "hocket-log-2", "options": {"model": 3}}\n', "model is 3; it must be the path of a file or None"),
         ('{"log": "hocket-log-2", "options": {"model": null, "draft": "x"}}\n', "has unknown options"),

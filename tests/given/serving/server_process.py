@@ -43,6 +43,21 @@ sys.exit(main(sys.argv[2:]))
 """
 """The same, with a device that is lost while a request generates."""
 LOST_DEVICE_COMMAND = (sys.executable, "-c", LOST_DEVICE_SCRIPT, str(ROOT.parent))
+LOST_IN_DRAIN_SCRIPT = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from hocket.cli import main
+from hocket.server.state import ServingState
+from hocket.tests.given.serving.lost_devices import lose_devices_after_tokens
+from hocket.scheduler import Executor
+
+is_lost, run, begin = lose_devices_after_tokens(1 << 30), Executor.run, ServingState.begin_drain_and_end_queued
+Executor.run = lambda *args, **options: time.sleep(0.02) or run(*args, **options)
+ServingState.begin_drain_and_end_queued = lambda state: begin(state) or is_lost.set()
+sys.exit(main(sys.argv[2:]))
+"""
+"""The same, with slow steps and a device that is lost when the drain begins."""
+LOST_IN_DRAIN_COMMAND = (sys.executable, "-c", LOST_IN_DRAIN_SCRIPT, str(ROOT.parent))
 COMPLETION = {"prompt": "It is a truth universally acknowledged", "temperature": 0, "ignore_eos": True, "n_predict": 40}
 
 
