@@ -55,9 +55,8 @@ class Store:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
         self.device_lock: DeviceLock = DeviceLock(self.backends)
-        self.between: DevicePlacement = DevicePlacement(
-            world, [_find_device_rank(device, world) for _, device in group]
-        )
+        ranks = [_find_device_rank(device, world) for _, device in group]
+        self.between: DevicePlacement = DevicePlacement(world, ranks)
         self.loaded_byte_count: int = 0
         self.loaded_bytes: LoadedWeightDigests = LoadedWeightDigests(world, self.between.ranks)
         self._packed_files = packed
@@ -337,8 +336,7 @@ class _DeviceBuffers:
         declared = declared_buffer.declared_spec
         stored = self.backend.storage_spec(declared, declared_buffer.kind)
         spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
-        buffer = None
-        zero_copy = self.backend if isinstance(self.backend, SupportsZeroCopyWeights) else None
+        buffer, zero_copy = None, self.backend if isinstance(self.backend, SupportsZeroCopyWeights) else None
         if copies.is_source_lasting and zero_copy is not None:
             part = data()
             if isinstance(source, np.ndarray) and np.may_share_memory(part, source):

@@ -7,7 +7,9 @@ import numpy.typing as npt
 
 import hocket
 from hocket import ops
+from hocket.backends.base import Backend, Device
 from hocket.ops.matrix.attention import BLOCK_KEYS
+from hocket.scheduler import load, plan_for_group
 
 SEQUENCES, HEADS, KEY_HEADS = 3, 6, 2
 AttentionRun = tuple[hocket.Graph, dict[str, npt.NDArray[np.generic]], dict[str, npt.NDArray[np.float32]]]
@@ -44,3 +46,10 @@ def build_in_order_and_by_blocks(
         (hocket.Graph({"y": y}), inputs, in_order),
         (hocket.Graph({"y": z}), {**inputs, "table": table}, by_blocks),
     )
+
+
+def run_over_empty_cache(device: tuple[Backend, Device], cache: str, size: int, tokens: int) -> None:
+    """Run attention of one head over a state of eight keys and values of zeros."""
+    k, v = (ops.reshape(hocket.state(n, (8, size), cache), shape=(8, 1, size)) for n in "kv")
+    graph = hocket.Graph({"y": ops.attention(hocket.input("q", (tokens, 1, size)), k, v, scale=1.0)})
+    load(plan_for_group(graph, [device]), {}).run({"q": np.zeros((tokens, 1, size), np.float32)})

@@ -18,9 +18,9 @@ from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.gated_units import GATED
 from ..kernels.matmul.packed_matmul import find_result_read_forms
 from ..kernels.vector.elementwise import bind_declared_op
-from ..kernels.vector.expression_kernels import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
 from ..kernels.vector.group_kernels import add_traced_step, has_group_kernel
 from ..kernels.vector.lower_expressions import has_lane_code_for_all_functions
+from ..kernels.vector.row_kernel_passes import TRANSCENDENTAL_FUNCTIONS, ExpressionKernel
 from ..steps.step_table import StepTableBuilder
 
 ARITHMETIC_PRICE, TRANSCENDENTAL_PRICE = 1, 20

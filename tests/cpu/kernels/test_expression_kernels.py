@@ -7,8 +7,9 @@ import pytest
 
 import hocket
 from hocket.backends.cpu.compilation import compiler
-from hocket.backends.cpu.kernels.vector.expression_kernels import ExpressionKernel, make_expression_kernel
+from hocket.backends.cpu.kernels.vector.expression_kernels import make_expression_kernel
 from hocket.backends.cpu.kernels.vector.lower_expressions import LANE_FUNCTIONS, has_lane_code_for_all_functions
+from hocket.backends.cpu.kernels.vector.row_kernel_passes import ExpressionKernel
 from hocket.backends.fusion.operands import float32_bits
 from hocket.graph import Graph, input
 from hocket.ops import REGISTRY, op

@@ -36,8 +36,9 @@ from ...simd.vectors import (
 from ...steps.column_split import find_continued_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder, ThreadWork
-from .expression_kernels import HEADER_WORDS, OPERAND_WORDS, ExpressionKernel, make_expression_kernel
+from .expression_kernels import make_expression_kernel
 from .lower_expressions import has_lane_code_for_all_functions
+from .row_kernel_passes import HEADER_WORDS, OPERAND_WORDS, ExpressionKernel
 from .row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 
 

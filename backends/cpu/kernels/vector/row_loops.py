@@ -7,7 +7,7 @@ from itertools import chain
 
 from ....fusion.operand_views import Box
 from ....fusion.operands import Operand, compute_broadcast_strides
-from .expression_kernels import HEADER_WORDS, OPERAND_WORDS
+from .row_kernel_passes import HEADER_WORDS, OPERAND_WORDS
 
 ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WORDS)
 """The words of a walk that hold the bytes from element to element of each operand."""
