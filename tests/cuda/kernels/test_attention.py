@@ -45,7 +45,7 @@ def case(t, h, g, s, d, e=None, rest="", ahead="", mask=None, inputs="normal", l
     )
 
 
-LAYOUTS = ("offset", "sliced", "permuted", "broadcast")
+STRIDED_LAYOUTS = ("offset", "sliced", "permuted", "broadcast")
 FEW = (
     *(case(1, h, 2, 45, 64) for h in (1, 2, 3, 8, 9)),
     *(case(t, 2, 1, 70, 32, mask="") for t in range(2, 10)),
@@ -57,7 +57,7 @@ FEW = (
     *(case(2, 1, 2, 20, d, e) for d, e in ((1, 1), (7, 5), (66, 130), (644, 8), (8, 1030))),  # any size
     case(33, 1, 2, 40, 64, mask=""),
     case(1, 1, 2, 40, 7, mask=""),
-    *(case(2, 4, 2, 40, 64, mask="", layout=how) for how in LAYOUTS),
+    *(case(2, 4, 2, 40, 64, mask="", layout=how) for how in STRIDED_LAYOUTS),
 )
 TILED = (
     case(33, 2, 2, 70, 64, mask="", inputs="infinities"),
@@ -70,7 +70,7 @@ TILED = (
         case(66, 1, 1, 70, d, e, mask="", inputs="infinities")
         for d, e in ((128, 128), (192, 128), (256, 250), (7, 129))
     ),
-    *(case(9, 8, 2, 70, 128, mask="", layout=how) for how in LAYOUTS),
+    *(case(9, 8, 2, 70, 128, mask="", layout=how) for how in STRIDED_LAYOUTS),
     case(33, 2, 2, 70, 576, 512, mask="", inputs="infinities"),  # latent: rows, half rows, keys that are left
     *(case(2, 33, 1, s, 576, 512, rest="sinks=f32[33]") for s in (1, 17)),
     case(1, 64, 1, 300, 576, 512, mask=""),  # splits
@@ -85,7 +85,7 @@ CELLS = (
         for c, d, e in (("f16", 192, 128), ("bf16", 250, 256))
     ),
     *(case(t, 1, 1, 40, d, e, cells="f16") for t in (1, 66) for d, e in ((7, 5), (66, 130), (576, 512), (8, 1030))),
-    *(case(t, 8, 2, 70, 128, mask="", layout=how, cells="f16") for t in (1, 9) for how in LAYOUTS),
+    *(case(t, 8, 2, 70, 128, mask="", layout=how, cells="f16") for t in (1, 9) for how in STRIDED_LAYOUTS),
     *(case(64, 1, 2, s, 64, mask="", cells="bf16") for s in (600, 700)),  # splits
     *(case(1, 4, 1, s, 128, mask="", inputs="infinities", cells=c) for c in ("f16", "bf16") for s in (300, 1100)),
     case(1, 2, 1, 9000, 64, cells="f16"),  # as many splits as there may be
