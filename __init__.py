@@ -11,7 +11,7 @@ from typing import Any
 
 from .moved_modules import MovedModuleFinder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 LAZY_NAMES = {
     **dict.fromkeys(("BackendError", "GraphError", "HocketError", "PlanError"), ".graph"),
