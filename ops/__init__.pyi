@@ -566,7 +566,7 @@ def set_(a: Value, b: Value, *, offsets: Sequence[int], name: str = "") -> Value
 def set_rows(into: Value, rows: Value, ids: Value, *, name: str = "") -> Value:
     """Replace row ``ids[i]`` of `into` by row i of `rows`, converted to the dtype of `into`. ggml: ``SET_ROWS``.
 
-    If a row number repeats, one of its rows is stored.
+    If a row number repeats, one of its rows is stored; of blocks on CUDA, parts of several rows may be.
     """
 
 def sgn(x: Value, *, name: str = "") -> Value:

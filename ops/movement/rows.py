@@ -73,7 +73,7 @@ def get_rows(table: Array, ids: Array) -> Array:
 def set_rows(into: Array, rows: Array, ids: Array) -> Array:
     """Replace row ``ids[i]`` of `into` by row i of `rows`, converted to the dtype of `into`. ggml: ``SET_ROWS``.
 
-    If a row number repeats, one of its rows is stored.
+    If a row number repeats, one of its rows is stored; of blocks on CUDA, parts of several rows may be.
     """
     out = into.copy()
     chosen = repeat_leading_axis_entries(require_row_numbers(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)

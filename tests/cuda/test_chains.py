@@ -12,7 +12,7 @@ from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
 from hocket.backends.cupy.cuda_driver import CudaDriver, SimulatedGpuDriver
-from hocket.backends.cupy.device.device_limits import find_kernel_limits
+from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, find_kernel_limits
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels.products import packed, same_rows
@@ -26,7 +26,7 @@ from hocket.conformance.checks.case_graph import build_verified_device_plan
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
-from hocket.graph import BackendError, DType, Graph, StepError, input, state
+from hocket.graph import BackendError, DType, Graph, StepError, input, state, weight
 from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.chains import (
@@ -93,6 +93,36 @@ def test_few_rows_are_shared_out_in_half_tiles(dtype, monkeypatch):
     backend = DriverBackend(driver)
     assert run_case(case, backend, backend.device(0)).outcome is Outcome.PASS
     assert {launch.kernel.name for launch in driver.launches} == {f"few<{dtype.name}, 1, 4>"}
+
+
+def build_gated_unit_of_scaled_rows() -> Graph:
+    """A norm that a router reads too, with another scale for each product of a gated unit."""
+    h = ops.mul(ops.rms_norm(input("x", (1, 512)), eps=1e-6), weight("w", (512,)))
+    gate, up = (
+        ops.mul_mat(weight(name, (70, 512), DType.Q4_K), ops.mul(h, weight(f"scale_{name}", (512,))))
+        for name in ("gate", "up")
+    )
+    return Graph({"y": ops.swiglu(gate, up), "router": ops.mul_mat(weight("router", (8, 512)), h)})
+
+
+def test_products_of_different_rows_in_the_same_memory_share_no_prologue():
+    fused, single = (run_graph(build_gated_unit_of_scaled_rows(), is_fused) for is_fused in (True, False))
+    assert_equal_runs(fused, single, 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "columns"), [(DType.IQ3_S, 4, 6144), (DType.IQ3_S, 2, 12288)])
+def test_a_prologue_and_a_code_book_fit_the_shared_memory_of_a_launch(dtype, tokens, columns):
+    x = ops.mul(ops.rms_norm(input("x", (tokens, columns)), eps=1e-6), weight("w", (columns,)))
+    graph = Graph({"y": ops.swiglu(*(ops.mul_mat(weight(n, (9216, columns), dtype), x) for n in ("gate", "up")))})
+    limits = find_kernel_limits("90")
+    backend = DriverBackend(SimulatedGpuDriver(CudaDriver, limits))
+    device_plan = build_verified_device_plan(graph, backend, *backend.devices())
+    launches = [
+        s for s in bind_program_at_placeholders(device_plan.program, limits, 132)[1] if isinstance(s, KernelLaunch)
+    ]
+    assert any(s.kernel.name.startswith("few<") for s in launches)
+    book = packed.count_code_book_bytes(dtype)
+    assert all(s.shared_bytes + book <= DEFAULT_SHARED_BYTES for s in launches if s.kernel.name.startswith("few<"))
 
 
 @pytest.mark.parametrize(("rows", "half"), [([2560], 4), ([9216, 9216], 8), ([8192, 4096], 8)])

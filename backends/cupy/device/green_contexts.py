@@ -48,7 +48,9 @@ def require_divided_multiprocessors(cupy: Any, on: Device) -> DeviceResource:
     assert on.multiprocessors is not None
     count = on.multiprocessors
     library, version = open_driver_library(), int(cupy.cuda.runtime.driverGetVersion())
-    if library is None or version < MIN_GREEN_DRIVER_VERSION:
+    if library is None:
+        raise BackendError(f"{on}: the library of the CUDA driver is missing, so no device can be divided")
+    if version < MIN_GREEN_DRIVER_VERSION:
         raise BackendError(
             f"{on}: parts with multiprocessors of their own need a driver for CUDA 12.5 or later, and this one is for "
             f"{version // 1000}.{version % 1000 // 10}; name the part as {on.kind}:{on.index}.{on.part}"
@@ -56,22 +58,19 @@ def require_divided_multiprocessors(cupy: Any, on: Device) -> DeviceResource:
     whole, remaining, device = DeviceResource(), DeviceResource(), ctypes.c_int()
     _check(cupy, library.cuDeviceGet(ctypes.byref(device), on.index))
     _check(cupy, library.cuDeviceGetDevResource(device, ctypes.byref(whole), MULTIPROCESSOR_RESOURCE))
-    group_count = ctypes.c_uint(whole.count // count)
-    if on.part >= group_count.value:
-        raise BackendError(
-            f"there is no device {on}: {whole.count} multiprocessors make {group_count.value} parts of {count}"
-        )
-    groups = (DeviceResource * group_count.value)()
-    _check(
-        cupy,
-        library.cuDevSmResourceSplitByCount(
-            groups, ctypes.byref(group_count), ctypes.byref(whole), ctypes.byref(remaining), 0, count
-        ),
-    )
-    if groups[0].count != count:
+    group_count = ctypes.c_uint(whole.count // count)  # the driver may make fewer groups, of more multiprocessors
+    groups = (DeviceResource * max(1, group_count.value))()
+    if group_count.value:
+        split = ctypes.byref(group_count), ctypes.byref(whole), ctypes.byref(remaining)
+        _check(cupy, library.cuDevSmResourceSplitByCount(groups, *split, 0, count))
+    if group_count.value and groups[0].count != count:
         raise BackendError(
             f"there is no device {on}: the driver makes parts of {groups[0].count} multiprocessors for {count}; name "
             f"parts as {on.kind}:{on.index}/{groups[0].count}.0"
+        )
+    if on.part >= group_count.value:
+        raise BackendError(
+            f"there is no device {on}: {whole.count} multiprocessors make {group_count.value} parts of {count}"
         )
     return groups[on.part]
 

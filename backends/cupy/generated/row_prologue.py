@@ -75,7 +75,9 @@ def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns
         NoKernelError: No declared op computes it, or the values do not lie as a prologue reads them.
     """
     last = flow.require_producer(readers[0], 1)
-    require_supported(all(flow.is_whole_result_operand_of(last, n, 1) for n in readers), "a part of a result is read")
+    for number in readers:
+        require_supported(flow.require_producer(number, 1) == last, "instructions read other values in the same memory")
+        require_supported(flow.is_whole_result_operand_of(last, number, 1), "a part of a result is read")
     require_supported(rows * columns <= MAX_PROLOGUE_ELEMENTS, "each block would compute too many elements")
     first = _trace_instruction(flow, last)
     if first is None:

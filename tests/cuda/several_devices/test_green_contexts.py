@@ -144,6 +144,8 @@ def test_threads_make_one_context_for_a_part(cupy, monkeypatch):
     [
         ("cuda:0/64.2", r"there is no device cuda:0/64\.2: 132 multiprocessors make 2 parts of 64"),
         ("cuda:0/133.0", r"there is no device cuda:0/133\.0: 132 multiprocessors make 0 parts of 133"),
+        ("cuda:0/132.0", r"there is no device cuda:0/132\.0: 132 multiprocessors make 0 parts of 132"),
+        ("cuda:0/16.7", r"there is no device cuda:0/16\.7: 132 multiprocessors make 7 parts of 16"),
         ("cuda:0/60.1", r"the driver makes parts of 64 multiprocessors for 60; name parts as cuda:0/64\.0"),
     ],
 )

@@ -13,6 +13,8 @@ from hocket.backends.cupy.device import dependent_launch, green_contexts
 from .fake_cupy import Stream
 
 NOT_SUPPORTED, INVALID_VALUE = 801, 1
+MAX_GROUPS = 7
+"""The most groups that this driver makes; the documentation of CUDA allows fewer than the quotient."""
 
 
 class GreenLibrary:
@@ -48,7 +50,7 @@ class GreenLibrary:
     def cuDevSmResourceSplitByCount(self, groups, group_count, whole, remaining, flags, minimum):  # noqa: N802
         assert (whole._obj.kind, whole._obj.count, flags) == (1, self.multiprocessors, 0)
         size = -(-minimum // self.alignment) * self.alignment
-        group_total = min(group_count._obj.value, self.multiprocessors // size)
+        group_total = min(group_count._obj.value, self.multiprocessors // size, MAX_GROUPS)
         assert group_count._obj.value <= len(groups)
         for number in range(group_total):
             groups[number].kind, groups[number].count = 1, size

@@ -229,6 +229,8 @@ def launch_gemv(
         )
         kernel, warps = make_gemv_source(w.dtype, prologue)[kernel.name], MAX_GEMV_WARPS
         shared += 4 * (count * prologue.numbers_per_row + WARP_SUMS)
+        book = count_code_book_bytes(w.dtype)
+        require_supported(not book or shared + book <= DEFAULT_SHARED_BYTES, "a code book leaves no shared memory")
     words = [
         *join_and_pad_product_words(fields),
         len(products),
