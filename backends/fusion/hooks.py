@@ -12,12 +12,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...ops.declaration.scalar import ROW_FUNCTIONS
 from .dataflow import Dataflow, has_same_elements
 from .expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
 from .operand_views import Shape, find_strides_of_reshape, with_axes
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
 MAX_HOOKS = 4
+MAX_READER_DISTANCE = 64
+"""The most instructions from a body to a hook: a product that each layer reads would take long to plan."""
+MIN_PANELS_PER_ROW, MAX_SMALL_PANEL_COLUMNS = 8, 32
+"""A row of a result without tiles has so many panels, so that threads share it, or panels of few columns."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,10 @@ class Panels:
 
     def fit(self, columns: int) -> bool:
         """Return whether all panels have a multiple of this number of columns."""
-        return self.columns % columns == 0 and (self.unit is None or self.unit % columns == 0)
+        if self.unit is not None:
+            return self.columns % columns == 0 and self.unit % columns == 0
+        is_shared = columns <= MAX_SMALL_PANEL_COLUMNS or MIN_PANELS_PER_ROW * columns <= self.columns
+        return self.columns % columns == 0 and is_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +156,11 @@ class _HookSearch:
         return hooked
 
     def _list_readers(self, hooked: HookedBody) -> list[int]:
-        """Return the instructions that read a result of the body or of a hook, and that are in no hook, ascending."""
+        """Return the near instructions that read a result of the body or of a hook, and are in no hook, ascending."""
         members = hooked.instruction_numbers
         readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
-        return sorted({n for some in readers for n in some} - self.numbers_in_hooks.union(members))
+        near = {n for some in readers for n in some if n <= hooked.body + MAX_READER_DISTANCE}
+        return sorted(near - self.numbers_in_hooks.union(members))
 
     def _make_hook(self, hooked: HookedBody, reader: int) -> PanelHook | None:
         """Return the hook with an instruction that reads a result of a hooked body, or None."""
@@ -181,7 +190,8 @@ def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHoo
     length = group.shape[-1] if group.shape else 1
     require_supported(group.size == rows * columns and columns > 1 and length > 1, "it has another size")
     require_supported(not group.boxes, "an operand has elements in a part of it only")
-    if not group.expression.depends_on_row_reduction_or_length:
+    reads_row = any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in group.expression.steps)
+    if not reads_row and all(result.shape == group.shape for result in group.results):
         views = _view_as_blocks(group, (rows, 1, columns))
         if views is not None:
             return PanelHook(group, *views, has_whole_blocks=False)

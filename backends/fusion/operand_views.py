@@ -65,9 +65,11 @@ def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
 
 
 def extend_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
-    """Return an operand with the elements of a box as one with the whole shape; outside of the box is no memory."""
-    first = sum(low * step for (low, _), step in zip(box, operand.strides, strict=True))
-    return replace(operand, address=operand.address - 4 * first, tensor=replace(operand.tensor, shape=shape))
+    """Return an operand with the elements of a box as one with the whole shape; outside of the box is no memory.
+
+    Its address is that of the first element of the box.
+    """
+    return replace(operand, tensor=replace(operand.tensor, shape=shape))
 
 
 def is_whole(box: Box, shape: Shape) -> bool:

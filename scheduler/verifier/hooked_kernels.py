@@ -23,7 +23,7 @@ from ...graph.dtypes import DType
 from ...ops.collectives import COLLECTIVES
 from .memory.buffer_contents import compute_byte_extent
 
-REDUCTION_PREFIX = "row_"
+REDUCTION_PREFIX, NUMBER_PER_ROW = "row_", "row_operand"
 
 
 def split_hooked_kernels(fusion: ProgramFusion) -> ProgramFusion:
@@ -90,7 +90,8 @@ def _find_row_fault(kernel: FusedExpression, out: Tensor, panel_columns: int) ->
     if kernel.boxes:
         return "reads an operand in a part of its elements only"
     length = kernel.shape[-1] if kernel.shape else 1
-    has_rows = any(function.startswith(REDUCTION_PREFIX) for function, _, _ in kernel.steps)
+    functions = {function for function, _, _ in kernel.steps} - {NUMBER_PER_ROW}
+    has_rows = any(function.startswith(REDUCTION_PREFIX) for function in functions)
     has_numbers_per_row = any(tensor.shape != kernel.shape for _, tensor in kernel.results)
     if (has_rows or has_numbers_per_row) and panel_columns % length:
         return f"has rows of {length} columns, but panels of {panel_columns}"

@@ -1,4 +1,7 @@
-"""The hooks of the CPU: groups of declared ops that the kernels of matrix products call for each panel."""
+"""The hooks of the CPU: groups of declared ops that kernels of products and attention call for each panel.
+
+Generated row kernels call a hook too: it quantises their result for products.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ...fusion.expression_groups import ExpressionGroup
 from ...fusion.hooks import HookedBody, HookRules, PanelHook, Panels, find_hooked_bodies
 from ...fusion.operands import BoundInstruction, Operand
 from ..compilation.compiler import Kernel
+from ..kernels.attention.bind_attention import can_bind_attention
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.amx_matmul import choose_activation_rounding_kind
 from ..kernels.matmul.float_matmul import make_float_weight_tiling
@@ -32,7 +36,7 @@ from .expression_fusion import trace_instruction
 
 
 def choose_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup]) -> list[HookedBody]:
-    """Choose the hooks of matrix products, and make each product with its hooks a group of `flow`.
+    """Choose the hooks of products and attention, and make each of these with its hooks a group of `flow`.
 
     Args:
         flow: The dataflow.
@@ -63,7 +67,7 @@ def _bind_group(steps: StepTableBuilder, flow: Dataflow, group: ExpressionGroup)
         readers = [] if columns == 0 or columns % BLOCK_COLUMNS else call.find_readers() or []
         widths = {x.shape[-1] for r in readers if (x := r.optional_operand(1)) is not None and x.shape}
         for width in sorted(widths):
-            reads = find_quantised_reads(steps, call, width) if width % columns == 0 else None
+            reads = find_quantised_reads(steps, call, (group.size // width, width)) if width % columns == 0 else None
             if reads is not None:
                 records = reads.make_quantised_row_memory_per_thread(steps, shared=True)
                 if _add_hooked_group_step(steps, group, reads.make_quantising_hook(records[0]), width // columns):
@@ -130,7 +134,7 @@ def find_panels(call: BoundInstruction) -> Panels | None:
     out = call.out if len(call.dst) == 1 else None
     if out is None or not (out.is_dense and out.is_float and out.size):
         return None
-    if call.op == "attention" and math.prod(out.shape[:-3]) == 1:
+    if call.op == "attention" and math.prod(out.shape[:-3]) == 1 and can_bind_attention(call):
         return Panels(out.shape[-3], out.shape[-2] * out.shape[-1], out.shape[-1])
     if call.op != "mul_mat" or not has_matmul_kernel(call) or choose_activation_rounding_kind(call) in TERMS_BY_KIND:
         return None
@@ -148,10 +152,12 @@ def _count_tile_columns(weight: Operand) -> int:
 def _bind_hooked_body(steps: StepTableBuilder, flow: Dataflow, hooked: HookedBody) -> None:
     call, hooks, registrations = flow.bound_instruction(hooked.body), [*map(_make_step_hook, hooked.hooks)], []
     if hooked.panels.fit(BLOCK_COLUMNS):
+        size = hooked.panels.rows, hooked.panels.columns
         for number in hooked.instruction_numbers:
-            reads = find_quantised_reads(steps, flow.bound_instruction(number), hooked.panels.columns)
+            reads = find_quantised_reads(steps, flow.bound_instruction(number), size)
             if reads is not None:
-                records = reads.make_quantised_row_memory_per_thread(steps, shared=True)
+                place = f"in hook {len(hooks)}"
+                records = reads.make_quantised_row_memory_per_thread(steps, shared=True, place=place)
                 hooks.append(reads.make_quantising_hook(records[0]))
                 registrations.append(partial(reads.register_quantised_rows, steps, records))
     steps.hooks = hooks
@@ -162,8 +168,11 @@ def _bind_hooked_body(steps: StepTableBuilder, flow: Dataflow, hooked: HookedBod
         register()
 
 
-def find_quantised_reads(steps: StepTableBuilder, call: BoundInstruction, columns: int) -> ResultReadForms | None:
-    """Find the forms in which products read a result quantised, as rows of `columns`; None without such a product."""
+def find_quantised_reads(
+    steps: StepTableBuilder, call: BoundInstruction, size: tuple[int, int]
+) -> ResultReadForms | None:
+    """Find the forms in which products read a result quantised, as a matrix of `size`; None without such a product."""
+    rows, columns = size
     found: dict[tuple[Tensor, int], Operand] = {}
     is_shared = False
     for reader in call.find_readers() or ():
@@ -173,6 +182,7 @@ def find_quantised_reads(steps: StepTableBuilder, call: BoundInstruction, column
             and x is not None
             and (x.region, x.shape[-1]) == (call.out.region, columns)
             and x.is_dense
+            and x.size == rows * columns
             and has_matmul_kernel(reader)
             and (kind := choose_activation_rounding_kind(reader)) is not None
         ):

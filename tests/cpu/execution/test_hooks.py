@@ -15,7 +15,9 @@ from hocket.backends.cpu.execution import binding_cache, program_binding
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph.dtypes import DType
+from hocket.ops.quantisation import dequantise
 
+from ...given.calls import count_calls
 from ...given.models.goldens import path_of, tokens_of
 from ...given.random_rows import random_rows
 
@@ -73,6 +75,16 @@ def gate_attention(x: hocket.Value, dtype: DType) -> hocket.Value:
     return add_residual_of("out", ops.mul(mixed, ops.sigmoid(product("gate", x, dtype))), x, dtype)
 
 
+def round_a_product_and_a_sum(x: hocket.Value, dtype: DType) -> hocket.Value:
+    """Two results of one kernel are rounded for other products."""
+    y = product("w", x, dtype, COLUMNS)
+    return ops.add(product("v", y, dtype, COLUMNS), product("u", ops.add(y, x), dtype, COLUMNS))
+
+
+def multiply_by_number_per_row(x: hocket.Value, dtype: DType) -> hocket.Value:
+    return ops.mul(product("w", x, dtype), ops.exp(hocket.weight("n", (x.shape[0], 1))))
+
+
 BUILDERS: list[Callable[[hocket.Value, DType], hocket.Value]] = [
     add_residual,
     scale_and_bias,
@@ -81,6 +93,8 @@ BUILDERS: list[Callable[[hocket.Value, DType], hocket.Value]] = [
     read_twice,
     residual_is_the_product_of_before,
     gate_attention,
+    round_a_product_and_a_sum,
+    multiply_by_number_per_row,
 ]
 
 
@@ -137,3 +151,56 @@ def test_a_model_computes_the_same_bits_without_hooks(name: str, threads: int, m
     hooked = logits()
     leave_out_hooks(monkeypatch)
     assert np.array_equal(hooked, logits())
+
+
+def test_sums_of_rows_that_a_product_reads_rounded_are_all_there() -> None:
+    """A group with fewer results than elements: its rounded result is a row of sums."""
+    sums = ops.reshape(ops.reduce(ops.exp(hocket.input("x", (COLUMNS, 32))), kind="sum"), shape=(1, COLUMNS))
+    graph = hocket.Graph({"y": product("w", sums, DType.Q8_0, 64), "sums": ops.neg(sums)})
+    values, x = random_values(graph), RNG.standard_normal((COLUMNS, 32))
+    weights = dequantise(values["w"], DType.Q8_0)
+    for threads in (1, 3):
+        got = load(graph, values, threads).run({"x": x})
+        want = weights @ np.exp(x).sum(-1)
+        np.testing.assert_allclose(got["y"][0], want, atol=0.02 * np.abs(want).max())
+
+
+def test_attention_without_a_kernel_has_no_hooks() -> None:
+    """Packed keys are dequantised in Python."""
+    q, r = (hocket.input(name, (2, 4, 64)) for name in "qr")
+    keys, values = (hocket.weight(name, (9, 2, 64), DType.Q8_0) for name in "kv")
+    graph = hocket.Graph({"y": ops.add(ops.attention(q, keys, values, scale=0.25), r)})
+    inputs = {name: RNG.standard_normal((2, 4, 64)) for name in "qr"}
+    weights = random_values(graph)
+    assert count_hooks(graph) == 0
+    y = load(graph, weights, 1).run(inputs)["y"]
+    alone = load(hocket.Graph({"y": ops.attention(q, keys, values, scale=0.25)}), weights, 1).run({"q": inputs["q"]})
+    np.testing.assert_allclose(y, alone["y"] + inputs["r"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_hook_of_whole_rows_leaves_no_thread_without_work() -> None:
+    """A norm over all columns of one row is a kernel of its own, which threads share."""
+    x, w = hocket.input("x", (1, COLUMNS)), hocket.weight("w", (8192, COLUMNS))
+    assert count_hooks(hocket.Graph({"y": ops.l2_norm(ops.mul_mat(w, x))})) == 0
+
+
+def test_planning_a_product_that_each_layer_reads_is_linear() -> None:
+    def plan(layers: int) -> None:
+        x = hocket.input("x", (1, 64))
+        read_by_all = ops.mul_mat(hocket.weight("e", (64, 64)), x)
+        for layer in range(layers):
+            x = ops.add(ops.mul_mat(hocket.weight(f"w{layer}", (64, 64)), x), read_by_all)
+        count_hooks(hocket.Graph({"y": x}))
+
+    few, many = (count_calls(lambda layers=layers: plan(layers))[1] for layers in (60, 120))
+    assert many < 2.5 * few
+
+
+@pytest.mark.parametrize(
+    "build", [lambda x: ops.pad(x, left=(0, 3), right=(1, 0)), lambda x: ops.concat(x, ops.exp(x), axis=1)]
+)
+def test_programs_with_placed_operands_are_cached(build) -> None:
+    backend = CpuBackend(1)
+    graph = hocket.Graph({"y": build(hocket.input("x", (4, 8)))})
+    program = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]).device_plans[0].program
+    assert program_binding.bind_relocatable_program(program, 1)[0] is not None

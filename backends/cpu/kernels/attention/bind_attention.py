@@ -200,12 +200,14 @@ def _is_readable_directly_or_copied(x: Operand | None) -> bool:
     )
 
 
-def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the steps of an attention op: a prefill kernel from `MIN_PREFILL_TOKENS` tokens on, else a decode kernel.
+def can_bind_attention(call: BoundInstruction) -> bool:
+    """Return whether the kernels of attention can read the operands and write the result of an attention op."""
+    return _list_attention_inputs(call) is not None
 
-    Return False if the kernels cannot read the operands.
-    """
-    inputs, sinks, table, out = call.src[:4], call.optional_operand(4), call.optional_operand(5), call.out
+
+def _list_attention_inputs(call: BoundInstruction) -> Sequence[Operand | None] | None:
+    """Return q, k, v and the mask as the kernels read them; None if they cannot compute the op."""
+    inputs, table, out = call.src[:4], call.optional_operand(5), call.out
     if table is not None:
         pools = [_view_blocks_as_rows(call.operand(i)) for i in (1, 2)]
         if (
@@ -213,12 +215,26 @@ def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstru
             or not table.is_dense_along(-1)
             or any(x is None or x.strides[-1] != 1 for x in pools)
         ):
-            return False
+            return None
         inputs = (call.operand(0), *pools, *inputs[3:])
-    floats = (call.operand(0), call.optional_operand(3), sinks)
+    floats = (call.operand(0), call.optional_operand(3), call.optional_operand(4))
     if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable_directly_or_copied, inputs[1:3])):
-        return False
-    if not out.is_float or out.strides[-1] != 1:
+        return None
+    return inputs if out.is_float and out.strides[-1] == 1 else None
+
+
+def _bind_prefill_or_decode_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the steps of an attention op: a prefill kernel from `MIN_PREFILL_TOKENS` tokens on, else a decode kernel.
+
+    Return False if the kernels cannot read the operands.
+    """
+    sinks, table, out, inputs = (
+        call.optional_operand(4),
+        call.optional_operand(5),
+        call.out,
+        _list_attention_inputs(call),
+    )
+    if inputs is None:
         return False
     q, k, v, mask = (
         x and _copy_if_strided(steps, n, x) for n, x in zip(("q", "k", "v", "mask"), (*inputs, None), strict=False)

@@ -310,18 +310,18 @@ class ResultReadForms:
         return list(dict.fromkeys(kind for _, kind in self.quantised_tensors))
 
     def make_quantised_row_memory_per_thread(
-        self, steps: StepTableBuilder, *, shared: bool
+        self, steps: StepTableBuilder, *, shared: bool, place: str = "at once"
     ) -> Sequence[Sequence[Operand]]:
         """Make the memory of the quantised rows of each thread: one float32 operand for each kind of rounding.
 
         With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap
-        an operand from which the result is computed.
+        an operand from which the result is computed. Results of one step have different names of `place`.
         """
         records = []
         for kind in self.rounding_kinds:
             nbytes = compute_quantised_activation_bytes(self.rows, self.columns, kind)
             width = compute_quantised_activation_bytes(1, self.columns, kind) // 4
-            own = steps.take_private_memory(f"rounded {kind} at once", nbytes, shared=shared)
+            own = steps.take_private_memory(f"rounded {kind} {place}", nbytes, shared=shared)
             records.append([_view_as_float_operand(o, (nbytes // 4 // width, width), (width, 1)) for o in own])
         steps.invalidate_values_in_regions([self.value.region])
         return [[own[thread] for own in records] for thread in range(steps.threads)]

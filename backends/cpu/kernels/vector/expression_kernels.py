@@ -256,11 +256,14 @@ class _RowKernelEmitter:
                 b.store(value, place)
         indices = [b.load(place) for place in places]
         self.box_columns = [self._emit_columns_of_box(words, indices) for words in self.box_words]
-        addresses = []
-        for operand in range(self._operand_and_result_count):
+        addresses, boxes = [], (*self.plan.operand_boxes, *(None for _ in self.plan.expression.results))
+        for operand, box in enumerate(boxes):
             first = HEADER_WORDS + OPERAND_WORDS * operand
-            address = self._word(first)
-            for axis, index in enumerate(indices):
+            address, own_indices = self._word(first), indices
+            if box is not None:  # the address is that of the first element of the box
+                lows = zip((*indices, _integer(0)), self.box_words[box][::2], strict=True)
+                own_indices = [b.sub(index, low) for index, low in lows]
+            for axis, index in enumerate(own_indices):
                 address = b.add(address, b.mul(index, self._word(first + 1 + axis)))
             addresses.append(address)
         return addresses

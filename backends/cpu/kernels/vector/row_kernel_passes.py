@@ -30,7 +30,7 @@ class ExpressionKernel:
         is_strided: whether the elements of a row of each operand are apart; empty if none is.
         panels: ``"columns"`` for a hook that computes any columns of a matrix row. ``"blocks"`` is a hook with several
             blocks in a matrix row; a block is a row of the kernel. ``"hooked"`` is a kernel over such blocks that calls
-            a hook after each matrix row. It is empty for a kernel over rows.
+            a hook after its last block in each matrix row. It is empty for a kernel over rows.
     """
 
     expression: Expression
