@@ -22,7 +22,7 @@ MAX_HOOKS = 4
 MAX_READER_DISTANCE = 64
 """The most instructions from a body to a hook: a product that each layer reads would take long to plan."""
 MIN_PANELS_PER_ROW, MAX_SMALL_PANEL_COLUMNS = 8, 32
-"""A row of a result without tiles has so many panels, so that threads share it, or panels of few columns."""
+"""Fewest panels of a row in a result without tiles, and the columns of panels that need no such number."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class _HookSearch:
         """Return the near instructions that read a result of the body or of a hook, and are in no hook, ascending."""
         members = hooked.instruction_numbers
         readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
-        near = {n for some in readers for n in some if n <= hooked.body + MAX_READER_DISTANCE}
-        return sorted(near - self.numbers_in_hooks.union(members))
+        candidates = {n for some in readers for n in some if n <= hooked.body + MAX_READER_DISTANCE}
+        return sorted(candidates - self.numbers_in_hooks.union(members))
 
     def _make_hook(self, hooked: HookedBody, reader: int) -> PanelHook | None:
         """Return the hook with an instruction that reads a result of a hooked body, or None."""

@@ -67,7 +67,7 @@ def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
 def extend_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
     """Return an operand with the elements of a box as one with the whole shape; outside of the box is no memory.
 
-    Its address is that of the first element of the box.
+    Its address is where the box begins.
     """
     return replace(operand, tensor=replace(operand.tensor, shape=shape))
 

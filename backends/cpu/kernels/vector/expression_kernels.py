@@ -260,7 +260,7 @@ class _RowKernelEmitter:
         for operand, box in enumerate(boxes):
             first = HEADER_WORDS + OPERAND_WORDS * operand
             address, own_indices = self._word(first), indices
-            if box is not None:  # the address is that of the first element of the box
+            if box is not None:  # the address is where the box begins
                 lows = zip((*indices, _integer(0)), self.box_words[box][::2], strict=True)
                 own_indices = [b.sub(index, low) for index, low in lows]
             for axis, index in enumerate(own_indices):
