@@ -318,6 +318,8 @@ class GroupComposition:
         place = call.place_operand(index, placement)
         if maker in self.calls:
             assert maker is not None
+            if place is not None:
+                self._require_same_axes(maker, call, operand)
             self.add_with_producers(maker, place)
             self._require_whole_value(maker, call, operand, place)
             return self.step_by_number[maker, place]
@@ -357,6 +359,12 @@ class GroupComposition:
         position = keys.index(key)
         return self.steps.setdefault(Step(function, inside, position), len(self.steps))
 
+    def _require_same_axes(self, maker: int, call: TracedInstruction, operand: Operand) -> None:
+        """Require that a placed operand has the axes of the earlier result that it reads."""
+        out = self.calls[maker].out
+        has_same_axes = operand.shape == out.shape == self.calls[maker].shape
+        require_supported(has_same_axes and (call.starts or call.shape == out.shape), "a part is reshaped")
+
     def _require_whole_value(
         self, maker: int, call: TracedInstruction, operand: Operand, place: Placement | None
     ) -> None:
@@ -367,8 +375,6 @@ class GroupComposition:
             "a part of a result is read",
         )
         if place is not None:
-            has_same_axes = operand.shape == out.shape == self.calls[maker].shape
-            require_supported(has_same_axes and (call.starts or call.shape == out.shape), "a part is reshaped")
             return
         if maker not in self.numbers_per_row or call.size != self.size:
             require_supported(operand.size == call.size, "a result is repeated")
