@@ -60,7 +60,7 @@ def make_requests(samplings: tuple[Sampling, ...] = SAMPLINGS, **settings: int |
 
 def run_requests(pool: SlotPool, requests: list[GenerationRequest]) -> tuple[list[list[int]], set[str], list[Event]]:
     """Run requests together; return the tokens of each, the kinds of the decode steps, and the events."""
-    cache = make_prefix_cache(pool, state_bytes=0, reserves_whole_texts=False)
+    cache = make_prefix_cache(pool, state_bytes=0, reserves_whole_texts=False, retains_contents=False)
     engine = Engine(pool, cache, queue_size=9, max_gap_seconds=0.01, clock=lambda: 0.0)
     for request in requests:
         engine.submit(request)

@@ -14,8 +14,8 @@ def test_a_text_that_reaches_a_longer_bucket_finds_its_steps_prepared() -> None:
     pool = SlotPool(session, 2, context=2 * MIN_CONTEXT_BUCKET, batch=32)
     pool.compile_short_steps()
     short = set(session._plans)
-    assert len([*pool.compile_longer_steps()]) == 2 + 2  # one and two sequences, prompts of 16 and 32 tokens
-    assert len(set(session._plans) - short) == 4
+    assert len([*pool.compile_longer_steps()]) == 2 + 2 + 2  # one and two sequences, prompts of 16 and 32 tokens, both
+    assert len(set(session._plans) - short) == 6
     prepared = set(session._plans)
     tokens = [1 + i % 7 for i in range(MIN_CONTEXT_BUCKET + 20)]
     for slot in (0, 1):

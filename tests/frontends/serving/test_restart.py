@@ -145,6 +145,7 @@ def test_an_exception_in_a_step_ends_its_request_alone(monkeypatch: pytest.Monke
             return run(pool, *args)
 
         monkeypatch.setattr(SlotPool, operation, fail_once)
+        monkeypatch.setattr(SlotPool, "predict_seconds_saved_by_mixing", lambda *args: 0.0)
         receiver.submit(service, "first", PROMPTS[0], 60)
         if operation == "read_prompt":
             wait_until(lambda: len(tokens_of(receiver.events, "first")) > 4)

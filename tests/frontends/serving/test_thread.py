@@ -43,7 +43,7 @@ def test_every_step_that_is_prepared_is_reported() -> None:
     pool = SlotPool(Session(open_model(path_of("llama"))), 4, context=64, batch=64)
     reports: list[None] = []
     pool.compile_short_steps(lambda: reports.append(None))
-    assert len(reports) == 3 + 3  # prompts of 16, 32 and 64 tokens; 1, 2 and 4 sequences
+    assert len(reports) == 3 + 3 + 3 * 2  # prompts of 16, 32 and 64 tokens; 1, 2 and 4 sequences; both of 2 and 4
 
 
 def test_a_cancelled_action_of_a_busy_slot_is_dropped() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....base import contiguous_strides
@@ -137,27 +137,45 @@ def _find_matmuls_of_same_rows(flow: Dataflow, number: int) -> MatmulsOfSameRows
     return MatmulsOfSameRows(tuple(chosen), tuple(flow.bound_instruction(n).out for n in chosen))
 
 
-def _make_fusion_binder(find: Callable[[Dataflow, int], MatmulsOfSameRows], has_prologue: bool) -> FusionBinder:
-    """Make a binder of matmuls of the same rows, with the ops that compute their rows or without."""
+def _fuse_gated_unit_and_its_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse a gated unit, its two products, and the declared ops that compute their rows."""
+    return _launch_with_prologue(launches, flow, _find_gated_unit(flow, number))
 
-    def bind(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-        found, prologue = find(flow, number), None
-        if has_prologue:
-            require_supported(launches.limits.computes_operands, "products compute no rows")
-            x = flow.bound_instruction(number).operand(1)
-            prologue = find_row_prologue(flow, found.products, math.prod(x.shape[:-1]), x.shape[-1])
-        else:
-            require_supported(len(found.instruction_numbers) > 1, "no other product has these rows")
-        _launch_matmuls_of_same_rows_as_gemv(launches, flow, found.products, found.results, found.unit_code, prologue)
-        return *(prologue.instruction_numbers if prologue else ()), *found.instruction_numbers
 
-    return bind
+def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse a gated unit and its two products."""
+    return _launch_several_products(launches, flow, _find_gated_unit(flow, number))
+
+
+def _fuse_matmuls_and_their_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse matmuls of the same rows and the declared ops that compute these rows."""
+    return _launch_with_prologue(launches, flow, _find_matmuls_of_same_rows(flow, number))
+
+
+def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse several matmuls of the same rows."""
+    return _launch_several_products(launches, flow, _find_matmuls_of_same_rows(flow, number))
+
+
+def _launch_with_prologue(launches: LaunchBuilder, flow: Dataflow, found: MatmulsOfSameRows) -> Sequence[int]:
+    require_supported(launches.limits.computes_operands, "products compute no rows")
+    x = flow.bound_instruction(found.products[0]).operand(1)
+    prologue = find_row_prologue(flow, found.products, math.prod(x.shape[:-1]), x.shape[-1])
+    _launch_matmuls_of_same_rows_as_gemv(launches, flow, found.products, found.results, found.unit_code, prologue)
+    return *prologue.instruction_numbers, *found.instruction_numbers
+
+
+def _launch_several_products(launches: LaunchBuilder, flow: Dataflow, found: MatmulsOfSameRows) -> Sequence[int]:
+    require_supported(len(found.instruction_numbers) > 1, "no other product has these rows")
+    _launch_matmuls_of_same_rows_as_gemv(launches, flow, found.products, found.results, found.unit_code, None)
+    return found.instruction_numbers
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {
-    "mul_mat": tuple(
-        _make_fusion_binder(find, has_prologue)
-        for find in (_find_gated_unit, _find_matmuls_of_same_rows)
-        for has_prologue in (True, False)
+    "mul_mat": (
+        _fuse_gated_unit_and_its_rows,
+        _fuse_gated_unit,
+        _fuse_matmuls_and_their_rows,
+        _fuse_matmuls_of_same_rows,
     )
 }
