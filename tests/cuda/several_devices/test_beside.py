@@ -236,11 +236,11 @@ def test_a_graph_with_a_sum_at_its_side_gives_the_same_bits_in_any_order(on_devi
 
 
 def at_the_side(stream):
-    return stream.priority is not None
+    return bool(stream.priority)
 
 
 def while_the_side_is_away(stream):
-    return stream.priority is None and len(stream.capture.streams) > 1
+    return not stream.priority and len(stream.capture.streams) > 1
 
 
 @pytest.mark.parametrize("where", [at_the_side, while_the_side_is_away])

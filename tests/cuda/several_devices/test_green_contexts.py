@@ -173,7 +173,7 @@ def test_an_old_driver_is_one_line(version, cupy, monkeypatch):
 def test_a_missing_driver_is_one_line(cupy, monkeypatch):
     give_green_contexts(monkeypatch, cupy)
     monkeypatch.setattr(green_contexts, "open_driver_library", lambda: None)
-    with pytest.raises(BackendError, match=r"need a driver for CUDA 12\.5 or later"):
+    with pytest.raises(BackendError, match=r"cuda:0/64\.1: the library of the CUDA driver is missing"):
         find_device("cuda:0/64.1")
 
 
@@ -337,5 +337,5 @@ def test_the_benchmark_counts_wrong_results_and_runs_that_do_not_end_with_an_err
 def test_a_device_that_cannot_be_divided_is_left_out(cupy):
     driver = cuda_driver.CudaDriver()
     bench = BenchmarkDevice(driver, make_machine(driver, driver.device(0), cupy), driver.device(0), tiny=True)
-    with pytest.raises(NothingToMeasure, match=r"cuda:0/8\.1: .* need a driver for CUDA 12\.5 or later"):
+    with pytest.raises(NothingToMeasure, match=r"cuda:0/8\.1: the library of the CUDA driver is missing"):
         multiprocessors.divide_device(bench, 2)
