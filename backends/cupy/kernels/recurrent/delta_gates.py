@@ -98,6 +98,7 @@ def match_gate_products(flow: Dataflow, gates: DecayAndRateInstructions) -> Gate
         )
     x = alpha.operand(1)
     require_supported(has_same_elements(x, beta.operand(1)), "logits are made of other rows")
+    require_supported(x.size > 0, "logits are zeros")
     require_supported(
         x.is_float and x.has_uniform_row_stride and is_vector_aligned(x) and prod(x.shape[:-1]) <= MAX_PRODUCT_TOKENS,
         "rows are many, or not aligned",
