@@ -81,7 +81,7 @@ def _import_names(library: str, module: str, *names: str) -> tuple[Any, ...]:
     try:
         loaded = importlib.import_module(module)
         return tuple(getattr(loaded, name) for name in names)
-    except Exception as why:  # a library that does not fit PyTorch or its compiler raises anything
+    except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as why:  # of another version
         text = " ".join(f"{type(why).__name__}: {why}".split())
         raise NothingToMeasure(f"{library} is not installed, or another version ({text})") from None
 

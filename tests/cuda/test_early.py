@@ -27,7 +27,7 @@ from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.tools import needs
-from ..given.fakes.fake_cupy import EarlyLibrary, fake_cupy
+from ..given.fakes.fake_cupy import EarlyLibrary, install_fake_cupy
 
 ASKING_FIRST = {
     *("packed_few.cu: few", "packed_few.cu: summed", "dense.cu: few", "rows.cu: scaled_norm"),
@@ -41,15 +41,8 @@ ASKING_FIRST = {
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy, on a device and with a driver that begin launches early."""
-    fake = fake_cupy(SOURCES)
+    fake = install_fake_cupy(monkeypatch)
     fake.cuda.runtime.driverGetVersion = lambda: dependent_launch.MIN_EARLY_DRIVER_VERSION
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
     yield fake
     cuda_driver._compile_and_load_module.cache_clear()
 

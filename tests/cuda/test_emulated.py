@@ -29,7 +29,7 @@ from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
 
 from ..given.devices.emulation import needs_compiler
-from ..given.fakes.fake_cupy import Event, Stream, fake_cupy
+from ..given.fakes.fake_cupy import Event, Stream, install_fake_cupy
 from ..given.models.goldens import FIXTURES, nmse, path_of
 
 
@@ -165,14 +165,7 @@ def test_several_devices_compute_what_one_does(mode):
 @pytest.fixture
 def devices(monkeypatch):
     """The backend of real devices, over a stand-in for CuPy that emulates launches."""
-    cupy = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
+    install_fake_cupy(monkeypatch)
     yield cuda_driver.CudaBackend()
     cuda_driver._compile_and_load_module.cache_clear()
 

@@ -22,7 +22,6 @@ from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_net
 from hocket.benchmarks import run_gpu as gpu
 from hocket.benchmarks.gpu import compare_predictions, llama_cpp
-from hocket.benchmarks.gpu.device_parts import multiprocessors
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
 from hocket.benchmarks.gpu.machine import CudaMachine, make_machine
 from hocket.graph import Graph, input, weight
@@ -30,7 +29,7 @@ from hocket.ops import mul_mat
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.products import tiles_of
-from ..given.fakes.fake_cupy import fake_cupy
+from ..given.fakes.fake_cupy import fake_cupy, install_fake_cupy
 from ..given.fakes.fake_green_contexts import give_green_contexts
 from ..given.waits import WAIT_SECONDS
 
@@ -125,18 +124,10 @@ def test_every_case_of_full_size_has_a_name_of_its_own(part):
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy that emulates launches."""
-    sources = (*SOURCES, multiprocessors.SOURCE)
-    fake = fake_cupy(sources)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(sources.index(source)), {n: n for n in source.names}),
-    )
+    fake = install_fake_cupy(monkeypatch)
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else which(name))
-    cuda_driver._compile_and_load_module.cache_clear()
     yield fake
     cuda_driver._compile_and_load_module.cache_clear()
 

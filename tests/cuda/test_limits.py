@@ -39,7 +39,7 @@ from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.devices_meet import CollectiveRig, all_reduce_case, same
 from ..given.devices.emulation import needs_compiler
-from ..given.fakes.fake_cupy import StreamError, fake_cupy
+from ..given.fakes.fake_cupy import StreamError, install_fake_cupy
 from ..given.fakes.fake_nccl import FakeNccl
 
 CONSUMER = find_kernel_limits("89")
@@ -157,16 +157,7 @@ def test_kernels_that_size_much_memory_declare_little():
 @pytest.fixture
 def cupy(monkeypatch):
     """Install a stand-in for CuPy, from which the driver of CUDA devices is built."""
-    fake = fake_cupy(SOURCES, nccl=FakeNccl)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
-    monkeypatch.setattr(cuda_driver, "_nccl", lambda: fake.cuda.nccl)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
-    yield fake
+    yield install_fake_cupy(monkeypatch, nccl=FakeNccl)
     cuda_driver._compile_and_load_module.cache_clear()
 
 

@@ -11,7 +11,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph import BackendError
 from hocket.ops.matrix.attention import BLOCK_KEYS
 
-from ...given.key_blocks import HEADS, KEY_HEADS, build_in_order_and_by_blocks
+from ...given.devices.key_blocks import HEADS, KEY_HEADS, build_in_order_and_by_blocks
 
 CACHES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 

@@ -20,7 +20,7 @@ from hocket.ops import attention
 
 from ...given.devices.attention import by_candidates, by_warps
 from ...given.devices.emulation import FaultyDriver, needs_compiler
-from ...given.key_blocks import run_over_empty_cache
+from ...given.devices.key_blocks import run_over_empty_cache
 
 pytestmark = needs_compiler
 

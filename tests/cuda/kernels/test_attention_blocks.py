@@ -15,7 +15,7 @@ from hocket.ops.matrix.attention import attention
 from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
-from ...given.key_blocks import KEY_HEADS, SEQUENCES, AttentionRun, build_in_order_and_by_blocks
+from ...given.devices.key_blocks import KEY_HEADS, SEQUENCES, AttentionRun, build_in_order_and_by_blocks
 
 pytestmark = needs_compiler
 BLOCK_CACHES = [str(dtype) for dtype in CACHE_DTYPES if dtype.is_quantised]

@@ -15,14 +15,13 @@ from hocket.backends.cupy.emulation import access_log as ordered
 from hocket.backends.cupy.emulation.access_log import SIDE_STREAM, AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
-from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load
 
 from ...given.devices.emulation import needs_compiler
-from ...given.fakes.fake_cupy import Stream, StreamError, fake_cupy
+from ...given.fakes.fake_cupy import Stream, StreamError, install_fake_cupy
 from ...given.plans.branches import branches_on
 from ...given.plans.grouped import weights_of
 
@@ -183,14 +182,7 @@ def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, mon
 @pytest.fixture
 def on_devices(monkeypatch):
     """A plan on real devices, over a stand-in for CuPy that runs graphs in any order that their events leave."""
-    cupy = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
+    install_fake_cupy(monkeypatch)
     yield lambda: running(cuda_driver.CudaBackend())[1]
     cuda_driver._compile_and_load_module.cache_clear()
 

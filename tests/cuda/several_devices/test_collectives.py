@@ -15,7 +15,7 @@ from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
 from hocket.backends.cupy.device.driver import KernelSource
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
-from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
+from hocket.backends.cupy.kernel_table import BINDINGS
 from hocket.backends.cupy.kernels import collective
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -37,7 +37,7 @@ from ...given.devices.devices_meet import (
     through_the_host,
 )
 from ...given.devices.emulation import needs_compiler, replace_and_compile
-from ...given.fakes.fake_cupy import fake_cupy
+from ...given.fakes.fake_cupy import install_fake_cupy
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import FIXTURES
 from ...given.plans.grouped import everything_that_fits, weights_of
@@ -232,14 +232,7 @@ def test_a_plan_of_several_devices_is_one_recorded_program_each():
 @pytest.fixture(params=[True, False], ids=["peers", "no peers"])
 def devices(request, monkeypatch):
     """The backend of real devices, over a stand-in for CuPy that emulates launches."""
-    cupy = fake_cupy(SOURCES, request.param)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
+    cupy = install_fake_cupy(monkeypatch, are_peers=request.param)
     yield cuda_driver.CudaBackend(), cupy.cuda.runtime, request.param
     cuda_driver._compile_and_load_module.cache_clear()
 

@@ -11,7 +11,6 @@ from hocket import ops
 from hocket.backends import find_device
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda_driver
-from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.cli import main
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -23,22 +22,14 @@ from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_jso
 
 from ...given.devices.devices_meet import CASES, CollectiveRig, all_reduce_case, same, through_the_host
 from ...given.devices.emulation import needs_compiler
-from ...given.fakes.fake_cupy import fake_cupy
+from ...given.fakes.fake_cupy import install_fake_cupy
 from ...given.models.goldens import path_of
 
 
 @pytest.fixture
 def backend(monkeypatch):
     """Real devices, over a stand-in for CuPy, of 1 GiB each."""
-    cupy = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda_driver, "_nccl", lambda: cupy.cuda.nccl)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
+    install_fake_cupy(monkeypatch)
     yield cuda_driver.CudaBackend()
     cuda_driver._compile_and_load_module.cache_clear()
 
@@ -129,14 +120,16 @@ def test_a_part_that_never_comes_is_named(backend):
 
 @pytest.mark.long
 @needs_compiler
-def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices():
+@pytest.mark.parametrize("division", ["", "/2"])
+def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices(division):
     path = path_of("qwen3")
 
     def logits(*devices):
         session = Session(open_model(path), on=DeviceGroup(devices=devices, split_mode="tensor"), context=64)
         return [session.evaluate([part])[0].tobytes() for part in ([3, 4, 5], [6])]
 
-    assert logits("cuda-emulated:0.0", "cuda-emulated:0.1") == logits("cuda-emulated:0", "cuda-emulated:1")
+    parts = (f"cuda-emulated:0{division}.{part}" for part in (0, 1))
+    assert logits(*parts) == logits("cuda-emulated:0", "cuda-emulated:1")
 
 
 def test_the_command_takes_parts_and_names_their_transport(capsys, monkeypatch, backend):

@@ -21,13 +21,10 @@ from hocket.backends.cupy.device import dependent_launch, green_contexts
 from hocket.backends.cupy.device.driver import share_multiprocessors
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.hip_driver import HipBackend
-from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.device_name import DeviceName
 from hocket.benchmarks.gpu.device_parts import collectives, multiprocessors
 from hocket.benchmarks.gpu.harness import BenchmarkDevice, NothingToMeasure
 from hocket.benchmarks.gpu.machine import make_machine
-from hocket.frontends.inference.session import DeviceGroup, Session
-from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import plan_for_group
@@ -36,10 +33,9 @@ from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_jso
 
 from ...given.devices.devices_meet import CASES, CollectiveRig, all_reduce_case, same, through_the_host
 from ...given.devices.emulation import needs_compiler
-from ...given.fakes.fake_cupy import Stream, fake_cupy
+from ...given.fakes.fake_cupy import Stream, install_fake_cupy
 from ...given.fakes.fake_green_contexts import give_green_contexts
 from ...given.fakes.fake_nccl import FakeNccl
-from ...given.models.goldens import path_of
 
 DIVISION = ["cuDeviceGet", "cuDeviceGetDevResource", "cuDevSmResourceSplitByCount"]
 CREATION = [*DIVISION, "cuDeviceGet", "cuDevResourceGenerateDesc", "cuGreenCtxCreate", "cuGreenCtxStreamCreate"]
@@ -48,16 +44,7 @@ CREATION = [*DIVISION, "cuDeviceGet", "cuDevResourceGenerateDesc", "cuGreenCtxCr
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy with four devices."""
-    fake = fake_cupy(SOURCES, nccl=FakeNccl)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: fake)
-    monkeypatch.setattr(cuda_driver, "_nccl", lambda: fake.cuda.nccl)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
-    yield fake
+    yield install_fake_cupy(monkeypatch, nccl=FakeNccl)
     cuda_driver._compile_and_load_module.cache_clear()
     green_contexts.make_green_context.cache_clear()
 
@@ -287,18 +274,6 @@ def test_nccl_joins_parts_of_a_device_where_its_version_does(version, variable, 
 
 
 # ---------------------------------------------------------------------------------------------------------- emulation
-
-
-@pytest.mark.long
-@needs_compiler
-def test_a_model_on_divided_parts_gives_the_bits_of_two_devices():
-    path = path_of("qwen3")
-
-    def logits(*devices):
-        session = Session(open_model(path), on=DeviceGroup(devices=devices, split_mode="tensor"), context=64)
-        return [session.evaluate([part])[0].tobytes() for part in ([3, 4, 5], [6])]
-
-    assert logits("cuda-emulated:0/2.0", "cuda-emulated:0/2.1") == logits("cuda-emulated:0", "cuda-emulated:1")
 
 
 @needs_compiler

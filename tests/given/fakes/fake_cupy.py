@@ -19,9 +19,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.device.device_limits import HIP_LIMITS as LIMITS
 from hocket.backends.cupy.device.driver import SINGLE_BLOCK_CLUSTER, KernelInstance, KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver, EmulatedHipDriver
+from hocket.backends.cupy.kernel_table import SOURCES
 
 from ..waits import WAIT_SECONDS
 from .fake_cuda_graph import Graph
@@ -426,3 +428,23 @@ def _words(kernel):
     except LaunchError as why:
         return int(str(why).split("takes ")[1].split()[0])
     raise AssertionError
+
+
+def install_fake_cupy(monkeypatch, **options):
+    """Install a stand-in for CuPy, from which the driver of CUDA devices is built, and return it.
+
+    Kernels may be launched from the sources of the package, and from sources that are generated for a program.
+    """
+    sources = [*SOURCES]
+
+    def number_source(source, arch):
+        if source not in sources:
+            sources.append(source)
+        return str(sources.index(source)), {name: name for name in source.names}
+
+    cupy = fake_cupy(sources, **options)
+    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_driver, "_nccl", lambda: cupy.cuda.nccl)
+    monkeypatch.setattr(cuda_driver, "load_or_compile_cubin", number_source)
+    cuda_driver._compile_and_load_module.cache_clear()
+    return cupy

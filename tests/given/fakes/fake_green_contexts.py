@@ -15,6 +15,16 @@ from .fake_cupy import Stream
 NOT_SUPPORTED, INVALID_VALUE = 801, 1
 MAX_GROUPS = 7
 """The most groups that this driver makes; the documentation of CUDA allows fewer than the quotient."""
+METHODS = {
+    "cuDeviceGet": "_get_device",
+    "cuDeviceGetDevResource": "_get_resource",
+    "cuDevSmResourceSplitByCount": "_split_multiprocessors",
+    "cuDevResourceGenerateDesc": "_make_descriptor",
+    "cuGreenCtxCreate": "_create_context",
+    "cuGreenCtxStreamCreate": "_create_stream",
+    "cuStreamDestroy_v2": "_destroy_stream",
+}
+"""The methods by the names of the driver's calls."""
 
 
 class GreenLibrary:
@@ -32,22 +42,27 @@ class GreenLibrary:
         cupy.cuda.ExternalStream = self._take_stream
         cupy.cuda.runtime.driverGetVersion = lambda: 13000
 
+    def __getattr__(self, name):
+        if name not in METHODS:
+            raise AttributeError(name)
+        return getattr(self, METHODS[name])
+
     def _call(self, name):
         self.calls.append(name)
         return NOT_SUPPORTED if name == self.refused else 0
 
-    def cuDeviceGet(self, device, index):  # noqa: N802
+    def _get_device(self, device, index):
         device._obj.value = 40 + index  # an ordinal is no handle
         return self._call("cuDeviceGet")
 
-    def cuDeviceGetDevResource(self, device, resource, kind):  # noqa: N802
+    def _get_resource(self, device, resource, kind):
         assert (device.value, kind) == (40, 1)
         assert ctypes.sizeof(resource._obj) == 144
         whole = resource._obj
         whole.kind, whole.count, whole.smallest, whole.alignment = 1, self.multiprocessors, 8, self.alignment
         return self._call("cuDeviceGetDevResource")
 
-    def cuDevSmResourceSplitByCount(self, groups, group_count, whole, remaining, flags, minimum):  # noqa: N802
+    def _split_multiprocessors(self, groups, group_count, whole, remaining, flags, minimum):
         assert (whole._obj.kind, whole._obj.count, flags) == (1, self.multiprocessors, 0)
         size = -(-minimum // self.alignment) * self.alignment
         group_total = min(group_count._obj.value, self.multiprocessors // size, MAX_GROUPS)
@@ -58,7 +73,7 @@ class GreenLibrary:
         group_count._obj.value, remaining._obj.count = group_total, self.multiprocessors - group_total * size
         return self._call("cuDevSmResourceSplitByCount")
 
-    def cuDevResourceGenerateDesc(self, descriptor, resource, resource_count):  # noqa: N802
+    def _make_descriptor(self, descriptor, resource, resource_count):
         assert resource_count == 1
         group = resource._obj
         assert group.kind == 1
@@ -67,7 +82,7 @@ class GreenLibrary:
         self._descriptors[descriptor._obj.value] = range(first, first + group.count)
         return self._call("cuDevResourceGenerateDesc")
 
-    def cuGreenCtxCreate(self, context, descriptor, device, flags):  # noqa: N802
+    def _create_context(self, context, descriptor, device, flags):
         assert (device.value, flags) == (40, 1), "the flag of the default stream is required"
         own = self._descriptors.pop(descriptor.value)
         assert not any(set(own) & set(other) for other in self.contexts.values()), "contexts share multiprocessors"
@@ -75,7 +90,7 @@ class GreenLibrary:
         self.contexts[context._obj.value] = own
         return self._call("cuGreenCtxCreate")
 
-    def cuGreenCtxStreamCreate(self, handle, context, flags, priority):  # noqa: N802
+    def _create_stream(self, handle, context, flags, priority):
         assert context.value in self.contexts
         assert (flags, priority in (0, -1)) == (1, True), "a stream that does not block is required"
         status = self._call("cuGreenCtxStreamCreate")
@@ -86,7 +101,7 @@ class GreenLibrary:
         self.priorities.append(priority)
         return status
 
-    def cuStreamDestroy_v2(self, handle):  # noqa: N802
+    def _destroy_stream(self, handle):
         del self.streams[handle.value]
         return self._call("cuStreamDestroy_v2")
 

@@ -17,10 +17,9 @@ from itertools import count
 import numpy as np
 
 from hocket.backends.cupy import cuda_driver
-from hocket.backends.cupy.kernel_table import SOURCES
 
 from ..waits import wait_until
-from .fake_cupy import Stream, fake_cupy
+from .fake_cupy import Stream, install_fake_cupy
 
 TYPES = {0: np.int8, 2: np.int32, 4: np.int64, 7: np.float32, 9: np.uint16}
 BFLOAT16 = 9
@@ -212,13 +211,5 @@ def _at(address, n, dtype):
 
 
 def backend_of(monkeypatch, are_peers, nccl=FakeNccl):
-    cupy = fake_cupy(SOURCES, are_peers, nccl)
-    monkeypatch.setattr(cuda_driver, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda_driver, "_nccl", lambda: cupy.cuda.nccl)
-    monkeypatch.setattr(
-        cuda_driver,
-        "load_or_compile_cubin",
-        lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
-    )
-    cuda_driver._compile_and_load_module.cache_clear()
+    cupy = install_fake_cupy(monkeypatch, nccl=nccl, are_peers=are_peers)
     return cuda_driver.CudaBackend(), cupy.cuda.nccl
