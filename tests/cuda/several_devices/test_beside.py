@@ -188,18 +188,18 @@ def on_devices(monkeypatch):
 
 
 def no_fork(stream, event, wait):
-    if stream.priority is None:
+    if not stream.priority:
         wait(stream, event)
 
 
 def no_join(stream, event, wait):
-    if stream.priority is not None:
+    if stream.priority:
         wait(stream, event)
 
 
 def wrong_fork(stream, event, wait):
     """Record the event of the previous launch."""
-    if stream.priority is not None:
+    if stream.priority:
         event.behind = frozenset().union(*(event.capture.nodes[n][1] for n in event.behind))
     wait(stream, event)
 

@@ -116,9 +116,9 @@ class Stream:
     known: ClassVar[weakref.WeakValueDictionary] = weakref.WeakValueDictionary()
     of_thread: ClassVar[threading.local] = threading.local()
 
-    def __init__(self, non_blocking=False, priority=None):
+    def __init__(self, non_blocking=False, priority=0):
         assert non_blocking, "it would wait for the default stream, and that for all devices' parts"
-        assert priority in (None, 0, -1), "all devices have these"
+        assert priority in (0, -1), "all devices have these"
         self.ptr = next(self.numbers)
         self.known[self.ptr] = self
         self.capture, self.behind, self.priority = None, frozenset(), priority
