@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hocket.backends.cpu.compilation import compiler
 from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION
+from hocket.backends.cpu.compilation.kernel_args import KernelArgs
 from hocket.backends.cpu.kernels.packed import activation_quantisation, weight_packing
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.graph.dtypes import DType
@@ -15,6 +18,12 @@ from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
     block = np.array([w.ctypes.data if isinstance(w, np.ndarray) else w for w in words], np.int64)
     return int(KERNEL_FUNCTION(kernel.address)(block.ctypes.data, thread, threads))
+
+
+def call_with_names(kernel: compiler.Kernel, args: KernelArgs, thread: int = 0, threads: int = 1, **values: Any) -> int:
+    """Call a kernel with all of its declared words; an array stands for its address."""
+    words = {name: v.ctypes.data if isinstance(v, np.ndarray) else v for name, v in values.items()}
+    return call(kernel, *args(**words), thread=thread, threads=threads)
 
 
 def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:

@@ -9,15 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ....distributed.rank_calls import RankCalls, on_all_ranks
+from ....graph.validation import format_value
 from ....ops.matrix.attention import BLOCK_KEYS
 from ....scheduler import format_bytes
 from ...errors import ModelError
 from ...inference.saved_state import SavedSessionState
 from ...inference.session import Session
 from ...models import Model
+from ...models.inputs.step import MAX_CACHE_ROW
 from ..slots import SlotPool
 from .allocator import BlockAllocator
 
+MAX_POOL_TOKENS = (MAX_CACHE_ROW // BLOCK_KEYS - 1) * BLOCK_KEYS
+"""Most cells of a pool. One block more is for padding."""
 NO_SLOT_FILES = "layers with an attention window cannot be saved from a pool of blocks; leave out --pool-tokens"
 
 
@@ -131,10 +135,12 @@ def require_model_and_context_fit_pool(model: Model, context: int, pool_tokens: 
     """Require that slots of `context` tokens of a model can share a pool of `pool_tokens` cells.
 
     Raises:
-        ModelError: The model has other caches than keys and values, or the pool is smaller than the context.
+        ModelError: The model has no KV caches, or the pool is smaller than the context or larger than a cache may be.
     """
     if pool_tokens < context:
         raise ModelError(f"pool_tokens is {pool_tokens}, less than the context of {context}; use at least {context}")
+    if pool_tokens > MAX_POOL_TOKENS:
+        raise ModelError(f"pool_tokens is {format_value(pool_tokens)}; need at most {MAX_POOL_TOKENS}")
     if not model.hyper.windows:
         raise ModelError(f"{model.architecture} has no KV caches to share; start the server without --pool-tokens")
 

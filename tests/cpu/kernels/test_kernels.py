@@ -17,7 +17,7 @@ from hocket import ops
 from hocket.backends.cpu import target_cpu
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.compilation import compiler
-from hocket.backends.cpu.kernels.matmul import packed_matmul
+from hocket.backends.cpu.kernels.matmul import packed_matmul, tile_loops
 from hocket.backends.cpu.kernels.packed import iq1_codes, weight_packing
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.simd import base3_codes, dot_tiles
@@ -29,7 +29,7 @@ from hocket.graph.errors import BackendError
 from hocket.graph.storage.disk_cache import _warn_unwritable_once, read_cached, write_cached
 from hocket.ops.quantisation import dequantise
 
-from ...given.packed_rows import RECORD, call, pack_rows, quantise_rows, target_of
+from ...given.packed_rows import RECORD, call, call_with_names, pack_rows, quantise_rows, target_of
 from ...given.random_rows import random_rows
 from ...given.waits import wait_until
 
@@ -88,26 +88,32 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch_bytes, np.uint8)
     ticket_bytes = np.zeros(work_queue.QUEUE_BYTES, np.uint8)
     for thread in range(2):
-        words = (
-            weight,
-            raw.shape[1],
-            0,
-            rows,
-            columns,
-            q,
-            q.nbytes // count,
-            slots,
-            1,
-            1,
-            1,
-            y,
-            4 * rows,
-            scratch,
-            64,
-            128,
-            ticket_bytes,
+        status = call_with_names(
+            packed_matmul.make_packed_matmul_kernel(form),
+            tile_loops.ARGS,
+            thread,
+            2,
+            w=weight,
+            stride=raw.shape[1],
+            between=0,
+            rows=rows,
+            columns=columns,
+            x=q,
+            pitch=q.nbytes // count,
+            starts=slots,
+            experts=1,
+            used=1,
+            shared=1,
+            y=y,
+            step=4 * rows,
+            scratch=scratch,
+            l1_ahead=64,
+            l2_ahead=128,
+            tickets=ticket_bytes,
+            first_column=0,
+            hooks=[0],
         )
-        assert call(packed_matmul.make_packed_matmul_kernel(form), *words, thread=thread, threads=2) == 0
+        assert status == 0
     w = dequantise(raw, dtype).astype(np.float64)
     np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
 
