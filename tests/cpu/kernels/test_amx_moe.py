@@ -68,6 +68,7 @@ class Prompt:
         assert not tickets.any(), "the last thread lays out new tickets"
 
 
+@pytest.mark.nightly(cases=12)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
