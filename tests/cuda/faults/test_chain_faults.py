@@ -35,6 +35,7 @@ ROUTER, BIASED, SCALED = "router", "router with a bias", "router of shares as th
 PACKED, GATED, FLOAT = "answers, packed", "answers, packed, and a gated one", "answers, float, and a gated one"
 UNITS, FLOAT_UNITS = "unit of all experts, packed", "unit of all experts, float"
 NORM, NORM_OF_HEADS = "norm before products", "norm of large heads before a product"
+FLOAT_NORM, FLOAT_GATES = "norm before float products", "gates before a float unit"
 MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
@@ -107,6 +108,14 @@ PLANTS = {
         "p = a.product[0];",
         FLOAT,
     ),
+    "computed rows of the first token": ("dense.cu", "n * blocks + mine) * 8", "mine) * 8", FLOAT_GATES),
+    "halves of computed blocks are exchanged": (
+        "dense.cu",
+        "to[0] = brought[0], to[4] = brought[1]",
+        "to[4] = brought[0], to[0] = brought[1]",
+        FLOAT_NORM,
+    ),
+    "warps past the last row go on": ("dense.cu", "        if (!real && parts == 1) return;", "", FLOAT_GATES),
     "a warp's last entry alone": (
         "dense.cu",
         "result[r] = fmaf(share, warp_sum(sum[r][0]), result[r])",
@@ -169,6 +178,7 @@ PLANTS = {
 
 STOPPED_CHAINS = {
     "what is beyond the experts is chosen": PAST_END,
+    "warps past the last row go on": PAST_END,
     "queries are those of keys": "place_heads.*touches memory",  # of values, at address 0
 }
 """Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
@@ -185,7 +195,7 @@ def test_a_mistake_in_a_chain_is_found(name):
 
 REACHED = {
     "routing.cu": {ROUTER: (0,)},
-    "dense.cu": {FLOAT: (1,)},
+    "dense.cu": {FLOAT: (3,), FLOAT_NORM: (0, 1)},
     "rotary.cu": {HEADS: (0,)},
     "packed_few.cu": {NORM: (0,)},
 }

@@ -251,16 +251,18 @@ CHAINS = {
     "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
     "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
     "products, packed": Chain(products(DType.Q4_0), (1, 4), forbids=False),
-    "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
+    "products, float": Chain(products(DType.F32), (1, 4), forbids=False),
     "norm before products": Chain(norm_before_products(DType.Q4_0, columns=128), (2, 6), writes=True),
     "norm before products of long rows": Chain(
         norm_before_products(DType.Q4_K, 1, 12288), (2, 6), tolerance=1e-3, writes=True
     ),
+    "norm before float products": Chain(norm_before_products(DType.BF16, 1, 1024), (2, 6), tolerance=1e-5, writes=True),
     "norm of heads before a product": Chain(heads_before_product(DType.Q8_0), (1, 5), tolerance=1e-4, writes=True),
     "norm of large heads before a product": Chain(
         heads_before_product(DType.Q4_K, 3, 256, 2), (1, 5), tolerance=1e-4, writes=True
     ),
     "gates before a unit": Chain(gates_before_unit(DType.Q4_K), (1, 5), tolerance=1e-4, writes=True),
+    "gates before a float unit": Chain(gates_before_unit(DType.F16), (1, 5), tolerance=1e-4, writes=True),
     "router": Chain(router(ops.softmax), (1, 6), tolerance=1e-6),
     "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
     "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),
@@ -346,7 +348,7 @@ def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBacken
             for v in graph.inputs
         }  # fmt: skip
         outcome.outputs.append(run.run(inputs))
-        outcome.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
+        outcome.states.append(np.concatenate([np.ravel(run.store.state(s.node.name)) for s in graph.states] or [[]]))
     outcome.launches = len(driver.launches)
     return outcome
 
