@@ -260,11 +260,11 @@ Its machine code for sm_90a shows narrower loads, fewer tensor cores, longer loo
 
 PROLOGUES_AND_HEADS = "_fuse_matmuls_and_their_rows", "_fuse_query_key_value_head_patterns"
 EXPECTED_LAUNCHES = {
-    "qwen35": (23, ("_fuse_delta_net_inputs", "_fuse_gated_unit_and_its_rows", *PROLOGUES_AND_HEADS)),
+    "qwen35": (21, ("_fuse_delta_rule_and_inputs", "_fuse_gated_unit_and_its_rows", *PROLOGUES_AND_HEADS)),
     "qwen3next": (
-        31,
+        29,
         (
-            "_fuse_delta_net_inputs",
+            "_fuse_delta_rule_and_inputs",
             "_fuse_gated_rms_norm",
             "_fuse_expert_routing",
             "_fuse_expert_and_shared_gated_units",
