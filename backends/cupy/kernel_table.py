@@ -27,7 +27,7 @@ from .kernels import (
 )
 from .kernels.attention import attention
 from .kernels.products import experts, matmul, products, same_rows
-from .kernels.recurrent import gated_delta_net, recurrences, short_convolution
+from .kernels.recurrent import delta_step, gated_delta_net, recurrences, short_convolution
 
 KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     elementwise,
@@ -48,6 +48,7 @@ KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     token_sampling,
     indexer,
     short_convolution,
+    delta_step,
     gated_delta_net,
     recurrences,
     attention,

@@ -11,6 +11,7 @@ import numpy as np
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as kernels
+from hocket.backends.cupy.kernels.recurrent.delta_tokens import launch_delta_rule_by_token
 from hocket.backends.cupy.kernels.recurrent.states import bind_states_and_prepare_memory
 from hocket.backends.fusion.operands import BoundInstruction, Operand
 
@@ -90,7 +91,7 @@ def bind_steps(bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand) -> li
 
     def bind(to: LaunchBuilder) -> None:
         carried = bind_states_and_prepare_memory(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
-        kernels.launch_delta_rule_by_token(to, p.rule, carried.begin_fields, carried, carried.stored_snapshots)
+        launch_delta_rule_by_token(to, p.rule, carried.begin_fields, carried, carried.stored_snapshots)
 
     return bench.bind_launches(p.memory, bind)
 

@@ -66,7 +66,7 @@ def test_what_something_else_reads_is_written(name, monkeypatch):
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 2560), (2, 512), (4, 256)])
 def test_a_norm_in_a_product_has_the_bits_of_its_own_kernel(dtype, tokens, columns, monkeypatch):
     graph = norm_before_products(dtype, tokens, columns)(True)
@@ -185,7 +185,7 @@ def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devic
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize(("model", "launches"), [("4b", 205), ("80b", 79)])
+@pytest.mark.parametrize(("model", "launches"), [("4b", 181), ("80b", 65)])
 def test_a_token_of_a_model_takes_so_many_launches_on_an_h200(model, launches, tmp_path):
     """Qwen3.5-4B in Q4_K, and eight layers of Qwen3-Next-80B in Q4_0, with 8,192 cells."""
     path = tmp_path / "model.gguf"

@@ -144,8 +144,8 @@ ACCESS_ALLOWANCES = (
         "a lane loads the four weights of a channel in four loads; all of them are in L1",
     ),
     AccessCostAllowance(
-        "short_convolution.cu",
-        "w[i] = *(const float4 *)(a.w + 4 * (channel + i));",
+        "delta_inputs.cuh",
+        "taps[i] = *(const float4 *)(w + 4 * (channel + i));",
         2.0,
         "a lane loads the weights of four channels in four loads; all of them are in L1",
     ),

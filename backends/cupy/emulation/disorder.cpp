@@ -216,7 +216,7 @@ struct Run {
     void note(const Access &mine, const Access &other) {
         pairs.insert({{mine.code, mine.is_store, other.code, other.is_store}, {mine, other}});
     }
-    void judge(const Unit &u, const Access &mine, const Access &other, const Clock &known) {
+    void compare(const Unit &u, const Access &mine, const Access &other, const Clock &known) {
         if (mine.is_word && other.is_word) return;
         if (mine.is_product ? u.is_shown && is_before(u.shown, mine.stamp, known) : is_before(other.stamp, mine.stamp, known)) return;
         note(mine, other);
@@ -229,9 +229,9 @@ struct Run {
             if (device != NONE)  // the host stored it before the run
                 u.is_stored = true, u.store = {{device * STREAMS, 0, 0, 0, 0, 0}, BY_HOST, 0, true, false, false};
         }
-        if (u.is_stored) judge(u, mine, u.store, known);
+        if (u.is_stored) compare(u, mine, u.store, known);
         if (mine.is_store) {
-            for (const Access &load : u.loads) judge(u, mine, load, known);
+            for (const Access &load : u.loads) compare(u, mine, load, known);
             u.store = mine, u.is_stored = true, u.is_shown = false;
             u.loads.clear();
         } else if (u.loads.empty() || memcmp(&u.loads.back(), &mine, sizeof mine)) {

@@ -34,8 +34,10 @@ HEAD_SIZES = (32, 64, 128, 256)
 MAX_PROLOGUE_ELEMENTS = 65536
 """Maximum elements that each block computes: rows of x times their columns."""
 MAX_PROLOGUE_INSTRUCTIONS = 8
-PLAIN_PROLOGUE = "plain_prologue.cuh"
-"""The header of kernels that read x as it is."""
+PLAIN_PROLOGUE, LANES_HEADER = "plain_prologue.cuh", "lanes.cuh"
+"""The header of kernels that read x as it is, and the header of generated prologues."""
+BLOCK_SUM_FLOATS = 32
+"""Floats of shared memory that a sum over a block takes."""
 PLAIN_PROLOGUE_WORDS: Sequence[LaunchWord] = (0,)
 
 

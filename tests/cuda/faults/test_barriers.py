@@ -61,7 +61,7 @@ REACHED = {
     "attention_warpgroups.cu": {ATTENTION.format(300, 64): (1,), ATTENTION.format(100, 56): (0,)},
     "attention_roles.cu": {ATTENTION.format(300, 64): (0,), ATTENTION.format(100, 56): (1,)},
     "attention_around.cu": {MASKED: (0,), "attention(q=f32[1,1,8], k=f32[512,1,8], v=f32[512,1,8], scale=0.1)": (1,)},
-    "dense.cu": {"mul_mat(w=f32[4,512], x=f32[1,512])": (0,)},
+    "dense.cu": {"mul_mat(w=f32[4,512], x=f32[1,512])": (2,)},
     "attention_tiles.cu": {SPLIT.format(1, 8): (0, 1, 2, 4), SPLIT.format(65, 8): (3, 5)},  # a tile of keys, two
     "attention_wide.cu": {SPLIT.format(1, 264): (0, 1, 2, 3, 4), SPLIT.format(17, 264): (5,)},  # the same
     "routes.cu": {

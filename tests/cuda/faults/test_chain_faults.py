@@ -35,6 +35,8 @@ ROUTER, BIASED, SCALED = "router", "router with a bias", "router of shares as th
 PACKED, GATED, FLOAT = "answers, packed", "answers, packed, and a gated one", "answers, float, and a gated one"
 UNITS, FLOAT_UNITS = "unit of all experts, packed", "unit of all experts, float"
 NORM, NORM_OF_HEADS = "norm before products", "norm of large heads before a product"
+FLOAT_NORM, FLOAT_GATES = "norm before float products", "gates before a float unit"
+DELTA, DELTA_MANY = "delta rule and logits", "delta rule of several sequences"
 MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
@@ -107,6 +109,42 @@ PLANTS = {
         "p = a.product[0];",
         FLOAT,
     ),
+    "queries and keys of the first key head": (
+        "computed_inputs.cuh",
+        "(part * a.from.key_heads + key_head) * D",
+        "part * a.from.key_heads * D",
+        DELTA,
+    ),
+    "values of the first rows": ("computed_inputs.cuh", "* D + row0 + 4", "* D + 4", DELTA),
+    "the first block keeps rows": (
+        "computed_inputs.cuh",
+        "if (number + 1 < gridDim.x",
+        "if (number && number + 1 < gridDim.x",
+        DELTA,
+    ),
+    "rows are kept once": ("computed_inputs.cuh", "if (threadIdx.x == 0) *taken = 0;", "", DELTA),
+    "rows of the first key head are kept": ("computed_inputs.cuh", "a, 0, key_head, 0)", "a, 0, 0, 0)", DELTA),
+    "blocks take numbers of all key heads": (
+        "computed_inputs.cuh",
+        "n * a.from.key_heads + key_head;",
+        "n * a.from.key_heads;",
+        DELTA,
+    ),
+    "gates of the first token": ("computed_inputs.cuh", "(int)threadIdx.x == t)", "t == 0)", DELTA_MANY),
+    "values are shared": (
+        "computed_inputs.cuh",
+        "channel, is_shared, is_value,",
+        "channel, is_shared, is_there,",
+        DELTA,
+    ),
+    "computed rows of the first token": ("dense.cu", "n * blocks + mine) * 8", "mine) * 8", FLOAT_GATES),
+    "halves of computed blocks are exchanged": (
+        "dense.cu",
+        "to[0] = brought[0], to[4] = brought[1]",
+        "to[4] = brought[0], to[0] = brought[1]",
+        FLOAT_NORM,
+    ),
+    "warps past the last row go on": ("dense.cu", "        if (!real && parts == 1) return;", "", FLOAT_GATES),
     "a warp's last entry alone": (
         "dense.cu",
         "result[r] = fmaf(share, warp_sum(sum[r][0]), result[r])",
@@ -169,6 +207,7 @@ PLANTS = {
 
 STOPPED_CHAINS = {
     "what is beyond the experts is chosen": PAST_END,
+    "warps past the last row go on": PAST_END,
     "queries are those of keys": "place_heads.*touches memory",  # of values, at address 0
 }
 """Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
@@ -185,9 +224,10 @@ def test_a_mistake_in_a_chain_is_found(name):
 
 REACHED = {
     "routing.cu": {ROUTER: (0,)},
-    "dense.cu": {FLOAT: (1,)},
+    "dense.cu": {FLOAT: (3,), FLOAT_NORM: (0, 1)},
     "rotary.cu": {HEADS: (0,)},
     "packed_few.cu": {NORM: (0,)},
+    "computed_inputs.cuh": {DELTA: (0,)},
 }
 """For each file: its barriers, by number, that a chain reaches; ``test_barriers.py`` knows whether those are all."""
 BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numbers in chains.items() for n in numbers]

@@ -22,14 +22,14 @@ RNG = np.random.default_rng(5)
 
 def faults_of(edit=list):
     """Return the unordered accesses to results of other launches, in two runs of packed and plain products."""
-    packed, plain = weight("packed", (640, 256), DType.Q4_0), weight("plain", (100, 640), DType.BF16)
+    packed, plain = weight("packed", (650, 256), DType.Q4_0), weight("plain", (100, 650), DType.BF16)
     hidden = ops.rms_norm(ops.mul_mat(packed, ops.gelu_erf(input("x", (1, 256)))), eps=1e-6)
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(plain, hidden), eps=1e-6)})
     driver = EditedDriver(edit)
     backend = AccessLogBackend(driver)
     weights = {
-        "packed": random_rows(DType.Q4_0, 640, 256, RNG),
-        "plain": RNG.standard_normal((100, 640)).astype(np.float32),
+        "packed": random_rows(DType.Q4_0, 650, 256, RNG),
+        "plain": RNG.standard_normal((100, 650)).astype(np.float32),
     }
     run = load(plan_for_group(graph, [(backend, backend.device(0))]), weights)
     run.run({"x": RNG.standard_normal((1, 256)).astype(np.float32)})

@@ -24,7 +24,6 @@ from . import (
     test_warpgroup_faults,
 )
 
-TEXTS_OF_DELTA_LAYERS = (test_delta_layer.FAULTS | test_delta_layer.PRODUCT_FAULTS).values()
 TABLES = {
     "attention": test_attention.FAULTS.values(),
     "chains": test_chain_faults.PLANTS.values(),
@@ -33,7 +32,7 @@ TABLES = {
         *((test_cluster_faults.FILE, *plant) for plant in test_cluster_faults.MISPLACED.values()),
     ),
     "collectives": (("collective.cu", *plant) for plant in test_collectives.PLANTS.values()),
-    "delta layers": (("short_convolution.cu", *plant) for plant in TEXTS_OF_DELTA_LAYERS),
+    "delta layers": (test_delta_layer.FAULTS | test_delta_layer.PRODUCT_FAULTS).values(),
     "delta nets": (
         *(fault[1:] for fault in test_delta_faults.FAULTS.values()),
         *test_delta_faults.LONG_FAULTS.values(),

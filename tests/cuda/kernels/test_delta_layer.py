@@ -15,6 +15,7 @@ from hocket.backends.cupy.emulation.access_counters import run_with_counters
 from hocket.backends.cupy.kernels.recurrent.delta_gates import GateProducts
 from hocket.backends.cupy.kernels.recurrent.short_convolution import (
     DeltaNetInputs,
+    DeltaNetSources,
     DeltaNetWeights,
     launch_delta_net_inputs,
     launch_gated_rms_norm,
@@ -99,14 +100,8 @@ def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.nd
     if "rows" in p.build_inputs:
         products = GateProducts((0, 1), *(operand(p[name]) for name in ("rows", "w_alpha", "w_beta")))
         source = (operand(p[n] if n in p.build_inputs else np.full_like(p[n], NOTHING)) for n in SOURCES)
-    launch_delta_net_inputs(
-        launches,
-        *source,
-        layer,
-        DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}),
-        EPS,
-        products=products,
-    )
+    sources = DeltaNetSources(*source, layer, EPS, products=products)
+    launch_delta_net_inputs(launches, sources, DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}))
     return launches.items, outputs
 
 
@@ -162,37 +157,42 @@ def test_the_gated_norm_is_norm_weight_and_gate(size: int):
     assert compute_worst_errors(out, expected_arrays)[0] < LIMIT
 
 
+LAUNCH, COMPUTATION = "short_convolution.cu", "delta_inputs.cuh"
 FAULTS = {
-    "runs without the rows before": ("row(first - 3), x1", "row(first - 2), x1"),
-    "old rows of another sequence": ("a.old + (n * 3 + t + 3)", "a.old + (t + 3)"),
-    "kept rows one early": (": tokens + i;", ": tokens + i - 1;"),
-    "values are normed, too": ("if (!is_v) y *=", "y *="),
-    "tokens behind the last": ("min(first + RUN, tokens)", "first + RUN"),
-    "heads behind the last": ("const bool is_there = head < heads;", "const bool is_there = head <= heads;"),
-    "padding writes": ("valid / (1.0f + expf(", "1.0f / (1.0f + expf("),
-    "gates of the first group alone": ("group = h / a.of_group", "group = 0"),
-    "a norm of half a head": ("m = LANES / 2; m; m /= 2", "m = LANES / 4; m; m /= 2"),
+    "runs without the rows before": (COMPUTATION, "first - 3, channel), x1", "first - 2, channel), x1"),
+    "old rows of another sequence": (COMPUTATION, "old + (n * 3 + t + 3)", "old + (t + 3)"),
+    "kept rows one early": (COMPUTATION, ": (int)tokens + i;", ": (int)tokens + i - 1;"),
+    "values are normed, too": (COMPUTATION, "if (is_normed) y *=", "y *="),
+    "tokens behind the last": (LAUNCH, "min(first + RUN, tokens)", "first + RUN"),
+    "heads behind the last": (
+        LAUNCH,
+        "is_there = head < 2 * from.key_heads + from.value_heads",
+        "is_there = head <= 2 * from.key_heads + from.value_heads",
+    ),
+    "padding writes": (COMPUTATION, "is_valid / (1.0f + expf(", "1.0f / (1.0f + expf("),
+    "gates of the first group alone": (COMPUTATION, "group = h / of_group", "group = 0"),
+    "a norm of half a head": (COMPUTATION, "m = LANES / 2; m; m /= 2", "m = LANES / 4; m; m /= 2"),
 }
 PRODUCT_FAULTS = {
-    "rows of the first token": ("p.x + (n * tokens + t) * p.x_step", "p.x + n * tokens * p.x_step"),
-    "weights of the first head": ("*w_alpha = p.alpha + gate_head * p.columns", "*w_alpha = p.alpha"),
-    "rates of decays": ("*w_beta = p.beta + gate_head", "*w_beta = p.alpha + gate_head"),
-    "columns of the first threads": ("c += 4 * THREADS", "c += 8 * THREADS"),
-    "logits of one warp": ("alpha = block_sum(alpha, room),", "alpha = warp_sum(alpha),"),
-    "gates of the next head": ("(p.columns ? a.value_heads : 1);", "(p.columns ? a.value_heads - 1 : 1);"),
-    "heads are gates": ("gate_head >= 0;", "gate_head >= -1;"),
+    "rows of the first token": (COMPUTATION, "p.x + (n * tokens + t) * p.x_step", "p.x + n * tokens * p.x_step"),
+    "weights of the first head": (COMPUTATION, "*w_alpha = p.alpha + h * p.columns", "*w_alpha = p.alpha"),
+    "rates of decays": (COMPUTATION, "*w_beta = p.beta + h", "*w_beta = p.alpha + h"),
+    "columns of the first threads": (COMPUTATION, "c += 4 * blockDim.x", "c += 8 * blockDim.x"),
+    "logits of one warp": (COMPUTATION, "sum.x = block_sum(sum.x, room),", "sum.x = warp_sum(sum.x),"),
+    "gates of the next head": (LAUNCH, "(computes ? from.value_heads : 1);", "(computes ? from.value_heads - 1 : 1);"),
+    "heads are gates": (LAUNCH, "gate_head >= 0;", "gate_head >= -1;"),
 }
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", [*FAULTS, *PRODUCT_FAULTS])
 def test_a_fault_planted_in_the_inputs_is_found(name: str):
-    good, bad = (FAULTS | PRODUCT_FAULTS)[name]
+    file, good, bad = (FAULTS | PRODUCT_FAULTS)[name]
 
     def is_detected(order: int) -> bool:
         p = parts(64, 2, 4, 2, 35) if name in FAULTS else parts_with_products(4)
         try:
-            return difference(p, order, lambda launch: with_fault(launch, "short_convolution.cu", good, bad)) > LIMIT
+            return difference(p, order, lambda launch: with_fault(launch, file, good, bad)) > LIMIT
         except LaunchError:
             return True
 

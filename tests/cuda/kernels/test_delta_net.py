@@ -13,6 +13,7 @@ from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCand
 from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.cupy.kernels.recurrent.delta_segments import Segments, choose_segments
+from hocket.backends.cupy.kernels.recurrent.delta_tokens import STEP_SOURCES
 
 from ...given.devices.attention import CANDIDATE_LIMITS
 from ...given.devices.delta_launches import (
@@ -403,7 +404,7 @@ def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, 
 def test_a_step_of_128_keys_has_no_spills_and_80_registers_or_fewer():
     """That nothing else spills, test_nvrtc.py says."""
     needs(nvrtc.load_nvrtc)
-    for name, used in nvrtc.compile(binding.STEP_SOURCES[128], "sm_90a").resources.items():
+    for name, used in nvrtc.compile(STEP_SOURCES[128], "sm_90a").resources.items():
         assert used.spilled_bytes == 0, name
         assert used.registers <= 80, name
 

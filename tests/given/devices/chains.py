@@ -242,6 +242,41 @@ def row(forbidden: bool) -> Graph:
     return Graph({"y": ops.neg(new)}, {cache: new})
 
 
+def delta_layer(
+    size: int, heads: str, computes_logits: bool, batch: int = 1, tokens: int = 1
+) -> Callable[[bool], Graph]:
+    """A gated delta net with two key heads and four value heads, perhaps with the products of the logits."""
+
+    def graph(forbidden: bool) -> Graph:
+        x, old = input("x", (batch, tokens, 8 * size)), state("rows", (batch, 3, 8 * size))
+        both_rows = ops.concat(old, x, axis=1)
+        ids = choose_experts(3, input("scores", (batch, tokens + 3)))
+        next_rows = ops.get_rows(both_rows, ids, name="next_rows")
+        y = ops.silu(ops.ssm_conv(both_rows, weight("taps", (8 * size, 4))))
+        q, k, v = (
+            ops.reshape(
+                ops.slice_(y, axis=-1, start=start * size, stop=stop * size),
+                shape=(batch, tokens, stop - start, size),
+            )
+            for start, stop in ((0, 2), (2, 4), (4, 8))
+        )
+        if computes_logits:
+            h = ops.scale(input("h", (batch * tokens, 256)), scale=0.1)
+            alpha, beta = (ops.mul_mat(weight(n, (4, 256)), h) for n in ("alpha", "beta"))
+        else:
+            alpha, beta = (ops.neg(input(n, (batch * tokens, 4))) for n in ("alpha", "beta"))
+        valid = ops.sigmoid(input("valid", (batch, tokens, 1)))
+        steps = ops.mul(ops.softplus(ops.add(alpha, weight("dt", (4,)))), ops.neg(ops.exp(weight("a", (4,)))))
+        decay = ops.reshape(ops.mul(ops.reshape(steps, shape=(batch, tokens, 4)), valid), shape=(batch, tokens, 4, 1))
+        rates = ops.mul(ops.reshape(ops.sigmoid(beta), shape=(batch, tokens, 4)), valid)
+        states = state("states", (batch, 4, size, size))
+        q, k = (ops.l2_norm(part, eps=1e-6) for part in (q, k))
+        result, new = ops.gated_delta_net(q, k, v, decay, rates, states, heads=heads)
+        return both(result, y, forbidden, {old: next_rows, states: new})
+
+    return graph
+
+
 CHAINS = {
     "norm and factor": Chain(norm, (1, 2)),
     "sum, norm and factor": Chain(sum_and_norm(), (3, 5)),
@@ -251,16 +286,20 @@ CHAINS = {
     "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
     "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
     "products, packed": Chain(products(DType.Q4_0), (1, 4), forbids=False),
-    "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
+    "products, float": Chain(products(DType.F32), (1, 4), forbids=False),
     "norm before products": Chain(norm_before_products(DType.Q4_0, columns=128), (2, 6), writes=True),
     "norm before products of long rows": Chain(
         norm_before_products(DType.Q4_K, 1, 12288), (2, 6), tolerance=1e-3, writes=True
     ),
+    "norm before float products": Chain(norm_before_products(DType.BF16, 1, 1024), (2, 6), tolerance=1e-5, writes=True),
     "norm of heads before a product": Chain(heads_before_product(DType.Q8_0), (1, 5), tolerance=1e-4, writes=True),
     "norm of large heads before a product": Chain(
         heads_before_product(DType.Q4_K, 3, 256, 2), (1, 5), tolerance=1e-4, writes=True
     ),
     "gates before a unit": Chain(gates_before_unit(DType.Q4_K), (1, 5), tolerance=1e-4, writes=True),
+    "gates before a float unit": Chain(gates_before_unit(DType.F16), (1, 5), tolerance=1e-4, writes=True),
+    "delta rule and logits": Chain(delta_layer(64, "tiled", True), (6, 23), tolerance=1e-5),
+    "delta rule of several sequences": Chain(delta_layer(64, "interleaved", False, 2, 2), (7, 22), tolerance=1e-5),
     "router": Chain(router(ops.softmax), (1, 6), tolerance=1e-6),
     "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
     "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),
@@ -299,6 +338,7 @@ MEMORY_REQUESTS = {
     "dense.cu: few<bf16_bits, 1>": (all_experts(DType.BF16, 64, 512), 3716),
     "packed_few.cu: summed<Q4_K>": (answers(DType.Q4_K, "gated", 512, 4, rows=64), 1710),
     "dense.cu: summed<bf16_bits>": (answers(DType.BF16, "gated", 512, 4, rows=64), 4162),
+    "gated_delta_net.cu: delta_net<64, false, true, 8, 1, true>": (delta_layer(64, "tiled", True), 2496),
     "rotary.cu: place_heads<float>": (attending(1, True, "f32", 64, "neox"), 125),
     "rotary.cu: place_heads<half_bits>": (attending(1, True, "f16", 64, "neox"), 125),
 }
@@ -346,7 +386,7 @@ def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBacken
             for v in graph.inputs
         }  # fmt: skip
         outcome.outputs.append(run.run(inputs))
-        outcome.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
+        outcome.states.append(np.concatenate([np.ravel(run.store.state(s.node.name)) for s in graph.states] or [[]]))
     outcome.launches = len(driver.launches)
     return outcome
 

@@ -258,22 +258,29 @@ MACHINE_CODE_FAULTS = {
 Its machine code for sm_90a shows narrower loads, fewer tensor cores, longer loops, more registers, or spills.
 """
 
-OF_QWEN = (
-    *("_fuse_gated_unit", "_fuse_matmuls_of_same_rows", "_fuse_sum_and_scaled_rms_norm", "_fuse_scaled_rms_norm"),
-    *("_fuse_delta_net_inputs", "_fuse_gated_rms_norm", "_fuse_state_save_and_delta_rule", "_fuse_times_sigmoid"),
-)
+PROLOGUES_AND_HEADS = "_fuse_matmuls_and_their_rows", "_fuse_query_key_value_head_patterns"
 EXPECTED_LAUNCHES = {
-    "qwen35": (34, OF_QWEN),
+    "qwen35": (21, ("_fuse_delta_rule_and_inputs", "_fuse_gated_unit_and_its_rows", *PROLOGUES_AND_HEADS)),
     "qwen3next": (
-        40,
+        29,
         (
+            "_fuse_delta_rule_and_inputs",
+            "_fuse_gated_rms_norm",
             "_fuse_expert_routing",
             "_fuse_expert_and_shared_gated_units",
             "_fuse_weighted_expert_and_shared_sum",
-            "_fuse_query_key_value_head_patterns",
+            *PROLOGUES_AND_HEADS,
         ),
     ),
-    "qwen3moe": (27, ("_fuse_expert_routing", "_fuse_expert_gated_units", "_fuse_down_projections_and_weighted_sum")),
-    "llama": (23, ("_fuse_gated_unit", "_fuse_query_key_value_head_patterns", "_fuse_scaled_rms_norm")),
+    "qwen3moe": (
+        21,
+        (
+            "_fuse_expert_routing",
+            "_fuse_expert_gated_units",
+            "_fuse_down_projections_and_weighted_sum",
+            *PROLOGUES_AND_HEADS,
+        ),
+    ),
+    "llama": (17, ("_fuse_gated_unit_and_its_rows", *PROLOGUES_AND_HEADS)),
 }
 """By model: the launches of a decoded token, and the chains that each save some of them."""

@@ -33,10 +33,13 @@ template <class T> struct Few {
     Choice choice;
     i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
     Summed summed;  // its other expert is that of product 1
+    Prologue::Words prologue;
 };
 // A warp has two rows, of a gated unit one of each product, and all their columns: it asks for 1 KiB of 16-bit weights at a time, 4 times unrolled, and multiplies
 // 1024 of them in some 70 instructions at one token.
 constexpr int OWN = 2;
+// Where x is computed, blocks are few and large, since each of them computes all of it; sums of a row take so many threads.
+constexpr int WARPS = Prologue::COMPUTES ? 16 : 8;
 // Adds the products of the piece of OWN rows of w that begins at column c with N rows of x.
 template <class T, int N>
 __device__ __forceinline__ void add_piece(float (&sum)[OWN][N], const T *const (&w)[OWN], const float *const (&x)[N], i64 c) {
@@ -54,8 +57,28 @@ __device__ __forceinline__ void add_piece(float (&sum)[OWN][N], const T *const (
                 sum[r][n] = fmaf(v[r][i + 3], u.w, fmaf(v[r][i + 2], u.z, fmaf(v[r][i + 1], u.y, fmaf(v[r][i], u.x, sum[r][n]))));
         }
 }
-template <class T, int N> __global__ void __launch_bounds__(256, N > 1 ? 2 : 4) few(const __grid_constant__ Few<T> a) {
-    constexpr int SIZE = Piece<T>::SIZE, WARPS = 8;
+// Computes the rows of x for all warps of a block: they lie densely at `rows`.  One block writes what others read.
+template <class T, int N> __device__ __forceinline__ void compute_rows(const Few<T> &a, float4 *rows) {
+    const int columns = (int)a.columns, blocks = columns / 32, tokens = (int)a.tokens, lane = threadIdx.x % 32, eights = (blocks + 7) / 8;
+    float *numbers = (float *)rows + N * columns;
+    if (Prologue::NUMBERS > 0) {
+        for (int n = 0; n < tokens; n++)
+            Prologue::reduce(a.prologue, n, columns, numbers + n * Prologue::NUMBERS, numbers + N * Prologue::NUMBERS);
+        __syncthreads();
+    }
+    for (int eight = threadIdx.x / 32; eight < tokens * eights; eight += WARPS) {
+        const int n = eight / eights, block = eight % eights * 8, mine = block + lane / 4;
+        float4 brought[2];
+        Prologue::bring(a.prologue, numbers + n * Prologue::NUMBERS, brought, n, columns, block, blocks, blockIdx.x == 0);
+        float4 *to = rows + (n * blocks + mine) * 8 + lane % 4;
+        if (mine < blocks) to[0] = brought[0], to[4] = brought[1];
+    }
+    __syncthreads();
+}
+template <class T, int N>
+__global__ void __launch_bounds__(32 * WARPS, Prologue::COMPUTES ? 1 : N > 1 ? 2 : 4) few(const __grid_constant__ Few<T> a) {
+    constexpr int SIZE = Piece<T>::SIZE;
+    DYNAMIC_SHARED(rows, float4);
     SHARED(room, float[WARPS][N][OWN]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = (int)a.parts, own = warp % parts * 32 + lane;
     const bool is_other = N == 1 && blockIdx.y >= a.chosen;  // an entry of experts is a row
@@ -72,7 +95,7 @@ template <class T, int N> __global__ void __launch_bounds__(256, N > 1 ? 2 : 4) 
     const auto &made = a.product[which];
     const i64 first = ((blockIdx.x - made.first) * (WARPS / parts) + warp / parts) * (a.unit ? 1 : OWN);
     const bool real = first < made.rows;
-    if (!real && parts == 1) return;  // a whole warp; others come to the barrier
+    if (!Prologue::COMPUTES && !real && parts == 1) return;  // a whole warp; others come to the barrier
     const T *w[OWN];
     const float *x[N];
 #pragma unroll
@@ -86,6 +109,11 @@ template <class T, int N> __global__ void __launch_bounds__(256, N > 1 ? 2 : 4) 
 #pragma unroll
     for (int n = 0; n < N; n++)
         x[n] = a.x + ((is_other ? entry : row_of(entry, a.used, a.shared)) * a.tokens + min((i64)n, a.tokens - 1)) * a.x_step;
+    if (Prologue::COMPUTES) {
+        compute_rows<T, N>(a, rows);
+        if (!real && parts == 1) return;
+        for (int n = 0; n < N; n++) x[n] = (const float *)rows + min(n, (int)a.tokens - 1) * (int)a.columns;
+    }
     const bool aligned = (((u64)w[0] | (u64)w[1] | (u64)x[0] | (u64)(a.x_step * 4)) & 15) == 0;
     const i64 end = matrix < 0 ? 0 : a.columns, pieces = aligned ? end / SIZE * SIZE : 0;
     float sum[OWN][N] = {};

@@ -6,9 +6,22 @@ from itertools import accumulate
 
 from .....graph.dtypes import DType
 from ....fusion.operands import Operand, require_supported
-from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
+from ...binding.launch_builder import (
+    MAX_DECLARED_SHARED_BYTES,
+    LaunchBuilder,
+    LaunchWord,
+    compute_row_stride,
+    count_blocks,
+)
+from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
-from ...generated.row_prologue import RowPrologue
+from ...generated.row_prologue import (
+    BLOCK_SUM_FLOATS,
+    LANES_HEADER,
+    PLAIN_PROLOGUE,
+    PLAIN_PROLOGUE_WORDS,
+    RowPrologue,
+)
 from ..elementwise import CUDA_TYPE_NAMES
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
@@ -18,12 +31,14 @@ COLUMN_SPLITS, MIN_SPLIT_COLUMNS = (8, 4, 2), 256
 """Numbers of column parts for weights with few rows, and the minimum columns of a part. Warps share the parts."""
 SUM_ROWS_PER_BLOCK, MAX_SUM_WARPS = 2, 12
 """Weight rows of a block that adds entries, and its maximum warps. The warps share the entries."""
+PROLOGUE_WARP_FACTOR, MAX_PROLOGUE_BLOCKS = 2, 132
+"""Blocks that compute x have this factor more warps; and the maximum number of these blocks."""
 TOKEN_COUNTS = (1, 2, 4)
 SOURCES = tuple(
     KernelSource(
         "dense.cu",
         (*(f"few<{CUDA_TYPE_NAMES[dtype]}, {n}>" for n in TOKEN_COUNTS), f"summed<{CUDA_TYPE_NAMES[dtype]}>"),
-        ("routes.cuh",),
+        ("routes.cuh", PLAIN_PROLOGUE),
     )
     for dtype in (DType.F32, DType.F16, DType.BF16)
 )
@@ -60,9 +75,8 @@ def launch_gemv(
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
-        prologue: None; these kernels read x.
+        prologue: The computation of x, which is not read then.
     """
-    require_supported(prologue is None, "kernels of float weights compute no rows of x")
     count = next(n for n in TOKEN_COUNTS if n >= tokens)
     w = products[0][0]
 
@@ -74,8 +88,8 @@ def launch_gemv(
         busy = (taken[0] if unit else sum(taken)) * (entries + other_entries)
         return w.shape[-1] >= MIN_SPLIT_COLUMNS * parts and busy < launches.multiprocessor_count
 
-    parts = next(filter(can_split, COLUMN_SPLITS), 1)
-    taken = count_row_blocks(parts)
+    parts, more = next(filter(can_split, COLUMN_SPLITS), 1), 1 if prologue is None else PROLOGUE_WARP_FACTOR
+    taken = [count_blocks(n, more) for n in count_row_blocks(parts)]
     first = [0 if unit else n for n in accumulate(taken, initial=0)]
     fields = [
         [w, out, n, *_make_weight_size_and_stride_words(w), compute_row_stride(out)]
@@ -86,16 +100,25 @@ def launch_gemv(
         len(products),
         unit,
         parts,
-        x,
+        x if prologue is None else 0,
         w.shape[-1],
         tokens,
         compute_row_stride(x),
         *route,
         entries,
     ]
-    words += NO_SUM_FIELDS
-    kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{CUDA_TYPE_NAMES[w.dtype]}, {count}>"]
-    launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + other_entries), 256, words)
+    words += [*NO_SUM_FIELDS, *(PLAIN_PROLOGUE_WORDS if prologue is None else prologue.words)]
+    source, shared = GEMV_SOURCE_BY_DTYPE[w.dtype], 0
+    if prologue is not None:
+        # The number of parts depends on the device, and this decision does not: memory is planned with it.
+        blocks = sum(count_blocks(n, PROLOGUE_WARP_FACTOR) for n in count_row_blocks(1)[: 1 if unit else None])
+        require_supported(blocks <= MAX_PROLOGUE_BLOCKS, "many blocks would compute the rows of x")
+        source = KernelSource("dense.cu", source.names, ("routes.cuh", LANES_HEADER), generated=prologue.text)
+        shared = 4 * (count * (w.shape[-1] + prologue.numbers_per_row) + BLOCK_SUM_FLOATS)
+        require_supported(shared + MAX_DECLARED_SHARED_BYTES <= DEFAULT_SHARED_BYTES, "x is long for shared memory")
+    kernel = source[f"few<{CUDA_TYPE_NAMES[w.dtype]}, {count}>"]
+    grid = taken[0] if unit else sum(taken), entries + other_entries
+    launches.add_launch(kernel, grid, 256 * more, words, shared)
 
 
 def launch_gemv_with_expert_sum(
@@ -128,6 +151,7 @@ def launch_gemv_with_expert_sum(
         *summed.choice,
         0,
         *summed.words,
+        *PLAIN_PROLOGUE_WORDS,
     ]
     grid = count_blocks(w.shape[-2], SUM_ROWS_PER_BLOCK), out.shape[0]
     launches.add_launch(

@@ -15,7 +15,13 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_str
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
-from ...generated.row_prologue import PLAIN_PROLOGUE, PLAIN_PROLOGUE_WORDS, RowPrologue
+from ...generated.row_prologue import (
+    BLOCK_SUM_FLOATS,
+    LANES_HEADER,
+    PLAIN_PROLOGUE,
+    PLAIN_PROLOGUE_WORDS,
+    RowPrologue,
+)
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
 CODE_BOOK_ENTRIES = {
@@ -29,8 +35,8 @@ STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
 """Maximum warps of a GEMV block, and the bytes of an item of x in its shared memory."""
-LANES_HEADER, HEAD_BLOCKS, WARP_SUMS = "lanes.cuh", 8, 32
-"""The header of generated prologues; column blocks that a warp brings at once; and the floats of a sum over a block."""
+HEAD_BLOCKS = 8
+"""Column blocks that a warp brings at once."""
 MAX_BLOCK_RESULTS = 2048
 """Maximum number of results of a GEMV block."""
 SMALL_TILE, TALL_TILE, LARGE_TILE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
@@ -228,7 +234,7 @@ def launch_gemv(
             "a stretch of columns has parts of heads",
         )
         kernel, warps = make_gemv_source(w.dtype, prologue)[kernel.name], MAX_GEMV_WARPS
-        shared += 4 * (count * prologue.numbers_per_row + WARP_SUMS)
+        shared += 4 * (count * prologue.numbers_per_row + BLOCK_SUM_FLOATS)
         book = count_code_book_bytes(w.dtype)
         require_supported(not book or shared + book <= DEFAULT_SHARED_BYTES, "a code book leaves no shared memory")
     words = [

@@ -15,6 +15,7 @@ struct DeltaNet {
     i64 tile;                     // tokens brought to shared memory together
     double scale;
     float *saved;  // the old states, if they are asked for; sequence n begins with state n then
+    Inputs::Words inputs;
 };
 
 constexpr int THREADS = 128;
@@ -88,12 +89,13 @@ __device__ __forceinline__ void finish(float *stage, int count, float g, float b
 
 // Of a multiprocessor.
 constexpr int blocks_of(int keys, bool channels, int rows) {
-    return keys > 128 ? 4 : !channels ? 6 : rows > 1 && SPILLS_SOONER ? 5 : 7;
+    return keys > 128 || Inputs::COMPUTES ? 4 : !channels ? 6 : rows > 1 && SPILLS_SOONER ? 5 : 7;
 }
-template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
+template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS, bool COMPUTES = false>
 __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_net(const __grid_constant__ DeltaNet a) {
     constexpr int QUADS = D / LANES / 4, WARP_ROWS = 32 / LANES * ROWS, BLOCK_ROWS = THREADS / 32 * WARP_ROWS;
     using T = Token<D, CHANNELS, BLOCK_ROWS>;
+    static_assert(COMPUTES == Inputs::COMPUTES, "the name of the kernel says what it computes");
     static_assert(QUADS * LANES * 4 == D && ROWS <= LANES, "a lane holds whole quads and stores at most one output");
     DYNAMIC_SHARED(shared, float);
     const int lane = threadIdx.x % 32, sub = lane % LANES, row0 = blockIdx.x * BLOCK_ROWS;
@@ -107,6 +109,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_n
         for (int r = 0; r < ROWS; r++)
             for (int line = sub * LINE / 4; line < D; line += LANES * LINE / 4) prefetch(from + r * D + line);
     }
+    Inputs::ask<D>(a.inputs, n, h, key_head, row0);
     wait_for_earlier();
 
     if (!has_states(a.from, a.kept, n, n * a.snapshots, a.stored, a.fault)) return;
@@ -116,13 +119,14 @@ __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_n
     float g = 0, beta = 0;
     auto begin = [&](int first) {
         const int count = min(tile, tokens - first), at = first / tile & 1;
+        if (Inputs::COMPUTES) return Inputs::compute<D, BLOCK_ROWS>(a.inputs, shared, T::SIZE, n, h, key_head, row0, tokens, g, beta);
         fetch<T, D, CHANNELS, WHOLE>(a, shared + at * tile * T::SIZE, n, h, key_head, row0, first, count);
         if ((int)threadIdx.x < count) {
             g = CHANNELS ? 0.f : *a.g.row(n, first + threadIdx.x, h);
             beta = *a.beta.row(n, first + threadIdx.x, h);
         }
     };
-    if (tokens > 0) begin(0);
+    if (!Inputs::COMPUTES && tokens > 0) begin(0);
 
     float4 S[ROWS][QUADS];
 #pragma unroll
@@ -150,6 +154,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_n
     auto keep = [&](i64 snapshot) { keep_at(a.kept.at, a.kept.row(n * a.snapshots + snapshot)); };
     if (a.saved) keep_at(a.saved, n);
     if (tokens == 0) keep(0);
+    if (Inputs::COMPUTES) begin(0);  // states are on their way
 
     for (int first = 0; first < tokens; first += tile) {
         const int count = min(tile, tokens - first);
@@ -200,4 +205,5 @@ __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_n
             if (back < a.stored) keep(back);
         }
     }
+    Inputs::keep<D>(a.inputs, n, key_head);
 }

@@ -26,6 +26,7 @@ from ...device.device_limits import KIB, KernelCandidate
 from ...device.driver import CUDA_HEADER, KernelInstance, KernelSource
 from ..elementwise import as_float
 from .delta_segments import SEGMENTS_SOURCE, DeltaScan, Segments, choose_segments, launch_segments
+from .delta_tokens import COMPUTING_STEP_SOURCES, STEP_SOURCES, format_bool, launch_delta_rule_by_token
 from .states import (
     RECURRENT_HEADER,
     STATES_SOURCE,
@@ -35,92 +36,8 @@ from .states import (
     make_rows_struct_fields,
 )
 
-DELTA_NET_THREADS = 128
-TOKENS_PER_TILE = 8
-"""Tokens that a block loads into shared memory together."""
 FULL_DEVICE_BLOCKS = 264
 """Blocks that fill the largest devices: two for each of 132 multiprocessors."""
-
-LANES_AND_ROWS: Mapping[int, tuple[int, int]] = MappingProxyType(
-    {16: (4, 1), 32: (8, 1), 64: (8, 1), 128: (8, 1), 256: (16, 2)}
-)
-"""Warp lanes that share a row of a state, and rows of a lane, by key size."""
-FALLBACK_LANES_AND_ROWS = (8, 1)
-"""Lanes and rows for operands without 16-byte alignment, and for other key sizes."""
-
-
-def _to_cpp(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _format_step_name(size: int, channels: bool, whole: bool, shape: tuple[int, int]) -> str:
-    return f"delta_net<{size}, {_to_cpp(channels)}, {_to_cpp(whole)}, {shape[0]}, {shape[1]}>"
-
-
-def _list_step_names(size: int) -> tuple[str, ...]:
-    kinds = [(True, LANES_AND_ROWS[size])] + [(False, FALLBACK_LANES_AND_ROWS)] * (size >= 32)
-    return tuple(_format_step_name(size, channels, *kind) for channels in (False, True) for kind in kinds)
-
-
-STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
-    {
-        size: KernelSource("gated_delta_net.cu", _list_step_names(size), before=(RECURRENT_HEADER,))
-        for size in LANES_AND_ROWS
-    }
-)
-
-
-def launch_delta_rule_by_token(
-    launches: LaunchBuilder,
-    rule: DeltaRuleOperands,
-    begin: Sequence[LaunchWord],
-    carried: StateOperands,
-    stored: int,
-    saved: Operand | None = None,
-) -> None:
-    """Launch the delta rule for all tokens, one token after the other.
-
-    Args:
-        launches: Receives the launch.
-        rule: The operands.
-        begin: Fields of the initial states.
-        carried: The states and snapshots.
-        stored: Number of snapshots to write.
-        saved: Receives the states before the first token.
-    """
-    size = next((n for n in LANES_AND_ROWS if n >= rule.key_size), 0)
-    require_supported(size, f"keys of {rule.key_size} are too long")
-    whole = size == rule.key_size and rule.is_vector_aligned
-    size = size if whole else max(size, 32)
-    lanes, lane_rows = LANES_AND_ROWS[size] if whole else FALLBACK_LANES_AND_ROWS
-    block_rows = DELTA_NET_THREADS // lanes * lane_rows
-    tile = min(TOKENS_PER_TILE, max(rule.tokens, 1))
-    token = 2 * size + (size if rule.has_channel_decay else 0) + block_rows + 4
-    words = [
-        *(word for x in (rule.q, rule.k, rule.v, rule.g) for word in make_rows_struct_fields(x)),
-        *make_rows_struct_fields(rule.beta, 2),
-        *make_rows_struct_fields(rule.out),
-    ]
-    words += [
-        *begin,
-        *carried.make_fields_without_newer_snapshots(),
-        *carried.fault_fields,
-        rule.tokens,
-        rule.k.shape[-2],
-        rule.value_heads,
-        rule.adjacent_value_heads_per_key_head,
-    ]
-    words += [rule.key_size, rule.value_size, carried.snapshots, stored, tile, rule.scale, saved or 0]
-    grid = count_blocks(rule.value_size, block_rows), rule.value_heads, rule.sequences
-    shared = 4 * token * tile * (2 if rule.tokens > tile else 1)
-    launches.add_launch(
-        STEP_SOURCES[size][_format_step_name(size, rule.has_channel_decay, whole, (lanes, lane_rows))],
-        grid,
-        DELTA_NET_THREADS,
-        words,
-        shared,
-    )
-
 
 CHUNKED_KEY_SIZES = (64, 128)
 CHUNK_TOKENS, LONG_CHUNK_TOKENS = 32, 64
@@ -174,7 +91,7 @@ class ChunkedDeltaRuleVariant:
     @property
     def prepare_name(self) -> str:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
-        return f"{kernel}<{self.size}, {self.tokens}, {_to_cpp(self.is_exact)}>"
+        return f"{kernel}<{self.size}, {self.tokens}, {format_bool(self.is_exact)}>"
 
     def compute_prepare_bytes_of_value_heads(self, together: int) -> int:
         """Compute the shared-memory bytes of a block of the prepare kernel, which prepares `together` value heads."""
@@ -185,7 +102,8 @@ class ChunkedDeltaRuleVariant:
 
     def format_scan_name(self, values: int, cluster: int = 1) -> str:
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
-        return f"{kernel}<{self.size}, {self.tokens}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
+        switches = f"{format_bool(self.channels)}, {format_bool(self.is_exact)}"
+        return f"{kernel}<{self.size}, {self.tokens}, {values}, {switches}>"
 
     def compute_scan_shared_bytes(self, values: int, cluster: int = 1) -> int:
         """Compute the shared-memory bytes of a scan block. Clusters have more stages, with two mbarriers each."""
@@ -437,6 +355,7 @@ SOURCES = (
     STATES_SOURCE,
     SEGMENTS_SOURCE,
     *STEP_SOURCES.values(),
+    *COMPUTING_STEP_SOURCES.values(),
     *PREPARE_SOURCES.values(),
     *SCAN_SOURCES.values(),
     *CLUSTER_SCAN_SOURCES.values(),

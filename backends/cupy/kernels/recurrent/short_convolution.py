@@ -24,7 +24,7 @@ from .delta_gates import (
     match_gate_products,
     match_gates,
 )
-from .states import RECURRENT_HEADER, is_vector_aligned, make_rows_struct_fields
+from .states import DELTA_INPUTS_HEADER, RECURRENT_HEADER, is_vector_aligned, make_rows_struct_fields
 
 CONVOLUTION_THREADS = 256
 TOKENS_PER_THREAD = 16
@@ -32,13 +32,10 @@ TOKENS_PER_THREAD = 16
 INPUT_SIZES = (16, 32, 64, 128)
 NORM_SIZES = (*INPUT_SIZES, 256)
 
-CONVOLUTION_SOURCE = KernelSource("short_convolution.cu", ("short_convolution",), before=(RECURRENT_HEADER,))
-INPUTS_SOURCE = KernelSource(
-    "short_convolution.cu", tuple(f"delta_inputs<{d}>" for d in INPUT_SIZES), before=(RECURRENT_HEADER,)
-)
-NORM_SOURCE = KernelSource(
-    "short_convolution.cu", tuple(f"gated_norm<{d}>" for d in NORM_SIZES), before=(RECURRENT_HEADER,)
-)
+_HEADERS = RECURRENT_HEADER, DELTA_INPUTS_HEADER
+CONVOLUTION_SOURCE = KernelSource("short_convolution.cu", ("short_convolution",), _HEADERS)
+INPUTS_SOURCE = KernelSource("short_convolution.cu", tuple(f"delta_inputs<{d}>" for d in INPUT_SIZES), _HEADERS)
+NORM_SOURCE = KernelSource("short_convolution.cu", tuple(f"gated_norm<{d}>" for d in NORM_SIZES), _HEADERS)
 
 
 def _add_head_axis(x: Operand) -> Operand:
@@ -98,68 +95,87 @@ class DeltaNetWeights:
     dt: Operand
 
 
-def launch_delta_net_inputs(
-    launches: LaunchBuilder,
-    x: Operand,
-    alpha: Operand,
-    beta: Operand,
-    valid: Operand | None,
-    old: Operand,
-    layer: DeltaNetWeights,
-    inputs: DeltaNetInputs,
-    eps: float,
-    ids: Operand | None = None,
-    fault: Sequence[LaunchWord] = (0, 0),
-    products: GateProducts | None = None,
-) -> None:
-    """Launch the computation of the delta rule's operands: convolution, SiLU, norms of queries and keys, and gates.
+@dataclass(frozen=True, slots=True)
+class DeltaNetSources:
+    """The operands of the instructions before the delta rule: convolution, SiLU, norms of q and k, and gates.
 
     ``frontends/models/layers/gated_delta_net.py`` has the decomposition.
 
+    - `x`: input of the convolution [B, T, channels].
+    - `alpha`, `beta`: logits of decays and learning rates from a linear layer [B, T, groups, value heads of a group].
+    - `valid`: 0 for padding tokens [B, T].
+    - `old`: rows before the first token [B, 3, channels]. They may be the memory of `next_rows`.
+    - `layer`: the weights.
+    - `eps`: epsilon of the norms.
+    - `ids`: numbers of the rows to keep [B, 3], where 0 is the first of `old`. Without them the last rows are kept.
+    - `fault`: the fields of the fault for illegal row numbers.
+    - `products`: computes `alpha` and `beta`, which are not read then.
+    """
+
+    x: Operand
+    alpha: Operand
+    beta: Operand
+    valid: Operand | None
+    old: Operand
+    layer: DeltaNetWeights
+    eps: float
+    ids: Operand | None = None
+    fault: Sequence[LaunchWord] = (0, 0)
+    products: GateProducts | None = None
+
+    @property
+    def operands(self) -> list[Operand | None]:
+        """All operands that kernels read."""
+        layer, products = self.layer, self.products
+        logits = [self.alpha, self.beta] if products is None else [products.x, products.alpha, products.beta]
+        return [self.x, self.valid, self.old, layer.w, layer.a, layer.dt, self.ids, *logits]
+
+    def make_struct_fields(self, inputs: DeltaNetInputs) -> list[LaunchWord]:
+        """Return the fields of the C struct `DeltaSources`; raise `NoKernelError` for an unsupported size of heads."""
+        size = inputs.k.shape[-1]
+        require_supported(size in INPUT_SIZES and inputs.v.shape[-1] == size, f"heads of {size} are not convolved")
+        _, tokens, key_heads, _ = inputs.k.shape
+        rows = (_add_head_axis(self.x), self.alpha, self.beta)
+        return [
+            *(word for x in rows for word in make_rows_struct_fields(x)),
+            self.alpha.shape[-1],
+            self.layer.w,
+            self.valid or 0,
+            self.layer.a,
+            self.layer.dt,
+            self.old,
+            self.ids or 0,
+            inputs.next_rows,
+            inputs.saved_rows or 0,
+            *self.fault,
+            tokens,
+            key_heads,
+            inputs.v.shape[-2],
+            self.x.shape[-1],
+            self.eps,
+            *(NO_GATE_PRODUCTS if self.products is None else self.products.words),
+        ]
+
+
+DeltaNetLauncher = Callable[[LaunchBuilder, DeltaNetSources, DeltaNetInputs], None]
+"""A function that launches the computation of the delta rule's operands, or of all of the rule."""
+
+
+def launch_delta_net_inputs(launches: LaunchBuilder, sources: DeltaNetSources, inputs: DeltaNetInputs) -> None:
+    """Launch the computation of the delta rule's operands.
+
     Args:
         launches: Receives the launch.
-        x: Input of the convolution [B, T, channels].
-        alpha: Decay logits from a linear layer [B, T, groups, value heads of a group].
-        beta: Learning-rate logits, with the shape of `alpha`.
-        valid: 0 for padding tokens [B, T].
-        old: Rows before the first token [B, 3, channels]. They may be the memory of `next_rows`.
-        layer: The weights.
-        inputs: The results: the operands of the delta rule.
-        eps: Epsilon of the norms.
-        ids: Numbers of the rows to keep [B, 3], where 0 is the first of `old`. Without them the last rows are kept.
-        fault: The fields of the fault for illegal row numbers.
-        products: Computes `alpha` and `beta`, which are not read then.
+        sources: The operands of the computation.
+        inputs: The results.
     """
-    size = inputs.k.shape[-1]
-    require_supported(size in INPUT_SIZES and inputs.v.shape[-1] == size, f"heads of {size} are not convolved together")
-    sequences, tokens, key_heads, _ = inputs.k.shape
-    value_heads = inputs.v.shape[-2]
-    heads_of_block = CONVOLUTION_THREADS * 4 // size
-    words = [
-        *make_rows_struct_fields(_add_head_axis(x)),
-        *make_rows_struct_fields(alpha),
-        *make_rows_struct_fields(beta),
-        alpha.shape[-1],
-        layer.w,
-        0 if valid is None else valid,
-    ]
-    words += [
-        layer.a,
-        layer.dt,
-        old,
-        ids or 0,
-        inputs.next_rows,
-        inputs.saved_rows or 0,
-        inputs.q,
-        inputs.k,
-        inputs.g,
-        inputs.beta,
-    ]
-    words += [*make_rows_struct_fields(inputs.v), *fault, tokens, key_heads, value_heads, eps]
-    words += NO_GATE_PRODUCTS if products is None else products.words
+    sequences, tokens, key_heads, size = inputs.k.shape
+    value_heads, heads_of_block = inputs.v.shape[-2], CONVOLUTION_THREADS * 4 // size
+    words = [*sources.make_struct_fields(inputs), inputs.q, inputs.k, inputs.g, inputs.beta]
+    words += make_rows_struct_fields(inputs.v)
     grid = (
         count_blocks(tokens, TOKENS_PER_THREAD),
-        count_blocks(2 * key_heads + value_heads, heads_of_block) + (1 if products is None else value_heads),
+        count_blocks(2 * key_heads + value_heads, heads_of_block) + (value_heads if sources.products else 1),
         sequences,
     )
     launches.add_launch(INPUTS_SOURCE[f"delta_inputs<{size}>"], grid, CONVOLUTION_THREADS, words)
@@ -202,18 +218,19 @@ def launch_gated_rms_norm(
 def _fuse_delta_net_inputs_and_logits(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the same instructions, and the matmuls that compute the logits of gates."""
     require_supported(launches.limits.computes_operands, "gates compute no logits")
-    return _fuse_delta_net_inputs(launches, flow, number, match_gate_products)
+    return fuse_delta_net_inputs(launches, flow, number, match_gate_products)
 
 
-def _fuse_delta_net_inputs(
+def fuse_delta_net_inputs(
     launches: LaunchBuilder,
     flow: Dataflow,
     number: int,
     match_products: Callable[[Dataflow, DecayAndRateInstructions], GateProducts | None] = lambda flow, gates: None,
+    launch: DeltaNetLauncher = launch_delta_net_inputs,
 ) -> Sequence[int]:
     """Fuse all instructions between the linear layers and the delta rule, which compute the rule's operands."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
-    rule = next((n for n in flow.require_readers(silu) if flow.bound_instruction(n).op == "gated_delta_net"), silu)
+    rule = find_delta_rule(flow, silu)
     require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
     require_supported(
         (flow.require_producer(rule, 0), flow.require_producer(rule, 1)) == (q, k), "queries do not come first"
@@ -239,15 +256,8 @@ def _fuse_delta_net_inputs(
     launches.number = last
     fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
-    _launch_matched_delta_net_inputs(
-        launches,
-        flow,
-        _MatchedConvolution(both, flow.bound_instruction(conv), state_update, gates),
-        inputs,
-        (silu, q, k),
-        fault,
-        products,
-    )
+    matched = _MatchedConvolution(both, flow.bound_instruction(conv), state_update, gates)
+    launch(launches, _require_sources(flow, matched, inputs, (silu, q, k), fault, products), inputs)
     chain = [
         number,
         last,
@@ -275,21 +285,25 @@ class _MatchedConvolution:
     gates: DecayAndRateInstructions
 
 
-def _launch_matched_delta_net_inputs(
-    launches: LaunchBuilder,
+def find_delta_rule(flow: Dataflow, activation: int) -> int:
+    """Return the index of the delta rule that reads an activation; `activation` itself without one."""
+    readers = flow.require_readers(activation)
+    return next((n for n in readers if flow.bound_instruction(n).op == "gated_delta_net"), activation)
+
+
+def _require_sources(
     flow: Dataflow,
     chain: _MatchedConvolution,
     inputs: DeltaNetInputs,
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
     products: GateProducts | None,
-) -> None:
-    """Launch the fused kernel `delta_inputs` for matched instructions.
+) -> DeltaNetSources:
+    """Return the operands of the matched instructions before the delta rule.
 
-    Raises `NoKernelError` if an operand has a layout that the kernel does not support.
+    Raises `NoKernelError` if an operand has a layout that kernels do not support.
 
     Args:
-        launches: Receives the launch.
         flow: The dataflow of the program.
         chain: The matched instructions.
         inputs: The results.
@@ -345,7 +359,7 @@ def _launch_matched_delta_net_inputs(
         require_supported(products.alpha.shape[0] == value_heads, "logits are of other heads")
     _require_disjoint_results(inputs, tokens, x, old, others, alpha, strength)
     eps = float(attribute(q.attrs, "eps"))
-    launch_delta_net_inputs(launches, x, alpha, strength, valid, old, layer, inputs, eps, ids, fault, products)
+    return DeltaNetSources(x, alpha, strength, valid, old, layer, eps, ids, fault, products)
 
 
 def _require_disjoint_results(
@@ -425,7 +439,7 @@ def _fuse_gated_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType(
-    {"concat": (_fuse_delta_net_inputs_and_logits, _fuse_delta_net_inputs), "rms_norm": (_fuse_gated_rms_norm,)}
+    {"concat": (_fuse_delta_net_inputs_and_logits, fuse_delta_net_inputs), "rms_norm": (_fuse_gated_rms_norm,)}
 )
 BINDINGS: Mapping[str, OpBinder] = MappingProxyType({"ssm_conv": _bind_ssm_conv})
 SOURCES = (CONVOLUTION_SOURCE, INPUTS_SOURCE, NORM_SOURCE)

@@ -13,7 +13,7 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord
 from ...device.driver import KernelSource
 from ..elementwise import launch_cast, launch_unary
 
-RECURRENT_HEADER = "recurrent.cuh"
+RECURRENT_HEADER, DELTA_INPUTS_HEADER = "recurrent.cuh", "delta_inputs.cuh"
 STATES_SOURCE = KernelSource("states.cu", ("shelter",), before=(RECURRENT_HEADER,))
 SHELTER_THREADS = 256
 
