@@ -30,7 +30,8 @@ def convolution(
 ) -> Value:
     """Convolve images with a weight: the product of the weight and of the windows of `x`.
 
-    ggml: ``CONV_2D``, ``CONV_3D``, ``CONV_2D_DW``. A channel group for each channel makes it depthwise.
+    ggml: ``CONV_2D``, ``CONV_3D``, ``CONV_2D_DW``, ``CONV_1D_DW``. A group for each channel makes it depthwise.
+    A window of ggml may be longer than the padded axis; then `right` needs the zeros that it lacks.
 
     Args:
         x: images [n, c, axes ...] of floats.
@@ -147,7 +148,9 @@ def add_windows(
     n, number, c, taps = x.shape
     counts = settings.count("add_windows", (n, c, *shape))
     if (number, taps) != (prod(counts), prod(settings.size)):
-        raise GraphError(f"add_windows: x is {x.spec}; it needs {prod(counts)} windows of {prod(settings.size)} entries")
+        raise GraphError(
+            f"add_windows: x is {x.spec}; it needs {prod(counts)} windows of {prod(settings.size)} entries"
+        )
     sums = _add_overlapping(permute(x, axes=(0, 2, 3, 1)), (n, c), counts, shape, settings)
     return sums if sums.dtype is x.dtype else cast(sums, dtype=x.dtype)
 
@@ -171,9 +174,7 @@ def _add_overlapping(
     for i in reversed(range(len(counts))):
         before, fewer = prod(outer) * prod(settings.size[:i]), prod(counts[:i])
         grid = reshape(x, shape=(before, settings.size[i], fewer, counts[i], done))
-        taps = reshape(
-            permute(grid, axes=(0, 2, 1, 3, 4)), shape=(before * fewer, settings.size[i], counts[i] * done)
-        )
+        taps = reshape(permute(grid, axes=(0, 2, 1, 3, 4)), shape=(before * fewer, settings.size[i], counts[i] * done))
         sums = _add_shifted_taps(taps, counts[i], settings.stride[i], settings.dilation[i])
         x = _take_range(sums, settings.left[i], settings.left[i] + shape[i])
         done *= shape[i]
