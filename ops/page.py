@@ -34,7 +34,7 @@ A signature names the axes of operands and results:
 """
 
 COMPOSITE_HEAD = """A composite op is a function that builds a graph of ops. The graph has nodes of these ops only, so
-devices, shards and costs are those of the ops.
+their declarations give the devices, the shards and the costs.
 """
 
 

@@ -133,8 +133,8 @@ def add_windows(
         size: entries of a window along each axis.
         stride: distance of windows along each axis; 1 if empty.
         dilation: distance of the entries of a window along each axis; 1 if empty.
-        left: entries of padding before each axis, whose sums are dropped; none if empty.
-        right: entries of padding after each axis, whose sums are dropped; none if empty.
+        left: padding before each axis, which drops the sums in it; none if empty.
+        right: padding after each axis, which drops the sums in it; none if empty.
 
     Returns:
         Images [n, c, shape ...] in the dtype of `x`, with sums in f32.
@@ -184,8 +184,8 @@ def _add_overlapping(
 def _add_shifted_taps(x: Value, count: int, stride: int, dilation: int) -> Value:
     """Add the taps of windows along one axis: tap k of window t goes to entry ``stride * t + dilation * k``.
 
-    The taps are divided into groups of `stride`. The groups lie beside each other in rows of equal length, each shifted
-    by one window more than the one before. A reshape to shorter rows makes this shift, because it moves no entry.
+    The taps are divided into groups of `stride`, and each group is a row. Zeros follow each row. A reshape to rows that
+    are one window shorter then shifts each row by one window more than the row before, and moves no entry.
 
     Args:
         x: taps of windows, [images, taps, windows * inner].
@@ -209,8 +209,8 @@ def _add_shifted_taps(x: Value, count: int, stride: int, dilation: int) -> Value
     if shifts > 1:
         long = pad(rows, left=(0, 0, 0), right=(0, 0, shifts * step))
         width = long.shape[2] - step
-        kept = slice_(reshape(long, shape=(images, shifts * long.shape[2])), axis=1, start=0, stop=shifts * width)
-        rows = sum_rows(transpose(reshape(kept, shape=(images, shifts, width))))
+        shifted = slice_(reshape(long, shape=(images, shifts * long.shape[2])), axis=1, start=0, stop=shifts * width)
+        rows = sum_rows(transpose(reshape(shifted, shape=(images, shifts, width))))
     return reshape(rows, shape=(images, (count + shifts - 1) * stride, inner))
 
 
@@ -229,7 +229,7 @@ def _as_f32(x: Value) -> Value:
 
 
 def _require_equal_axes(op: str, x: Value, w: Value) -> None:
-    """Require that images and weights have the same axes, of which at least one is no channel axis.
+    """Require that images and weights have the same number of axes, at least three.
 
     Raises:
         GraphError: they do not.
