@@ -10,11 +10,10 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.node import Value
-from ..elementwise.binary import cast
+from ..elementwise.binary import add, cast
 from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad
 from ..movement.views import broadcast, permute, reshape, slice_, transpose
-from ..reduction.reductions import sum_rows
 from .window_settings import WindowSettings, share_constant
 
 
@@ -151,7 +150,7 @@ def add_windows(
         raise GraphError(
             f"add_windows: x is {x.spec}; it needs {prod(counts)} windows of {prod(settings.size)} entries"
         )
-    sums = _add_overlapping(permute(x, axes=(0, 2, 3, 1)), (n, c), counts, shape, settings)
+    sums = _add_overlapping(permute(_as_f32(x), axes=(0, 2, 3, 1)), (n, c), counts, shape, settings)
     return sums if sums.dtype is x.dtype else cast(sums, dtype=x.dtype)
 
 
@@ -173,45 +172,50 @@ def _add_overlapping(
     done = 1
     for i in reversed(range(len(counts))):
         before, fewer = prod(outer) * prod(settings.size[:i]), prod(counts[:i])
-        grid = reshape(x, shape=(before, settings.size[i], fewer, counts[i], done))
-        taps = reshape(permute(grid, axes=(0, 2, 1, 3, 4)), shape=(before * fewer, settings.size[i], counts[i] * done))
-        sums = _add_shifted_taps(taps, counts[i], settings.stride[i], settings.dilation[i])
+        taps = reshape(x, shape=(before, settings.size[i], fewer, counts[i], done))
+        sums = _add_shifted_taps(taps, settings.stride[i], settings.dilation[i])
         x = _take_range(sums, settings.left[i], settings.left[i] + shape[i])
         done *= shape[i]
     return reshape(x, shape=(*outer, *shape))
 
 
-def _add_shifted_taps(x: Value, count: int, stride: int, dilation: int) -> Value:
+def _add_shifted_taps(x: Value, stride: int, dilation: int) -> Value:
     """Add the taps of windows along one axis: tap k of window t goes to entry ``stride * t + dilation * k``.
 
-    The taps are divided into groups of `stride`, and each group is a row. Zeros follow each row. A reshape to rows that
-    are one window shorter then shifts each row by one window more than the row before, and moves no entry.
+    The taps are divided into groups of `stride` neighbours. Group g is shifted by g windows. Pairs of neighbouring
+    groups are added, then pairs of these sums, and so on.
 
     Args:
-        x: taps of windows, [images, taps, windows * inner].
-        count: number of windows.
+        x: taps of windows, [before, taps, between, windows, inner].
         stride: distance of windows.
         dilation: distance of taps.
 
     Returns:
-        The sums [images, entries, inner]; there may be more entries than the windows reach.
+        The sums [before * between, entries, inner]; there may be more entries than the windows reach.
     """
-    images, taps, inner = x.shape[0], x.shape[1] * dilation, x.shape[2] // count
+    before, taps, between, count, inner = x.shape
     if dilation > 1:
-        apart = reshape(x, shape=(images, x.shape[1], 1, x.shape[2]))
-        x = pad(apart, left=(0, 0, 0, 0), right=(0, 0, dilation - 1, 0))
-    x = reshape(x, shape=(images, taps, x.shape[-1]))
-    shifts = -(-taps // stride)
-    if shifts * stride > taps:
-        x = pad(x, left=(0, 0, 0), right=(0, shifts * stride - taps, 0))
-    grid = permute(reshape(x, shape=(images, shifts, stride, count, inner)), axes=(0, 1, 3, 2, 4))
-    rows, step = reshape(grid, shape=(images, shifts, count * stride * inner)), stride * inner
-    if shifts > 1:
-        long = pad(rows, left=(0, 0, 0), right=(0, 0, shifts * step))
-        width = long.shape[2] - step
-        shifted = slice_(reshape(long, shape=(images, shifts * long.shape[2])), axis=1, start=0, stop=shifts * width)
-        rows = sum_rows(transpose(reshape(shifted, shape=(images, shifts, width))))
-    return reshape(rows, shape=(images, (count + shifts - 1) * stride, inner))
+        apart = reshape(x, shape=(before, taps, 1, between * count * inner))
+        x, taps = pad(apart, left=(0, 0, 0, 0), right=(0, 0, dilation - 1, 0)), taps * dilation
+    groups, shift = -(-taps // stride), 1
+    x = _append_zeros(reshape(x, shape=(before, taps, between * count * inner)), groups * stride)
+    x = reshape(x, shape=(before, groups, stride * between, count, inner))
+    while groups > 1:
+        groups = -(-groups // 2)
+        rows = reshape(x, shape=(before, x.shape[1], x.shape[2] * x.shape[3] * inner))
+        pairs = reshape(_append_zeros(rows, 2 * groups), shape=(before * groups, 2, *x.shape[2:]))
+        first, second = (slice_(pairs, axis=1, start=i, stop=i + 1) for i in range(2))
+        sums = add(
+            pad(first, left=(0,) * 5, right=(0, 0, 0, shift, 0)), pad(second, left=(0, 0, 0, shift, 0), right=(0,) * 5)
+        )
+        x, shift = reshape(sums, shape=(before, groups, *sums.shape[2:])), 2 * shift
+    by_entry = permute(reshape(x, shape=(before, stride, between, x.shape[3], inner)), axes=(0, 2, 3, 1, 4))
+    return reshape(by_entry, shape=(before * between, x.shape[3] * stride, inner))
+
+
+def _append_zeros(x: Value, count: int) -> Value:
+    """Append zeros to axis 1 of x [a, n, b], up to `count` entries."""
+    return x if x.shape[1] == count else pad(x, left=(0, 0, 0), right=(0, count - x.shape[1], 0))
 
 
 def _take_range(x: Value, start: int, stop: int) -> Value:
