@@ -2,6 +2,12 @@
 
 from typing import Any as _Any
 
+from .composite import COMPOSITE_OPS as COMPOSITE_OPS
+from .composite import add_windows as add_windows
+from .composite import convolution as convolution
+from .composite import interpolate as interpolate
+from .composite import pool as pool
+from .composite import transposed_convolution as transposed_convolution
 from .declaration.op import Op as Op
 from .declaration.op import op as op
 from .declaration.samples import LegalRange as LegalRange
@@ -34,6 +40,6 @@ def __getattr__(name: str) -> _Any:
     from .other_names import OPS_BY_OTHER_NAME
 
     named = OPS_BY_OTHER_NAME.get(name, (name,))
-    hint = f"; use {', then '.join(named)}" if len(named) > 1 else did_you_mean(named[0], REGISTRY)
+    hint = f"; use {', then '.join(named)}" if len(named) > 1 else did_you_mean(named[0], (*REGISTRY, *COMPOSITE_OPS))
     hint = hint or "; `hocket ops` lists all"
     raise AttributeError(f"there is no op {name!r}{hint}")

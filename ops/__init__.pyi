@@ -4,6 +4,12 @@ from collections.abc import Sequence
 
 from ..graph.dtypes import DTypeLike
 from ..graph.node import Value
+from .composite import COMPOSITE_OPS as COMPOSITE_OPS
+from .composite import add_windows as add_windows
+from .composite import convolution as convolution
+from .composite import interpolate as interpolate
+from .composite import pool as pool
+from .composite import transposed_convolution as transposed_convolution
 from .declaration.op import Op as Op
 from .declaration.op import op as op
 from .declaration.samples import LegalRange as LegalRange

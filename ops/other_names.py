@@ -1,4 +1,4 @@
-"""Names of NumPy and PyTorch, with the ops of hocket that compute the same; for messages and the op reference."""
+"""Names of NumPy, PyTorch and ggml, with the ops of hocket that compute the same; for messages and the op reference."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from types import MappingProxyType
 OPS_BY_OTHER_NAME: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("dot", "einsum", "linear", "matmul"), ("mul_mat",)),
-        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), ("windows", "mul_mat")),
-        **dict.fromkeys(("unfold", "im2col"), ("windows",)),
-        **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), ("windows", "mean")),
-        **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), ("windows", "reduce")),
+        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), ("convolution",)),
+        **dict.fromkeys(("conv_1d_dw", "conv_2d", "conv_2d_dw", "conv_3d"), ("convolution",)),
+        **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), ("transposed_convolution",)),
+        **dict.fromkeys(("conv_transpose_1d", "conv_transpose_2d"), ("transposed_convolution",)),
+        **dict.fromkeys(("unfold", "im2col", "im2col_3d"), ("windows",)),
+        **dict.fromkeys(("fold", "col2im", "col2im_1d"), ("add_windows",)),
+        **dict.fromkeys(
+            ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d"), ("pool",)
+        ),
+        **dict.fromkeys(("pool_1d", "pool_2d"), ("pool",)),
+        **dict.fromkeys(("resize", "upsample", "upscale"), ("interpolate",)),
         **dict.fromkeys(("embedding", "index_select", "take"), ("get_rows",)),
         **dict.fromkeys(("layer_norm",), ("norm",)),
         **dict.fromkeys(("cat", "concatenate", "hstack", "vstack"), ("concat",)),
@@ -35,4 +42,4 @@ OPS_BY_OTHER_NAME: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("put_along_axis",), ("scatter",)),
     }
 )
-"""Ops of hocket by a name of NumPy or PyTorch; several ops are applied one after the other."""
+"""Ops of hocket by a name of NumPy, PyTorch or ggml; several ops are applied one after the other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -9,6 +10,8 @@ from textwrap import fill
 from typing import Any
 
 from ..graph.attrs import Attrs, format_attribute
+from .composite import COMPOSITE_OPS
+from .declaration.call_signature import format_parameters
 from .declaration.op import Op
 from .other_names import OPS_BY_OTHER_NAME
 from .registry import BUILTIN_OPS, OP_MODULES, REGISTRY
@@ -30,11 +33,16 @@ A signature names the axes of operands and results:
 * `?` marks an optional operand.
 """
 
+COMPOSITE_HEAD = """A composite op is a function that builds a graph of ops. The graph has nodes of these ops only, so
+their declarations give the devices, the shards and the costs.
+"""
+
 
 def build_op_reference() -> str:
     """Return the reference page of all ops as Markdown."""
     sections = ("\n" + "\n".join(format_op_section(op)) + "\n" for _, op in sorted(REGISTRY.items()))
-    return "".join([HEAD, *format_ops_by_family(), *format_numpy_and_torch_equivalents(), *sections])
+    start = (HEAD, *format_ops_by_family(), *format_other_names(), *format_composite_ops())
+    return "".join([*start, *sections])
 
 
 def format_ops_by_family() -> Iterator[str]:
@@ -47,11 +55,20 @@ def format_ops_by_family() -> Iterator[str]:
         yield f"* {title}\n{names}\n"
 
 
-def format_numpy_and_torch_equivalents() -> Iterator[str]:
-    """Yield a table of names of NumPy and PyTorch, with the ops of hocket."""
-    yield "\n## Names of NumPy and PyTorch\n\n| NumPy, PyTorch | ops |\n|---|---|\n"
+def format_other_names() -> Iterator[str]:
+    """Yield a table of names of NumPy, PyTorch and ggml, with the ops of hocket."""
+    yield "\n## Names of NumPy, PyTorch and ggml\n\n| NumPy, PyTorch, ggml | ops |\n|---|---|\n"
     for ops, names in groupby(OPS_BY_OTHER_NAME, OPS_BY_OTHER_NAME.__getitem__):
         yield f"| {', '.join(f'`{name}`' for name in names)} | {', then '.join(map(_link_op, ops))} |\n"
+
+
+def format_composite_ops() -> Iterator[str]:
+    """Yield the sections about the composite ops: call and docstring."""
+    yield f"\n## Composite ops\n\n{COMPOSITE_HEAD}"
+    for name, function in COMPOSITE_OPS.items():
+        parameters = "".join(f"    {p},\n" for p in format_parameters(inspect.signature(function)))
+        text = (inspect.getdoc(function) or "").replace("``", "`")
+        yield f"\n### {name}\n\n```python\n{name}(\n{parameters})\n```\n\n{text}\n"
 
 
 def _link_op(name: str) -> str:

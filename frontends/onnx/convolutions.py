@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import convolutions, reductions
-from ..tensors.tensor import Tensor, constant_tensor
+from ..tensors.tensor import Tensor, as_tensor, constant_tensor
 from .op_calls import as_integers_or_none, require_constant
 
 AxisPads = list[tuple[int, int]]
@@ -70,6 +71,29 @@ def transposed_convolution(
                 else (pad_total // 2, pad_total - pad_total // 2)
             )
     return convolutions.transposed_convolution(x, weight, bias, steps, around, wide, group, more)
+
+
+def column_to_image(
+    x: Tensor, image_shape: Tensor, block_shape: Tensor, *, dilations: Sequence[int] = (), pads: Sequence[int] = (),
+    strides: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """Convert ``Col2Im``: add blocks [n, c * entries of a block, blocks] to images, where they overlap."""
+    shape, size = (tuple(as_integers_or_none(t) or ()) for t in (image_shape, block_shape))
+    taps, axes = math.prod(size), len(size)
+    if x.rank != 3 or taps < 1 or x.shape[1] % taps:
+        raise ModelError(f"blocks of {list(size)} do not divide the rows of {list(x.shape)}")
+    n, rows, blocks = x.shape
+    by_channel = ops.reshape(x.value, shape=(n, rows // taps, taps, blocks))
+    images = ops.add_windows(
+        ops.permute(by_channel, axes=(0, 3, 1, 2)),
+        shape=shape,
+        size=size,
+        stride=strides,
+        dilation=dilations,
+        left=pads[:axes],
+        right=pads[axes:],
+    )
+    return as_tensor(images)
 
 
 def max_pool(

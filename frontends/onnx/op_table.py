@@ -128,6 +128,7 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
         # spatial
         "Conv": convolutions.convolution,
         "ConvTranspose": convolutions.transposed_convolution,
+        "Col2Im": convolutions.column_to_image,
         "MaxPool": convolutions.max_pool,
         "AveragePool": convolutions.average_pool,
         "LpPool": convolutions.power_pool,

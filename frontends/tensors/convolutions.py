@@ -6,51 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from math import floor, prod
 
 import numpy as np
 
 from ... import ops
+from ...ops.composite.interpolation import build_interpolation_matrix
+from ...ops.composite.window_settings import WindowSettings
 from ..errors import ModelError
 from .arithmetic import add, div
 from .matmul import reshape_channel_vector
-from .reductions import argmax
-from .shapes import expand, flip, move_axis, pad, permute, reshape, slice_range
+from .shapes import move_axis, reshape
 from .tensor import Tensor, as_tensor, cast, constant_tensor
 
 Sizes = Sequence[int]
-
-
-def _extract_windows(
-    x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the sliding windows of `x` (im2col), and how many windows each axis has.
-
-    Args:
-        x: The images, [images, channels, ...].
-        size: Size of a window on each axis.
-        stride: Distance of windows on each axis.
-        dilation: Distance of the entries of a window on each axis.
-        pads: Padding before and after each axis.
-        value: The number that fills the padding.
-
-    Returns:
-        The windows [images, windows, channels, entries], and the number of windows on each axis.
-    """
-    counts = tuple(
-        (n + a + b - d * (k - 1) - 1) // s + 1
-        for n, (a, b), k, s, d in zip(x.shape[2:], pads, size, stride, dilation, strict=True)
-    )
-    out = ops.windows(
-        x.value,
-        size=tuple(size),
-        stride=tuple(stride),
-        dilation=tuple(dilation),
-        left=tuple(a for a, _ in pads),
-        right=tuple(b for _, b in pads),
-        value=value,
-    )
-    return as_tensor(out, None, x.is_bool), counts
 
 
 def convolution(
@@ -64,7 +34,7 @@ def convolution(
 ) -> Tensor:
     """Return the convolution of x [n, c, ...] with weight [o, c / groups, ...] as [n, o, ...].
 
-    It is a matrix product of the weight and the windows of `x`. `x` may lack the axis n. `pads` counts zeros.
+    `x` may lack the axis n. `pads` counts zeros.
 
     Raises:
         ModelError: The channels of `x`, the weight and the groups do not agree.
@@ -72,18 +42,12 @@ def convolution(
     if x.rank == weight.rank - 1:
         one = convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups)
         return reshape(one, one.shape[1:])
-    n, c = x.shape[:2]
-    o, share, *size = weight.shape
-    if share * groups != c or o % groups:
-        raise ModelError(f"a convolution of {c} channels by {groups} groups with weights of {list(weight.shape)}")
-    parts, counts = _extract_windows(x, size, stride, dilation, pads)
-    windows, taps = prod(counts), prod(size)
-    shared = reshape(weight, (1, groups, o // groups, share * taps))
-    runs = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
-    each = expand(shared, (n, *shared.shape[1:]))
-    image = reshape(
-        as_tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts)
-    )  # the windows are the weight matrix of the product
+    if weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
+        raise ModelError(f"a convolution of {x.shape[1]} channels by {groups} groups with weights of {weight.shape}")
+    left, right = zip(*pads, strict=True)
+    image = as_tensor(
+        ops.convolution(x.value, weight.value, stride=stride, dilation=dilation, left=left, right=right, groups=groups)
+    )
     return image if bias is None else add(image, reshape_channel_vector(bias, image.rank))
 
 
@@ -106,24 +70,19 @@ def transposed_convolution(
             reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, end_padding
         )
         return reshape(one, one.shape[1:])
-    c, share, *size = weight.shape
-    for i, s in enumerate(stride):
-        if s > 1:  # insert zeros between entries
-            at, count = 2 + i, x.shape[2 + i]
-            before, after = x.shape[:at], x.shape[at + 1 :]
-            spread = pad(reshape(x, (prod(before), count, 1, prod(after))), [(0, 0), (0, 0), (0, s - 1), (0, 0)])
-            x = slice_range(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
-    flipped = flip(weight, range(2, weight.rank))
-    runs = reshape(flipped, (groups, c // groups, share * prod(size)))
-    runs = reshape(runs, (groups, c // groups, share, prod(size)))
-    swapped = reshape(permute(runs, (0, 2, 1, 3)), (groups * share, c // groups, *size))
-    extra = tuple(end_padding) or (0,) * len(size)
-    around = [
-        (d * (k - 1) - a, d * (k - 1) - b + e) for d, k, (a, b), e in zip(dilation, size, pads, extra, strict=True)
-    ]
-    whole = pad(x, [(0, 0), (0, 0), *((min(0, a), min(0, b)) for a, b in around)])
-    ones = (1,) * len(size)
-    return convolution(whole, swapped, bias, ones, [(max(0, a), max(0, b)) for a, b in around], dilation, groups)
+    more = tuple(end_padding) or (0,) * len(pads)
+    image = as_tensor(
+        ops.transposed_convolution(
+            x.value,
+            weight.value,
+            stride=stride,
+            dilation=dilation,
+            left=tuple(a for a, _ in pads),
+            right=tuple(b - e for (_, b), e in zip(pads, more, strict=True)),
+            groups=groups,
+        )
+    )
+    return image if bias is None else add(image, reshape_channel_vector(bias, image.rank))
 
 
 def _compute_ceil_mode_padding(
@@ -161,7 +120,6 @@ def max_pool(
     pads: Sequence[tuple[int, int]],
     dilation: Sizes,
     ceil_mode: bool = False,
-    returns_indices: bool = False,
 ) -> Tensor:
     """Return the largest entry of each window.
 
@@ -172,17 +130,21 @@ def max_pool(
         pads: Padding before and after each axis, which is never the largest entry.
         dilation: Distance of the entries of a window on each axis.
         ceil_mode: Whether the last window may pass the end of an axis.
-        returns_indices: Return the index of the entry in its window instead of the entry.
     """
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_mode_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
-        around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
-        lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
-        parts, counts = _extract_windows(x, size, stride, dilation, around, lowest)
-        rows = permute(parts, (0, 2, 1, 3))
-        best = argmax(rows, -1) if returns_indices else as_tensor(ops.reduce(rows.value, kind="max"))
-        return reshape(best, (*x.shape[:2], *counts))
+        return as_tensor(
+            ops.pool(
+                x.value,
+                kind="max",
+                size=size,
+                stride=stride,
+                dilation=dilation,
+                left=tuple(a for a, _ in pads),
+                right=tuple(b + e for (_, b), e in zip(pads, longer, strict=True)),
+            )
+        )
 
     return _pool_batch_or_single_image(x, pool, len(size))
 
@@ -213,19 +175,14 @@ def average_pool(
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_mode_padding(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
-        around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
-        parts, counts = _extract_windows(x, size, stride, steps, around)
-        sums = as_tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
-        out = reshape(sums, (*x.shape[:2], *counts))
+        left, right = tuple(a for a, _ in pads), tuple(b + e for (_, b), e in zip(pads, longer, strict=True))
+        settings = WindowSettings.with_defaults(size, stride, steps, left, right)
+        out = as_tensor(ops.pool(x.value, kind="sum", **asdict(settings)))
         if divisor:
             return div(out, float(divisor))
-        real = np.ones(x.shape[2:], np.float32)
-        counted = np.pad(real, pads, constant_values=float(count_padding))
-        counted = np.pad(counted, [(0, e) for e in longer])
-        spans = tuple(d * (k - 1) + 1 for k, d in zip(size, steps, strict=True))
-        views = np.lib.stride_tricks.sliding_window_view(counted, spans)
-        picks = (*(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in steps))
-        number = views[picks].sum(axis=tuple(range(len(size), 2 * len(size))))
+        counted = np.pad(np.ones(x.shape[2:]), pads, constant_values=float(count_padding))
+        inner = replace(settings, left=(0,) * len(size), right=tuple(longer))
+        number = inner.sum_over_array(counted)
         return div(out, constant_tensor(np.maximum(number, 1).astype(np.float32)))
 
     return _pool_batch_or_single_image(x, pool, len(size))
@@ -260,63 +217,6 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
     return x
 
 
-def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
-    """Return the weights of the four neighbours of a point in cubic interpolation (Keys, 1981).
-
-    Args:
-        t: The distance of the point from the second neighbour.
-        a: The coefficient of the cubic kernel.
-    """
-
-    def inner_weight(u: np.ndarray) -> np.ndarray:
-        return ((a + 2) * u - (a + 3)) * u * u + 1
-
-    def outer_weight(u: np.ndarray) -> np.ndarray:
-        return ((a * u - 5 * a) * u + 8 * a) * u - 4 * a
-
-    return [outer_weight(t + 1), inner_weight(t), inner_weight(1 - t), outer_weight(2 - t)]
-
-
-def build_interpolation_matrix(
-    n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
-) -> np.ndarray:
-    """Build the interpolation matrix [out, n], which makes `out` entries from `n` entries.
-
-    Args:
-        n: Number of old entries.
-        out: Number of new entries.
-        mode: ``nearest``, ``nearest-exact``, ``linear`` or ``cubic``.
-        align_corners: Whether the first and last entries stay in place.
-        scale: Ratio of new to old entries, if it differs from ``out / n``.
-    """
-    step = (
-        (n - 1) / (out - 1)
-        if align_corners and out > 1
-        else 0.0
-        if align_corners
-        else (1 / scale if scale else n / out)
-    )
-    i = np.arange(out, dtype=np.float64)
-    matrix = np.zeros((out, n))
-    if mode.startswith("nearest"):
-        at = (i + 0.5 if mode == "nearest-exact" else i) * step
-        matrix[np.arange(out), np.minimum(np.floor(at).astype(int), n - 1)] = 1
-        return matrix
-    at = i * step if align_corners else (i + 0.5) * step - 0.5
-    if mode == "linear" and not align_corners:
-        at = np.maximum(at, 0)
-    first = np.floor(at).astype(int)
-    rest = at - first
-    taps = (
-        [(0, 1 - rest), (1, rest)]
-        if mode == "linear"
-        else list(zip((-1, 0, 1, 2), _compute_cubic_weights(rest), strict=True))
-    )
-    for offset, weight in taps:
-        np.add.at(matrix, (np.arange(out), np.clip(first + offset, 0, n - 1)), weight)
-    return matrix
-
-
 def interpolate(
     x: Tensor,
     sizes: Sizes | None,
@@ -338,7 +238,9 @@ def interpolate(
         n = x.shape[axis]
         scale = scales[i] if scales else None
         out = sizes[i] if sizes is not None else floor(n * float(scale or 1))
-        if out != n or scale not in (None, 1.0):
+        if mode == "nearest" and out * n and scale in (None, out / n):
+            x = as_tensor(ops.interpolate(x.value, shape=(*x.shape[:axis], out, *x.shape[axis + 1 :])))
+        elif out != n or scale not in (None, 1.0):
             x = multiply_axis_by_matrix(
                 cast(x, x.dtype), axis, build_interpolation_matrix(n, out, mode, align_corners, scale)
             )

@@ -345,6 +345,19 @@ def test_depth_of_blocks_is_ordered_as_the_mode_says(mode):
     assert np.array_equal(result, blocks.transpose(order).reshape(2, 12, 2, 2))
 
 
+def test_blocks_of_images_are_added_where_they_overlap():
+    nodes = [node("Col2Im", "x,image,block", "y", pads=[1, 0, 0, 1], strides=[2, 1])]
+    sizes = {"image": np.array([4, 3]), "block": np.array([3, 2])}
+    proto = model(nodes, {"y": [2, 3, 4, 3]}, inputs={"x": [2, 18, 6]}, weights=sizes, opset=18)
+    x = np.random.default_rng(1).standard_normal((2, 18, 6)).astype(np.float32)
+    expected = np.zeros((2, 3, 5, 4))
+    for number, entry in np.ndindex(6, 6):
+        row, column = number // 3 * 2 + entry // 2, number % 3 + entry % 2
+        expected[:, :, row, column] += x.reshape(2, 3, 6, 6)[:, :, entry, number]
+    (got,) = hocket.from_onnx(proto.SerializeToString()).on("numpy:0")(x)
+    assert np.allclose(got, expected[:, :, 1:, :3], atol=1e-6)
+
+
 def test_a_softmax_of_a_row_of_infinities_alone_is_nan():
     proto = model([node("Softmax", "x", "y")], {"y": [4, 3]}, inputs={"x": [4, 3]})
     x = np.array([[1, 2, 3], [-np.inf] * 3, [-np.inf, 1, 2], [np.inf, 1, 2]], np.float32)

@@ -1,0 +1,91 @@
+"""The settings of sliding windows for each axis, and constants that several graphs share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.errors import GraphError
+from ...graph.node import Value, constant
+from ..declaration.signature import SignatureMismatch
+from ..movement.sliding_windows import count_windows, windows
+
+SHARED_CONSTANTS = 1024
+"""Constants that are remembered, so that equal ones are one leaf of a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSettings:
+    """The attributes of `windows`: sizes, strides, dilations and paddings of windows, one for each axis."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+
+    @classmethod
+    def with_defaults(
+        cls,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        left: Sequence[int],
+        right: Sequence[int],
+    ) -> WindowSettings:
+        """Return settings in which an empty stride or dilation is 1 for each axis, and an empty padding 0."""
+        ones, zeros = (1,) * len(size), (0,) * len(size)
+        return cls(
+            tuple(size),
+            tuple(stride) or ones,
+            tuple(dilation) or ones,
+            tuple(left) or zeros,
+            tuple(right) or zeros,
+        )
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """The entries from the first to the last entry of a window, for each axis."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.size, self.dilation, strict=True))
+
+    def count(self, op: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of windows along each axis of images with this shape, [images, channels, axes ...].
+
+        Args:
+            op: name of the composite op, for the message.
+            shape: shape of the images.
+
+        Raises:
+            GraphError: the settings do not fit the shape.
+        """
+        try:
+            return count_windows(shape, asdict(self))
+        except SignatureMismatch as why:
+            raise GraphError(f"{op}: {why}") from None
+
+    def slide_over(self, x: Value, value: float = 0.0) -> Value:
+        """Return the `windows` of images with padding of this value: [images, windows, channels, entries]."""
+        return windows(x, **asdict(self), value=value)
+
+    def sum_over_array(self, image: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the sum of each window of one image without channels, in the shape of the window counts."""
+        settings: Mapping[str, tuple[int, ...]] = asdict(self)
+        sums = windows.reference(image[None, None], **settings).sum(-1)
+        return np.asarray(sums.reshape(count_windows((1, 1, *image.shape), settings)))
+
+
+def share_constant(array: npt.NDArray[np.generic]) -> Value:
+    """Return an array as a constant; float64 numbers become f32. Equal arrays give the same leaf."""
+    data = array.astype(np.float32) if array.dtype == np.float64 else array
+    return _make_constant(data.tobytes(), data.dtype.str, data.shape)
+
+
+@lru_cache(maxsize=SHARED_CONSTANTS)
+def _make_constant(data: bytes, dtype: str, shape: tuple[int, ...]) -> Value:
+    digest = sha256(repr((dtype, shape)).encode() + data).hexdigest()
+    return constant(f"shared.{digest[:16]}", np.frombuffer(data, dtype).reshape(shape))
