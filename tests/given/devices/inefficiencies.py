@@ -46,7 +46,7 @@ MEMORY_FAULTS = {
         "moves.cu",
         "row[c * a.column_step]; }, [&](i64 c, auto value) { out[c] = to_float(value); });",
         "row[(c % 32 * 4 + c / 32) * a.column_step]; }, "
-        "[&](i64 c, T value) { out[c % 32 * 4 + c / 32] = to_float(value); });",
+        "[&](i64 c, auto value) { out[c % 32 * 4 + c / 32] = to_float(value); });",
         ROWS,
     ),
     "rows of a cache written four numbers apart": (
