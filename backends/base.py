@@ -20,7 +20,17 @@ from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
 from ..graph.old_names import make_module_getattr
 from ..graph.spec import Spec
-from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
+from ..graph.validation import (
+    NONE,
+    TEXT,
+    ArgumentKind,
+    did_you_mean,
+    format_value,
+    integer_between,
+    list_of,
+    validate_arguments,
+    validate_constructor,
+)
 from .device_name import DeviceName
 from .thread_safe_cache import thread_safe_cache
 
@@ -43,6 +53,12 @@ BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
 """The backends of this package by device kind, in the notation of entry points; no package metadata is needed."""
 
 
+@validate_constructor(
+    BackendError,
+    index=integer_between(-1 << 62, 1 << 62),
+    **dict.fromkeys(("kind", "description", "memory_of"), TEXT),
+    **dict.fromkeys(("memory", "part", "rank", "multiprocessors"), integer_between(-1 << 62, 1 << 62) | NONE),
+)
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device that runs programs, such as ``cpu:0``.
@@ -407,6 +423,7 @@ def find_device(name: str) -> tuple[Backend, Device]:
 
 
 THREADS_KIND = integer_between(1, 1 << 16) | NONE
+BACKEND_KIND = ArgumentKind("a backend", lambda v: hasattr(v, "compile"))
 
 
 @validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS_KIND)

@@ -11,7 +11,7 @@ from .errors import GraphError
 from .graph import Graph
 from .node import LEAF_OPS, Node
 from .spec import MAX_SIZE, check_spec
-from .validation import MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, validate_arguments
+from .validation import CALLABLE, MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, list_of, validate_arguments
 
 GraphRule = Callable[[Graph], Iterator[str]]
 
@@ -123,6 +123,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 REFERENCES = (operands_precede_users_and_results_exist, references_exist)
 
 
+@validate_arguments(GraphError, graph=instance_of(Graph), rules=list_of(CALLABLE, "a sequence of functions"))
 def list_rule_violations(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:
     """Return an error message for each violation of a rule by `graph`, in the order of `rules`."""
     messages: list[str] = []

@@ -361,11 +361,13 @@ def constant(name: str, data: npt.ArrayLike) -> Value:
     return _leaf("constant", name, spec, MappingProxyType({"data": array.astype(spec.dtype.storage).tobytes()}))
 
 
+@validate_arguments(
+    GraphError, node=ArgumentKind("a constant node", lambda v: isinstance(v, Node) and v.op == "constant")
+)
 def view_constant_array(node: Node) -> npt.NDArray[np.generic]:
     """Return a read-only NumPy view of the array in a constant node."""
-    data = node.attrs["data"]
+    data, spec = node.attrs["data"], node.specs[0]
     assert isinstance(data, bytes), "verify() ran before"
-    spec = node.specs[0]
     return np.frombuffer(data, spec.dtype.storage).reshape(spec.shape)
 
 

@@ -258,6 +258,7 @@ def parse(text: str, complete: AttributeCompleter = keep_attributes_unchanged) -
     return Graph(parser.outputs, parser.updates)
 
 
+@validate_arguments(GraphError, text=TEXT)
 def parse_case(text: str) -> dict[str, Spec | Attr]:
     """Parse the text of a conformance case into its operand specs and attributes, by name.
 

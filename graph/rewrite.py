@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from .errors import GraphError
 from .graph import Graph
 from .node import Node, Value
+from .validation import CALLABLE, format_value, instance_of, list_of, mapping_of, validate_arguments
 
+VALUES = list_of(instance_of(Value), "a sequence of values")
 RewriteRule = Callable[[Node], "Sequence[Value] | Value | None"]
 
 
+@validate_arguments(GraphError, graph=instance_of(Graph), rule=CALLABLE)
 def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
     """Return a new graph in which `rule` has been applied to each node, operands before users.
 
@@ -30,8 +33,9 @@ def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
         if replacement is None and node is old:
             continue
         values = node.results if replacement is None else replacement
-        values = (values,) if isinstance(values, Value) else tuple(values)
-        assert tuple([v.spec for v in values]) == old.specs, f"a rewrite of {old!r} gave {values}"
+        values = (values,) if isinstance(values, Value) else values
+        if not VALUES.accepts(values) or tuple([v.spec for v in values]) != old.specs:
+            raise GraphError(f"the rule gives {format_value(values)} for {old!r}; shape and dtype must stay the same")
         replaced_by.update((was, now) for was, now in zip(old.results, values, strict=True) if was != now)
     if not replaced_by:
         return graph
@@ -41,6 +45,11 @@ def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
     )
 
 
+@validate_arguments(
+    GraphError,
+    graph=instance_of(Graph),
+    replacements=mapping_of(instance_of(Value), instance_of(Value), "a mapping from values to values"),
+)
 def replace_values(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
     """Return a copy of `graph` in which the values of a mapping replace other values.
 

@@ -134,6 +134,9 @@ ANY = ArgumentKind("anything", lambda v: True)
 TEXT = instance_of(str, description="text")
 NONE = ArgumentKind("None", lambda v: v is None)
 CALLABLE = ArgumentKind("a function", callable)
+REAL = ArgumentKind(
+    "a real number", lambda v: isinstance(v, float | np.floating) or number_between(-1e300, 1e300).accepts(v)
+)
 FINITE = ArgumentKind("a finite number", number_between(-1e30, 1e30).accepts)
 BOOL = instance_of(bool, description="True or False")
 

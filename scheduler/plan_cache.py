@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..backends.capabilities import SupportsPlanCache
+from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.storage.disk_cache import make_cache_path, read_cached, write_cached
+from ..graph.validation import NONE, ArgumentKind, instance_of, validate_arguments
 from ..ops.registry import BUILTIN_OPS
 from .costs.calibration_file import choose_calibrated_or_built_in_hardware
 from .costs.hardware import Hardware
-from .ir.execution_plan import HostOffload, Plan
-from .lowering.device_plan import Devices, find_first_devices_with_same_program
+from .ir.execution_plan import PLAN_ARGUMENT_KINDS, HostOffload, Plan
+from .lowering.device_plan import DEVICES_KIND, Devices, find_first_devices_with_same_program
 from .planning.decompose import decompose_unsupported_ops
 from .serialisation.plan_data import build_digest_names_outputs_key, plan_to_data, unverified_plan_from_data
 
@@ -48,6 +50,21 @@ PLAN_SOURCE_FOLDERS = (
 """Folders of the package with the source code on which plans depend."""
 
 
+def _is_workload(value: object) -> bool:
+    """Return whether a value is a `Workload`; its module is imported here, because most plans come from the cache."""
+    from .planning.workload import Workload
+
+    return isinstance(value, Workload)
+
+
+@validate_arguments(
+    PlanError,
+    group=DEVICES_KIND,
+    hardware=instance_of(Hardware) | NONE,
+    host=instance_of(HostOffload) | NONE,
+    use=NONE | ArgumentKind("a Workload", _is_workload),
+    **PLAN_ARGUMENT_KINDS,
+)
 def plan_with_cache(
     graph: Graph,
     group: Devices,

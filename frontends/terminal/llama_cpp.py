@@ -46,6 +46,8 @@ NO_SAMPLER_REMEDY = "there is no such sampler; use --temp, --top-k, --top-p, --m
 FILE_SETTING_REMEDY = "rotary settings come from the file; change them there (gguf-py's gguf-set-metadata)"
 DRAFT_DEVICE_REMEDY = "the draft model runs on the devices and threads of the model; leave it out"
 NO_NGRAM_REMEDY = "only draft models (-md) and MTP blocks guess; --draft-max sets the number of tokens"
+NO_SYNTHETIC_DRAFT_REMEDY = "tokens are never guessed at random; -md names a draft model"
+NO_SAMPLING_REMEDY = "no token is chosen there; leave it out"
 PLACE_EXPERTS_REMEDY = "place weights by name, as --place 'ffn_.*_exps=cpu:0'"
 
 COMMON_FLAGS = f"""
@@ -70,6 +72,7 @@ COMMON_FLAGS = f"""
 -dio --direct-io -ndio --no-direct-io: {MAPPED_WEIGHTS_REMEDY}
 -mmp --mmap --no-mmap: {MAPPED_WEIGHTS_REMEDY}
 --mlock: {MAPPED_WEIGHTS_REMEDY}
+-lzm --lazy-mode: {MAPPED_WEIGHTS_REMEDY}
 -rpc --rpc: several machines work together under mpiexec, as --devices cpu:0@0,cpu:0@1
 --numa: {SYSTEM_TOOL_REMEDY}
 --prio: {SYSTEM_TOOL_REMEDY}
@@ -130,6 +133,11 @@ MODEL_FLAGS = f"""
 --log-colors: nothing is coloured; leave it out
 --log-prefix --no-log-prefix: {REDIRECT_REMEDY}
 --log-timestamps --no-log-timestamps: {REDIRECT_REMEDY}
+--log-jsonl --no-log-jsonl: {REDIRECT_REMEDY}
+-ncffn --n-cpu-ffn: place weights by name, as --place 'ffn_.*=cpu:0'
+--video-fps: {TEXT_ONLY_REMEDY}
+--video-timestamp-interval: {TEXT_ONLY_REMEDY}
+--video-ffmpeg-dir: {TEXT_ONLY_REMEDY}
 -lv --verbosity --log-verbosity: --debug shows the traceback of an error, --watch REGEX the values
 -ctkd --cache-type-k-draft --spec-draft-type-k: {DRAFT_DEVICE_REMEDY}
 -ctvd --cache-type-v-draft --spec-draft-type-v: {DRAFT_DEVICE_REMEDY}
@@ -237,6 +245,9 @@ CLI_FLAGS = f"""
 --draft-p-min --spec-draft-p-min: --draft-max sets the number of tokens that are guessed
 --draft-p-split --spec-draft-p-split: --draft-max sets the number of tokens that are guessed
 --spec-type: -md names a draft model, --draft-max alone uses the model's own MTP blocks
+--spec-draft-sampling: the draft model takes its most probable tokens; leave it out
+--spec-synth-len: {NO_SYNTHETIC_DRAFT_REMEDY}
+--spec-synth-rates: {NO_SYNTHETIC_DRAFT_REMEDY}
 --spec-default: -md names a draft model, --draft-max alone uses the model's own MTP blocks
 --spec-ngram-mod-n-min: {NO_NGRAM_REMEDY}
 --spec-ngram-mod-n-max: {NO_NGRAM_REMEDY}
@@ -268,10 +279,9 @@ BENCH_FLAGS = """
 --progress: kernels that are compiled are shown on a terminal; leave it out
 --n-gen-warmup: one untimed run comes before the timed ones; leave it out
 -embd --embeddings: the command is hocket embed; it is not timed
--lzm --lazy-mode: weights are always mapped from the file; leave it out
 """
 
-PERPLEXITY_FLAGS = """
+PERPLEXITY_FLAGS = f"""
 -p --prompt: give the text as a file, - for stdin
 -s --seed: nothing is random; leave it out
 --chunks: cut the text, as head -c 100000 FILE | hocket perplexity MODEL -
@@ -284,7 +294,23 @@ PERPLEXITY_FLAGS = """
 --multiple-choice: hocket measures perplexity only; score answers by the logits of hocket logits
 --multiple-choice-tasks: hocket measures perplexity only; score answers by the logits of hocket logits
 --kl-divergence: use hocket compare A.gguf B.gguf -f FILE
---kl-divergence-base --save-all-logits: hocket logits writes the logits of every position
+--kl-divergence-base --save-all-logits --all-logits: hocket logits writes the logits of every position
+-kvu --kv-unified -no-kvu --no-kv-unified: chunks are measured one after the other; leave it out
+--context-shift --no-context-shift: a chunk fills the context, and the next begins anew; leave it out
+-n --predict --n-predict: {NO_SAMPLING_REMEDY}
+--ignore-eos: {NO_SAMPLING_REMEDY}
+--temp --temperature: {NO_SAMPLING_REMEDY}
+--top-k: {NO_SAMPLING_REMEDY}
+--top-p: {NO_SAMPLING_REMEDY}
+--min-p: {NO_SAMPLING_REMEDY}
+--repeat-last-n: {NO_SAMPLING_REMEDY}
+--repeat-penalty: {NO_SAMPLING_REMEDY}
+--presence-penalty: {NO_SAMPLING_REMEDY}
+--frequency-penalty: {NO_SAMPLING_REMEDY}
+-l --logit-bias: {NO_SAMPLING_REMEDY}
+--grammar: {NO_SAMPLING_REMEDY}
+--grammar-file: {NO_SAMPLING_REMEDY}
+-j --json-schema: {NO_SAMPLING_REMEDY}
 """
 
 FLAGS: tuple[LlamaCppFlag, ...] = (

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO, cast
 
 PUBLIC, PRIVATE = 0o666, 0o600
 """Modes of a new file before the umask: for all users, and for its owner only."""
 UNFINISHED_FILE_PREFIX = ".hocket-"
 """The prefix of the names of unfinished files."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""The signals that end a process without an exception, so that no context of Python ends."""
+_unfinished_files: set[str] = set()
 
 
 @contextmanager
@@ -42,12 +48,13 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
                 yield file
             return
         part = _open_temporary_file(target, mode, known)
-        with part:
-            yield part
-            if durable:
-                part.flush()
-                os.fsync(part.fileno())
-        os.replace(part.name, target)
+        with _removed_at_stop_signal(part.name):
+            with part:
+                yield part
+                if durable:
+                    part.flush()
+                    os.fsync(part.fileno())
+            os.replace(part.name, target)
     except BaseException as error:
         if part is not None:
             with suppress(OSError):
@@ -55,6 +62,35 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
         if isinstance(error, OSError):
             _set_error_filename(error, path)
         raise
+
+
+@contextmanager
+def _removed_at_stop_signal(name: str) -> Iterator[None]:
+    """Remove the unfinished file `name` if a stop signal ends this process during the context.
+
+    Only a context of the main thread can handle signals; it removes the files of other threads too. A signal for which
+    the program has a handler is left to that handler.
+    """
+    process = os.getpid()
+
+    def remove_files_and_end(number: int, frame: FrameType | None) -> None:
+        for unfinished in _unfinished_files if os.getpid() == process else ():  # a forked process has its own signals
+            with suppress(OSError):
+                os.unlink(unfinished)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in STOP_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    _unfinished_files.add(name)
+    try:
+        for number in handled:
+            signal.signal(number, remove_files_and_end)
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+        _unfinished_files.discard(name)
 
 
 def write_text(path: str | Path, text: str) -> None:

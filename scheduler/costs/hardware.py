@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 from ...backends.capabilities import OTHER_OPS
 from ...graph import Graph
+from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
+from ...graph.validation import REAL, TEXT, instance_of, mapping_of, validate_constructor
 from ...ops import op_of
 
 STORED_LEAF_OPS = ("weight", "state")
@@ -63,6 +65,19 @@ class WorkEstimate(NamedTuple):
     activation_rows: float = 0.0
 
 
+SPEEDS_OF_CLASSES = mapping_of(TEXT, REAL, "a mapping from cost classes to numbers")
+"""The argument kind of `Hardware.op_flops`, `Hardware.op_bandwidth` and `Hardware.op_launch`."""
+
+
+@validate_constructor(
+    PlanError,
+    **dict.fromkeys(("flops", "bandwidth", "launch", "link_bandwidth", "link_latency"), REAL),
+    **dict.fromkeys(("across_bandwidth", "across_latency", "plain_flops", "alone_flops", "alone_bandwidth"), REAL),
+    **dict.fromkeys(("value_bandwidth", "recurrent_flops", "unpack_bandwidth"), REAL),
+    **dict.fromkeys(("op_flops", "op_bandwidth", "op_launch"), SPEEDS_OF_CLASSES),
+    machine=instance_of(int),
+    source=TEXT,
+)
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """The speeds of one kind of device and of the links between devices.

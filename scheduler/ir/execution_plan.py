@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
-from ...backends.base import Backend, Device
+from ...backends.base import BACKEND_KIND, Backend, Device
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
@@ -22,7 +22,10 @@ from ...graph.validation import (
     ArgumentKind,
     instance_of,
     integer_between,
+    list_of,
     mapping_of,
+    number_between,
+    pair_of,
     tuple_of,
     validate_arguments,
     validate_constructor,
@@ -51,6 +54,16 @@ LAYOUTS_KIND = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from 
 """The argument kind of `Plan.leaves` and `Plan.outputs`."""
 PLAN_KIND = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
 """The argument kind of a plan."""
+MAX_SHARE = 2.0**63
+"""The largest accepted share of `tensor_split`."""
+PLAN_ARGUMENT_KINDS = {
+    "graph": instance_of(Graph),
+    "split_mode": TEXT,
+    "tensor_split": list_of(number_between(-MAX_SHARE, MAX_SHARE), "a sequence of finite numbers"),
+    "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
+    "like": PLAN_KIND | NONE,
+}
+"""The kinds of the arguments that all functions share that plan a graph."""
 
 
 SPLIT_MODE_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
@@ -71,6 +84,9 @@ class PinnedNodes:
     nodes: tuple[str, ...]
 
 
+@validate_constructor(
+    PlanError, backend=BACKEND_KIND, device=instance_of(Device), hardware=instance_of(Hardware) | NONE
+)
 @dataclass(frozen=True, slots=True)
 class HostOffload:
     """The host as an extra device, which takes the weights and states that exceed the memory of the other devices.

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ...graph.errors import PlanError
+from ...graph.validation import REAL, validate_arguments
 
+
+@validate_arguments(PlanError, n=REAL)
 def format_bytes(n: float) -> str:
     """Format a number of bytes as text with a unit: ``4.2 MiB``."""
     for unit in ("B", "KiB", "MiB"):
@@ -15,6 +19,7 @@ def format_bytes(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
+@validate_arguments(PlanError, seconds=REAL)
 def format_seconds(seconds: float) -> str:
     """Format seconds as text with three digits and a unit: ``21.3 us``."""
     for unit in ("us", "ms"):

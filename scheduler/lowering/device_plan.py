@@ -8,15 +8,16 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ...backends.base import Backend, Device, Program
+from ...backends.base import BACKEND_KIND, Backend, Device, Program
 from ...backends.capabilities import STAND_IN, KernelCall, ListsKernels, can_group_overlap
 from ...backends.fusion.overlap import find_instructions_beside_collectives
+from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
 from ...graph.old_names import RenamedAttribute
 from ...graph.repeated_runs import DeviceNodeRepetitions, ShortenedGraph, split_numbered_name
-from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
+from ...graph.validation import instance_of, list_of, pair_of, validate_constructor
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
 from .lower import FusedGroups, lower_with_state_saves
 from .structural_equality import (
@@ -29,7 +30,7 @@ from .unroll import unroll_kernel_calls, unroll_program
 
 Devices = Sequence[tuple[Backend, Device]]
 DEVICES_KIND = list_of(
-    pair_of(ArgumentKind("a backend", lambda b: hasattr(b, "compile")), instance_of(Device)),
+    pair_of(BACKEND_KIND, instance_of(Device)),
     "a sequence of pairs of a backend and a Device",
 )
 """The devices of a plan, each with its backend."""
@@ -46,6 +47,13 @@ class KernelLaunchesAndFallbacks(NamedTuple):
     numpy_fallback_positions: frozenset[int]
 
 
+@validate_constructor(
+    PlanError,
+    device=instance_of(Device),
+    backend=BACKEND_KIND,
+    graph=instance_of(Graph),
+    program=instance_of(Program),
+)
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
     """The plan of one device: its part of the graph, with local shapes, and the program that runs this part.

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import accumulate, chain
 from types import MappingProxyType
 
-from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, Tensor
+from ...backends.base import BACKEND_KIND, Backend, BufferSpec, Device, Instruction, Program, Tensor
 from ...backends.capabilities import ReportsFusion, can_group_overlap
 from ...backends.fusion.overlap import can_be_overlapped
 from ...graph.dtypes import DType
@@ -27,6 +27,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, DeviceNodeRepetitions
 from ...graph.spec import Spec
+from ...graph.validation import instance_of, validate_arguments
 from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
@@ -49,14 +50,12 @@ FusedGroups = dict[Hashable, Sequence[Sequence[int]]]
 """The groups of node numbers that a backend runs in one kernel, by the size class key of the graph."""
 
 
+@validate_arguments(PlanError, graph=instance_of(Graph), backend=BACKEND_KIND, device=instance_of(Device))
 def lower_graph(graph: Graph, backend: Backend, device: Device) -> tuple[Graph, Program]:
-    """Lower a graph to a program for one device.
+    """Lower a graph to a program for one device; raise `PlanError` if the device does not support a node.
 
     Returns:
         The graph with the copies that kernels need, and its program.
-
-    Raises:
-        PlanError: The device does not support a node.
     """
     require_device_support(graph, backend, device)
     graph, program, _ = lower_with_state_saves(graph, backend, device)

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.base import Array, Backend, Device
+from ...backends.base import BACKEND_KIND, Array, Backend, Device
 from ...backends.capabilities import DeclaresTolerance
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
-from ...graph.validation import ANY, TEXT, instance_of, mapping_of, validate_arguments
+from ...graph.validation import ANY, TEXT, instance_of, integer_between, mapping_of, pair_of, validate_arguments
 from ...ops import op_of
 from ...ops.text import dump
-from ..ir.execution_plan import Plan
+from ..ir.execution_plan import PLAN_ARGUMENT_KINDS, Plan
 from ..planning.planner import plan_for_group
 from ..runtime.executor import Executor
 from ..runtime.store import Store
@@ -104,7 +104,14 @@ class NodeComparer:
     reference_device: tuple[Backend, Device]
     placement_rules: Sequence[tuple[str, str]]
 
-    @validate_arguments(PlanError, plan=instance_of(Plan), store=instance_of(Store), weights=instance_of(Mapping))
+    @validate_arguments(
+        PlanError,
+        plan=instance_of(Plan),
+        store=instance_of(Store),
+        weights=instance_of(Mapping),
+        other=pair_of(BACKEND_KIND, instance_of(Device)),
+        place=PLAN_ARGUMENT_KINDS["place"],
+    )
     def __init__(
         self,
         plan: Plan,
@@ -341,6 +348,7 @@ def _find_worst_row_error_and_entry(actual: Array, expected: Array) -> tuple[flo
     return float(errors.max()), tuple(int(i) for i in index)
 
 
+@validate_arguments(PlanError, graph=instance_of(Graph), node=instance_of(Node), reach=integer_between(0))
 def format_surrounding_nodes(graph: Graph, node: Node, reach: int = 2) -> str:
     """Return the lines of the graph text near a node, with ``>`` before the line of the node.
 
@@ -349,6 +357,8 @@ def format_surrounding_nodes(graph: Graph, node: Node, reach: int = 2) -> str:
         node: The marked node.
         reach: The number of steps back from the node through operands. Direct readers of the node are printed too.
     """
+    if node not in graph.nodes:
+        raise PlanError(f"the graph does not have the node {node!r:.{MAX_NODE_CHARACTERS}}")
     printed, edge = {node}, {node}
     for _ in range(reach):
         edge = {s.node for n in edge for s in n.inputs}

@@ -13,10 +13,11 @@ from typing import TypeVar
 import numpy as np
 
 from ...backends.base import Array
+from ...graph.array_checks import as_real_number_array
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Value
-from ...graph.validation import ANY, TEXT, instance_of, validate_arguments
+from ...graph.validation import ANY, TEXT, instance_of, mapping_of, validate_arguments
 
 T = TypeVar("T")
 OBSERVED_PREFIX = "observed "
@@ -40,10 +41,10 @@ class Statistics:
     nans: int
 
     @classmethod
-    @validate_arguments(PlanError, array=ANY)
+    @validate_arguments(PlanError)
     def of(cls, array: Array) -> Statistics:
         """Return the statistics of an array of any shape, computed in float64."""
-        numbers = np.asarray(array).astype(np.float64, copy=False)
+        numbers = as_real_number_array("Statistics.of: array", array, PlanError).astype(np.float64, copy=False)
         is_nan = np.isnan(numbers)
         nan_count = int(is_nan.sum())
         rest = numbers[~is_nan] if nan_count else numbers.reshape(-1)
@@ -92,6 +93,9 @@ def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
     return matches
 
 
+@validate_arguments(
+    PlanError, graph=instance_of(Graph), values=mapping_of(TEXT, instance_of(Value), "a mapping from names to values")
+)
 def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
     """Return a copy of `graph` that also outputs the given values, which are called observed values.
 
@@ -100,6 +104,7 @@ def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
     return Graph({**graph.outputs, **{OBSERVED_PREFIX + name: value for name, value in values.items()}}, graph.updates)
 
 
+@validate_arguments(PlanError, outputs=mapping_of(TEXT, ANY, "a mapping from names to outputs"))
 def select_observed_outputs(outputs: Mapping[str, T]) -> dict[str, T]:
     """Return the observed values among the outputs of a run, under the names that `with_observed_values` received.
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...graph.errors import PlanError
+from ...graph.validation import integer_between, validate_arguments
 from ..costs.timeline import compute_device_end_seconds
-from ..ir.execution_plan import Plan
+from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.pipeline_actions import PipelineAction, PipelineOrder
 from ..lowering.device_plan import find_collective_group_of_each_device
 from ..verifier.communication.pipeline_order import find_collective_of_all_devices, find_pipeline_order_faults
@@ -50,6 +51,7 @@ def build_pipelined_action_order(plans: Sequence[Plan]) -> PipelineOrder:
     return order
 
 
+@validate_arguments(PlanError, plan=PLAN_KIND)
 def count_pipeline_stages(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan; it is 1 if all devices share a collective."""
     return (
@@ -81,6 +83,7 @@ def estimate_stage_times(plan: Plan) -> list[StageTime]:
     ]
 
 
+@validate_arguments(PlanError, stages=integer_between(1), devices=integer_between(1))
 def format_stage_count(stages: int, devices: int) -> str:
     """Describe the pipeline stages in words: ``4 devices`` for stages of one device, else ``2 teams of 4 devices``.
 
@@ -108,6 +111,7 @@ def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
     return (ends[-1] - ends[STEADY_STATE_RUNS // 2 - 1]) / (STEADY_STATE_RUNS // 2)
 
 
+@validate_arguments(PlanError, plan=PLAN_KIND)
 def estimate_pipeline_speedup(plan: Plan) -> float:
     """Estimate how much faster pipelined runs are than single runs that wait for each other.
 

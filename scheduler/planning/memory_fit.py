@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...backends.base import Device
-from ..ir.execution_plan import Plan
+from ...graph.errors import PlanError
+from ...graph.validation import NONE, integer_between, validate_arguments
+from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.formatting import format_bytes
 from ..ir.layout import Local, Shard
 from ..lowering.device_plan import DevicePlan
@@ -65,11 +67,13 @@ def list_memory_pools(plan: Plan) -> list[MemoryPool]:
     ]
 
 
+@validate_arguments(PlanError, plan=PLAN_KIND)
 def compute_missing_bytes(plan: Plan) -> int:
     """Compute the bytes of a plan that do not fit, summed over all memories; 0 if the plan fits."""
     return sum(pool.missing_bytes for pool in list_memory_pools(plan))
 
 
+@validate_arguments(PlanError, plan=PLAN_KIND, context=integer_between(1) | NONE)
 def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
     """Describe why a plan does not fit into memory, with two remedies; return None if the plan fits.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import CALLABLE, integer_between, validate_arguments
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_seconds
 from ..pipelining.stage_times import (
@@ -71,6 +73,7 @@ def list_halved_micro_batch_counts(sequence_count: int, stage_count: int) -> lis
     return [max_count >> halved for halved in range(max_count.bit_length()) if max_count >> halved > 1]
 
 
+@validate_arguments(PlanError, sequence_count=integer_between(1), plan_of=CALLABLE, counts_of=CALLABLE)
 def choose_micro_batches(
     sequence_count: int,
     plan_of: Callable[[int], Plan],

@@ -24,14 +24,12 @@ from ...graph.validation import (
     format_value,
     instance_of,
     list_of,
-    number_between,
-    pair_of,
     validate_arguments,
 )
 from ...ops import verify
 from ...ops.collectives import COLLECTIVES
 from ..costs.hardware import DEFAULT_HARDWARE, Hardware
-from ..ir.execution_plan import HostOffload, Plan
+from ..ir.execution_plan import PLAN_ARGUMENT_KINDS, HostOffload, Plan
 from ..lowering.device_plan import DEVICES_KIND, Devices
 from ..sharding.pins import PlacementRules
 from ..verifier.plan_verifier import verify_plan
@@ -40,19 +38,6 @@ from .decompose import decompose_unsupported_ops
 from .gc_pause import pause_garbage_collection
 from .plan_builder import FactorChooser, PlanBuilder, SplitModeBuilder
 from .workload import Workload
-
-MAX_SHARE = 2.0**63
-"""The largest accepted share of `tensor_split`."""
-
-
-PLAN_ARGUMENT_KINDS = {
-    "graph": instance_of(Graph),
-    "split_mode": TEXT,
-    "tensor_split": list_of(number_between(-MAX_SHARE, MAX_SHARE), "a sequence of finite numbers"),
-    "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
-    "like": instance_of(Plan) | NONE,
-}
-"""The kinds of the arguments that `plan` and `plan_for_group` share."""
 
 
 @validate_arguments(

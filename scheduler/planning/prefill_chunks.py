@@ -11,8 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import lt
 
+from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import CALLABLE, ArgumentKind, instance_of, integer_between, pair_of, validate_arguments
 from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import StageTime, estimate_stage_times
 
@@ -29,6 +32,19 @@ Rapids).
 
 CALIBRATED_VISIBLE_SHARE = 0.75
 """The share of the attention cells of a plan that tokens saw when the attention speed was measured."""
+
+MAX_TOKENS = 1 << 40
+"""The largest accepted token count."""
+PAIR_OF_COUNTS = pair_of(integer_between(1, MAX_TOKENS), integer_between(1, MAX_TOKENS))
+CHUNK_SIZES = ArgumentKind(
+    "a sequence of ascending integers above zero",
+    lambda v: (
+        isinstance(v, Sequence)
+        and len(v) > 0
+        and all(map(integer_between(1, MAX_TOKENS).accepts, v))
+        and all(map(lt, v, v[1:]))
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,7 @@ class ChunkTimeModel:
         cell_counts: The smaller and the larger cell count of the plans.
     """
 
+    @validate_arguments(PlanError, plan_of=CALLABLE, token_counts=PAIR_OF_COUNTS, cell_counts=PAIR_OF_COUNTS)
     def __init__(self, plan_of: PlanForChunk, token_counts: tuple[int, int], cell_counts: tuple[int, int]) -> None:
         self._min_tokens, self._token_span = token_counts[0], max(1, token_counts[1] - token_counts[0])
         self._min_cells, self._cell_span = cell_counts[0], max(1, cell_counts[1] - cell_counts[0])
@@ -128,6 +145,13 @@ def _compute_bilinear_coefficients(
     )
 
 
+@validate_arguments(
+    PlanError,
+    token_count=integer_between(0, MAX_TOKENS),
+    past_tokens=integer_between(0, MAX_TOKENS),
+    allowed_sizes=CHUNK_SIZES,
+    time_model=instance_of(ChunkTimeModel),
+)
 def choose_prefill_chunks(
     token_count: int, past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> PrefillChunks:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ...graph.errors import PlanError
 from ...graph.graph import Graph
+from ...graph.validation import CALLABLE, NONE, instance_of, integer_between, list_of, validate_constructor
 from ..costs.hardware import Hardware
 from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
@@ -24,6 +26,15 @@ PlanForRun = Callable[[int, int], Plan]
 """Return the plan of a run; the arguments are the sequence count and the tokens of each sequence."""
 
 
+@validate_constructor(
+    PlanError,
+    build_graph=CALLABLE,
+    chunk_sizes=list_of(integer_between(1), "a sequence of integers above zero"),
+    sequence_count=integer_between(1),
+    prompt_tokens=integer_between(0),
+    new_tokens=integer_between(0),
+    lone_hardware=instance_of(Hardware) | NONE,
+)
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A workload for which a layout is chosen: `sequence_count` sequences, each with a prompt and new tokens.

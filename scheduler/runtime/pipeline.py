@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ...backends.base import Array
 from ...graph.errors import PlanError
+from ...graph.validation import BOOL, instance_of, list_of, pair_of, validate_arguments
 from ..pipelining.stage_times import build_pipelined_action_order
 from .executor import Executor
 from .interrupts import DeferredInterrupts
@@ -22,12 +23,16 @@ from .rollback_log import UndoData
 
 RunRequest = tuple[Executor, Mapping[str, npt.ArrayLike]]
 """A requested run: its plan and its inputs by name."""
+RUN_REQUESTS = list_of(
+    pair_of(instance_of(Executor), instance_of(Mapping)), "a sequence of pairs of an executor and a mapping of inputs"
+)
 
 
 PipelinedPlan = partial(Executor, pipelined=True)
 """Make an executor of pipelined runs: a plan that is compiled and bound to its memory."""
 
 
+@validate_arguments(PlanError, runs=RUN_REQUESTS)
 def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
     """Run several requests as a pipeline on the same devices, and return the outputs of each run by name.
 
@@ -59,6 +64,7 @@ class PipelinedRuns:
         together: Whether runs with returned outputs are rolled back too if the context fails.
     """
 
+    @validate_arguments(PlanError, first=instance_of(Executor), together=BOOL)
     def __init__(self, first: Executor, *, together: bool = False) -> None:
         self._leading_plan, self._is_all_or_nothing = first, together
         self._device_threads, self._exit_stack = first._device_threads, ExitStack()
@@ -81,6 +87,7 @@ class PipelinedRuns:
         self._workers_done.add_done_callback(self._notify_progress)
         return self
 
+    @validate_arguments(PlanError, runs=RUN_REQUESTS)
     def enqueue(self, runs: Sequence[RunRequest]) -> None:
         """Add runs to the end of the pipeline, which devices begin as soon as they are free.
 

@@ -11,8 +11,10 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
+from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names, order_updates_directly_after_operands
 from ...graph.node import Node, Value
+from ...graph.validation import instance_of, integer_between, validate_arguments
 from ...ops.collectives import receive, send
 from ..costs.hardware import DEFAULT_HARDWARE, Hardware, WorkCounter
 from ..ir.layout import REPLICATE, Layout, Local
@@ -39,6 +41,9 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
     return _split_nodes_by_load(graph, nodes, _compute_first_read_leaf_bytes(nodes, excluded_nodes), proportions)
 
 
+@validate_arguments(
+    PlanError, graph=instance_of(Graph), device_count=integer_between(1, 1 << 16), hardware=instance_of(Hardware)
+)
 def compute_balanced_proportions(
     graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,27 @@ def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> N
         interrupt_writing()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_leaves_no_unfinished_file(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        signal.signal(number, signal.SIG_DFL)
+        with replacing(path), replacing(tmp_path / "other"):
+            os.write(writer, b"w")
+            time.sleep(60)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(child, number)
+    _, status = os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
+    assert os.WTERMSIG(status) == number
+    assert os.listdir(tmp_path) == ["file"]
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_complete(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -53,3 +54,24 @@ def test_a_library_keeps_the_settings_of_its_process():
         "import os; before = dict(os.environ); import hocket.cli, gc; print(before == os.environ, gc.get_threshold())"
     )
     assert run_and_split(code)[0] == "True"
+
+
+INTERRUPTED_START = """
+import os, signal, sys, time
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hocket.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupter())
+from hocket.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_during_the_imports_of_a_command_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_START], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

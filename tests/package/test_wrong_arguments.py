@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,128 +15,61 @@ from hocket import ops, scheduler
 from hocket.backends import base
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
-from hocket.frontends.models import Model, Step
+from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
+from hocket.graph import (
+    format_graph,
+    list_rule_violations,
+    make_spec,
+    replace_values,
+    rewrite_graph,
+    view_constant_array,
+)
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 
 from ..given.models.goldens import FIXTURES
+from ..given.wrong_values import (
+    INPUTS,
+    WEIGHTS,
+    WRONG,
+    Awkward,
+    executor,
+    graph,
+    language_model,
+    model,
+    new,
+    plan,
+    relatives,
+    s,
+    session,
+    tokenizer,
+    w,
+    x,
+)
 
 MAX_MESSAGE_LENGTH = 700
 """Characters of a message."""
-DECLARING = {"op", "op_of", "Op"}
-"""For authors of ops; their mistakes are ours."""
+DECLARING = {"op", "op_of", "Op", "require", "validate_arguments", "validate_constructor", "warn_of_old_name"}
+"""For authors of ops and functions; their mistakes are ours."""
+RECORDS = {
+    "DeferredInterrupts",
+    "ImmediateInterrupts",
+    "LaunchedRun",
+    "MicroBatchChoice",
+    "ValueDifference",
+    "SingleDeviceComm",
+}
+"""Results and contexts without arguments, which only hocket makes."""
 MAPPINGS = {"Options"}
 """A dict to Python; who is given it looks at its entries."""
 
 
-class Awkward:
-    """A value without text, truth or array."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("no text")
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("no truth")
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("no array")
-
-
-def holder(value: Any) -> Any:
-    objects = np.empty(3, object)
-    objects[0] = value
-    return objects
-
-
-x, w, ids = hocket.input("x", (3, 4)), hocket.weight("w", (5, 4)), hocket.input("ids", (3,), "i32")
-s, q = hocket.state("s", (3, 5)), hocket.weight("q", (2, 32), "q8_0")
-new = ops.add(ops.mul_mat(w, x), s)
-graph = hocket.Graph({"y": new, "z": ops.get_rows(w, ids), "q": ops.get_rows(q, ids)}, {s: new})
-WEIGHTS = {"w": np.ones((5, 4), np.float32), "q": np.zeros((2, 34), np.uint8)}
-INPUTS = {"x": np.ones((3, 4), np.float32), "ids": np.zeros(3, np.int32)}
-WRONG: tuple[Any, ...] = (
-    *(None, True, -1, 0, 7, 2**100, 10**5000, 1.5, float("nan"), float("inf"), 1j),
-    *("", "text", "a\0b", "\ud800", "line\nline", "9" * 5000, "x" * 100_000, b"bytes", bytearray(b"b")),
-    *([], [None], [-1], [1.5], [float("nan")], [2**100], ["a"], [["a"]], [[1], [1, 2]], [("a", "b")], ["cpu:0", None]),
-    *({}, {"a": 1}, {1: 2}, {"y": x.node}, {"y": x}, {x: x}, {1, 2}, (), range(3), iter([1]), slice(1)),
-    *(np.array([1j]), np.array(["a"]), holder(None), holder("a"), np.array(2**40), np.array([2**40]), np.zeros((2, 2))),
-    *(np.float32("nan"), np.datetime64("2026-01-01"), np.zeros(0), np.zeros(3, "i4,f4"), np.array([0.5, -1.0])),
-    *(object(), Awkward(), int, len, x, x.node, x.spec, graph, hocket.DType.F32, base.Device("cpu", 0)),
-)
-
-
-@cache
-def plan() -> Any:
-    return hocket.plan(graph, "numpy:0")
-
-
-@cache
-def executor(device: str = "numpy:0") -> Any:
-    return hocket.load(hocket.plan(graph, device), WEIGHTS)
-
-
-@cache
-def model() -> Model:
-    return open_model(FIXTURES / "llama/model.gguf")
-
-
-@cache
-def session() -> Session:
-    return Session(model(), on=DeviceGroup(devices=("numpy:0",)), context=64)
-
-
-@cache
-def language_model() -> hocket.Model:
-    return hocket.Model(None, devices="numpy:0", context=64)
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return tokenizer_from_metadata(open_model(None).gguf.metadata)
-
-
-@cache
-def relatives() -> tuple[Any, ...]:
-    """Objects of the right classes from another graph, plan, group, store or model."""
-    wide, v = hocket.input("x", (7, 4)), hocket.state("s", (4, 4, 4), "f16")
-    grown = ops.mul_mat(hocket.weight("w", (6, 4)), wide)
-    other = hocket.Graph({"y": grown, "v": v}, {v: ops.scale(v, scale=2.0, bias=0.0)})
-    same = hocket.Graph({"y": ops.silu(hocket.weight("w", (5, 4)))})
-    deep = hocket.input("x", (8, 512))
-    for layer in range(4):
-        deep = ops.mul_mat(hocket.weight(f"w{layer}", (512, 512)), deep)
-    sharded = {"devices": "numpy:0,numpy:1,numpy:2", "split_mode": "tensor"}
-    plans = (
-        *(hocket.plan(other, "numpy:0"), hocket.plan(other, **sharded), hocket.plan(graph, **sharded)),
-        *(hocket.plan(graph, "cpu:0"), hocket.plan(graph, "numpy:1"), hocket.plan(same, "numpy:0")),
-        hocket.plan(hocket.Graph({"y": deep}), "numpy:0,numpy:1,numpy:2,numpy:3", split_mode="layer,tensor"),
-        *(hocket.plan(graph, "numpy:0,numpy:1", split_mode=mode) for mode in ("none", "layer")),
-    )
-    stores = tuple(hocket.Store(candidate.group) for candidate in plans)
-    layouts = {layout: None for plan in plans for layout in (*plan.leaves.values(), *plan.outputs.values())}
-    parts = (other, same, wide, v, grown, grown.node, v.node, v.spec, grown.spec, hocket.Value(grown.node, 1))
-    values = ({"y": grown}, {v: grown}, {"x": wide}, (grown, None), (grown.spec, v.spec), grown.node.attrs)
-    fields = (
-        getattr(candidate, name)
-        for candidate in plans[:3]
-        for name in ("device_plans", "leaves", "outputs", "sharded_factors", "hardware", "group", "cost")
-    )
-    machines = (
-        base.find_device("cpu:0"),
-        scheduler.parse_simulated_group("cpu:3"),
-        hocket.Trace(),
-        DeviceGroup(devices=("numpy:0", "numpy:1")),
-    )
-    steps = (Step(2, 3, 16, 16, 3), Step(sequences=1, tokens=1, cells=10**6, context=10**6, outputs=1))
-    ended = hocket.Model(None, devices="numpy:0", context=8)
-    ended.close()
-    theirs = (open_model(FIXTURES / "qwen3/model.gguf"), Sampling(bias=((10**6, 1.0),)), hocket.Token(1, "a", -1.0))
-    executors = (executor("cpu:0"), hocket.load(plans[4], WEIGHTS))
-    return (*parts, *values, *plans, *stores, *layouts, *fields, *machines, *steps, ended, *theirs, *executors)
+def asdict_of(record: Any, *without: str) -> dict[str, Any]:
+    """The fields of a record by name, which `dataclasses.asdict` copies."""
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in without}
 
 
 def with_one(call: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any], name: str) -> Callable[..., Any]:
@@ -235,6 +168,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "plan_from_json", (scheduler.plan_from_json, {"text": scheduler.plan_to_json(plan())})
     yield "diff_plans", (scheduler.diff_plans, {"before": plan(), "after": plan()})
     yield "parse_simulated_group", (scheduler.parse_simulated_group, {"text": "cpu:2"})
+    yield from cases_of_planning()
+    yield from cases_of_graphs()
     yield "group_of", (base.find_devices, {"names": ["numpy:0"], "threads": 1})
     yield "find", (base.find_device, {"name": "numpy:0"})
     yield "load a backend", (base.load_backend, {"kind": "numpy"})
@@ -243,6 +178,68 @@ def cases() -> Iterator[tuple[str, Case]]:
     for name, value in leaves.items():
         yield f"evaluate {name}", (with_one(partial(ops.evaluate, graph), leaves, name), {"value": value})
     yield "as_reference_array", (ops.as_reference_array, {"array": [1.0]})
+
+
+def cases_of_planning() -> Iterator[tuple[str, Case]]:
+    """Yield the functions of the scheduler that plan with a cache, choose, predict, run in a pipeline and describe."""
+    speeds = {"hardware": scheduler.DEFAULT_HARDWARE, "host": None, "use": None}
+    yield "Hardware", (scheduler.Hardware, asdict_of(scheduler.DEFAULT_HARDWARE))
+    yield "Device", (base.Device, asdict_of(base.find_device("numpy:0")[1]))
+    backend, device = base.find_device("numpy:1")
+    yield "HostOffload", (scheduler.HostOffload, {"backend": backend, "device": device, "hardware": None})
+    workload = scheduler.Workload(lambda sequences, tokens: graph, (1, 4))
+    yield "Workload", (partial(scheduler.Workload, workload.build_graph), asdict_of(workload, "build_graph"))
+    yield "plan_with_cache", (scheduler.plan_with_cache, {"graph": graph, "group": plan().group, **PLANNING, **speeds})
+    yield "format_bytes", (scheduler.format_bytes, {"n": 1.5})
+    yield "format_seconds", (scheduler.format_seconds, {"seconds": 1.5})
+    yield "format_stage_count", (scheduler.format_stage_count, {"stages": 2, "devices": 4})
+    for name in ("count_pipeline_stages", "estimate_pipeline_speedup", "compute_missing_bytes"):
+        yield name, (getattr(scheduler, name), {"plan": plan()})
+    yield "describe_memory_problem", (scheduler.describe_memory_problem, {"plan": plan(), "context": 8})
+    arguments = {"graph": graph, "device_count": 2, "hardware": scheduler.DEFAULT_HARDWARE}
+    yield "compute_balanced_proportions", (scheduler.compute_balanced_proportions, arguments)
+    yield (
+        "choose_micro_batches",
+        (partial(scheduler.choose_micro_batches, plan_of=lambda n: plan()), {"sequence_count": 2}),
+    )
+    times = {"token_counts": (1, 4), "cell_counts": (8, 64)}
+    model_times = partial(scheduler.ChunkTimeModel, lambda tokens, cells: plan())
+    yield "ChunkTimeModel", (model_times, times)
+    chunks = {"token_count": 9, "past_tokens": 0, "allowed_sizes": (1, 4)}
+    yield (
+        "choose_prefill_chunks",
+        (
+            scheduler.choose_prefill_chunks,
+            {**chunks, "time_model": model_times(**times)},
+        ),
+    )
+    pipelined = scheduler.PipelinedPlan(plan(), bound_store())
+    yield "run_pipelined", (scheduler.run_pipelined, {"runs": [(pipelined, INPUTS)]})
+    yield "PipelinedRuns", (scheduler.PipelinedRuns, {"first": pipelined, "together": True})
+    (one,) = plan().device_plans
+    yield "lower_graph", (scheduler.lower_graph, {"graph": graph, "backend": one.backend, "device": one.device})
+    lowered = {"graph": one.graph, "program": one.program, "backend": one.backend}
+    yield "verify_program", (scheduler.verify_program, lowered)
+    yield "with_observed_values", (scheduler.with_observed_values, {"graph": graph, "values": {"new": new}})
+    yield "select_observed_outputs", (scheduler.select_observed_outputs, {"outputs": {"observed y": 1}})
+    yield "select_matching_values", (scheduler.select_matching_values, {"graph": graph, "pattern": "0"})
+    arguments = {"plan": plan(), "store": bound_store(), "weights": WEIGHTS, "other": plan().group[0], "place": ()}
+    yield "NodeComparer", (scheduler.NodeComparer, arguments)
+    yield "Statistics", (scheduler.Statistics.of, {"array": [1.0]})
+    yield "DevicePlan", (scheduler.DevicePlan, {"device": one.device, **lowered})
+    surroundings = {"graph": graph, "node": new.node, "reach": 1}
+    yield "format_surrounding_nodes", (lambda **named: len(scheduler.format_surrounding_nodes(**named)), surroundings)
+
+
+def cases_of_graphs() -> Iterator[tuple[str, Case]]:
+    yield "list_rule_violations", (list_rule_violations, {"graph": graph})
+    yield "format_graph", (format_graph, {"graph": graph})
+    yield "make_spec", (make_spec, {"shape": (3, 4), "dtype": "f32"})
+    yield "parse_case", (parse_case, {"text": "x=f32[7,256], eps=1e-06"})
+    yield "replace_values", (replace_values, {"graph": graph, "replacements": {new: ops.neg(new)}})
+    yield "rewrite_graph", (partial(rewrite_graph, rule=lambda node: None), {"graph": graph})
+    yield "rewrite_graph, rule", (lambda value: rewrite_graph(graph, lambda node: value), {"value": None})
+    yield "view_constant_array", (view_constant_array, {"node": hocket.constant("n", [1.0]).node})
 
 
 def cases_of_models() -> Iterator[tuple[str, Case]]:
@@ -410,11 +407,12 @@ def test_a_name_that_the_package_does_not_have_is_answered_with_the_nearest():
 def test_every_public_function_is_called_here():
     """A new name of the package is either tested or said to be none that can be called wrongly."""
     named = {name.split()[0].split(".")[0].rstrip(",") for name in (*CASES, *MODELS)}
-    everything = {n: getattr(room, n) for room in (hocket, ops) for n in dir(room) if not n.startswith("_")}
+    packages = (hocket, hocket.graph, ops, scheduler)
+    everything = {n: getattr(room, n) for room in packages for n in dir(room) if not n.startswith("_")}
     ours = {n: f for n, f in everything.items() if getattr(f, "__module__", "").startswith("hocket")}
     public = {n for n, f in ours.items() if callable(f)}
     errors = {n for n in public if n.endswith("Error")}
-    assert public - errors - DECLARING - MAPPINGS - set(BUILDERS) - WITH_EXTRAS <= named
+    assert public - errors - DECLARING - RECORDS - MAPPINGS - set(BUILDERS) - WITH_EXTRAS <= named
     for kind, right in ((hocket.Graph, "Graph"), (hocket.Store, "Store"), (hocket.Executor, "Executor")):
         methods = {n for n, f in vars(kind).items() if not n.startswith("_") and callable(f) and _has_arguments(f)}
         covered = {c.split()[0].rstrip(",") for c in CASES}

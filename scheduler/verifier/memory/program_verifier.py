@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ....backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Program, Tensor
+from ....backends.base import ALIGNMENT, BACKEND_KIND, Backend, BufferSpec, Instruction, Program, Tensor
 from ....graph.attrs import quote_node_name
 from ....graph.errors import PlanError
 from ....graph.graph import Graph, assign_names
 from ....graph.node import Node, Value
+from ....graph.validation import instance_of, validate_arguments
 from ....ops import op_of
 from ....ops.elementwise.binary import cont
 from .buffer_contents import (
@@ -33,6 +34,7 @@ LEAF_OPS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
 
 
+@validate_arguments(PlanError, graph=instance_of(Graph), program=instance_of(Program), backend=BACKEND_KIND)
 def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
     """Verify that a program computes its graph; raise `PlanError` with the first fault.
 

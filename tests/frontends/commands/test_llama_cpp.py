@@ -28,6 +28,8 @@ COMMON = """
 --control-vector-scaled --control-vector-layer-range -m --model -mu --model-url -dr --docker-repo -hf -hfr --hf-repo
 -hff --hf-file -hft --hf-token --log-disable --log-file --log-colors -v --verbose --log-verbose --offline -lv
 --verbosity --log-verbosity --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --warmup --no-warmup
+--log-jsonl --no-log-jsonl -ncffn --n-cpu-ffn -lzm --lazy-mode --video-fps --video-timestamp-interval
+--video-ffmpeg-dir
 """
 CLI = """
 -n --predict --n-predict --samplers -s --seed --sampler-seq --sampling-seq --ignore-eos --temp --temperature --top-k
@@ -43,7 +45,8 @@ CLI = """
 --cache-type-k-draft -ctvd -otd -cmoed -ncmoed --draft --draft-n --draft-max --draft-min --draft-p-min --draft-p-split
 -devd -ngld --n-gpu-layers-draft -md --model-draft --spec-type --spec-draft-n-max --spec-draft-n-min -i --interactive
 -if --interactive-first --in-prefix --in-suffix --in-prefix-bos --prompt-cache --prompt-cache-all --prompt-cache-ro
--ptc --print-token-count -gan --grp-attn-n -gaw --grp-attn-w --license
+-ptc --print-token-count -gan --grp-attn-n -gaw --grp-attn-w --license --spec-draft-sampling --spec-synth-len
+--spec-synth-rates
 """
 BENCH = """
 -h --help --numa -r --repetitions --prio --delay -o --output -oe --output-err --list-devices -v --verbose --progress
@@ -55,7 +58,11 @@ BENCH = """
 """
 PERPLEXITY = """
 --chunks --ppl-stride --ppl-output-type --hellaswag --hellaswag-tasks --winogrande --winogrande-tasks --multiple-choice
---multiple-choice-tasks --kl-divergence --kl-divergence-base --save-all-logits
+--multiple-choice-tasks --kl-divergence --kl-divergence-base --save-all-logits --all-logits -kvu --kv-unified -no-kvu
+--no-kv-unified --context-shift --no-context-shift -n --predict --n-predict --samplers -s --seed --sampler-seq
+--ignore-eos --temp --temperature --top-k --top-p --min-p --top-n-sigma --xtc-probability --typical --repeat-last-n
+--repeat-penalty --presence-penalty --frequency-penalty --dry-multiplier --mirostat -l --logit-bias --grammar
+--grammar-file -j --json-schema -jf --json-schema-file -bs --backend-sampling -mm --mmproj --image-max-tokens
 """
 FLAGS_OF = {"run": COMMON + CLI, "bench": BENCH, "perplexity": COMMON + PERPLEXITY}
 """The flags of llama-cli and llama-completion, llama-bench and llama-perplexity, from their help."""
