@@ -283,9 +283,9 @@ class FusedExpression:
 class HookedKernel:
     """A kernel that runs several stages on each panel of its result: some rows by some columns.
 
-    The first stage is the body: one instruction with one dense float32 result. Each other stage is a generated kernel
-    (`FusedExpression`), which computes the elements of the panel as soon as the earlier stages have computed theirs.
-    Panels may be computed in any order and by any thread.
+    The first stage is the body: an instruction, or several with a kernel that was written by hand. The last one has a
+    dense float32 result. Each other stage is a generated kernel (`FusedExpression`), which computes the elements of the
+    panel as soon as the earlier stages have computed theirs. Panels may be computed in any order and by any thread.
 
     Attributes:
         stages: the instructions of each stage, ascending.

@@ -1,16 +1,18 @@
 """The hooks of heavy kernels: groups of declared ops that run on each panel of a result, right after its computation.
 
-A *body* is an instruction with a kernel that computes its result panel by panel: some rows by some columns. A group of
-declared ops hooks to the body if every element of the group needs only elements of the same panel, and values from
-before the body. The kernel of the body then calls the kernel of the group for each panel, while the panel is in a cache
-of the thread. So a step and its barrier disappear. The body still writes its own result.
+A *body* is an instruction, or a fused pattern, with a kernel that computes its result panel by panel: some rows by some
+columns. A group of declared ops hooks to the body if every element of the group needs only elements of the same panel,
+and values from before the body. The kernel of the body then calls the kernel of the group for each panel, while the
+panel is in a cache of the thread. So a step and its barrier disappear. The body still writes its own result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 from ...ops.declaration.scalar import ROW_FUNCTIONS
 from .dataflow import Dataflow, has_same_elements
@@ -18,6 +20,8 @@ from .expression_groups import ExpressionGroup, TracedInstruction, compose_instr
 from .operand_views import Shape, find_strides_of_reshape, with_axes
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
+Views = tuple[tuple[Operand, ...], tuple[Operand, ...]]
+"""Views of the operands and of the results of a group."""
 MAX_HOOKS = 4
 MAX_READER_DISTANCE = 64
 """The most instructions from a body to a hook: a product that each layer reads would take long to plan."""
@@ -50,7 +54,8 @@ class PanelHook:
 
     Attributes:
         group: the group.
-        operands: the operands as views [rows of the body, row blocks, columns of a block].
+        operands: the operands as views [groups of rows, rows of a group, row blocks, columns of a block]. The rows of
+            the body in order are one or more such groups, for example one for each image.
         results: the results as views of this shape, or with one column for a number per row block.
         has_whole_blocks: whether a panel must consist of whole row blocks. Otherwise there is one block per row.
     """
@@ -62,7 +67,7 @@ class PanelHook:
 
     @property
     def shape(self) -> Shape:
-        """The rows of the body, the row blocks, and the columns of a block."""
+        """The groups of rows, the rows of a group, the row blocks, and the columns of a block."""
         return self.operands[0].shape
 
     @property
@@ -72,7 +77,7 @@ class PanelHook:
 
     def slice_columns(self, first: int, last: int) -> tuple[list[Operand], list[Operand]]:
         """Return the operands and the results for columns `first` to `last` of the body."""
-        axis, unit = (1, self.shape[2]) if self.has_whole_blocks else (2, 1)
+        axis, unit = (2, self.shape[-1]) if self.has_whole_blocks else (3, 1)
         start, count = first // unit, (last - first) // unit
 
         def slice_operand(operand: Operand) -> Operand:
@@ -83,16 +88,19 @@ class PanelHook:
 
 @dataclass(frozen=True, eq=False)
 class HookedBody:
-    """A body with its panels and its hooks, in the order in which they run on a panel."""
+    """A body with its panels and its hooks, in the order in which they run on a panel.
 
-    body: int
+    The body is the numbers of its instructions, ascending; the last one has the result.
+    """
+
+    body: tuple[int, ...]
     panels: Panels
     hooks: tuple[PanelHook, ...]
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The instructions of the body and of each hook."""
-        return ((self.body,), *(hook.group.instruction_numbers for hook in self.hooks))
+        return (self.body, *(hook.group.instruction_numbers for hook in self.hooks))
 
     @property
     def instruction_numbers(self) -> tuple[int, ...]:
@@ -104,37 +112,28 @@ class HookedBody:
         return math.lcm(*(hook.panel_columns for hook in self.hooks))
 
 
-@dataclass(frozen=True)
-class HookRules:
-    """The properties of the kernels of a backend that call hooks.
-
-    Attributes:
-        trace: returns the traced instruction of a number; None without a generated kernel.
-        find_panels: returns the panels of an instruction if its kernel calls hooks, else None.
-    """
-
-    trace: Callable[[int], TracedInstruction | None]
-    find_panels: Callable[[BoundInstruction], Panels | None]
-
-
-def find_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup], rules: HookRules) -> list[HookedBody]:
+def find_hooked_bodies(
+    flow: Dataflow,
+    groups: Sequence[ExpressionGroup],
+    bodies: Iterable[HookedBody],
+    trace: Callable[[int], TracedInstruction | None],
+) -> list[HookedBody]:
     """Find the bodies with hooks, and make each a group of `flow`.
 
     Args:
         flow: The dataflow.
         groups: The groups of declared ops in `flow`. Single declared ops may become hooks, too.
-        rules: The properties of the kernels.
+        bodies: The instructions and patterns with kernels that call hooks, without hooks, in the order of the search.
+        trace: Returns the traced instruction of a number; None without a generated kernel.
     """
-    search = _HookSearch(flow, rules, {n: group for group in groups for n in group.instruction_numbers})
+    search = _HookSearch(flow, trace, {n: group for group in groups for n in group.instruction_numbers})
     found: list[HookedBody] = []
-    for number in range(len(flow.reader_table.program.instructions)):
-        panels = rules.find_panels(flow.bound_instruction(number)) if flow.can_join_fusion(number) else None
-        if panels is not None:
-            hooked = search.find_hooks(HookedBody(number, panels, ()))
-            if hooked.hooks:
-                flow.join_groups_unchecked(hooked.instruction_numbers)
-                search.numbers_in_hooks.update(hooked.instruction_numbers)
-                found.append(hooked)
+    for body in bodies:
+        hooked = search.find_hooks(body)
+        if hooked.hooks:
+            flow.join_groups_unchecked(hooked.instruction_numbers)
+            search.numbers_in_hooks.update(hooked.instruction_numbers)
+            found.append(hooked)
     return found
 
 
@@ -143,7 +142,7 @@ class _HookSearch:
     """The search for the hooks of bodies."""
 
     flow: Dataflow
-    rules: HookRules
+    trace: Callable[[int], TracedInstruction | None]
     group_by_number: Mapping[int, ExpressionGroup]
     numbers_in_hooks: set[int] = field(default_factory=set)
 
@@ -159,7 +158,7 @@ class _HookSearch:
         """Return the near instructions that read a result of the body or of a hook, and are in no hook, ascending."""
         members = hooked.instruction_numbers
         readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
-        candidates = {n for some in readers for n in some if n <= hooked.body + MAX_READER_DISTANCE}
+        candidates = {n for some in readers for n in some if n <= hooked.body[-1] + MAX_READER_DISTANCE}
         return sorted(candidates - self.numbers_in_hooks.union(members))
 
     def _make_hook(self, hooked: HookedBody, reader: int) -> PanelHook | None:
@@ -167,11 +166,11 @@ class _HookSearch:
         group = self.group_by_number.get(reader)
         try:
             if group is None:
-                call = self.rules.trace(reader) if self.flow.can_join_fusion(reader) else None
+                call = self.trace(reader) if self.flow.can_join_fusion(reader) else None
                 if call is None or call.why_it_cannot_join:
                     return None
                 group = compose_instructions({reader: call}).build_group_for_any_order()
-            body = self.flow.bound_instruction(hooked.body)
+            body = [*map(self.flow.bound_instruction, hooked.body)]
             hook = make_panel_hook(group, hooked.panels.rows, hooked.panels.columns)
             require_supported(hooked.panels.fit(hook.panel_columns), "panels have too few columns")
             _require_same_panel(body, hooked.hooks, hook)
@@ -192,17 +191,30 @@ def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHoo
     require_supported(not group.boxes, "an operand has elements in a part of it only")
     reads_row = any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in group.expression.steps)
     if not reads_row and all(result.shape == group.shape for result in group.results):
-        views = _view_as_blocks(group, (rows, 1, columns))
+        views = _view_as_blocks(group, rows, (1, columns))
         if views is not None:
             return PanelHook(group, *views, has_whole_blocks=False)
     require_supported(columns % length == 0, "its rows are in several rows of the body")
-    views = _view_as_blocks(group, (rows, columns // length, length))
+    views = _view_as_blocks(group, rows, (columns // length, length))
     if views is None:
         raise NoKernelError("no loop over panels expresses its views")
     return PanelHook(group, *views, has_whole_blocks=True)
 
 
-def _view_as_blocks(group: ExpressionGroup, shape: Shape) -> tuple[tuple[Operand, ...], tuple[Operand, ...]] | None:
+def _view_as_blocks(group: ExpressionGroup, rows: int, blocks: Shape) -> Views | None:
+    """Return the operands and the results of a group as views of a panel hook; None without such views.
+
+    Args:
+        group: The group.
+        rows: The rows of the body. A group of rows has all indices of some last axes of the group.
+        blocks: The row blocks, and the columns of a block.
+    """
+    counts = dict.fromkeys([1, *accumulate(group.shape, mul)])
+    shapes = ((count, rows // count, *blocks) for count in counts if rows % count == 0)
+    return next(filter(None, (_view_as_shape(group, shape) for shape in shapes)), None)
+
+
+def _view_as_shape(group: ExpressionGroup, shape: Shape) -> Views | None:
     """Return the operands and the results of a group as views with another shape; None without such views."""
     operands, results = [], []
     for operand in group.operands:
@@ -219,12 +231,12 @@ def _view_as_blocks(group: ExpressionGroup, shape: Shape) -> tuple[tuple[Operand
     return tuple(operands), tuple(results)
 
 
-def _require_same_panel(body: BoundInstruction, hooks: Sequence[PanelHook], hook: PanelHook) -> None:
+def _require_same_panel(body: Sequence[BoundInstruction], hooks: Sequence[PanelHook], hook: PanelHook) -> None:
     """Require that no panel reads or writes memory that another panel writes. Raises `NoKernelError` otherwise."""
     stages = [*hooks, hook]
-    written = [body.out, *(o for stage in stages for o in stage.results)]
+    written = [body[-1].out, *(o for stage in stages for o in stage.results)]
     read = [o for stage in stages for o in stage.operands]
-    before: list[MemoryRegion] = [o.region for o in body.src if o is not None]
+    before: list[MemoryRegion] = [o.region for call in body for o in call.src if o is not None]
     for place in written:
         require_supported(not any(place.region.overlaps(region) for region in before), "the body still reads there")
         for other in (*read, *written):

@@ -6,12 +6,15 @@ combined with entry ``i mod size`` of the same axis of `b`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...graph.attrs import Attrs
 from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.spec import Spec
 from ..declaration import scalar
+from ..declaration.interpreter import ScalarLanguageDeclaration
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
 from ..declaration.scalar import Scalar
@@ -174,8 +177,17 @@ def cast(x: Array, *, dtype: DType) -> Array:
     return round_to_dtype(x, dtype)
 
 
+def _copy_element(x: Scalar) -> Scalar:
+    return x
+
+
+def _place_at_start(shapes: Sequence[tuple[int, ...]], attrs: Attrs) -> Sequence[tuple[int, ...]]:
+    return [(0,) * len(shapes[0])]
+
+
 @op(
     "x[...]: any -> [...]",
+    element=ScalarLanguageDeclaration(_copy_element, {}, place=_place_at_start),
     linear=("x",),
     samples=("x=f32[3,4]", "x=f16[2,3,4]", "x=i32[5]", "x=f32[0,3]"),
     errors=(("", "operand x is missing"), ("x=f32[2], eps=1.0", "no operand or attribute eps")),

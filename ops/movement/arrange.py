@@ -266,8 +266,17 @@ _REGION_ERRORS = (
 )
 
 
+def _replace_part(a: Scalar, b: Scalar) -> Scalar:
+    return scalar.where(scalar.is_inside(b), b, a)
+
+
+def _place_at_offsets(shapes: Sequence[tuple[int, ...]], attrs: Attrs) -> Sequence[tuple[int, ...]]:
+    return (0,) * len(shapes[0]), integers_attribute(attrs, "offsets")
+
+
 @op(
     "a[~...]: number, b[~...]: number -> [...]",
+    element=ScalarLanguageDeclaration(_replace_part, {}, place=_place_at_offsets),
     linear=("a+b",),
     inplace="a",
     infer=_infer_region,

@@ -348,7 +348,7 @@ def _format_hooked_kernels(program: Program, fusion: ProgramFusion) -> list[str]
     """Return a line and a table of the kernels that run ops on each panel of their result."""
     rows = [("steps", "body", "ops on each panel", "over", "columns")]
     for hooked in fusion.hooked:
-        (body,), *hooks = ([program.instructions[n] for n in stage] for stage in hooked.stages)
+        (*_, body), *hooks = ([program.instructions[n] for n in stage] for stage in hooked.stages)
         numbers = join_first_names([str(n) for stage in hooked.stages for n in stage])
         ops = "; ".join(" ".join(i.op for i in hook) for hook in hooks)
         columns = "any" if hooked.panel_columns == 1 else f"multiples of {hooked.panel_columns}"

@@ -4,7 +4,8 @@ It shares no code with the search for hooks, and needs no model of the kernel th
 parts. First, each stage is a group of its own in the order of the run, so all other rules hold for the stages one after
 the other. Second, panels are independent of each other:
 
-1. The body has one dense float32 result, a matrix of rows and columns.
+1. The body has one dense float32 result, a matrix of rows and columns. It is an instruction, or several with a kernel
+   that was written by hand.
 2. A hook is a generated kernel with one element for each element of this matrix, in the same order. A reduced row lies
    inside each panel that contains one of its elements. No operand has elements in a part of the matrix only.
 3. Memory that a stage writes is read or written by other stages at the same element only, and the body does not read
@@ -50,14 +51,17 @@ def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
 def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKernel) -> Iterator[str]:
     """Yield faults of one hooked kernel; its instructions run together."""
     first, *others = hooked.stages
-    if len(first) != 1 or not others:
-        yield "it has no body of one instruction, or no hook"
+    if not first or not others:
+        yield "it has no body, or no hook"
         return
-    body = program.instructions[first[0]]
+    body = [program.instructions[number] for number in first]
     if (why := _find_body_fault(body, hooked.panel_columns)) is not None:
         yield why
         return
-    (out,) = body.dst
+    if any(not {*first}.isdisjoint(kernel.instruction_numbers) for kernel in fusion.expressions):
+        yield "the body has a generated kernel"
+        return
+    (out,) = body[-1].dst
     written, read = [out], list[Tensor]()
     for stage in others:
         kernels = [kernel for kernel in fusion.expressions if kernel.instruction_numbers == stage]
@@ -72,12 +76,13 @@ def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKe
     yield from _find_faults_across_panels(body, read, written)
 
 
-def _find_body_fault(body: Instruction, panel_columns: int) -> str | None:
-    if body.op in COLLECTIVES or len(body.dst) != 1:
-        return f"the body {body.op} is a collective, or has several results"
-    (out,) = body.dst
+def _find_body_fault(body: Sequence[Instruction], panel_columns: int) -> str | None:
+    for instruction in body:
+        if instruction.op in COLLECTIVES or len(instruction.dst) != 1:
+            return f"the body {instruction.op} is a collective, or has several results"
+    (out,) = body[-1].dst
     if out.dtype is not DType.F32 or not out.shape or not _is_dense(out):
-        return f"the result of the body {body.op} is not dense float32"
+        return f"the result of the body {body[-1].op} is not dense float32"
     if panel_columns < 1 or out.shape[-1] % panel_columns:
         return f"panels of {panel_columns} columns do not divide {out.shape[-1]} columns"
     return None
@@ -98,15 +103,17 @@ def _find_row_fault(kernel: FusedExpression, out: Tensor, panel_columns: int) ->
     return None
 
 
-def _find_faults_across_panels(body: Instruction, read: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[str]:
+def _find_faults_across_panels(
+    body: Sequence[Instruction], read: Sequence[Tensor], written: Sequence[Tensor]
+) -> Iterator[str]:
     """Yield memory that a panel writes, and another panel may read or write.
 
     Args:
-        body: The instruction of the body, which reads all of its operands for each panel.
+        body: The instructions of the body, which read all of their operands for each panel.
         read: The operands of the hooks, as views with one element for each element of the body's result.
         written: The results of the body and of the hooks.
     """
-    needed = [tensor for tensor in (*body.src, body.scratch) if tensor is not None]
+    needed = [tensor for i in body for tensor in (*i.src, i.scratch) if tensor is not None]
     for place in written:
         for tensor in needed:
             if _has_common_bytes(place, tensor):

@@ -6,7 +6,7 @@ Generated row kernels call a hook too: it quantises their result for products.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,13 +15,14 @@ from ...base import Tensor
 from ...capabilities import HookedKernel
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup
-from ...fusion.hooks import HookedBody, HookRules, PanelHook, Panels, find_hooked_bodies
+from ...fusion.hooks import HookedBody, PanelHook, Panels, find_hooked_bodies
 from ...fusion.operands import BoundInstruction, Operand
 from ..compilation.compiler import Kernel
 from ..kernels.attention.bind_attention import can_bind_attention
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.amx_matmul import choose_activation_rounding_kind
-from ..kernels.matmul.float_matmul import make_float_weight_tiling
+from ..kernels.matmul.batched_matmul import find_batched_panels, has_batched_matmul_kernel
+from ..kernels.matmul.float_matmul import has_batched_column_major_matmul_kernel, make_float_weight_tiling
 from ..kernels.matmul.packed_matmul import has_matmul_kernel, make_packed_matmul_subroutines_and_tiling
 from ..kernels.matmul.tile_loops import GROUP_ROWS, MIN_EVENLY_SHARED_ROWS, PAIR_ROWS, is_matmul_shared_by_threads
 from ..kernels.packed.activation_quantisation import TERMS_BY_KIND, ResultReadForms
@@ -35,14 +36,26 @@ from ..steps.step_table import FusedBinding, StepTableBuilder, ThreadWork
 from .expression_fusion import trace_instruction
 
 
-def choose_hooked_bodies(flow: Dataflow, groups: Sequence[ExpressionGroup]) -> list[HookedBody]:
-    """Choose the hooks of products and attention, and make each of these with its hooks a group of `flow`.
+def choose_hooked_bodies(
+    flow: Dataflow, groups: Sequence[ExpressionGroup], patterns: Mapping[Sequence[int], FusedBinding]
+) -> list[HookedBody]:
+    """Choose the hooks of products, convolutions and attention, and make each body with its hooks a group of `flow`.
 
     Args:
         flow: The dataflow.
         groups: The groups of declared ops in `flow`.
+        patterns: The fused patterns in `flow`, by their instructions.
     """
-    return find_hooked_bodies(flow, groups, HookRules(partial(trace_instruction, flow), find_panels))
+    bodies: list[tuple[tuple[int, ...], Panels | None]]
+    bodies = [(tuple(numbers), pattern.panels) for numbers, pattern in patterns.items()]
+    singles = (n for n in range(len(flow.reader_table.program.instructions)) if flow.can_join_fusion(n))
+    bodies += [((number,), find_panels(flow.bound_instruction(number))) for number in singles]
+    found = [
+        HookedBody(numbers, panels, ())
+        for numbers, panels in sorted(bodies, key=lambda body: body[0])
+        if panels is not None
+    ]
+    return find_hooked_bodies(flow, groups, found, partial(trace_instruction, flow))
 
 
 def describe_hooked_body(hooked: HookedBody) -> HookedKernel:
@@ -50,9 +63,20 @@ def describe_hooked_body(hooked: HookedBody) -> HookedKernel:
     return HookedKernel(hooked.stages, hooked.panel_columns)
 
 
-def make_hooked_binding(flow: Dataflow, hooked: HookedBody) -> FusedBinding:
-    """Make the binding of a body and its hooks."""
-    return FusedBinding(hooked.instruction_numbers, partial(_bind_hooked_body, flow=flow, hooked=hooked))
+def make_hooked_binding(
+    flow: Dataflow, hooked: HookedBody, patterns: Mapping[Sequence[int], FusedBinding]
+) -> FusedBinding:
+    """Make the binding of a body and its hooks; `patterns` are the fused patterns, which may be bodies."""
+    call = flow.bound_instruction(hooked.body[-1])
+    pattern = patterns.get(hooked.body)
+    bind_body = partial(_bind_single_body, call=call) if pattern is None else pattern.bind
+    bind = partial(_bind_hooked_body, flow=flow, hooked=hooked, bind_body=bind_body)
+    return FusedBinding(hooked.instruction_numbers, bind)
+
+
+def _bind_single_body(steps: StepTableBuilder, call: BoundInstruction) -> None:
+    is_bound = BINDINGS[call.op](steps, call)
+    assert is_bound, "the body was chosen because it has a kernel"
 
 
 def make_group_binding(flow: Dataflow, group: ExpressionGroup) -> FusedBinding:
@@ -136,7 +160,12 @@ def find_panels(call: BoundInstruction) -> Panels | None:
         return None
     if call.op == "attention" and math.prod(out.shape[:-3]) == 1 and can_bind_attention(call):
         return Panels(out.shape[-3], out.shape[-2] * out.shape[-1], out.shape[-1])
-    if call.op != "mul_mat" or not has_matmul_kernel(call) or choose_activation_rounding_kind(call) in TERMS_BY_KIND:
+    if call.op != "mul_mat":
+        return None
+    if not has_matmul_kernel(call):
+        is_batched = not has_batched_column_major_matmul_kernel(call) and has_batched_matmul_kernel(call)
+        return find_batched_panels(call) if is_batched else None
+    if choose_activation_rounding_kind(call) in TERMS_BY_KIND:
         return None
     rows = math.prod(out.shape[:-1])
     return Panels(rows, out.shape[-1], _count_tile_columns(call.operand(0)) if rows >= MIN_EVENLY_SHARED_ROWS else None)
@@ -149,8 +178,10 @@ def _count_tile_columns(weight: Operand) -> int:
     return math.gcd(tiling.tile_groups * GROUP_ROWS, PAIR_ROWS)
 
 
-def _bind_hooked_body(steps: StepTableBuilder, flow: Dataflow, hooked: HookedBody) -> None:
-    call, hooks, registrations = flow.bound_instruction(hooked.body), [*map(_make_step_hook, hooked.hooks)], []
+def _bind_hooked_body(
+    steps: StepTableBuilder, flow: Dataflow, hooked: HookedBody, bind_body: Callable[[StepTableBuilder], None]
+) -> None:
+    hooks, registrations = [*map(_make_step_hook, hooked.hooks)], []
     if hooked.panels.fit(BLOCK_COLUMNS):
         size = hooked.panels.rows, hooked.panels.columns
         for number in hooked.instruction_numbers:
@@ -161,9 +192,8 @@ def _bind_hooked_body(steps: StepTableBuilder, flow: Dataflow, hooked: HookedBod
                 hooks.append(reads.make_quantising_hook(records[0]))
                 registrations.append(partial(reads.register_quantised_rows, steps, records))
     steps.hooks = hooks
-    is_bound = BINDINGS[call.op](steps, call)
+    bind_body(steps)
     steps.hooks = ()
-    assert is_bound, "the body was chosen because it has a kernel"
     for register in registrations:
         register()
 
@@ -195,11 +225,10 @@ def find_quantised_reads(
 
 def _make_step_hook(hook: PanelHook) -> StepHook:
     """Make the hook of a step: the kernel for panels, and its argument words."""
-    group, (rows, blocks, columns) = hook.group, hook.shape
-    words = [columns, 1, rows, blocks]
+    group, (*outer, columns) = hook.group, hook.shape
+    words = [columns, *outer]
     for operand in (*hook.operands, *hook.results):
-        row, block, column = (4 * stride for stride in operand.strides)
-        words += [operand.address, 0, row, block, column]
+        words += [operand.address, *(4 * stride for stride in operand.strides)]
     is_single = tuple(operand.strides[-1] == 0 for operand in hook.operands)
     panels = "blocks" if hook.has_whole_blocks else "columns"
     kernel = make_expression_kernel(group.expression, is_single, panels=panels)

@@ -115,7 +115,7 @@ class _Fusions(NamedTuple):
 def _choose_fusions(flow: Dataflow) -> _Fusions:
     """Choose all fusions of a program. The instructions of each become a group of `flow`."""
     patterns, groups = _choose_longest_fusions(flow), choose_expression_groups(flow)
-    return _Fusions(patterns, groups, choose_hooked_bodies(flow, groups))
+    return _Fusions(patterns, groups, choose_hooked_bodies(flow, groups, patterns))
 
 
 def list_kernel_calls(
@@ -185,7 +185,7 @@ def _split_into_compiled_segments(flow: Dataflow, steps: StepTableBuilder) -> It
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
     fusions = _choose_fusions(flow)
     chains = fusions.patterns | {g.instruction_numbers: make_group_binding(flow, g) for g in fusions.expression_groups}
-    chains |= {h.instruction_numbers: make_hooked_binding(flow, h) for h in fusions.hooked_bodies}
+    chains |= {h.instruction_numbers: make_hooked_binding(flow, h, fusions.patterns) for h in fusions.hooked_bodies}
     for group in flow.list_groups():
         steps.instruction_number = group[0]
         if group in chains:

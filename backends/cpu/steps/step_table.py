@@ -16,6 +16,7 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ...base import Comm, Tensor
 from ...fusion.dataflow import Dataflow
+from ...fusion.hooks import Panels
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
@@ -401,10 +402,14 @@ NumPy computes an instruction that no kernel fits.
 
 @dataclass(frozen=True, slots=True)
 class FusedBinding:
-    """The numbers of fused instructions, and the function that appends their steps; it always succeeds."""
+    """The numbers of fused instructions, and the function that appends their steps; it always succeeds.
+
+    `panels` are the panels of the result if the last kernel calls hooks; the last instruction has this result.
+    """
 
     instruction_numbers: Sequence[int]
     bind: Callable[[StepTableBuilder], None]
+    panels: Panels | None = None
 
 
 FusionMatcher = Callable[[Dataflow, int], FusedBinding]

@@ -9,6 +9,7 @@ import pytest
 
 import hocket
 from hocket import ops
+from hocket.backends.capabilities import STAND_IN
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import program_binding
 from hocket.backends.fusion.expression_groups import GroupComposition
@@ -102,6 +103,9 @@ def make_placed_graphs() -> dict[str, tuple[hocket.Graph, list[str]]]:
     padded = ops.pad(ops.neg(x(ROWS, 7)), left=(1, 2), right=(0, 30))
     rows = x()
     rolled = ops.concat(ops.slice_(rows, axis=0, start=3, stop=ROWS), ops.slice_(rows, axis=0, start=0, stop=3), axis=0)
+    row = ops.set_(ops.slice_(rows, axis=0, start=2, stop=3), ops.relu(x(1, 7, name="r")), offsets=(0, 30))
+    written = ops.set_(ops.neg(x()), ops.abs(x(2, 9, name="r")), offsets=(1, 30))
+    copied = ops.reshape(ops.permute(x(4, ROWS, 10), axes=(1, 0, 2)), shape=(ROWS, 40))
     across = ops.concat(ops.permute(x(6, 4), axes=(1, 0)), ops.permute(x(20, 4, name="r"), axes=(1, 0)), axis=1)
     return {
         "rotary": (
@@ -115,13 +119,19 @@ def make_placed_graphs() -> dict[str, tuple[hocket.Graph, list[str]]]:
         "padding": (hocket.Graph({"y": ops.exp(padded)}), ["neg pad exp"]),
         "norm": (hocket.Graph({"y": ops.rms_norm(ops.pad(x(), left=(0, 3), right=(2, 1)))}), ["pad rms_norm"]),
         "roll": (hocket.Graph({"y": ops.sub(rows, rolled)}), ["concat sub"]),
+        "region": (hocket.Graph({"y": ops.rms_norm(written)}), ["neg abs set rms_norm"]),
+        "region of a row": (hocket.Graph({"y": ops.exp(ops.set_(rows, row, offsets=(2, 0)))}), ["relu set set exp"]),
+        "copy": (hocket.Graph({"y": ops.exp(ops.mul(copied, ops.relu(copied)))}), ["cont relu mul exp"]),
         "strided": (hocket.Graph({"y": ops.mul(across, across)}), ["concat mul"]),
         "two readers": (hocket.Graph({"y": ops.exp(rotated), "z": ops.neg(rotated)}), ["neg concat exp neg"]),
     }
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["rotary", "nested", "padding", "norm", "roll", "strided", "two readers"])
+@pytest.mark.parametrize(
+    "name",
+    ["rotary", "nested", "padding", "norm", "roll", "region", "region of a row", "copy", "strided", "two readers"],
+)
 def test_placed_operands_join_and_keep_all_bits(name: str, threads: int, monkeypatch: pytest.MonkeyPatch):
     graph, fused_ops = make_placed_graphs()[name]
     assert list_fused_ops(graph) == fused_ops
@@ -130,6 +140,21 @@ def test_placed_operands_join_and_keep_all_bits(name: str, threads: int, monkeyp
     monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
     for output, expected in run(graph, weights, threads=1).items():
         assert_equal_bits(fused[output], expected)
+
+
+@pytest.mark.parametrize(("shape", "offsets"), [((2, 7), (1, 20)), ((ROWS, 1), (0, 39)), ((0, 3), (1, 2))])
+def test_set_in_place_copies_the_region_only(shape: tuple[int, int], offsets):
+    product, part = ops.mul_mat(hocket.weight("w", (COLUMNS, 8)), x(ROWS, 8)), x(*shape, name="r")
+    graph = hocket.Graph({"y": ops.set_(product, part, offsets=offsets)})
+    weights = {"w": RNG.standard_normal((COLUMNS, 8)).astype(np.float32)}
+    program, backend = make_program(graph), CpuBackend(1)
+    (change,) = (i for i in program.instructions if i.op == "set")
+    assert change.dst == change.src[:1]
+    assert STAND_IN not in {call.kernel for call in backend.list_kernels(program, backend.device(0))}
+    alone = run(hocket.Graph({"y": product, "minus": ops.neg(part)}), weights, threads=1)
+    region = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+    alone["y"][region] = -alone["minus"]
+    assert_equal_bits(run(graph, weights, threads=2)["y"], alone["y"])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import binding_cache, program_binding
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
+from hocket.frontends.tensors.convolutions import convolution
+from hocket.frontends.tensors.tensor import as_tensor
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
 
@@ -119,7 +121,7 @@ def count_hooks(graph: hocket.Graph) -> int:
 
 
 def leave_out_hooks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(program_binding, "choose_hooked_bodies", lambda flow, groups: [])
+    patch.setattr(program_binding, "choose_hooked_bodies", lambda flow, groups, patterns: [])
     patch.setattr(binding_cache, "find_binding_file", lambda *args: None)  # the cache has them
 
 
@@ -134,6 +136,62 @@ def test_hooks_give_the_bits_of_separate_steps(build, rows: int, dtype: DType, m
     hooked = [load(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 7) for _ in range(2)]
     leave_out_hooks(monkeypatch)
     assert count_hooks(graph) == 0
+    plain = load(graph, values, 1).run({"x": x})["y"]
+    assert np.isfinite(plain).all()
+    assert all(np.array_equal(y.view(np.uint32), plain.view(np.uint32)) for y in hooked)
+
+
+def normalise_channels(x: hocket.Value) -> hocket.Value:
+    """A convolution with one scale and bias for each channel."""
+    scale, bias = (hocket.weight(name, (1, 20, 1, 1)) for name in ("scale", "bias"))
+    return ops.relu(ops.add(ops.mul(convolve(x, 20), scale), bias))
+
+
+def convolve_channels_alone_and_add(x: hocket.Value) -> hocket.Value:
+    return ops.add(ops.silu(convolve(x, x.shape[1], groups=x.shape[1])), x)
+
+
+def convolve(x: hocket.Value, channels: int, groups: int = 1) -> hocket.Value:
+    weight = as_tensor(hocket.weight("w", (channels, x.shape[1] // groups, 3, 3)))
+    return convolution(as_tensor(x), weight, None, (1, 1), ((1, 1), (1, 1)), (1, 1), groups).value
+
+
+def attend_by_products(x: hocket.Value) -> hocket.Value:
+    """Scores of 16 keys are in one panel; their softmax is a hook."""
+    rows = ops.reshape(x, shape=(math.prod(x.shape[:2]), *x.shape[2:]))
+    scores = ops.mul_mat(ops.permute(rows, axes=(0, 2, 1)), rows)
+    weights = ops.softmax(ops.mul(scores, hocket.weight("s", (1,))))
+    return ops.mul_mat(ops.permute(rows, axes=(0, 2, 1)), weights)
+
+
+def add_bias_to_product_with_columns(x: hocket.Value) -> hocket.Value:
+    by_columns = ops.permute(hocket.weight("w", (x.shape[-1], 24)), axes=(1, 0))
+    return ops.relu(ops.add(ops.mul_mat(by_columns, x), hocket.weight("b", (24,))))
+
+
+def add_positions(x: hocket.Value) -> hocket.Value:
+    return ops.add(product("w", x, DType.F32, 24), hocket.weight("positions", (x.shape[1], 24)))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "hooks"),
+    [
+        (normalise_channels, (2, 3, 17, 19), 1),
+        (convolve_channels_alone_and_add, (2, 4, 9, 8), 1),
+        (attend_by_products, (2, 3, 16, 16), 1),
+        (add_bias_to_product_with_columns, (1, 2, 1100, 33), 1),
+        (add_positions, (3, 20, 32), 1),
+    ],
+)
+def test_hooks_of_other_products_give_the_bits_of_separate_steps(
+    build, shape: tuple[int, ...], hooks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Convolutions are products of two values. All images of a batch share the numbers of a channel or a position."""
+    graph = hocket.Graph({"y": build(hocket.input("x", shape))})
+    assert count_hooks(graph) == hooks
+    values, x = random_values(graph), RNG.standard_normal(shape)
+    hooked = [load(graph, values, threads).run({"x": x})["y"] for threads in (1, 7)]
+    leave_out_hooks(monkeypatch)
     plain = load(graph, values, 1).run({"x": x})["y"]
     assert np.isfinite(plain).all()
     assert all(np.array_equal(y.view(np.uint32), plain.view(np.uint32)) for y in hooked)

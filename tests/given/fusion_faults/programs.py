@@ -151,7 +151,7 @@ GRAPH_BUILDERS: Mapping[str, Callable[[], Graph]] = {
 def build_fused_program(name: str) -> FusedProgram:
     """Build the program of a graph of `GRAPH_BUILDERS` and its fused kernels on the CPU, without hooks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program_binding, "choose_hooked_bodies", lambda flow, groups: [])
+        patch.setattr(program_binding, "choose_hooked_bodies", lambda flow, groups, patterns: [])
         backend = CpuBackend(1)
         count = 2 if name.startswith("collective") else 1
         group = [(backend, backend.device(k)) for k in range(count)]

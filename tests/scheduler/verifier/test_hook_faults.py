@@ -144,6 +144,8 @@ FAULTS: dict[str, tuple[str, Edit]] = {
     "a hook runs twice": ("hooks", set_stages((0,), (1,), (1,), (2,))),
     "there is no hook": ("hooks", set_stages((0, 1, 2))),
     "two stages are one": ("hooks", set_stages((0,), (1, 2))),
+    "the body has an op with a generated kernel": ("hooks", set_stages((0, 1), (2,))),
+    "there is no body": ("hooks", set_stages((), (0,), (1,), (2,))),
     "two kernels have the same instructions": (
         "hooks",
         set_hooked(*2 * [HookedKernel(((0,), (1,), (2,)), HEAD)]),
@@ -201,6 +203,21 @@ FAULTS: dict[str, tuple[str, Edit]] = {
 
 def test_a_correct_kernel_with_hooks_has_no_fault():
     assert [*find_fusion_faults(*make_program())] == []
+
+
+def test_hooks_write_nothing_that_any_instruction_of_their_body_reads():
+    inner = tensor(6)
+    calls = (
+        make_instruction(0, "mul_mat", (WEIGHT, X), inner),
+        make_instruction(1, "mul_mat", (WEIGHT, inner), PRODUCT),
+        make_instruction(2, "add", (PRODUCT, RESIDUAL), SUM),
+    )
+    program = replace(make_program()[0], instructions=calls, outputs={"sum": SUM})
+    pair = program, ProgramFusion(((0, 1, 2),), (make_kernel(calls[2]),), (HookedKernel(((0, 1), (2,)), 1),))
+    assert [*find_fusion_faults(*pair)] == []
+    for read in (X, inner):
+        assert all(why.startswith("hooks: ") for why in find_fusion_faults(*move(SUM, 0, read)(*pair)))
+        assert [*find_fusion_faults(*move(SUM, 0, read)(*pair))]
 
 
 @pytest.mark.parametrize("result", [PRODUCT, RESIDUAL], ids=["product", "residual"])

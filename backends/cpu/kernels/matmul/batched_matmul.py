@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....graph.dtypes import DType
+from ....fusion.hooks import Panels
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
@@ -29,6 +30,7 @@ from ...simd.vectors import (
     load_long,
     store,
 )
+from ...steps.panel_hooks import call_hooks, list_hook_accesses, make_hook_words
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes
@@ -45,8 +47,10 @@ EXPANDED_COLUMNS, COLUMN_BYTES, ROWS_PER_CHUNK = 768, 64, 512
 The expanded columns fill a good part of the second cache. A tile loads them from there as fast as it multiplies. If
 they had to fit the first cache, sums would be stored more often.
 """
+HOOK_ELEMENTS = 16384
+"""Elements from which on hooks run on a panel. They fit the second cache; hooks of fewer elements take longer."""
 TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
-ARGS = declare_args("table products count rows columns w_row w_column x_row y_row scratch windows entries")
+ARGS = declare_args("table products count rows columns w_row w_column x_row y_row scratch windows entries hooks[*]")
 
 
 def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
@@ -142,7 +146,8 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
     """Make the batched matmul kernel ``y[b] = x[b] @ w[b].T`` for each of `products` products.
 
     `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
-    and `y_row` are strides in bytes. Each thread has `BlockTiling.scratch_bytes` of scratch.
+    and `y_row` are strides in bytes. Each thread has `BlockTiling.scratch_bytes` of scratch. `hooks` are called for
+    each panel of the result (`panel_hooks`): the rows of one product, and the columns of some tiles.
 
     Args:
         name: Part of the kernel name: the layout of w.
@@ -159,7 +164,8 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
         tile.reload,
     )
     add, record, size, wide = blocks.add_block, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
-    span = blocks.expanded_group_bytes
+    hooks_word = ARGS.first_word_index("hooks")
+    span, wide_columns = blocks.expanded_group_bytes, blocks.tile_groups * GROUP_ROWS
     tall, tile_groups, scratch, many = (
         blocks.tile_rows,
         blocks.tile_groups,
@@ -173,6 +179,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
         groups = (rows + GROUP_ROWS - 1) // GROUP_ROWS
         panels = (groups + tile_groups - 1) // tile_groups
         lo, hi = compute_thread_range(ARGS.products(a) * panels, thread, threads)
+        computed_panels = 0
         for unit in range(lo, hi):
             at, group = ARGS.table(a) + unit // panels * 8 * TABLE_WORDS, unit % panels * tile_groups
             w, x, y = load_long(at), load_long(at + 8), load_long(at + 16) + group * GROUP_ROWS * 4
@@ -193,6 +200,12 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
                         else:
                             store_sums(tile_rows(y + i * y_row, y_row, stop - i), acc, rows - group * GROUP_ROWS)
                         sums += tall * tile_groups * GROUP_ROWS * 4
+            computed_panels += 1
+            if unit + 1 == hi or (unit + 1) % panels == 0 or computed_panels * count * wide_columns >= HOOK_ELEMENTS:
+                column = group * GROUP_ROWS - (computed_panels - 1) * wide_columns
+                width = min(computed_panels * wide_columns, rows - column)
+                call_hooks(a, hooks_word, unit // panels * count, count, column, width)
+                computed_panels = 0
         return 0
 
     return Kernel(f"batched_matmul.{name}.{dtype}", body)
@@ -203,20 +216,38 @@ def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool
 
     float16 and bfloat16 matrices need a multiple of 16 columns.
     """
-    w, x, y = call.operand(0), call.operand(1), call.out
-    if w.dtype not in LANE_LOADERS or not can_read_and_write_f32_rows(x, y):
+    w, x = call.operand(0), call.operand(1)
+    if not has_batched_matmul_kernel(call):
         return False
     if w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0):
         kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_rows_to_f32_columns(w.dtype))
-    elif w.is_dense_along(-2) and w.is_float:
-        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_column_major_rows_to_f32_columns)
     else:
-        return False
+        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_column_major_rows_to_f32_columns)
     row, column = (s * w.dtype.storage.itemsize for s in w.strides[-2:])
     add_batched_matmul_step(
         steps, kernel, call, compute_operand_addresses_per_product(call), [w, x], w_row=row, w_column=column
     )
     return True
+
+
+def has_batched_matmul_kernel(call: BoundInstruction) -> bool:
+    """Return whether `bind_batched_matmul` can bind a `mul_mat`."""
+    w = call.operand(0)
+    if w.dtype not in LANE_LOADERS or not can_read_and_write_f32_rows(call.operand(1), call.out):
+        return False
+    has_dense_rows = w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0)
+    return has_dense_rows or (w.is_dense_along(-2) and w.is_float)
+
+
+def find_batched_panels(call: BoundInstruction) -> Panels | None:
+    """Return the panels in which `add_batched_matmul_step` computes a result.
+
+    None means that the result is no dense matrix, or that the rows of one product are not consecutive in it.
+    """
+    w, x, y = call.operand(0), call.operand(1), call.out
+    if not (y.is_dense and y.is_float and y.size) or _choose_longest_broadcast_axis(w, x) != len(x.shape) - 2:
+        return None
+    return Panels(y.size // y.shape[-1], y.shape[-1], GROUP_ROWS)
 
 
 def add_batched_matmul_step(
@@ -227,10 +258,10 @@ def add_batched_matmul_step(
     reads: Sequence[Operand],
     **where: int,
 ) -> None:
-    """Add the step of a batched matmul of computed matrices.
+    """Add the step of a batched matmul of computed matrices, with the hooks of `steps`.
 
     Args:
-        steps: The steps of the program.
+        steps: The steps of the program, with hooks only if `find_batched_panels` returns panels.
         kernel: The result of `make_batched_matmul_kernel`.
         call: The `mul_mat`.
         table: The result of `compute_operand_addresses_per_product`.
@@ -251,9 +282,11 @@ def add_batched_matmul_step(
         x_row=4 * x.strides[along],
         y_row=4 * y.strides[along],
         scratch=steps.scratch(f"product {size}", size * steps.threads).address,
+        hooks=make_hook_words(steps.hooks),
         **{"w_row": 0, "w_column": 0, "windows": 0, "entries": 0, **where},
     )
-    steps.add(kernel, words, reads=reads, writes=[y])
+    hook_reads, hook_writes = list_hook_accesses(steps.hooks, 0, y.shape[-1])
+    steps.add(kernel, words, reads=[*reads, *hook_reads], writes=[y, *hook_writes])
 
 
 def can_read_and_write_f32_rows(x: Operand, y: Operand) -> bool:

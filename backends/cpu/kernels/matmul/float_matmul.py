@@ -243,8 +243,7 @@ def bind_batched_column_major_matmul(steps: StepTableBuilder, call: BoundInstruc
     first expands the columns is faster.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
-    if not is_batched or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
+    if not has_batched_column_major_matmul_kernel(call):
         return False
     (matrices, count, _), (_, rows, width) = x.shape, w.shape
     words = COLUMN_MATMUL_ARGS(
@@ -265,6 +264,13 @@ def bind_batched_column_major_matmul(steps: StepTableBuilder, call: BoundInstruc
     )
     steps.add(multiply_column_major_weights, words, reads=[w, x], writes=[y])
     return True
+
+
+def has_batched_column_major_matmul_kernel(call: BoundInstruction) -> bool:
+    """Return whether `bind_batched_column_major_matmul` binds a `mul_mat`."""
+    w, x = call.operand(0), call.operand(1)
+    is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
+    return is_batched and w.is_float and x.is_float and w.strides[1] == call.out.strides[-1] == 1
 
 
 def is_readable_float_weight(w: Operand) -> bool:

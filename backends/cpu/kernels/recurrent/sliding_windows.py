@@ -198,6 +198,7 @@ def _fuse_window_copy_and_matmul(flow: Dataflow, number: int) -> FusedBinding:
     return FusedBinding(
         (number, flow.require_sole_reader(number, "mul_mat")),
         partial(_add_image_convolution, slide=slide, product=product),
+        batched_matmul.find_batched_panels(product),
     )
 
 

@@ -9,7 +9,9 @@ from functools import cache, partial
 import numpy as np
 
 from .....graph.dtypes import DType
+from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
+from ....fusion.dataflow import has_same_elements
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, kernel, subroutine
 from ...compilation.kernel_args import declare_args
@@ -187,4 +189,23 @@ def _bind_add_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-BINDINGS = {"repeat": _bind_repeat, "cast": _bind_cast, "arange": _bind_arange_as_constant_copy, "add_id": _bind_add_id}
+def _bind_set_in_place(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the step of a `set` in place: a copy into the region.
+
+    Return False if the result lies elsewhere, or the kernel cannot copy. Other steps follow from the declaration.
+    """
+    a, b, region = call.operand(0), call.operand(1), call.out
+    if not has_same_elements(a, region) or b.region.overlaps(region.region):
+        return False
+    for axis, start in enumerate(integers_attribute(call.attrs, "offsets")):
+        region = region.slice_axis(axis, start, b.shape[axis])
+    return not b.size or add_copy_step(steps, b, region)
+
+
+BINDINGS = {
+    "repeat": _bind_repeat,
+    "cast": _bind_cast,
+    "arange": _bind_arange_as_constant_copy,
+    "add_id": _bind_add_id,
+    "set": _bind_set_in_place,
+}

@@ -133,7 +133,8 @@ class _RowKernelEmitter:
     def _emit_panel(self, numbers: Mapping[int, Any]) -> None:
         """Emit the loops over the rows of a panel: in each row the columns, or all row blocks, of the panel.
 
-        Words 2 and 3 of an operand are the bytes from row to row of the matrix, and from block to block.
+        Words 1 to 3 of an operand are the bytes from group to group of rows, from row to row, and from block to block.
+        The rows of a group are word 2 of the walk.
         """
         b, half = self.b, _integer(32)
         (row, rows), (column, columns) = (
@@ -145,22 +146,38 @@ class _RowKernelEmitter:
         else:
             blocks = b.sdiv(column, self.columns), b.sdiv(b.add(column, columns), self.columns)
         firsts = [HEADER_WORDS + OPERAND_WORDS * n for n in range(self._operand_and_result_count)]
-        steps = [(self._word(first + 2), self._word(first + 3)) for first in firsts]
+        steps = [tuple(self._word(first + axis) for axis in (1, 2, 3)) for first in firsts]
         starts = [self._word(first) for first in firsts]
         if self.plan.panels == "columns":
             skipped = (b.mul(column, self._word(first + 4)) for first in firsts)
             starts = [b.add(start, skip) for start, skip in zip(starts, skipped, strict=True)]
 
         def emit_blocks_of_row(index: Any) -> None:
-            row_starts = [b.add(s, b.mul(index, step)) for s, (step, _) in zip(starts, steps, strict=True)]
+            group, inner = self._emit_row_group_and_row(index)
+            row_starts = [
+                b.add(start, b.add(b.mul(group, outer), b.mul(inner, step)))
+                for start, (outer, step, _) in zip(starts, steps, strict=True)
+            ]
 
             def emit_block(block: Any) -> None:
-                addresses = [b.add(s, b.mul(block, step)) for s, (_, step) in zip(row_starts, steps, strict=True)]
+                addresses = [b.add(s, b.mul(block, step)) for s, (*_, step) in zip(row_starts, steps, strict=True)]
                 self._emit_passes_over_row(addresses, numbers)
 
             self._emit_loop_and_return_index(*blocks, 1, emit_block)
 
         self._emit_loop_and_return_index(row, b.add(row, rows), 1, emit_blocks_of_row)
+
+    def _emit_row_group_and_row(self, index: Any) -> tuple[Any, Any]:
+        """Emit code that computes the group of row `index`, and the number of the row in it; one group needs none."""
+        b = self.b
+        with b.goto_entry_block():
+            group, row = (b.alloca(_I64) for _ in range(2))
+        b.store(_integer(0), group)
+        b.store(index, row)
+        with b.if_then(b.icmp_signed(">", self._word(1), _integer(1))):
+            b.store(b.sdiv(index, self._word(2)), group)
+            b.store(b.srem(index, self._word(2)), row)
+        return b.load(group), b.load(row)
 
     @property
     def _operand_and_result_count(self) -> int:
