@@ -343,8 +343,6 @@ class Engine:
         try:
             is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
             rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
-        except StatesLostError:
-            raise
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
@@ -377,7 +375,7 @@ class Engine:
 
     def _retry_decode_one_by_one(self, decoding: Sequence[RunningRequest], error: HocketError) -> Iterator[Event]:
         """Repeat a failed decode step for each request alone; only the requests that fail again end with an error."""
-        if len(decoding) == 1:
+        if len(decoding) == 1 or isinstance(error, StatesLostError):
             self.failed_slots.add(decoding[0].slot)
             yield self._end_with_error_and_zero_slot(decoding[0], error)
             return
@@ -430,7 +428,9 @@ class Engine:
             one.next_token = token
 
     def _end_with_error_and_zero_slot(self, one: RunningRequest, error: HocketError) -> EndEvent:
-        """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
+        """End a request with an error, and zero its slot, which may hold NaN. `StatesLostError` is raised again."""
+        if isinstance(error, StatesLostError):
+            raise error
         self._cache.zero_and_forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 

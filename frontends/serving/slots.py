@@ -99,8 +99,7 @@ class SlotPool(SlotWindows):
         """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
         self._opening_seconds = self.planning_seconds
         self._windows.clear()
-        for name in self._state_names:
-            self._all_slots.store.state(name)[:] = 0
+        self._all_slots.store.zero_states()
 
     def can_still_run_steps(self, slot: int) -> bool:
         """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
@@ -188,6 +187,7 @@ class SlotPool(SlotWindows):
         require_slot_memory(old, slots)
         new = Session(model, like=old, sequences=slots, context=self.context, batch=self.batch)
         with old.store.device_lock:
+            old.store.lost_states.require_none()
             for name in self._state_names:
                 source, target = old.store.state(name), new.store.state(name)
                 rows = source.shape[0] // old.sequences
