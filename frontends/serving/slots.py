@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ..inference.prefill_chunks import next_power_of_two
 from ..inference.rewind import rewind_states
-from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
+from ..inference.saved_state import SavedSessionState, capture_state, check_saved_state, restore_saved_state
 from ..inference.session import Session
 from .step_runner import require_slot_memory
 from .windows.candidate_decoder import CandidateDecoder
@@ -153,6 +153,15 @@ class SlotPool(SlotWindows):
         window.lengths, window.recent = [length], [self._select_tokens_for_n_grams(tokens[:length])]
         return capture_state(window, [tokens])
 
+    def check_saved_state(self, slot: int, state: SavedSessionState, path: str) -> int:
+        """Check that a slot can be restored from a saved state; return the number of its evaluated tokens.
+
+        Raises:
+            ModelError: The state is of another model, or does not fit the context.
+        """
+        lengths, _, _ = check_saved_state(self.open_window_session(slot, 1), state, path)
+        return lengths[0]
+
     @on_all_ranks
     def restore_slot(
         self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
@@ -160,13 +169,13 @@ class SlotPool(SlotWindows):
         """Restore a slot from a saved state, and return its tokens and the number of evaluated ones.
 
         Args:
-            slot: Number of the slot; it is unchanged after an error.
+            slot: Number of the slot; it is unchanged if the state does not fit.
             header: The header of the state.
             arrays: Its arrays.
             path: The file, for messages.
 
         Raises:
-            ModelError: The state is of another model, or does not fit the context.
+            ModelError: As `check_saved_state`.
         """
         window = self.open_window_session(slot, 1)
         window.lengths, window.recent = [0], [[]]

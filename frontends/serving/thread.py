@@ -219,12 +219,9 @@ class EngineThread(ServedModel):
         return self._put_action_for_free_slot(slot, partial(self._slot_files.capture, slot))
 
     def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
-        def restore() -> int:
-            count = self._slot_files.restore(slot, state, path)
-            if isinstance(self._engine, LoggedEngine):
-                self._engine.log_restored_slot(slot, str(Path(path).absolute()), count)
-            return count
-
+        restore = partial(self._slot_files.restore, slot, state, path)
+        if isinstance(self._engine, LoggedEngine):
+            restore = partial(self._engine.restore_and_log, restore, slot, str(Path(path).absolute()))
         return self._put_action_for_free_slot(slot, restore)
 
     def erase_slot(self, slot: int) -> Future[int]:
