@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...graph.errors import HocketError, StatesLostError
@@ -27,6 +28,7 @@ from .requests import (
     GenerationRequest,
     PromptProgressEvent,
     QueueFullError,
+    is_fault_of_request,
 )
 from .running_requests import (
     QueuedRequest,
@@ -183,8 +185,7 @@ class Engine:
             yield from self._read_chunk(one, chunk)
             return
         self._reads_next = True
-        if decoding:
-            yield from self._decode(decoding)
+        yield from self._decode(decoding)
 
     def restart_and_requeue_requests(self, failed_requests: Collection[str], message: str) -> list[Event]:
         """Build all plans and states anew after a failure, and return the events of the failed step.
@@ -238,7 +239,7 @@ class Engine:
             try:
                 running = start_request(queued, match.target, self._clock(), match.tokens)
             except HocketError as error:
-                yield self._end_queued(queued, "error", str(error))
+                yield replace(self._end_queued(queued, "error", str(error)), is_fault_of_request=True)
                 continue
             self._running[match.target] = running
             self._cache.prepare_target_slot(match, request.prompt, request.params.limit)
@@ -325,9 +326,8 @@ class Engine:
             return
         seconds = self._clock() - start
         decode_seconds = min(seconds, self._times.get_decode_seconds(len(decoding)))
-        self._sums.decode_seconds += decode_seconds
+        self._sums.add_decode_step(decode_seconds)
         self._sums.prompt_seconds += seconds - decode_seconds
-        self._sums.decode_steps += 1
         counts = [(one.request.id, 1) for one in decoding]
         self.history.record_step("mixed", start, seconds, [(reading.request.id, len(chunk)), *counts])
         for one in decoding:
@@ -348,8 +348,7 @@ class Engine:
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
         self._times.record_decode(len(decoding), seconds - planning)
-        self._sums.decode_seconds += seconds
-        self._sums.decode_steps += 1
+        self._sums.add_decode_step(seconds)
         self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])
         for one in decoding:
             one.drafted_tokens += (drafted := len(self._pool.list_drafted_tokens(one.slot)))
@@ -432,7 +431,8 @@ class Engine:
         if isinstance(error, StatesLostError):
             raise error
         self._cache.zero_and_forget_slot(one.slot)
-        return self._end(one, "error", " ".join(str(error).split()))
+        end = self._end(one, "error", " ".join(str(error).split()))
+        return replace(end, is_fault_of_request=is_fault_of_request(error))
 
     def _end(self, one: RunningRequest, reason: str, message: str = "") -> EndEvent:
         now = self._clock()
