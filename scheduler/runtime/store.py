@@ -223,7 +223,7 @@ class Store:
         return StateView(name, spec, layout, parts, self.device_lock, self.between, self.lost_states)
 
     def zero_states(self) -> None:
-        """Zero all states. Lost states are good again, unless this store views those of another (`view_sequences`)."""
+        """Zero all states. Lost states are good again, but not in a view of another store (`view_sequences`)."""
         with self.device_lock:
             for name in self._states:
                 self.state(name)[...] = 0

@@ -137,8 +137,8 @@ def convert_items(items: str | Sequence[Objects]) -> list[Objects]:
         where = f"input[{i}]"
         match item:
             case {"type": "reasoning"}:
-                given = [parts for parts in (item.get("content"), item.get("summary")) if parts not in (None, [])]
-                thoughts.append(_join_reasoning_texts(given[0] if given else [], where))
+                fields = [parts for parts in (item.get("content"), item.get("summary")) if parts not in (None, [])]
+                thoughts.append(_join_reasoning_texts(fields[0] if fields else [], where))
                 continue
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Clients that ask for what cannot be: they get status 400, and all others the answers that they get alone."""
+"""Clients with impossible wishes get status 400, and all other clients get the answers that they get alone."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_a_damaged_file_changes_no_slot(make: Callable[[str], SlotPool], tmp_pat
     assert server.restore(0, tmp_path / "talk") == len(tokens) - 1
 
 
-def test_a_file_that_is_cut_at_any_byte_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_ends_at_any_byte_is_one_line(tmp_path: Path) -> None:
     server = Server(make_pool("qwen35"))
     server.generate((3, 4, 5), slot=0)
     server.save(0, tmp_path / "talk")

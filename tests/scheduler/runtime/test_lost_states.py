@@ -1,4 +1,4 @@
-"""States whose run cannot be undone are lost: nobody uses them again, and nobody else is disturbed."""
+"""States are lost if a run cannot be undone: no later run uses them, and no other states are affected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hocket.scheduler import Executor, LaunchedRun
 
 
 def make_counter() -> Executor:
-    """Return an executor whose state ``s`` is 1 larger after each run."""
+    """Return an executor with a state ``s`` that is 1 larger after each run."""
     s = hocket.state("s", (3,))
     graph = hocket.Graph({"before": ops.scale(s, scale=1.0)}, {s: ops.scale(s, scale=1.0, bias=1.0)})
     return hocket.load(hocket.plan(graph, "numpy:0"), {})
@@ -47,7 +47,7 @@ def test_a_failed_undo_is_reported_to_the_owner_of_the_states_alone() -> None:
 
 
 def test_a_launched_run_that_has_failed_is_undone_as_far_as_it_came() -> None:
-    """The saved entries of the run before it had been restored in place of those that it has not saved."""
+    """Without this, entries that the failed run has not saved would come from the run before it."""
     executor = make_counter()
     for _ in range(2):
         executor.run({})
