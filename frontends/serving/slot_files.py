@@ -62,8 +62,8 @@ class SlotFiles:
             after_error.callback(self._cache.forget_slot_tokens_and_states, slot)
             self._cache.prepare_restored_slot(slot, length)
             tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
+            self._cache.adopt_restored_slot(slot, tokens, length)
             after_error.pop_all()
-        self._cache.adopt_restored_slot(slot, tokens, length)
         return length
 
     def erase(self, slot: int) -> int:
