@@ -113,7 +113,8 @@ def bind_sockets(options: ServerOptions) -> list[socket.socket]:
             except OSError as error:
                 if tries_left and listeners and not options.port and error.errno == errno.EADDRINUSE:
                     continue
-                raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
+                reason = (error.strerror or "is no address").partition(" (while ")[0]
+                raise OSError(error.errno, reason, f"{host}:{port}") from None
             after_error.pop_all()
             return listeners
     raise AssertionError("the last try returns or raises")

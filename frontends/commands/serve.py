@@ -150,15 +150,8 @@ def parse_seconds_or_milliseconds(text: str) -> float:
 
 
 def _add_address_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="addresses to listen at, with commas between them (127.0.0.1)",
-    )
-    sub.add_argument(
-        "--port", type=parse_natural, default=8080, metavar="N", help="port of all addresses; 0: any free one (8080)"
-    )
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESSES", help="addresses, as in A,B (127.0.0.1)")
+    sub.add_argument("--port", type=parse_natural, default=8080, metavar="N", help="port; 0: any free one (8080)")
     sub.add_argument(
         "--api-key-file",
         metavar="FILE",
@@ -443,8 +436,7 @@ def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
     try:
         return bind_sockets(options)
     except (OSError, UnicodeError) as error:
-        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
-        address = getattr(error, "filename", None) or f"{options.host}:{options.port}"
+        address, reason = getattr(error, "filename", options.host), getattr(error, "strerror", "is no address")
         raise ModelError(f"{address}: {reason}; choose another --host or --port") from None
 
 

@@ -63,7 +63,8 @@ class Store:
         self._device_buffers = {number: _DeviceBuffers(*self.group[number]) for number in self.between.local_devices}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
         self._states: dict[str, None] = {}
-        self.lost_states, self._has_whole_states = LostStates(), True
+        self.lost_states: LostStates = LostStates()
+        self._has_whole_states = True
 
     def __repr__(self) -> str:
         stored_bytes = sum(sum(device.values()) for device in self.count_bytes_by_kind())
