@@ -33,7 +33,16 @@ class DeviceLostError(BackendError):
 
 
 class StatesLostError(BackendError):
-    """The error that a failed run could not restore its states, because the next run had begun to change them."""
+    """The error that states are lost, because a run over them could not be undone.
+
+    Args:
+        message: The problem.
+        is_of_earlier_run: Whether an earlier run has lost them, perhaps one of another caller. This run has not begun.
+    """
+
+    def __init__(self, message: str, *, is_of_earlier_run: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_earlier_run = is_of_earlier_run
 
 
 class StepError(BackendError):

@@ -13,6 +13,7 @@ to a rank and to its supervisor, which passes it on.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import signal
@@ -41,6 +42,8 @@ RESTARTS_VARIABLE = "HOCKET_RESTARTS"
 """The environment variable with the number of restarts in a row."""
 MAX_PROCESS_RESTARTS, STABLE_SECONDS = 3, 600.0
 """Restarts in a row of the process; a process that has served for ten minutes begins a new row."""
+MAX_PORT_TRIES = 16
+"""Tries to find a port that is free at all addresses."""
 BACKLOG = 2048
 """Maximum connections that wait to be accepted."""
 HEADER_ERROR_BODY = (
@@ -90,21 +93,31 @@ def run_server(
 
 
 def bind_sockets(options: ServerOptions) -> list[socket.socket]:
-    """Return a listening socket for each address of the options.
+    """Return a listening socket for each address of the options. All of them have the same port.
+
+    Port 0 is a port that is free at all addresses.
 
     Raises:
-        OSError: An address is in use, or does not belong to this machine.
+        OSError: An address is in use, or does not belong to this machine; `filename` is the address.
     """
-    listeners: list[socket.socket] = []
-    try:
-        for host in options.hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listeners.append(socket.create_server((host, options.port), family=family, backlog=BACKLOG))
-    except OSError:
-        for listener in listeners:
-            listener.close()
-        raise
-    return listeners
+    for tries_left in reversed(range(MAX_PORT_TRIES)):
+        with ExitStack() as after_error:
+            listeners: list[socket.socket] = []
+            port = options.port
+            try:
+                for host in options.hosts:
+                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+                    listeners.append(after_error.enter_context(listener))
+                    port = listener.getsockname()[1]
+            except OSError as error:
+                if tries_left and listeners and not options.port and error.errno == errno.EADDRINUSE:
+                    continue
+                reason = (error.strerror or "is no address").partition(" (while ")[0]
+                raise OSError(error.errno, reason, f"{host}:{port}") from None
+            after_error.pop_all()
+            return listeners
+    raise AssertionError("the last try returns or raises")
 
 
 class DrainingServer(uvicorn.Server):

@@ -331,7 +331,8 @@ class AnswerStream:
         elif event.reason == "cancelled":
             raise ApiError(503, "the server has ended this request", retry_seconds=1)
         else:
-            raise ApiError(500, event.message or "the engine has failed")
+            status = 400 if event.is_fault_of_request else 500
+            raise ApiError(status, event.message or "the engine has failed")
 
     def _check_limits(self, seconds: float) -> None:
         if failure := self._service.engine_end_reason:

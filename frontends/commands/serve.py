@@ -150,7 +150,7 @@ def parse_seconds_or_milliseconds(text: str) -> float:
 
 
 def _add_address_flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (127.0.0.1)")
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESSES", help="addresses, as in A,B (127.0.0.1)")
     sub.add_argument("--port", type=parse_natural, default=8080, metavar="N", help="port; 0: any free one (8080)")
     sub.add_argument(
         "--api-key-file",
@@ -436,8 +436,8 @@ def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
     try:
         return bind_sockets(options)
     except (OSError, UnicodeError) as error:
-        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
-        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
+        address, reason = getattr(error, "filename", options.host), getattr(error, "strerror", "is no address")
+        raise ModelError(f"{address}: {reason}; choose another --host or --port") from None
 
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:

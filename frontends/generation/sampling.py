@@ -25,7 +25,7 @@ from ...graph.validation import (
     validate_constructor,
 )
 from ..config_options import check_options, option
-from ..errors import ModelError
+from ..errors import ModelError, NonFiniteLogitError
 from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k_or_all
 
 if TYPE_CHECKING:
@@ -328,9 +328,11 @@ def _as_token_array(tokens: Sequence[int], vocabulary: int) -> npt.NDArray[np.in
 
 
 def require_finite_largest_logit(token: int, logit: float) -> None:
-    """Raise `ModelError` unless the largest logit of a step, which `token` has, is finite."""
+    """Raise `NonFiniteLogitError` unless the largest logit of a step, which `token` has, is finite."""
     if not math.isfinite(logit):
-        raise ModelError(f"the model gives token {token} the logit {logit}; its file is damaged, fetch it again")
+        raise NonFiniteLogitError(
+            f"the model gives token {token} the logit {logit}; its file is damaged, fetch it again"
+        )
 
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -20,6 +20,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
 from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
@@ -32,6 +33,7 @@ from .prefill_chunks import convert_to_token_ids
 from .session import Session
 
 STATE_FORMAT = "hocket-state-2"
+MAX_F16 = float(np.finfo(np.float16).max)
 NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype><f4|<f2|\|u1)', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
@@ -145,6 +147,33 @@ def read_state(path: str | Path, max_bytes: int) -> SavedSessionState:
         return _parse_saved_state(Path(path).read_bytes())
 
 
+def check_saved_state(
+    session: Session | MicroBatchedSession, state: SavedSessionState, path: str | Path
+) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Check that a saved state can be restored; return the length, the tokens and the last tokens of each sequence.
+
+    Args:
+        session: The session.
+        state: The content of the file.
+        path: The file, for messages.
+
+    Raises:
+        ModelError: The state is of another model or other sequences, or does not fit the context.
+    """
+    with _convert_parse_errors_to_model_error(path):
+        lengths, tokens = _parse_header(session, state.header)
+        recent = _parse_and_check_recent_tokens(session, state.header, lengths)
+        first = session.sessions[0]
+        expected_shapes = {name: _compute_expected_shape(session, name, lengths) for name in first.state_names}
+        if {name: a.shape for name, a in state.arrays.items()} != expected_shapes:
+            raise ValueError("its states have other names or shapes")
+        for name, array in state.arrays.items():
+            is_narrower = array.dtype != np.float16 and first.store.state(name).spec.dtype is DType.F16
+            if is_narrower and np.abs(array).max(initial=0) > MAX_F16:
+                raise ValueError(f"its numbers of {name!r:.60} are too large for F16")
+    return lengths, tokens, recent
+
+
 def restore_saved_state(
     session: Session | MicroBatchedSession, state: SavedSessionState, path: str | Path
 ) -> list[list[int]]:
@@ -158,15 +187,8 @@ def restore_saved_state(
     Raises:
         ModelError: The state is of another model or other sequences, or does not fit the context.
     """
+    lengths, tokens, recent = check_saved_state(session, state, path)
     arrays = dict(state.arrays)
-    with _convert_parse_errors_to_model_error(path):
-        lengths, tokens = _parse_header(session, state.header)
-        recent = _parse_and_check_recent_tokens(session, state.header, lengths)
-        expected_shapes = {
-            name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names
-        }
-        if {name: a.shape for name, a in arrays.items()} != expected_shapes:
-            raise ValueError("its states have other names or shapes")
     with session.sessions[0].store.device_lock:
         for i in range(session.sequences):
             session.reset(i)
@@ -215,6 +237,9 @@ def _parse_saved_state(saved: bytes) -> SavedSessionState:
     if not all(name.startswith("state/") for name in members):
         raise ValueError("it holds more than states")
     states = {name.removesuffix(".npy"): _view_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
+    for name, array in states.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name!r:.60} holds NaN or infinite numbers")
     return SavedSessionState(header, {name.removeprefix("state/"): array for name, array in states.items()})
 
 
@@ -312,7 +337,7 @@ def _compute_expected_shape(
 def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
     """Count the rows of a state that a file stores: the rows in use of a cache, all rows of other states."""
     return (
-        len(_select_cache_rows_in_use(session, name, lengths))
+        sum(len(_find_cells_in_use(session, name, length)) for length in lengths)
         if session.is_per_cell_cache(name)
         else session.store.state(name).shape[0]
     )
@@ -324,10 +349,14 @@ def _select_cache_rows_in_use(session: Session, name: str, lengths: Sequence[int
     In a cache of a layer with an attention window, only the last tokens count. In a cache of token blocks, only
     complete blocks count.
     """
-    window = session.model.attention_window_tokens(name)
-    tokens = session.model.tokens_per_cell(name)
-    seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
+    seen = [np.array(_find_cells_in_use(session, name, length), np.int64) for length in lengths]
     return np.concatenate([find_cache_rows(session, name, i, cells) for i, cells in enumerate(seen)])
+
+
+def _find_cells_in_use(session: Session, name: str, length: int) -> range:
+    """Return the cells of a cache that hold the tokens of a sequence of `length` tokens."""
+    window, tokens = session.model.attention_window_tokens(name), session.model.tokens_per_cell(name)
+    return range(max(0, length - window) if window else 0, length // tokens)
 
 
 def _copy_rows_in_use(session: Session, name: str) -> npt.NDArray[np.floating[Any]]:

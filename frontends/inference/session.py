@@ -426,12 +426,17 @@ class Session:
         return (*self._executors,)
 
     def reset(self, sequence: int) -> None:
-        """Forget the tokens of a sequence and zero its rows in every state; unused cells of caches are zeros."""
+        """Forget the tokens of a sequence and zero its rows in every state; unused cells of caches are zeros.
+
+        Lost states can be used again when all sequences are reset.
+        """
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         with self.store.device_lock:
             length, self.lengths[sequence], self.recent[sequence] = self.lengths[sequence], 0, []
             self.mtp_rows[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.mtp_rows[sequence : sequence + 1]]
             zero_sequence_states(self, sequence, length)
+            if self.store.lost_states.reason and not any(self.lengths):
+                self.store.zero_states()
 
 
 _step = lru_cache(maxsize=64)(Step)

@@ -54,7 +54,9 @@ class SessionLease:
         return ids[len(read) :]
 
     def is_prefix_known(self, ids: Sequence[int]) -> bool:
-        """Whether sequence 0 has processed some of the first tokens of `ids`, and nothing else."""
+        """Whether sequence 0 has processed some of the first tokens of `ids`, and nothing else; no states are lost."""
+        if any(one.store.lost_states.reason for one in self.session.sessions):
+            return False
         read = self.tokens[0][: self.session.lengths[0]]
         return 0 < len(read) < len(ids) and ids[: len(read)] == read
 

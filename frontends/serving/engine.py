@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...graph.errors import HocketError, StatesLostError
@@ -27,6 +28,7 @@ from .requests import (
     GenerationRequest,
     PromptProgressEvent,
     QueueFullError,
+    is_fault_of_request,
 )
 from .running_requests import (
     QueuedRequest,
@@ -183,8 +185,7 @@ class Engine:
             yield from self._read_chunk(one, chunk)
             return
         self._reads_next = True
-        if decoding:
-            yield from self._decode(decoding)
+        yield from self._decode(decoding)
 
     def restart_and_requeue_requests(self, failed_requests: Collection[str], message: str) -> list[Event]:
         """Build all plans and states anew after a failure, and return the events of the failed step.
@@ -238,7 +239,7 @@ class Engine:
             try:
                 running = start_request(queued, match.target, self._clock(), match.tokens)
             except HocketError as error:
-                yield self._end_queued(queued, "error", str(error))
+                yield replace(self._end_queued(queued, "error", str(error)), is_fault_of_request=True)
                 continue
             self._running[match.target] = running
             self._cache.prepare_target_slot(match, request.prompt, request.params.limit)
@@ -325,9 +326,8 @@ class Engine:
             return
         seconds = self._clock() - start
         decode_seconds = min(seconds, self._times.get_decode_seconds(len(decoding)))
-        self._sums.decode_seconds += decode_seconds
+        self._sums.add_decode_step(decode_seconds)
         self._sums.prompt_seconds += seconds - decode_seconds
-        self._sums.decode_steps += 1
         counts = [(one.request.id, 1) for one in decoding]
         self.history.record_step("mixed", start, seconds, [(reading.request.id, len(chunk)), *counts])
         for one in decoding:
@@ -343,15 +343,12 @@ class Engine:
         try:
             is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
             rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
-        except StatesLostError:
-            raise
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
         self._times.record_decode(len(decoding), seconds - planning)
-        self._sums.decode_seconds += seconds
-        self._sums.decode_steps += 1
+        self._sums.add_decode_step(seconds)
         self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])
         for one in decoding:
             one.drafted_tokens += (drafted := len(self._pool.list_drafted_tokens(one.slot)))
@@ -377,7 +374,7 @@ class Engine:
 
     def _retry_decode_one_by_one(self, decoding: Sequence[RunningRequest], error: HocketError) -> Iterator[Event]:
         """Repeat a failed decode step for each request alone; only the requests that fail again end with an error."""
-        if len(decoding) == 1:
+        if len(decoding) == 1 or isinstance(error, StatesLostError):
             self.failed_slots.add(decoding[0].slot)
             yield self._end_with_error_and_zero_slot(decoding[0], error)
             return
@@ -430,9 +427,12 @@ class Engine:
             one.next_token = token
 
     def _end_with_error_and_zero_slot(self, one: RunningRequest, error: HocketError) -> EndEvent:
-        """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
+        """End a request with an error, and zero its slot, which may hold NaN. `StatesLostError` is raised again."""
+        if isinstance(error, StatesLostError):
+            raise error
         self._cache.zero_and_forget_slot(one.slot)
-        return self._end(one, "error", " ".join(str(error).split()))
+        end = self._end(one, "error", " ".join(str(error).split()))
+        return replace(end, is_fault_of_request=is_fault_of_request(error))
 
     def _end(self, one: RunningRequest, reason: str, message: str = "") -> EndEvent:
         now = self._clock()

@@ -312,9 +312,6 @@ class PrefixCache:
     def prepare_restored_slot(self, slot: int, length: int) -> None:
         """Prepare a slot for the states of `length` tokens; it has cells for its context already."""
 
-    def cancel_restored_slot(self, slot: int) -> None:
-        """Undo `prepare_restored_slot`, because the states do not fit."""
-
     def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Make the restored contents of a slot reusable: its first `length` tokens, decoded ones included.
 

@@ -167,13 +167,25 @@ class LogReplay:
             case "erase":
                 self._slot_files.erase(record["slot"])
             case "restore":
-                path = record["path"]
-                state = read_state(path, self._pool.compute_slot_bytes_in_float32() + MAX_HEADER_BYTES)
-                count = self._slot_files.restore(record["slot"], state, path)
-                if count != record["tokens"]:
-                    raise ReplayDifferenceError(line, f"{path} has {count} tokens; it had {record['tokens']}")
+                self._repeat_restore(line, record)
             case other:
                 raise ValueError(other)
+
+    def _repeat_restore(self, line: int, record: Mapping[str, Any]) -> None:
+        path, logged, count, failure = record["path"], record.get("failure", ""), 0, ""
+        try:
+            state = read_state(path, self._pool.compute_slot_bytes_in_float32() + MAX_HEADER_BYTES)
+            count = self._slot_files.restore(record["slot"], state, path)
+        except ModelError as error:
+            if not logged:
+                raise
+            failure = str(error)
+        if failure != logged:
+            raise ReplayDifferenceError(
+                line, f"the restore {_say_failure(logged)} in the log, and {_say_failure(failure)} now"
+            )
+        if count != record["tokens"]:
+            raise ReplayDifferenceError(line, f"{path} has {count} tokens; it had {record['tokens']}")
 
     def _repeat_step(self, line: int, record: Mapping[str, Any]) -> None:
         failure, logged = "", record.get("failure", "")

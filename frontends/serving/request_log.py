@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import GenerationParams
 from ..generation.grammar import Grammar
@@ -209,9 +210,26 @@ class LoggedEngine(Engine):
         self._was_idle = not has_work
         return events
 
-    def log_restored_slot(self, slot: int, path: str, tokens: int) -> None:
-        """Log that a slot was restored from a file and has `tokens` tokens."""
-        self._log.write({"order": "restore", "slot": slot, "path": path, "tokens": tokens})
+    def restore_and_log(self, restore: Callable[[], int], slot: int, path: str) -> int:
+        """Restore a slot from a file, and return its number of tokens. Log it, or the reason why it was not restored.
+
+        Args:
+            restore: Restores the slot, and returns its number of tokens.
+            slot: Number of the slot.
+            path: The file.
+
+        Raises:
+            HocketError: As `restore`.
+        """
+        tokens, failure = 0, ""
+        try:
+            tokens = restore()
+        except HocketError as error:
+            failure = str(error)
+            raise
+        finally:
+            self._log.write({"order": "restore", "slot": slot, "path": path, "tokens": tokens, "failure": failure})
+        return tokens
 
     def log_erased_slot(self, slot: int) -> None:
         """Log that a slot was erased."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
+from ..errors import ModelError, NonFiniteLogitError
 from ..generation.generate import GenerationParams
 
 
@@ -103,13 +104,15 @@ class EndEvent:
     """The last event of a request, with the reason of its end and its timing.
 
     `reason` is ``stop`` (an end token, or a complete grammar), ``length`` (the limit or the context), ``cancelled``
-    or ``error``; `message` describes an error.
+    or ``error``; `message` describes an error. `is_fault_of_request`: the error comes from the options of the request,
+    such as a grammar that allows no further token.
     """
 
     request: str
     reason: str
     timing: RequestTiming
     message: str = ""
+    is_fault_of_request: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,11 @@ class EndedSequence:
 
 
 Event = TokenEvent | PromptProgressEvent | EndEvent
+
+
+def is_fault_of_request(error: HocketError) -> bool:
+    """Whether a request that ends with this error has wrong options."""
+    return isinstance(error, ModelError) and not isinstance(error, NonFiniteLogitError)
 
 
 @dataclass(slots=True)
@@ -154,6 +162,11 @@ class EngineTotals:
     accepted_tokens: int = 0
     restarts: int = 0
     preemptions: int = 0
+
+    def add_decode_step(self, seconds: float) -> None:
+        """Add a step that has decoded tokens."""
+        self.decode_seconds += seconds
+        self.decode_steps += 1
 
     def add_evaluated_draft_tokens(self, count: int) -> None:
         """Add the draft tokens that a step has evaluated for a request; 0 for a request without drafts."""

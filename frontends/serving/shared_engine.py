@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ...graph.errors import HocketError
+from ...graph.errors import HocketError, StatesLostError
 from ...scheduler import DeferredInterrupts
 from ..errors import ModelError
 from ..generation.generate import GenerationParams, make_full_context_error
@@ -162,7 +162,7 @@ class SharedEngine:
             self._execute_orders(events)
             names = list(self._events_by_request)  # of keys alone: pairs could start a collection, which ends requests
             unread = ((name, self._events_by_request.get(name, ())) for name in names)
-            events += self._engine.step({name for name, ahead in unread if len(ahead) >= MAX_AHEAD_TOKENS})
+            events += self._step_or_begin_anew({name for name, ahead in unread if len(ahead) >= MAX_AHEAD_TOKENS})
             self._shrink_idle_slots()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not interrupts.is_interrupt_pending:
@@ -175,6 +175,17 @@ class SharedEngine:
             raise
         finally:
             self._deliver_events_and_release(events)
+
+    def _step_or_begin_anew(self, paused: Container[str]) -> list[Event]:
+        """Run a step of the engine, and return its events; if states are lost, compute all texts so far again.
+
+        Only the requests of a step that has lost the states itself end with an error.
+        """
+        try:
+            return self._engine.step(paused)
+        except StatesLostError as error:
+            failed = () if error.is_of_earlier_run else self._engine.requests_in_step
+            return self._engine.restart_and_requeue_requests(failed, str(error))
 
     def _try_reserve_engine(self) -> bool:
         """Reserve the engine for this thread; return False if another thread has it."""
@@ -202,15 +213,19 @@ class SharedEngine:
     def _submit_doubling_slots(self, request: GenerationRequest) -> list[Event]:
         """Submit a request; double the slots if all of them are taken."""
         self._engine.submit(request)
-        status = self._engine.status
+        status, events = self._engine.status, list[Event]()
         if (needed := status.running + status.queued) > self._pool.slots:
             try:
-                self._cache.resize_to_slot_count(next_power_of_two(needed))
+                try:
+                    self._cache.resize_to_slot_count(next_power_of_two(needed))
+                except StatesLostError as lost:
+                    events = self._engine.restart_and_requeue_requests((), str(lost))
+                    self._cache.resize_to_slot_count(next_power_of_two(needed))
             except HocketError as error:
                 self._engine.cancel(request.id)
                 message = f"{needed} texts at once need more memory; end some, or give a smaller context=N ({error})"
-                return [EndEvent(request.id, "error", RequestTiming(), message)]
-        return []
+                return [*events, EndEvent(request.id, "error", RequestTiming(), message)]
+        return events
 
     def _shrink_idle_slots(self) -> None:
         """Move the slots to less memory if most of them are free; without memory for the move they stay."""

@@ -6,9 +6,9 @@ delays no request.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
-from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..inference.saved_state import SavedSessionState
 from .prefix_cache import PrefixCache
@@ -46,25 +46,24 @@ class SlotFiles:
         """Restore a slot from the content of a file, and return the number of its evaluated tokens.
 
         Args:
-            slot: Number of the slot; after an error it is unchanged, or empty if it is one of a pool of blocks.
+            slot: Number of the slot. A file that does not fit leaves it unchanged; after other errors it is empty.
             state: The content of the file.
             path: The file, for messages.
 
         Raises:
-            ModelError: The state is of another model, does not fit the context, or has fewer tokens than it says.
+            ModelError: The state is of another model, does not fit the context, or has fewer tokens than it says. Or
+                a pool of blocks has no free ones.
         """
         if self._pool.has_recurrent_states and not self._cache.has_room_for_recurrent_states():
             raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
         _require_token_for_each_evaluated_position(state, path)
-        match state.header.get("lengths"):
-            case [int(length)] if 0 <= length <= self._pool.context:
-                self._cache.prepare_restored_slot(slot, length)
-        try:
+        length = self._pool.check_saved_state(slot, state, str(path))
+        with ExitStack() as after_error:
+            after_error.callback(self._cache.forget_slot_tokens_and_states, slot)
+            self._cache.prepare_restored_slot(slot, length)
             tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
-        except HocketError:
-            self._cache.cancel_restored_slot(slot)
-            raise
-        self._cache.adopt_restored_slot(slot, tokens, length)
+            self._cache.adopt_restored_slot(slot, tokens, length)
+            after_error.pop_all()
         return length
 
     def erase(self, slot: int) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...distributed.rank_calls import RankCalls, on_all_ranks
 from ..inference.prefill_chunks import next_power_of_two
 from ..inference.rewind import rewind_states
-from ..inference.saved_state import SavedSessionState, capture_state, restore_saved_state
+from ..inference.saved_state import SavedSessionState, capture_state, check_saved_state, restore_saved_state
 from ..inference.session import Session
 from .step_runner import require_slot_memory
 from .windows.candidate_decoder import CandidateDecoder
@@ -99,8 +99,7 @@ class SlotPool(SlotWindows):
         """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
         self._opening_seconds = self.planning_seconds
         self._windows.clear()
-        for name in self._state_names:
-            self._all_slots.store.state(name)[:] = 0
+        self._all_slots.store.zero_states()
 
     def can_still_run_steps(self, slot: int) -> bool:
         """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
@@ -154,6 +153,15 @@ class SlotPool(SlotWindows):
         window.lengths, window.recent = [length], [self._select_tokens_for_n_grams(tokens[:length])]
         return capture_state(window, [tokens])
 
+    def check_saved_state(self, slot: int, state: SavedSessionState, path: str) -> int:
+        """Check that a slot can be restored from a saved state; return the number of its evaluated tokens.
+
+        Raises:
+            ModelError: The state is of another model, or does not fit the context.
+        """
+        lengths, _, _ = check_saved_state(self.open_window_session(slot, 1), state, path)
+        return lengths[0]
+
     @on_all_ranks
     def restore_slot(
         self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
@@ -161,13 +169,13 @@ class SlotPool(SlotWindows):
         """Restore a slot from a saved state, and return its tokens and the number of evaluated ones.
 
         Args:
-            slot: Number of the slot; it is unchanged after an error.
+            slot: Number of the slot; it is unchanged if the state does not fit.
             header: The header of the state.
             arrays: Its arrays.
             path: The file, for messages.
 
         Raises:
-            ModelError: The state is of another model, or does not fit the context.
+            ModelError: As `check_saved_state`.
         """
         window = self.open_window_session(slot, 1)
         window.lengths, window.recent = [0], [[]]
@@ -188,6 +196,7 @@ class SlotPool(SlotWindows):
         require_slot_memory(old, slots)
         new = Session(model, like=old, sequences=slots, context=self.context, batch=self.batch)
         with old.store.device_lock:
+            old.store.lost_states.require_none()
             for name in self._state_names:
                 source, target = old.store.state(name), new.store.state(name)
                 rows = source.shape[0] // old.sequences

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...distributed import RanksError
 from ...distributed.rank_calls import RankCalls
-from ...graph.errors import HocketError
+from ...graph.errors import HocketError, StatesLostError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
@@ -219,12 +219,9 @@ class EngineThread(ServedModel):
         return self._put_action_for_free_slot(slot, partial(self._slot_files.capture, slot))
 
     def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
-        def restore() -> int:
-            count = self._slot_files.restore(slot, state, path)
-            if isinstance(self._engine, LoggedEngine):
-                self._engine.log_restored_slot(slot, str(Path(path).absolute()), count)
-            return count
-
+        restore = partial(self._slot_files.restore, slot, state, path)
+        if isinstance(self._engine, LoggedEngine):
+            restore = partial(self._engine.restore_and_log, restore, slot, str(Path(path).absolute()))
         return self._put_action_for_free_slot(slot, restore)
 
     def erase_slot(self, slot: int) -> Future[int]:
@@ -286,8 +283,9 @@ class EngineThread(ServedModel):
     def _run_step_or_restart_engine(self) -> None:
         """Run a step of the engine and send its events; build the engine anew after a failure.
 
-        An exception ends the requests of its step. After a run that failed for one request alone, that request has
-        ended already. Then the engine is built anew only if its devices no longer run steps.
+        An exception ends the requests of its step, unless an earlier run had lost the states. After a run that failed
+        for one request alone, that request has ended already. Then the engine is built anew only if its devices no
+        longer run steps.
 
         Raises:
             DeviceLostError: A device refuses all further calls of this process, so a new engine would fail as well.
@@ -299,8 +297,10 @@ class EngineThread(ServedModel):
             raise
         except Exception as error:  # a backend may raise anything, and other requests must not end with this one
             self.require_no_lost_device()
-            in_step = engine.requests_in_step or {*engine.status.slot_requests}
-            self._restart(in_step, _describe_error(error), error)
+            failed = engine.requests_in_step or {*engine.status.slot_requests}
+            if isinstance(error, StatesLostError) and error.is_of_earlier_run:
+                failed = ()  # this step has not begun
+            self._restart(failed, _describe_error(error), error)
             return
         self._send_events(events)
         if any(isinstance(event, TokenEvent) for event in events):

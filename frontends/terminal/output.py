@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def write_to_stdout_unless_closed(text: str) -> None:
@@ -13,5 +14,6 @@ def write_to_stdout_unless_closed(text: str) -> None:
 
 
 def write_line_to_stderr(line: str) -> None:
-    """Write one line to stderr."""
-    print(line, file=sys.stderr)
+    """Write one line to stderr, unless that fails, as with a full disk: there is no other place to say so."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)

@@ -75,6 +75,19 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 """The only instances of the layouts without fields."""
 
 
+def find_layout_error(shape: Sequence[int], layout: Layout, count: int) -> str:
+    """Return why a value of this shape cannot have a layout on `count` devices; empty if it can."""
+    if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
+        return f"its layout names a device that is none of {count}"
+    if isinstance(layout, Shard):
+        if len(layout.index_ranges) != count:
+            return f"its layout is for {len(layout.index_ranges)} devices, and {count} are there"
+        size = shape[layout.axis] if 0 <= layout.axis < len(shape) else -1
+        if any(start < 0 or n < 0 or start + n > size for runs in layout.index_ranges for start, n in runs):
+            return "its layout is a layout of another shape"
+    return ""
+
+
 def compute_local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
     """Return the shape of the part of a value that one device has.
 

@@ -15,7 +15,10 @@ class UndoableRun(Protocol):
     """A run that has been launched, and that is undone unless its owner accepts it."""
 
     def undo(self) -> None:
-        """Restore the states to their values before the run. Waits for the end of the run first."""
+        """Wait for the end of the run, and restore the states to their values before it.
+
+        A failure is recorded for the owner of the states, and not raised: the caller may have other states.
+        """
 
 
 class _BackendLock:

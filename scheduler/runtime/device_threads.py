@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
 
 from ...backends.base import Device
-from ...graph.errors import BackendError, StepError
+from ...graph.errors import StatesLostError, StepError
 
 
 class Rendezvous(Protocol):
@@ -36,7 +36,7 @@ class DeviceThreads:
         self.devices, self.local_devices, self.rendezvous, self.timeout = devices, own, place, timeout
         self.failures: list[tuple[int | None, BaseException]] = []
         self._results: dict[int, Any] = {}
-        self._lost_states_error: BackendError | None = None
+        self._lost_states_error: StatesLostError | None = None
         self._threads = ThreadPoolExecutor(len(own) - 1, "hocket") if len(own) > 1 else None
 
     def run_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
@@ -49,7 +49,7 @@ class DeviceThreads:
             works: The work of each device, by device number.
 
         Raises:
-            BackendError: A device does not stop after a failure. From then on, each call raises it.
+            StatesLostError: A device does not stop after a failure. From then on, each call raises it.
         """
         if self._lost_states_error is not None:
             raise self._lost_states_error
@@ -86,14 +86,14 @@ class DeviceThreads:
             why: The first failure, for messages.
 
         Raises:
-            BackendError: A device cannot restore its states, so they are lost.
+            StatesLostError: A device cannot restore its states.
         """
         failed = dict(self.failures)
         for number in self.local_devices:
             try:
                 roll_back_device(number, failed.get(number))
             except Exception as fault:  # after any error here, the states are lost
-                raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
+                raise StatesLostError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
 
     def _run_device(self, number: int, work: Callable[[], Any]) -> None:
         """Run the work of one device and store its result; after an error, wake the other devices."""
@@ -113,7 +113,7 @@ class DeviceThreads:
         self.rendezvous.abort(str(why) or type(why).__name__)
 
     def _wait_for_end_of_device_thread(self, number: int, other: Future[None]) -> None:
-        """Wait until a device's thread ends; raise `BackendError` if it does not end in time after a failure.
+        """Wait until a device's thread ends; raise `StatesLostError` if it does not end in time after a failure.
 
         Without a failure, the wait has no limit. After a failure, the limit is `timeout` seconds.
 
@@ -128,7 +128,7 @@ class DeviceThreads:
             except TimeoutError:
                 if failed:
                     why = self.failures[0][1]
-                    self._lost_states_error = BackendError(
+                    self._lost_states_error = StatesLostError(
                         f"{why}; and {self.devices[number]} does not stop: states are lost, load anew"
                     )
                     raise self._lost_states_error from why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -49,8 +49,8 @@ class Executor:
     """Runs one plan, which is compiled and bound to its memory.
 
     If a device fails, all devices stop, and the states are restored to their values before the run. The error names
-    the node and the device. An interrupt waits for the end of a run; a second one stops it. The states of a device
-    are then lost if the device cannot say which instructions it has finished.
+    the node and the device. States that cannot be restored are lost: no later run uses them. An interrupt waits for the
+    end of a run; a second one stops it. The states are then lost if a device cannot say how far it came.
 
     Several threads may share an executor: runs wait for each other, and for runs of all executors with the same
     store or backends. For parallel runs, plan and load once per thread. While `trace` is set, runs are timed step by
@@ -187,11 +187,29 @@ class Executor:
         return dict(zip(self._output_devices, arrays, strict=True))
 
     def _wait_and_undo_launched_run(self, finish: Callable[[], Sequence[Array]]) -> None:
-        """Wait for the end of a launched run, and restore the states. A fault of the run has no further effect."""
-        with self._device_lock, DeferredInterrupts():
-            with suppress(StepError):
+        """Wait for the end of a launched run, and restore the states. A fault of the run has no further effect.
+
+        If they cannot be restored, the states are lost. This raises no error, because the caller may have other states.
+        """
+
+        def undo(number: int, _: BaseException | None) -> None:
+            log = self._device_stages[number].rollback_log
+            try:
                 finish()
-            self._device_stages[0].rollback_log.undo_last_run()
+            except StepError as fault:
+                log.roll_back_current_run(fault)
+            else:
+                log.undo_last_run()
+
+        loss = "an interrupt has stopped the undo of a launched run"
+        with self._device_lock, DeferredInterrupts():
+            try:
+                self._device_threads.roll_back(undo, BackendError("a launched run is not wanted any more"))
+                loss = ""
+            except StatesLostError as why:
+                loss = str(why)
+            finally:
+                self.store.lost_states.reason = self.store.lost_states.reason or loss
 
     def _read_output(
         self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
@@ -270,14 +288,17 @@ class Executor:
 
     def _run_local_devices_or_restore(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run the work of all devices of this process; if a device fails, restore all states and raise its error."""
-        results = self._device_threads.run_devices(works)
-        if self._device_threads.failures:
-            try:
+        self.store.lost_states.require_none()
+        try:
+            results = self._device_threads.run_devices(works)
+            if self._device_threads.failures:
                 self._device_threads.roll_back_and_raise(self._roll_back)
-            except BackendError as why:
-                if self.store.between.world.failure is not None:  # signal pads say only that a device failed
-                    raise RanksError(str(self.store.between.world.failure)) from why
-                raise
+        except BackendError as why:
+            if isinstance(why, StatesLostError):
+                self.store.lost_states.reason = str(why)
+            if self.store.between.world.failure is not None:  # signal pads say only that a device failed
+                raise RanksError(str(self.store.between.world.failure)) from why
+            raise
         return results
 
     def _roll_back(self, number: int, error: BaseException | None) -> None:
@@ -363,10 +384,14 @@ class LaunchedRun:
             device = self._executor.plan.device_plans[0].device
             follower.undo()
             lost = f"{why}; and states of {device} are lost: the next run had begun; load anew"
+            self._executor.store.lost_states.reason = lost
             raise StatesLostError(lost) from why
 
     def undo(self) -> None:
-        """Wait for the end of the run, and restore the states to their values before it."""
+        """Wait for the end of the run, and restore the states to their values before it.
+
+        If that fails, the states are lost: later runs over them raise `StatesLostError`.
+        """
         finish, self._finish = self._finish, None
         if finish is not None:
             self._executor._wait_and_undo_launched_run(finish)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition
@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import numpy.typing as npt
 
 from ...backends.base import Array
-from ...graph.errors import PlanError
+from ...graph.errors import PlanError, StatesLostError
 from ...graph.validation import BOOL, instance_of, list_of, pair_of, validate_arguments
 from ..pipelining.stage_times import build_pipelined_action_order
 from .executor import Executor
@@ -94,9 +94,12 @@ class PipelinedRuns:
         Raises:
             PlanError: The inputs or the order of the runs are wrong; then none of the runs begins. Or a run over one of
                 the stores is pending already, and the runs are not rolled back together.
+            StatesLostError: An earlier run has lost the states; then none of the runs begins.
         """
         if any(not pipeline.is_pipelined for pipeline, _ in runs):
             raise PlanError("enqueue: an executor is for single runs; make it with pipelined=True")
+        for pipeline, _ in runs:
+            pipeline.store.lost_states.require_none()
         arrays_of_runs = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
         following = [*(run.pipeline for run in self._pending_runs), *(pipeline for pipeline, _ in runs)]
         if not self._is_all_or_nothing and len({pipeline.store for pipeline in following}) < len(following):
@@ -139,7 +142,7 @@ class PipelinedRuns:
         return outputs
 
     def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
-        with self._exit_stack:
+        with self._exit_stack, self._record_lost_states():
             if isinstance(why, KeyboardInterrupt) and not self._device_threads.failures:  # a second interrupt
                 self._device_threads.record_failure_and_abort(None, why)
             self._end_and_join_workers()
@@ -150,10 +153,20 @@ class PipelinedRuns:
                     self._roll_back, why or PlanError("runs that nobody waited for are taken back")
                 )
 
+    @contextmanager
+    def _record_lost_states(self) -> Iterator[None]:
+        """Return a context in which `StatesLostError` means the loss of the states of all plans."""
+        try:
+            yield
+        except StatesLostError as why:
+            for pipeline in self._used_plans:
+                pipeline.store.lost_states.reason = str(why)
+            raise
+
     def _end_and_join_workers(self) -> None:
         """Tell the workers to end after their queued runs, and wait for them.
 
-        Raises `BackendError` if a device does not stop.
+        Raises `StatesLostError` if a device does not stop.
         """
         for device in self._workers.values():
             device.queued_runs.put(None)

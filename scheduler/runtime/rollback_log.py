@@ -65,9 +65,11 @@ class RollbackLog:
         finished = error.finished_instructions if isinstance(error, StepError) else None
         if error is None:
             finished = len(self._program.instructions)
-        if self._program.undo and finished is None:
+        if not self._program.undo:
+            return
+        if finished is None:
             raise BackendError("it does not say how far it came")
-        self._bound.run_program_without_collectives_once(self._number, self._program.build_undo_program(finished or 0))
+        self._bound.run_program_without_collectives_once(self._number, self._program.build_undo_program(finished))
 
     @cached_property
     def undo_last_run(self) -> Callable[[], object]:

@@ -12,7 +12,7 @@ from ...distributed.rank_group import DevicePlacement
 from ...graph.array_checks import as_array_for_spec, as_real_number_array
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
-from ...graph.errors import PlanError
+from ...graph.errors import PlanError, StatesLostError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, format_value
@@ -37,11 +37,28 @@ class LocalShard:
         return decode_array(np.array(self.memory_view), self.dtype)
 
 
+class LostStates:
+    """Says whether the states of a store are lost, because a run over them could not be undone.
+
+    Lost states are not read any more. `reason` is an empty text while they are good.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def require_none(self) -> None:
+        """Raise `StatesLostError` if the states are lost."""
+        if self.reason:
+            raise StatesLostError(
+                f"an earlier run has lost the states ({self.reason}); begin anew with zeros", is_of_earlier_run=True
+            )
+
+
 class StateView:
     """One state as a NumPy-like array, although it may be sharded over several devices.
 
-    Reads and writes wait for runs of other threads. Each process has the `parts` of its own devices. All processes must
-    read the state together.
+    Reads and writes wait for runs of other threads. Reads of lost states raise `StatesLostError`. Each process has the
+    `parts` of its own devices. All processes must read the state together.
     """
 
     name: str
@@ -58,12 +75,14 @@ class StateView:
         parts: Mapping[int, LocalShard],
         turn: DeviceLock,
         between: DevicePlacement,
+        lost_states: LostStates,
     ) -> None:
         self.name, self.spec, self.layout, self.parts, self._device_lock = name, spec, layout, parts, turn
-        self.shape, self._device_placement = spec.shape, between
+        self.shape, self._device_placement, self._lost_states = spec.shape, between, lost_states
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         with self._device_lock:
+            self._lost_states.require_none()
             parts = {number: part.decode() for number, part in self.parts.items()}
             whole = assemble_value(self.spec.shape, self.layout, parts, self._device_placement)
         return whole if dtype is None else whole.astype(dtype)

@@ -24,12 +24,12 @@ from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integ
 from ...ops.quantisation import encode_array
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes
-from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
+from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape, find_layout_error
 from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
 from .device_locks import DeviceLock
 from .packed_weight_files import PackedFileKey, PackedWeightFiles, WeightOrigin
 from .shared_buffers import SharedIntermediateValueArena, WeightCopies
-from .state_view import LocalShard, StateView, slice_for_device
+from .state_view import LocalShard, LostStates, StateView, slice_for_device
 from .weight_digests import LoadedWeightDigests, compute_digest
 
 NATURAL, POSITIVE = integer_between(0), integer_between(1)
@@ -63,6 +63,8 @@ class Store:
         self._device_buffers = {number: _DeviceBuffers(*self.group[number]) for number in self.between.local_devices}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
         self._states: dict[str, None] = {}
+        self.lost_states: LostStates = LostStates()
+        self._has_whole_states = True
 
     def __repr__(self) -> str:
         stored_bytes = sum(sum(device.values()) for device in self.count_bytes_by_kind())
@@ -97,7 +99,7 @@ class Store:
         """
         what = f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}"
         stored = _as_file_format_array(what, data, spec)
-        if why := _find_layout_error(spec, layout, len(self.group)):
+        if why := find_layout_error(spec.shape, layout, len(self.group)):
             raise PlanError(f"{what}: {spec}: {why}; plan for the devices of this store")
         with self.device_lock:
             self._layouts[name] = (spec, layout)
@@ -168,6 +170,7 @@ class Store:
         if first + count > total:
             raise PlanError(f"view_sequences: sequences {first} to {first + count - 1} are not all among {total}")
         other, sequences = self.share_weights_and_arena(), (first, count, total)
+        other.lost_states, other._has_whole_states = self.lost_states, False
         for name in self._states:
             first, count, total = (0, 1, 1) if name in pools else sequences
             spec, layout = self._layouts[name]
@@ -201,6 +204,7 @@ class Store:
         if isinstance(state.layout, Shard) and state.layout.axis == 0:
             raise PlanError(f"copy_state_rows: %{quote_node_name(name):.60} is sharded along its rows")
         with self.device_lock:
+            self.lost_states.require_none()
             for part in state.parts.values():
                 part.memory_view[target : target + count] = part.memory_view[source : source + count]
 
@@ -217,7 +221,15 @@ class Store:
             for n, d in self._device_buffers.items()
             if ("state", name) in d.buffer_by_leaf
         }
-        return StateView(name, spec, layout, parts, self.device_lock, self.between)
+        return StateView(name, spec, layout, parts, self.device_lock, self.between, self.lost_states)
+
+    def zero_states(self) -> None:
+        """Zero all states. Lost states are good again, but not in a view of another store (`view_sequences`)."""
+        with self.device_lock:
+            for name in self._states:
+                self.state(name)[...] = 0
+            if self._has_whole_states:
+                self.lost_states.reason = ""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -415,19 +427,6 @@ class _DeviceBuffers:
 def _make_spec_of_parts(spec: Spec, count: int, total: int) -> Spec:
     """Return the shape and dtype of `count` of `total` equal parts of a value along the first axis."""
     return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
-
-
-def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
-    """Return why a value cannot have this layout on `count` devices; empty if it can."""
-    if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
-        return f"its layout names a device that is none of {count}"
-    if isinstance(layout, Shard):
-        if len(layout.index_ranges) != count:
-            return f"its layout is for {len(layout.index_ranges)} devices, and {count} are there"
-        size = spec.shape[layout.axis] if 0 <= layout.axis < len(spec.shape) else -1
-        if any(start < 0 or n < 0 or start + n > size for runs in layout.index_ranges for start, n in runs):
-            return "its layout is a layout of another shape"
-    return ""
 
 
 def _as_file_format_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:

@@ -137,8 +137,8 @@ def convert_items(items: str | Sequence[Objects]) -> list[Objects]:
         where = f"input[{i}]"
         match item:
             case {"type": "reasoning"}:
-                parts = item.get("content") or item.get("summary") or []
-                thoughts.append(_join_reasoning_texts(parts, where))
+                fields = [parts for parts in (item.get("content"), item.get("summary")) if parts not in (None, [])]
+                thoughts.append(_join_reasoning_texts(fields[0] if fields else [], where))
                 continue
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -179,8 +179,9 @@ def _list_calls(message: Mapping[str, object]) -> list[object]:
 
 
 def _join_reasoning_texts(parts: object, where: str) -> str:
-    """Join the texts of the parts of a reasoning item."""
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
+    """Join the texts of the parts of a reasoning item; raise `ApiError` if a part has no text."""
+    listed = parts if isinstance(parts, list) else [parts]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in listed]
     if not all(isinstance(text, str) for text in texts):
         raise make_bad_request_error(f"{where}: need a list of parts with a text", "input")
     return "\n".join(map(str, texts))

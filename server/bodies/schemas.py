@@ -248,7 +248,7 @@ def _is_empty(value: object) -> bool:
     return value in ("", [], {})
 
 
-def _is_negative(value: object) -> bool:
+def _is_zero_or_negative(value: object) -> bool:
     return isinstance(value, int | float) and value <= 0
 
 
@@ -258,7 +258,7 @@ NEUTRAL_VALUES: Mapping[str, Callable[[object], bool]] = {
         ("dynatemp_range", "mirostat", "xtc_probability", "dry_multiplier", "n_keep", "n_indent", "min_keep"),
         _equals(0),
     ),
-    **dict.fromkeys(("top_n_sigma", "adaptive_target", "t_max_predict_ms"), _is_negative),
+    **dict.fromkeys(("top_n_sigma", "adaptive_target", "t_max_predict_ms"), _is_zero_or_negative),
     "post_sampling_probs": _equals(False),
     "grammar_lazy": _equals(False),
     "store": _equals(False),

@@ -131,7 +131,7 @@ def convert_to_openai_chat(body: MessagesBody) -> ChatBody:
             "min_p": body.min_p,
             "tools": [_convert_tool(tool, i) for i, tool in enumerate(body.tools)],
             "tool_choice": _convert_tool_choice(body.tool_choice),
-            "parallel_tool_calls": not body.tool_choice.get("disable_parallel_tool_use"),
+            "parallel_tool_calls": _permits_parallel_calls(body.tool_choice),
             "chat_template_kwargs": variables,
         },
         ChatBody,
@@ -160,7 +160,8 @@ def convert_to_openai_messages(message: Mapping[str, object], where: str) -> lis
             case {"type": "text"}:
                 texts.append(block)
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                text = join_content(block.get("content") or "", f"{where}.content[{i}]")
+                result = block.get("content")
+                text = "" if result is None else join_content(result, f"{where}.content[{i}]")
                 results.append({"role": "tool", "tool_call_id": id, "content": text})
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)} if role == "assistant":
                 function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
@@ -207,6 +208,14 @@ def _convert_tool(tool: Mapping[str, object], index: int) -> Objects:
         )
     names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     return {"type": "function", "function": {names[name]: tool[name] for name in names if name in tool}}
+
+
+def _permits_parallel_calls(choice: Mapping[str, object]) -> bool:
+    """Whether an answer may have several tool calls; raise `ApiError` if ``disable_parallel_tool_use`` is no bool."""
+    is_disabled = choice.get("disable_parallel_tool_use")
+    if not isinstance(is_disabled, bool | None):
+        raise make_bad_request_error("tool_choice.disable_parallel_tool_use: need true or false", "tool_choice")
+    return not is_disabled
 
 
 def _convert_tool_choice(choice: Mapping[str, object]) -> object:

@@ -20,7 +20,7 @@ from ...frontends.errors import ModelError
 from ...frontends.inference.saved_state import read_state, write_state_atomically
 from ...graph.errors import HocketError
 from ..bodies.schemas import SlotFileBody
-from ..errors import ApiError, make_bad_request_error
+from ..errors import LOGGER, ApiError, make_bad_request_error
 from ..responses import JsonResponse, read_body, run_until_disconnect
 from ..state import ServingState, get_serving_state
 
@@ -106,12 +106,14 @@ async def _restore_slot(state: ServingState, slot: int, path: Path) -> dict[str,
             read = partial(read_state, path, state.service.max_slot_file_bytes)
             saved, size = await state.builder.run_in_thread(read), path.stat().st_size
             count = await _wait_for_slot(state, state.service.restore_slot(slot, saved, path))
-    except OSError as error:
-        raise make_bad_request_error(
-            f"slot {slot} was not restored: {path.name}: {error.strerror or type(error).__name__}", "filename"
-        ) from None
-    except ModelError as error:
-        raise make_bad_request_error(str(error).replace(str(path), path.name), "filename") from None
+    except (OSError, HocketError) as error:
+        reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
+        LOGGER.warning("slot %d was not restored: %s", slot, reason if str(path) in reason else f"{path}: {reason}")
+        if isinstance(error, OSError):
+            reason = f"slot {slot} was not restored: {path.name}: {reason}"
+        elif not isinstance(error, ModelError):
+            raise
+        raise make_bad_request_error(reason.replace(str(path), path.name), "filename") from None
     return {"n_restored": count, "n_read": size}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -228,12 +230,34 @@ def test_several_addresses_are_served() -> None:
     options = ServerOptions(host="127.0.0.1,127.0.0.2", port=0)
     listeners = bind_sockets(options)
     try:
-        assert [listener.getsockname()[0] for listener in listeners] == ["127.0.0.1", "127.0.0.2"]
-        with pytest.raises(OSError, match="in use"):
-            bind_sockets(ServerOptions(port=listeners[0].getsockname()[1]))
+        (first, port), second = (listener.getsockname() for listener in listeners)
+        assert (first, second) == ("127.0.0.1", ("127.0.0.2", port)), "one port for all"
+        with pytest.raises(OSError, match="in use") as caught:
+            bind_sockets(ServerOptions(host="127.0.0.3,127.0.0.2", port=port))
+        assert caught.value.filename == f"127.0.0.2:{port}"
+        with socket.create_server(("127.0.0.3", port)):
+            pass  # the socket of the first address was closed
     finally:
         for listener in listeners:
             listener.close()
+
+
+def test_a_port_that_is_free_at_all_addresses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port in use at the second address had ended the server."""
+    create, tries = socket.create_server, list[tuple[str, int]]()
+
+    def refuse_twice(address: tuple[str, int], **options: Any) -> socket.socket:
+        tries.append(address)
+        if address[0] == "127.0.0.2" and len(tries) <= 4:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", refuse_twice)
+    for listener in bind_sockets(ServerOptions(host="127.0.0.1,127.0.0.2", port=0)):
+        listener.close()
+    assert len(tries) == 6
+    with pytest.raises(OSError, match="in use"):  # the same address twice
+        bind_sockets(ServerOptions(host="127.0.0.1,127.0.0.1", port=0))
 
 
 SCRIPT = """

@@ -82,6 +82,20 @@ def test_wrong_actions_are_refused(
     assert str(folder) not in error["message"]
 
 
+def test_a_failed_restore_is_logged_with_its_reason(
+    client: TestClient, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    complete(client, id_slot=1)
+    send_action(client, 1, "save", filename="talk")
+    (folder / "cut").write_bytes((folder / "talk").read_bytes()[:-1])
+    for name in ("cut", "absent"):
+        answer = send_action(client, 1, "restore", filename=name)
+        assert (answer.status_code, str(folder) in answer.text) == (400, False)
+        assert caplog.messages[-1].startswith(f"slot 1 was not restored: {folder / name}: ")
+    assert caplog.messages[-1].endswith("No such file or directory")
+    assert send_action(client, 1, "restore", filename="talk").json()["n_restored"] == len(TEXT_TOKENS) + 5
+
+
 def test_an_empty_slot_has_nothing_to_save(client: TestClient) -> None:
     send_action(client, 1, "erase")
     answer = send_action(client, 1, "save", filename="empty")

@@ -210,7 +210,9 @@ def make_dot_tile_intrinsics(
     sums_of = format_tuple_type(FLOATS, row_count * group_count)
     places = [(i, g) for i in range(row_count) for g in range(group_count)]
     # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
-    together = [(0, 1)] if simd.count_vector_registers() == simd.MANY_REGISTERS or len(places) == 1 else [(0,), (1,)]
+    has_many_registers = simd.count_vector_registers() == simd.MANY_REGISTERS
+    together = [(0, 1)] if has_many_registers or len(places) == 1 else [(0,), (1,)]
+    adds_halves_first = has_many_registers and not known.has_half_scales  # for any number of rows: their bits are equal
 
     def clamp_row_number(b: Any, i: int, n: Any) -> Any:
         last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
@@ -292,9 +294,7 @@ def make_dot_tile_intrinsics(
                     floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
                     # The values at `STARTS_OFFSET` are exact, so this is up to one rounding.
                     products.append([simd.fma.body(b, x, factors[i], starts[i]) for i, x in floats])
-                if (
-                    len(halves) == COLUMN_HALVES and not known.has_half_scales
-                ):  # one scale: some processors have units that only add
+                if adds_halves_first:  # some processors have units that only add
                     products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
                 for half, terms in zip(halves, products, strict=False):
                     own = scales[half * group_count :]

@@ -206,10 +206,6 @@ class BlockPrefixCache(PrefixCache):
         if not self.reserve_cells(slot, length):
             raise ModelError(f"{length} tokens do not fit into the free blocks of the pool; try again later")
 
-    def cancel_restored_slot(self, slot: int) -> None:
-        """Free the blocks of a slot that could not be restored."""
-        self.forget_slot_tokens_and_states(slot)
-
     def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Let later prompts find the restored contents of a slot: its first `length` tokens, decoded ones included."""
         self._save_points[slot] = frozenset((length,))

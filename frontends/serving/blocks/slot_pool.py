@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from ....distributed.rank_calls import RankCalls, on_all_ranks
 from ....graph.validation import format_value
@@ -109,12 +106,10 @@ class BlockSlotPool(SlotPool):
         self._require_no_windows()
         return super().capture_slot(slot, tokens, length)
 
-    def restore_slot(
-        self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str
-    ) -> tuple[list[int], int]:
-        """Restore a slot that has blocks for the tokens; see `SlotPool.restore_slot`."""
+    def check_saved_state(self, slot: int, state: SavedSessionState, path: str) -> int:
+        """As of `SlotPool`. Raises `ModelError` for a model with windows, too."""
         self._require_no_windows()
-        return super().restore_slot(slot, header, arrays, path)
+        return super().check_saved_state(slot, state, path)
 
     def _require_no_windows(self) -> None:
         """Raise `ModelError` for a model with windows: a file has only the last tokens of such a layer."""

@@ -133,8 +133,6 @@ class MtpSlotPool(SlotPool):
         """Bind all plans anew, and zero all states, after a failure of a device; see `SlotPool`."""
         super().rebind_plans_and_zero_states()
         self._draft_input_rows.clear()
-        for name in self._mtp_cache_names:
-            self.all_slots_session.store.state(name)[:] = 0
 
 
 class MtpSlotDrafter:

@@ -208,6 +208,10 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
         state = service.capture_slot(0).result()
         write_state_atomically(state, file)
         service.erase_slot(0).result()
+        short = type(state)({**state.header, "tokens": [[1, 2]]}, state.arrays)
+        write_state_atomically(short, tmp_path / "short")
+        with pytest.raises(ModelError, match="has 2 of"):
+            service.restore_slot(2, short, tmp_path / "short").result()
         count = service.restore_slot(2, state, file).result()
         tokens = state.header["tokens"][0]
         service.submit(make_request("second", (*tokens, 5, 6)), events.append)
@@ -217,6 +221,11 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
 
     record_day(tmp_path / "log", send)
     assert main(["replay", str(tmp_path / "log")]) == 0
+    restores = [
+        line for line in map(json.loads, (tmp_path / "log").read_text().splitlines()) if line.get("order") == "restore"
+    ]
+    assert [bool(line["tokens"]) for line in restores] == [False, True]
+    assert restores[0]["failure"].startswith(f"{tmp_path / 'short'}: has 2 of ")
     os.unlink(file)
     assert main(["replay", str(tmp_path / "log")]) == 2
     assert "slot: No such file" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hocket import Model
+from hocket.backends.cpu.backend import CpuBackend
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
@@ -19,6 +20,7 @@ from hocket.frontends.serving.running_requests import QueuedRequest, start_reque
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import MAX_RESTARTS, EngineOptions, EngineThread
 from hocket.graph.errors import BackendError
+from hocket.scheduler.runtime.rollback_log import RollbackLog
 
 from ...given.models.goldens import path_of
 from ...given.serving.engine_runs import BASE, end_of, make_engine, make_request, run_all, tokens_of
@@ -268,3 +270,27 @@ def test_a_request_that_is_repeated_keeps_its_draft_counts():
     again = start_request(waiting, 1, now=2.0, cached_tokens=3)
     for timing in (waiting.measure_timing_and_token_counts(3.0), again.measure_timing_and_token_counts(3.0)):
         assert (timing.cached_tokens, timing.drafted_tokens, timing.accepted_tokens) == (2, 7, 4)
+
+
+def test_a_step_that_cannot_be_undone_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes undoes the launched step of another one. A fault of the undo had ended the new request."""
+    monkeypatch.setattr(CpuBackend, "has_separate_memory", True, raising=False)
+    restarts: list[str] = []
+    with open_service(on_restart=restarts.append) as service:
+        receiver = Receiver()
+        alone = [receiver.generate(service, f"alone {i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
+        undo = RollbackLog.undo_last_run.func
+        monkeypatch.setattr(RollbackLog, "undo_last_run", property(lambda log: undo(log) if restarts else fail()))
+        monkeypatch.setattr(SlotPool, "predict_seconds_saved_by_mixing", lambda *args: 0.0)
+
+        def fail() -> None:
+            raise OSError("no power")
+
+        receiver.submit(service, "first", PROMPTS[0], 40)
+        wait_until(lambda: len(tokens_of(receiver.events, "first")) > 4)
+        assert receiver.generate(service, "second", PROMPTS[1], 40) == alone[1]
+        assert receiver.wait("first").reason == "length"
+        assert tokens_of(receiver.events, "first") == alone[0]
+        (restart,) = restarts
+        assert "StatesLostError: an earlier run has lost the states" in restart
+        assert "no power" in restart

@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 import pytest
 
 import hocket
+from hocket.backends.cpu.backend import CpuBackend
 from hocket.frontends.inference import session as sessions
 from hocket.frontends.inference.session_lease import IdleSessions
 from hocket.frontends.serving import engine, shared_engine, slots
@@ -23,6 +24,7 @@ from hocket.frontends.serving.shared_engine import (
     MIN_SHRINK_RATIO,
 )
 from hocket.frontends.serving.slots import SlotPool
+from hocket.scheduler.runtime.rollback_log import RollbackLog
 
 THREADS, CONTEXT, NEW_TOKENS = 8, 128, 12
 PROMPTS = tuple(
@@ -359,3 +361,25 @@ def test_memory_shrinks_after_texts_have_ended(texts_alone):
             assert "".join(model.generate(PROMPTS[number], **SHORT_GREEDY)) == texts_alone[number]
         assert pool.slots == MAX_IDLE_SLOTS
         assert sum(kinds["state"] for kinds in model.memory.values()) < state_bytes / 4
+
+
+def test_texts_go_on_after_a_step_that_cannot_be_undone(
+    texts_alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that begins undoes the launched step of another one. Without a restart, the undo would end both."""
+    monkeypatch.setattr(CpuBackend, "has_separate_memory", True, raising=False)
+    undo, failures = RollbackLog.undo_last_run.func, list[object]()
+
+    def fail_once(log: RollbackLog) -> Callable[[], object]:
+        if failures:
+            return undo(log)
+        failures.append(log)
+        raise OSError("no power")
+
+    monkeypatch.setattr(RollbackLog, "undo_last_run", property(fail_once))
+    with open_model() as model:
+        first = model.generate(PROMPTS[0], **SHORT_GREEDY)
+        begun = [next(first) for _ in range(3)]
+        assert "".join(model.generate(PROMPTS[1], **SHORT_GREEDY)) == texts_alone[1]
+        assert "".join([*begun, *first]) == texts_alone[0]
+        assert failures

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +17,7 @@ import pytest
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.inference import saved_state
 from hocket.frontends.inference.saved_state import load_state, read_state, save_state, write_state_atomically
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -198,6 +206,106 @@ def test_slot_files_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="slot 0 has no tokens"):
         server.files.capture(0)
     assert server.generate((*prompt_of("qwen35"), 3))[1] == 0
+
+
+def damage_states(path: Path) -> dict[str, bytes]:
+    """Return damaged copies of the file of a slot by the reason that its error has."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in members if "cache" in name)
+    array = np.load(io.BytesIO(members[name]))
+
+    def write(header: Mapping[str, object] | None = None, states: np.ndarray | None = None) -> bytes:
+        file, own = io.BytesIO(), dict(members)
+        if header is not None:
+            text = json.loads(np.load(io.BytesIO(own["header.npy"])).tobytes()) | header
+            own["header.npy"] = as_npy(np.frombuffer(json.dumps(text).encode(), np.uint8))
+        if states is not None:
+            own[name] = as_npy(states)
+        with zipfile.ZipFile(file, "w") as archive:
+            for each, content in own.items():
+                archive.writestr(each, content)
+        return file.getvalue()
+
+    def with_number(number: float, dtype: type = array.dtype) -> np.ndarray:
+        changed = array.astype(dtype)
+        changed.flat[-1] = number
+        return changed
+
+    def as_npy(content: np.ndarray) -> bytes:
+        file = io.BytesIO()
+        np.save(file, content)
+        return file.getvalue()
+
+    return {
+        "holds NaN or infinite numbers": write(states=with_number(np.nan)),
+        "holds NaN or infinite numbers)": write(states=with_number(-np.inf)),
+        "too large for F16": write(states=with_number(1e30, np.float32)),
+        "is no array of float32 or float16": write(states=array.astype(np.float64)),
+        "other names or shapes": write(states=array[:-1]),
+        "its format is not": write({"format": "hocket-state-1"}),
+        "of another model": write({"model": "0" * 64}),
+        "its lengths are no counts": write({"lengths": [1.5]}),
+        "has 100000 tokens": write({"lengths": [100_000]}),
+    }
+
+
+@pytest.mark.parametrize("make", [make_pool, make_block_pool], ids=["regions", "blocks"])
+def test_a_damaged_file_changes_no_slot(make: Callable[[str], SlotPool], tmp_path: Path) -> None:
+    """A slot of a pool of blocks had lost its contents."""
+    server = Server(make("qwen35"))
+    server.generate(prompt_of("qwen35"), slot=0)
+    tokens, path = server.save(0, tmp_path / "talk"), tmp_path / "damaged"
+    before = server.files.capture(0)
+    for reason, data in damage_states(tmp_path / "talk").items():
+        path.write_bytes(data)
+        with pytest.raises(ModelError, match=re.escape(reason)) as caught:
+            server.restore(0, path)
+        assert str(caught.value).isprintable()
+    again = server.files.capture(0)
+    assert again.header == before.header
+    assert all(np.array_equal(again.arrays[name], array) for name, array in before.arrays.items())
+    assert server.restore(0, tmp_path / "talk") == len(tokens) - 1
+
+
+def test_a_file_that_ends_at_any_byte_is_one_line(tmp_path: Path) -> None:
+    server = Server(make_pool("qwen35"))
+    server.generate((3, 4, 5), slot=0)
+    server.save(0, tmp_path / "talk")
+    data, path = (tmp_path / "talk").read_bytes(), tmp_path / "cut"
+    structure = {at + i for mark in (b"PK\1\2", b"PK\3\4", b"PK\5\6") for at in find_all(data, mark) for i in range(9)}
+    for length in sorted({*structure, *range(0, len(data), 997), *range(len(data) - 60, len(data))}):
+        path.write_bytes(data[:length])
+        with pytest.raises(ModelError, match="not a saved state of this model") as caught:
+            read_state(path, len(data))
+        assert str(caught.value).isprintable()
+
+
+def find_all(data: bytes, mark: bytes) -> list[int]:
+    return [match.start() for match in re.finditer(re.escape(mark), data)]
+
+
+@pytest.mark.parametrize("make", [make_pool, make_block_pool], ids=["regions", "blocks"])
+def test_a_restore_that_fails_in_the_device_leaves_an_empty_slot(
+    make: Callable[[str], SlotPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later prompts had gone on from tokens that were overwritten in part."""
+    server = Server(make("llama"))
+    alone, _ = server.generate((*prompt_of("llama"), 3), slot=1)
+    server.generate(prompt_of("llama"), slot=0)
+    server.save(0, tmp_path / "talk")
+    restore = saved_state._restore_state
+
+    def fail(*operands: Any) -> None:
+        restore(*operands)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(saved_state, "_restore_state", fail)
+    with pytest.raises(RuntimeError):
+        server.restore(0, tmp_path / "talk")
+    with pytest.raises(ModelError, match="slot 0 has no tokens"):
+        server.files.capture(0)
+    assert server.generate((*prompt_of("llama"), 3), slot=0)[0] == [replace(event, request="3") for event in alone]
 
 
 def test_a_request_waits_for_the_slot_that_it_names() -> None:
