@@ -10,13 +10,15 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.node import Value
+from ...graph.validation import validate_arguments
 from ..elementwise.binary import add, cast
 from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad
 from ..movement.views import broadcast, permute, reshape, slice_, transpose
-from .window_settings import WindowSettings, share_constant
+from .window_settings import CROPS, GROUPS, SIZES, STEPS, VALUE, WindowSettings, share_constant
 
 
+@validate_arguments(GraphError, x=VALUE, w=VALUE, stride=STEPS, dilation=STEPS, left=SIZES, right=SIZES, groups=GROUPS)
 def convolution(
     x: Value,
     w: Value,
@@ -69,6 +71,7 @@ def _fill_result_of_empty_windows(x: Value, channels: int, settings: WindowSetti
     return broadcast(share_constant(np.zeros(())), shape=(x.shape[0], channels, *counts))
 
 
+@validate_arguments(GraphError, x=VALUE, w=VALUE, stride=STEPS, dilation=STEPS, left=CROPS, right=CROPS, groups=GROUPS)
 def transposed_convolution(
     x: Value,
     w: Value,
@@ -114,6 +117,7 @@ def transposed_convolution(
     return _add_overlapping(product, (n, o), axes, rest, settings)
 
 
+@validate_arguments(GraphError, x=VALUE, shape=SIZES, size=SIZES, stride=STEPS, dilation=STEPS, left=SIZES, right=SIZES)
 def add_windows(
     x: Value,
     *,

@@ -9,15 +9,17 @@ import numpy as np
 
 from ...graph.errors import GraphError
 from ...graph.node import Value
+from ...graph.validation import TEXT, validate_arguments
 from ..elementwise.binary import div, scale
 from ..movement.views import permute, reshape
 from ..reduction.reductions import reduce, sum_rows
-from .window_settings import WindowSettings, share_constant
+from .window_settings import SIZES, STEPS, VALUE, WindowSettings, share_constant
 
 POOLING_KINDS = ("max", "sum", "mean", "inner_mean")
 """The kinds of pooling."""
 
 
+@validate_arguments(GraphError, x=VALUE, kind=TEXT, size=SIZES, stride=STEPS, dilation=STEPS, left=SIZES, right=SIZES)
 def pool(
     x: Value,
     *,

@@ -12,9 +12,16 @@ import numpy.typing as npt
 
 from ...graph.errors import GraphError
 from ...graph.node import Value, constant
+from ...graph.validation import instance_of, integer_between, list_of
 from ..declaration.signature import SignatureMismatch
 from ..movement.sliding_windows import count_windows, windows
 
+MAX_SETTING = 2**31 - 1
+VALUE = instance_of(Value)
+SIZES = list_of(integer_between(0, MAX_SETTING), "integers from 0 on")
+STEPS = list_of(integer_between(1, MAX_SETTING), "integers from 1 on")
+CROPS = list_of(integer_between(-MAX_SETTING, MAX_SETTING), "integers")
+GROUPS = integer_between(1, MAX_SETTING)
 SHARED_CONSTANTS = 1024
 """Constants that are remembered, so that equal ones are one leaf of a graph."""
 
@@ -38,7 +45,14 @@ class WindowSettings:
         left: Sequence[int],
         right: Sequence[int],
     ) -> WindowSettings:
-        """Return settings in which an empty stride or dilation is 1 for each axis, and an empty padding 0."""
+        """Return settings in which an empty stride or dilation is 1 for each axis, and an empty padding 0.
+
+        Raises:
+            GraphError: another number of settings than axes.
+        """
+        for name, given in (("stride", stride), ("dilation", dilation), ("left", left), ("right", right)):
+            if len(given) not in (0, len(size)):
+                raise GraphError(f"windows: {name} has {len(given)} entries; need one for each of {len(size)} axes")
         ones, zeros = (1,) * len(size), (0,) * len(size)
         return cls(
             tuple(size),

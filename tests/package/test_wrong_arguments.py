@@ -36,8 +36,11 @@ from ..given.wrong_values import (
     WEIGHTS,
     WRONG,
     Awkward,
+    columns,
     executor,
     graph,
+    image,
+    kernel,
     language_model,
     model,
     new,
@@ -122,6 +125,12 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Graph", (hocket.Graph, {"outputs": {"y": new}, "updates": {s: new}})
     yield "Graph.leaves", (graph.leaves, {"op": "input"})
     yield "Graph.view", (graph.view, {"title": "a graph"})
+    slides = {"stride": (1,), "dilation": (1,), "left": (0,), "right": (0,)}
+    for name in ("convolution", "transposed_convolution"):
+        yield name, (getattr(ops, name), {"x": image, "w": kernel, **slides, "groups": 1})
+    yield "pool", (ops.pool, {"x": image, "kind": "max", "size": (2,), **slides})
+    yield "add_windows", (ops.add_windows, {"x": columns, "shape": (4,), "size": (3,), **slides})
+    yield "interpolate", (ops.interpolate, {"x": image, "shape": (1, 2, 7), "mode": "linear", "align_corners": False})
     for leaf in ("input", "weight", "state"):
         yield leaf, (getattr(hocket, leaf), LEAF)
     yield "constant", (hocket.constant, {"name": "n", "data": [1.0]})

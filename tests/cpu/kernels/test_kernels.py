@@ -76,15 +76,11 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
-@pytest.mark.long(cases=1)
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 70, 600])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
-    rows, columns = 72, 768 if dtype.block > 32 else 864  # the last unit is not whole
-    raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero_point)
-    y = np.full((count, rows), np.nan, np.float32)
+def multiply_packed(dtype: DType, weight: np.ndarray, stride: int, shape: tuple[int, int], q: np.ndarray) -> np.ndarray:
+    """Multiply rows of rounded activations with packed rows of a weight of this shape, by two threads in turn."""
     form, blocks = FORMATS[dtype], packed_matmul.make_packed_matmul_subroutines_and_tiling(FORMATS[dtype])
+    (rows, columns), count = shape, len(q)
+    y = np.full((count, rows), np.nan, np.float32)
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch_bytes, np.uint8)
     ticket_bytes = np.zeros(work_queue.QUEUE_BYTES, np.uint8)
     for thread in range(2):
@@ -94,12 +90,12 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
             thread,
             2,
             w=weight,
-            stride=raw.shape[1],
+            stride=stride,
             between=0,
             rows=rows,
             columns=columns,
             x=q,
-            pitch=q.nbytes // count,
+            pitch=q.shape[1],
             starts=slots,
             experts=1,
             used=1,
@@ -114,8 +110,22 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
             hooks=[0],
         )
         assert status == 0
+    return y
+
+
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 70, 600])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
+    rows, columns = 72, 768 if dtype.block > 32 else 864  # the last unit is not whole
+    raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
+    weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero_point)
+    y = multiply_packed(dtype, weight, raw.shape[1], (rows, columns), q.reshape(count, -1))
     w = dequantise(raw, dtype).astype(np.float64)
     np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
+    for i in {0, count // 2, count - 1}:  # the bits of a row do not depend on its neighbours
+        alone = multiply_packed(dtype, weight, raw.shape[1], (rows, columns), q.reshape(count, -1)[i : i + 1])
+        assert np.array_equal(alone[0].view(np.int32), y[i].view(np.int32)), i
 
 
 def weights_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
