@@ -15,10 +15,19 @@ from ..elementwise.binary import add, cast
 from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad
 from ..movement.views import broadcast, permute, reshape, slice_, transpose
-from .window_settings import CROPS, GROUPS, SIZES, STEPS, VALUE, WindowSettings, share_constant
+from .window_settings import ANY_VALUE, AXIS_SIZES, CHANNEL_GROUPS, CROPS, STEPS, WindowSettings, share_constant
 
 
-@validate_arguments(GraphError, x=VALUE, w=VALUE, stride=STEPS, dilation=STEPS, left=SIZES, right=SIZES, groups=GROUPS)
+@validate_arguments(
+    GraphError,
+    x=ANY_VALUE,
+    w=ANY_VALUE,
+    stride=STEPS,
+    dilation=STEPS,
+    left=AXIS_SIZES,
+    right=AXIS_SIZES,
+    groups=CHANNEL_GROUPS,
+)
 def convolution(
     x: Value,
     w: Value,
@@ -71,7 +80,9 @@ def _fill_result_of_empty_windows(x: Value, channels: int, settings: WindowSetti
     return broadcast(share_constant(np.zeros(())), shape=(x.shape[0], channels, *counts))
 
 
-@validate_arguments(GraphError, x=VALUE, w=VALUE, stride=STEPS, dilation=STEPS, left=CROPS, right=CROPS, groups=GROUPS)
+@validate_arguments(
+    GraphError, x=ANY_VALUE, w=ANY_VALUE, stride=STEPS, dilation=STEPS, left=CROPS, right=CROPS, groups=CHANNEL_GROUPS
+)
 def transposed_convolution(
     x: Value,
     w: Value,
@@ -117,7 +128,16 @@ def transposed_convolution(
     return _add_overlapping(product, (n, o), axes, rest, settings)
 
 
-@validate_arguments(GraphError, x=VALUE, shape=SIZES, size=SIZES, stride=STEPS, dilation=STEPS, left=SIZES, right=SIZES)
+@validate_arguments(
+    GraphError,
+    x=ANY_VALUE,
+    shape=AXIS_SIZES,
+    size=AXIS_SIZES,
+    stride=STEPS,
+    dilation=STEPS,
+    left=AXIS_SIZES,
+    right=AXIS_SIZES,
+)
 def add_windows(
     x: Value,
     *,

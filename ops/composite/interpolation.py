@@ -14,14 +14,14 @@ from ...graph.validation import BOOL, TEXT, validate_arguments
 from ..matrix.matmul import mul_mat
 from ..movement.rows import get_rows
 from ..movement.views import broadcast, permute, reshape
-from .window_settings import SIZES, VALUE, share_constant
+from .window_settings import ANY_VALUE, AXIS_SIZES, share_constant
 
 Matrix = npt.NDArray[np.float64]
 INTERPOLATION_MODES = ("nearest", "linear", "cubic")
 """The modes of `interpolate`."""
 
 
-@validate_arguments(GraphError, x=VALUE, shape=SIZES, mode=TEXT, align_corners=BOOL, antialias=BOOL)
+@validate_arguments(GraphError, x=ANY_VALUE, shape=AXIS_SIZES, mode=TEXT, align_corners=BOOL, antialias=BOOL)
 def interpolate(
     x: Value, *, shape: Sequence[int], mode: str = "nearest", align_corners: bool = False, antialias: bool = False
 ) -> Value:

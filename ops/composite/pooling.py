@@ -13,13 +13,15 @@ from ...graph.validation import TEXT, validate_arguments
 from ..elementwise.binary import div, scale
 from ..movement.views import permute, reshape
 from ..reduction.reductions import reduce, sum_rows
-from .window_settings import SIZES, STEPS, VALUE, WindowSettings, share_constant
+from .window_settings import ANY_VALUE, AXIS_SIZES, STEPS, WindowSettings, share_constant
 
 POOLING_KINDS = ("max", "sum", "mean", "inner_mean")
 """The kinds of pooling."""
 
 
-@validate_arguments(GraphError, x=VALUE, kind=TEXT, size=SIZES, stride=STEPS, dilation=STEPS, left=SIZES, right=SIZES)
+@validate_arguments(
+    GraphError, x=ANY_VALUE, kind=TEXT, size=AXIS_SIZES, stride=STEPS, dilation=STEPS, left=AXIS_SIZES, right=AXIS_SIZES
+)
 def pool(
     x: Value,
     *,

@@ -17,11 +17,11 @@ from ..declaration.signature import SignatureMismatch
 from ..movement.sliding_windows import count_windows, windows
 
 MAX_SETTING = 2**31 - 1
-VALUE = instance_of(Value)
-SIZES = list_of(integer_between(0, MAX_SETTING), "integers from 0 on")
+ANY_VALUE = instance_of(Value)
+AXIS_SIZES = list_of(integer_between(0, MAX_SETTING), "integers from 0 on")
 STEPS = list_of(integer_between(1, MAX_SETTING), "integers from 1 on")
 CROPS = list_of(integer_between(-MAX_SETTING, MAX_SETTING), "integers")
-GROUPS = integer_between(1, MAX_SETTING)
+CHANNEL_GROUPS = integer_between(1, MAX_SETTING)
 SHARED_CONSTANTS = 1024
 """Constants that are remembered, so that equal ones are one leaf of a graph."""
 
@@ -50,9 +50,9 @@ class WindowSettings:
         Raises:
             GraphError: another number of settings than axes.
         """
-        for name, given in (("stride", stride), ("dilation", dilation), ("left", left), ("right", right)):
-            if len(given) not in (0, len(size)):
-                raise GraphError(f"windows: {name} has {len(given)} entries; need one for each of {len(size)} axes")
+        for name, entries in (("stride", stride), ("dilation", dilation), ("left", left), ("right", right)):
+            if len(entries) not in (0, len(size)):
+                raise GraphError(f"windows: {name} has {len(entries)} entries; need one for each of {len(size)} axes")
         ones, zeros = (1,) * len(size), (0,) * len(size)
         return cls(
             tuple(size),

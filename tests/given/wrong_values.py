@@ -41,7 +41,7 @@ def holder(value: Any) -> Any:
 x, w, ids = hocket.input("x", (3, 4)), hocket.weight("w", (5, 4)), hocket.input("ids", (3,), "i32")
 s, q = hocket.state("s", (3, 5)), hocket.weight("q", (2, 32), "q8_0")
 image, kernel = hocket.input("image", (1, 2, 5)), hocket.weight("kernel", (2, 2, 3))
-columns = hocket.input("columns", (1, 2, 2, 3))
+windows_of_image = hocket.input("windows", (1, 2, 2, 3))
 new = ops.add(ops.mul_mat(w, x), s)
 graph = hocket.Graph({"y": new, "z": ops.get_rows(w, ids), "q": ops.get_rows(q, ids)}, {s: new})
 WEIGHTS = {"w": np.ones((5, 4), np.float32), "q": np.zeros((2, 34), np.uint8)}

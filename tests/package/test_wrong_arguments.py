@@ -36,7 +36,6 @@ from ..given.wrong_values import (
     WEIGHTS,
     WRONG,
     Awkward,
-    columns,
     executor,
     graph,
     image,
@@ -50,6 +49,7 @@ from ..given.wrong_values import (
     session,
     tokenizer,
     w,
+    windows_of_image,
     x,
 )
 
@@ -129,7 +129,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     for name in ("convolution", "transposed_convolution"):
         yield name, (getattr(ops, name), {"x": image, "w": kernel, **slides, "groups": 1})
     yield "pool", (ops.pool, {"x": image, "kind": "max", "size": (2,), **slides})
-    yield "add_windows", (ops.add_windows, {"x": columns, "shape": (4,), "size": (3,), **slides})
+    yield "add_windows", (ops.add_windows, {"x": windows_of_image, "shape": (4,), "size": (3,), **slides})
     yield "interpolate", (ops.interpolate, {"x": image, "shape": (1, 2, 7), "mode": "linear", "align_corners": False})
     for leaf in ("input", "weight", "state"):
         yield leaf, (getattr(hocket, leaf), LEAF)
