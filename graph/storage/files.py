@@ -7,30 +7,27 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO, cast
 
 PUBLIC, PRIVATE = 0o666, 0o600
 """Modes of a new file before the umask: for all users, and for its owner only."""
 UNFINISHED_FILE_PREFIX = ".hocket-"
 """The prefix of the names of unfinished files."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""The signals that end a process without an exception, so that no context of Python ends."""
-_unfinished_files: set[str] = set()
+_FILE_OF_DESCRIPTOR = "/proc/self/fd/{}"
+"""The path of the link to an open file, by its descriptor."""
 
 
 @contextmanager
 def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that takes the place of `path` when the context ends without an error.
 
-    After an error `path` is unchanged. A symbolic link is followed, and an existing file keeps its mode. A pipe or a
-    device such as /dev/null is written directly.
+    The file has no name before that where the file system allows it, so a killed process leaves nothing. After an error
+    `path` is unchanged. A symbolic link is followed, and an existing file keeps its mode. A pipe or a device such as
+    /dev/null is written directly.
 
     Args:
         path: The file to write.
@@ -40,57 +37,41 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
     Raises:
         OSError: The file cannot be written; the error names `path`.
     """
-    part = None
+    name = None
     try:
         target, known = _resolve_file_or_unused_path(path)
         if target is None:
             with open(path, "wb") as file:
                 yield file
             return
-        part = _open_temporary_file(target, mode, known)
-        with _removed_at_stop_signal(part.name):
-            with part:
-                yield part
-                if durable:
-                    part.flush()
-                    os.fsync(part.fileno())
-            os.replace(part.name, target)
+        with _open_temporary_file(target, mode, known) as part:
+            name = part.name if isinstance(part.name, str) else None
+            yield part
+            part.flush()
+            if durable:
+                os.fsync(part.fileno())
+            name = _give_name(part, os.path.dirname(target))
+        os.replace(name, target)
     except BaseException as error:
-        if part is not None:
+        if name is not None:
             with suppress(OSError):
-                os.unlink(part.name)
+                os.unlink(name)
         if isinstance(error, OSError):
             _set_error_filename(error, path)
         raise
 
 
-@contextmanager
-def _removed_at_stop_signal(name: str) -> Iterator[None]:
-    """Remove the unfinished file `name` if a stop signal ends this process during the context.
-
-    Only a context of the main thread can handle signals; it removes the files of other threads too. A signal for which
-    the program has a handler is left to that handler.
-    """
-    process = os.getpid()
-
-    def remove_files_and_end(number: int, frame: FrameType | None) -> None:
-        for unfinished in _unfinished_files if os.getpid() == process else ():  # a forked process has its own signals
-            with suppress(OSError):
-                os.unlink(unfinished)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in STOP_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
-    _unfinished_files.add(name)
-    try:
-        for number in handled:
-            signal.signal(number, remove_files_and_end)
-        yield
+def _give_name(part: BinaryIO, folder: str) -> str:
+    """Return the name of a temporary file; a file without a name gets one in its folder."""
+    if isinstance(part.name, str):
+        return part.name
+    name = _make_temporary_name(folder)
+    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:  # without a descriptor of the folder, Python links to the link itself
+        os.link(_FILE_OF_DESCRIPTOR.format(part.fileno()), os.path.basename(name), dst_dir_fd=descriptor)
     finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
-        _unfinished_files.discard(name)
+        os.close(descriptor)
+    return name
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -138,9 +119,8 @@ def require_writable(path: str | Path, inputs: Iterable[str | Path] = ()) -> Non
             raise FileExistsError(errno.EEXIST, "would replace a file that is read here; give another file")
         target, known = _resolve_file_or_unused_path(path)
         if target is not None:
-            part = _open_temporary_file(target, PRIVATE, known)
-            part.close()
-            os.unlink(part.name)
+            with _open_temporary_file(target, PRIVATE, known) as part:
+                os.unlink(_give_name(part, os.path.dirname(target)))
         elif known is None or not stat.S_ISFIFO(known.st_mode):
             open(path, "ab").close()
         elif not os.access(path, os.W_OK):
@@ -175,6 +155,8 @@ def _resolve_file_or_unused_path(path: str | Path) -> tuple[str | None, os.stat_
 def _open_temporary_file(target: str, mode: int, existing: os.stat_result | None) -> BinaryIO:
     """Open a new temporary file in the folder of `target`; a rename makes it `target` later. Raises `OSError`.
 
+    A file without a name has its descriptor as the attribute `name`.
+
     Args:
         target: The path of the final file.
         mode: The mode of the file, before the umask.
@@ -184,11 +166,33 @@ def _open_temporary_file(target: str, mode: int, existing: os.stat_result | None
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
         mode = stat.S_IMODE(existing.st_mode)
-    name = os.path.join(os.path.dirname(target), f"{UNFINISHED_FILE_PREFIX}{os.urandom(8).hex()}.part")
-    file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115  # the caller closes it
+    folder = os.path.dirname(target)
+    file = _open_file_without_name(folder, mode)
+    if file is None:
+        name = _make_temporary_name(folder)
+        file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115  # the caller closes it
     if existing is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
         os.fchmod(file.fileno(), mode)
     return file
+
+
+def _open_file_without_name(folder: str, mode: int) -> BinaryIO | None:
+    """Open a new file without a name in a folder: it is gone when the process ends, for any reason.
+
+    The result is None where the system or the file system has no such files.
+    """
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode)
+    except (AttributeError, OSError):  # a folder that cannot be written fails for a file with a name, too
+        return None
+    if not os.path.exists(_FILE_OF_DESCRIPTOR.format(descriptor)):
+        os.close(descriptor)
+        return None
+    return os.fdopen(descriptor, "wb")
+
+
+def _make_temporary_name(folder: str) -> str:
+    return os.path.join(folder, f"{UNFINISHED_FILE_PREFIX}{os.urandom(8).hex()}.part")
 
 
 def _set_error_filename(error: OSError, path: str | Path) -> None:

@@ -46,13 +46,16 @@ def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_leaves_no_unfinished_file(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_process_leaves_no_unfinished_file(number: int, tmp_path: Path) -> None:
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_WRONLY))
+    except OSError:
+        pytest.skip("the file system has no files without names")
     path = tmp_path / "file"
     path.write_bytes(b"old")
     reader, writer = os.pipe()
     if not (child := os.fork()):
-        signal.signal(number, signal.SIG_DFL)
         with replacing(path), replacing(tmp_path / "other"):
             os.write(writer, b"w")
             time.sleep(60)
@@ -64,7 +67,6 @@ def test_a_stop_signal_leaves_no_unfinished_file(number: int, tmp_path: Path) ->
     os.close(writer)
     assert os.WTERMSIG(status) == number
     assert os.listdir(tmp_path) == ["file"]
-    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_complete(tmp_path: Path) -> None:

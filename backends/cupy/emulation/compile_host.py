@@ -138,8 +138,10 @@ def _build_if_not_cached(file: str, text: str, options: tuple[str, ...], inputs:
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
     with _lock_build_folder(target.parent):
         if not target.exists():  # another process may have compiled it meanwhile
-            with replacing(target) as output, log_compilation(file):
-                _run_compiler(file, (command, *options, *inputs, "-o", output.name), text)
+            with replacing(target) as output, tempfile.TemporaryDirectory() as folder, log_compilation(file):
+                built = Path(folder) / name
+                _run_compiler(file, (command, *options, *inputs, "-o", str(built)), text)
+                output.write(built.read_bytes())
     return target
 
 
