@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
 else:
 
-    def dataclass(cls=None, /, *, init=True, repr=True, eq=True, frozen=False, slots=False, kw_only=False):
+    def dataclass(
+        cls=None, /, *, init=True, repr=True, eq=True, frozen=False, slots=False, kw_only=False, weakref_slot=False
+    ):
         """Return the class with the methods of `dataclasses.dataclass`, each compiled at its first call.
 
         The parameters are the options of `dataclasses.dataclass` that hocket uses.
@@ -26,7 +28,13 @@ else:
             # The standard decorator has to compare `frozen` of a class and its base.
             extends = any(map(dataclasses.is_dataclass, cls.__bases__))
             bare = dataclasses.dataclass(
-                init=False, repr=False, eq=False, frozen=frozen and extends, slots=slots, kw_only=kw_only
+                init=False,
+                repr=False,
+                eq=False,
+                frozen=frozen and extends,
+                slots=slots,
+                kw_only=kw_only,
+                weakref_slot=weakref_slot,
             )(cls)
             bare.__dataclass_params__.frozen = frozen
             for name in enabled:

@@ -35,7 +35,7 @@ LEAF_OPS = ("input", "weight", "state", "constant")
 
 
 @validate_constructor(GraphError)
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Node:
     """One op applied to operands. A node is equal only to itself.
 

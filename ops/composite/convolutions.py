@@ -14,6 +14,7 @@ from ...graph.validation import validate_arguments
 from ..elementwise.binary import add, cast
 from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad
+from ..movement.rows import get_rows
 from ..movement.views import broadcast, permute, reshape, slice_, transpose
 from .window_settings import ANY_VALUE, AXIS_SIZES, CHANNEL_GROUPS, CROPS, STEPS, WindowSettings, share_constant
 
@@ -77,6 +78,8 @@ def _fill_result_of_empty_windows(x: Value, channels: int, settings: WindowSetti
     """Return the result of a convolution with windows that have no entries: zeros."""
     sizes = zip(x.shape[2:], settings.spans, settings.stride, settings.left, settings.right, strict=True)
     counts = [(n + a + b - span) // s + 1 for n, span, s, a, b in sizes]
+    if min(counts) < 0:
+        raise GraphError(f"convolution: windows of {settings.size} do not fit {x.spec} with its padding")
     return broadcast(share_constant(np.zeros(())), shape=(x.shape[0], channels, *counts))
 
 
@@ -99,7 +102,7 @@ def transposed_convolution(
 
     Args:
         x: images [n, c, axes ...] of floats.
-        w: weight [c, o / groups, window axes ...] of floats.
+        w: weight [c, o / groups, window axes ...] of floats. A window axis of size 0 gives zeros.
         stride: distance of windows along each axis; 1 if empty.
         dilation: distance of the entries of a window along each axis; 1 if empty.
         left: entries to remove before each axis; a negative number adds zeros.
@@ -122,10 +125,34 @@ def transposed_convolution(
     rest = [m - a - b for m, a, b in zip(full, settings.left, settings.right, strict=True)]
     if min(rest, default=0) < 1:
         raise GraphError(f"{name}: left {settings.left} and right {settings.right} leave no entry of {full}")
+    if not taps:
+        return broadcast(share_constant(np.zeros(())), shape=(n, o, *rest))
+    if set(settings.stride) <= {1}:
+        return _convolve_with_reversed_taps(x, w, settings, groups)
     entries = transpose(reshape(x, shape=(n, groups, c // groups, prod(axes))))
     each = transpose(reshape(_as_f32(w), shape=(1, groups, c // groups, o // groups * taps)))
     product = mul_mat(entries, broadcast(each, shape=(n, *each.shape[1:])))
     return _add_overlapping(product, (n, o), axes, rest, settings)
+
+
+def _convolve_with_reversed_taps(x: Value, w: Value, settings: WindowSettings, groups: int) -> Value:
+    """Compute a transposed convolution with strides of 1 as a convolution: its windows read the taps in reverse."""
+    axes, (c, share), taps = len(settings.size), w.shape[:2], prod(settings.size)
+    by_tap = permute(reshape(w, shape=(groups, c // groups, share, taps)), axes=(3, 0, 2, 1))
+    rows = get_rows(
+        reshape(_as_f32(by_tap), shape=(taps, share * c)), share_constant(np.arange(taps, dtype=np.int32)[::-1])
+    )
+    swapped = permute(reshape(rows, shape=(taps, groups, share, c // groups)), axes=(1, 2, 3, 0))
+    weight = reshape(swapped, shape=(groups * share, c // groups, *settings.size))
+    left, right = (
+        [span - 1 - cut for span, cut in zip(settings.spans, side, strict=True)]
+        for side in (settings.left, settings.right)
+    )
+    for i in range(axes):
+        start, stop = max(0, -left[i]), x.shape[2 + i] - max(0, -right[i])
+        x = x if (start, stop) == (0, x.shape[2 + i]) else slice_(x, axis=2 + i, start=start, stop=stop)
+    padding = {"left": [max(0, a) for a in left], "right": [max(0, b) for b in right]}
+    return convolution(x, weight, dilation=settings.dilation, groups=groups, **padding)
 
 
 @validate_arguments(

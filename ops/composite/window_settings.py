@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from hashlib import sha256
+from threading import Lock
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from ...graph.errors import GraphError
-from ...graph.node import Value, constant
+from ...graph.node import Node, Value, constant
 from ...graph.validation import instance_of, integer_between, list_of
 from ..declaration.signature import SignatureMismatch
 from ..movement.sliding_windows import count_windows, windows
@@ -22,8 +23,9 @@ AXIS_SIZES = list_of(integer_between(0, MAX_SETTING), "integers from 0 on")
 STEPS = list_of(integer_between(1, MAX_SETTING), "integers from 1 on")
 CROPS = list_of(integer_between(-MAX_SETTING, MAX_SETTING), "integers")
 CHANNEL_GROUPS = integer_between(1, MAX_SETTING)
-SHARED_CONSTANTS = 1024
-"""Constants that are remembered, so that equal ones are one leaf of a graph."""
+_shared_constants: WeakValueDictionary[str, Node] = WeakValueDictionary()
+_shared_constants_lock = Lock()
+"""The shared constants that are in use, by digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,12 @@ class WindowSettings:
 
 
 def share_constant(array: npt.NDArray[np.generic]) -> Value:
-    """Return an array as a constant; float64 numbers become f32. Equal arrays give the same leaf."""
+    """Return an array as a constant; float64 numbers become f32. Equal arrays give the same leaf while it is in use."""
     data = array.astype(np.float32) if array.dtype == np.float64 else array
-    return _make_constant(data.tobytes(), data.dtype.str, data.shape)
-
-
-@lru_cache(maxsize=SHARED_CONSTANTS)
-def _make_constant(data: bytes, dtype: str, shape: tuple[int, ...]) -> Value:
-    digest = sha256(repr((dtype, shape)).encode() + data).hexdigest()
-    return constant(f"shared.{digest[:16]}", np.frombuffer(data, dtype).reshape(shape))
+    digest = sha256(repr((data.dtype.str, data.shape)).encode() + data.tobytes()).hexdigest()
+    with _shared_constants_lock:
+        node = _shared_constants.get(digest)
+        if node is None:
+            node = constant(f"shared.{digest[:16]}", data).node
+            _shared_constants[digest] = node
+        return node.results[0]

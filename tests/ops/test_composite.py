@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -58,6 +60,7 @@ def test_a_convolution_with_windows_of_no_entries_is_zero() -> None:
 TRANSPOSED = {
     "gaps": ((2, 3, 4), (3, 2, 2), {"stride": (3,)}),
     "long windows": ((1, 2, 13), (2, 3, 37), {}),
+    "strides of 1": ((1, 4, 5, 3), (4, 3, 4, 2), {"left": (4, 0), "right": (1, -2), "groups": 2}),
     "removed and added": ((2, 4, 5, 3), (4, 3, 4, 3), {"stride": (2, 3), "left": (1, 2), "right": (0, -2)}),
     "dilation and groups": ((1, 4, 3, 4), (4, 2, 3, 2), {"stride": (2, 1), "dilation": (2, 3), "groups": 2}),
     "three axes": ((1, 2, 3, 2, 4), (2, 2, 2, 3, 1), {"stride": (1, 2, 2)}),
@@ -152,6 +155,7 @@ def test_nearest_entries_are_copies_along_every_axis_and_constants_are_shared() 
         (lambda x: ops.convolution(x, hocket.weight("w", (4, 2, 3, 3))), "3 channels in 1 groups do not fit"),
         (lambda x: ops.convolution(x, hocket.weight("w", (4, 3, 3))), "both need two axes before"),
         (lambda x: ops.convolution(x, hocket.weight("w", (4, 3, 9, 9))), "convolution: windows span"),
+        (lambda x: ops.convolution(x, hocket.weight("w", (2, 3, 0, 99))), "0, 99. do not fit"),
         (lambda x: ops.transposed_convolution(x, hocket.weight("w", (3, 3, 1, 1)), left=(6, 0)), "leave no entry"),
         (lambda x: ops.add_windows(x, shape=(4,), size=(2,)), "needs 3 windows of 2 entries"),
         (lambda x: ops.pool(x, kind="median", size=(2, 2)), "kind is 'median'; one of max, sum"),
@@ -163,3 +167,13 @@ def test_nearest_entries_are_copies_along_every_axis_and_constants_are_shared() 
 def test_what_does_not_fit_is_refused(build: Callable[[hocket.Value], hocket.Value], message: str) -> None:
     with pytest.raises(GraphError, match=message):
         build(hocket.input("x", (2, 3, 6, 7)))
+
+
+def test_equal_constants_are_one_leaf_while_a_graph_has_them():
+    x = hocket.input("x", (1, 2, 3))
+    first, second = (ops.interpolate(x, shape=(1, 2, 7), mode="linear") for _ in range(2))
+    (one,) = hocket.Graph({"a": first, "b": second}).leaves("constant")
+    node = weakref.ref(one.node)
+    del first, second, one
+    gc.collect()
+    assert node() is None
