@@ -145,7 +145,7 @@ def _convolve_with_reversed_taps(x: Value, w: Value, settings: WindowSettings, g
     swapped = permute(reshape(rows, shape=(taps, groups, share, c // groups)), axes=(1, 2, 3, 0))
     weight = reshape(swapped, shape=(groups * share, c // groups, *settings.size))
     left, right = (
-        [span - 1 - cut for span, cut in zip(settings.spans, side, strict=True)]
+        [span - 1 - removed for span, removed in zip(settings.spans, side, strict=True)]
         for side in (settings.left, settings.right)
     )
     for i in range(axes):
