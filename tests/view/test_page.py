@@ -143,7 +143,7 @@ def test_a_weight_that_could_lie_elsewhere_has_a_hint():
 
 
 def test_a_node_names_its_kernel_and_where_that_is_written():
-    graph = Graph({"y": ops.softmax(input("x", (4, 64), "f32"))})
+    graph = Graph({"y": ops.softmax(input("x", (2, 4, 64), "f32"))})
     page_content = data(view_plan(hocket.plan(graph, "cpu:0")))["shown"][0]["plan"]
     (program,) = page_content["programs"]
     step = [program["ops"][op] for op in program["op"]].index("softmax")
