@@ -38,11 +38,13 @@ class StatesLostError(BackendError):
     Args:
         message: The problem.
         is_of_earlier_run: Whether an earlier run has lost them, perhaps one of another caller. This run has not begun.
+        can_begin_anew: Whether their memory can be used again after it is set to zeros. A device that has not stopped
+            may still write to it.
     """
 
-    def __init__(self, message: str, *, is_of_earlier_run: bool = False) -> None:
+    def __init__(self, message: str, *, is_of_earlier_run: bool = False, can_begin_anew: bool = True) -> None:
         super().__init__(message)
-        self.is_of_earlier_run = is_of_earlier_run
+        self.is_of_earlier_run, self.can_begin_anew = is_of_earlier_run, can_begin_anew
 
 
 class StepError(BackendError):

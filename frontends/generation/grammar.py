@@ -139,14 +139,16 @@ class Grammar:
 
     def make_state(self) -> GrammarState:
         """Make the grammar state of a new text, at its beginning."""
-        return GrammarState(self._matcher(self._tokenizer, self._rules, log_level=0), self._tokenizer.vocab_size)
+        kind = "JSON schema" if self.compiled_rules.startswith("{") else "grammar"
+        matcher = self._matcher(self._tokenizer, self._rules, log_level=0)
+        return GrammarState(matcher, self._tokenizer.vocab_size, kind)
 
 
 class GrammarState:
     """The state of one text in a grammar: it tells which tokens may come next."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, vocabulary: int, kind: str = "grammar") -> None:
+        self._matcher, self._kind = matcher, kind
         self._mask_words = np.zeros((vocabulary + 31) // 32, np.uint32)
         self._token_count = vocabulary
 
@@ -199,11 +201,11 @@ class GrammarState:
 
     def _require_valid_state(self) -> None:
         if self._matcher.is_error() or self._matcher.stop_reason() not in NORMAL_STOP_REASONS:
-            messages = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
+            reason = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
+            why = "" if reason in NORMAL_STOP_REASONS else f" ({_join_messages_to_line([reason])})"
+            part = "patternProperties" if self._kind == "JSON schema" else "recursive rules"
             raise ModelError(
-                "the grammar or JSON schema leads to a text that cannot be completed "
-                f"({_join_messages_to_line([messages])}); "
-                "simplify it, for example its patternProperties"
+                f"the {self._kind} leads to a text that cannot be completed{why}; simplify it, for example its {part}"
             )
 
 

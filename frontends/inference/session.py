@@ -429,6 +429,9 @@ class Session:
         """Forget the tokens of a sequence and zero its rows in every state; unused cells of caches are zeros.
 
         Lost states can be used again when all sequences are reset.
+
+        Raises:
+            StatesLostError: The states are lost, and a device that has not stopped may still write to them.
         """
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         with self.store.device_lock:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ...graph.errors import HocketError
+from ...graph.validation import describe_exception
 from ..errors import ModelError
 from ..generation.generate import GenerationParams
 from ..generation.grammar import Grammar
@@ -219,13 +219,13 @@ class LoggedEngine(Engine):
             path: The file.
 
         Raises:
-            HocketError: As `restore`.
+            Exception: As `restore`.
         """
         tokens, failure = 0, ""
         try:
             tokens = restore()
-        except HocketError as error:
-            failure = str(error)
+        except Exception as error:  # logged, and raised again
+            failure = describe_exception(error)
             raise
         finally:
             self._log.write({"order": "restore", "slot": slot, "path": path, "tokens": tokens, "failure": failure})

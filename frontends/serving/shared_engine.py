@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -30,6 +30,7 @@ from .engine import Engine
 from .prefix_cache import PrefixCache
 from .requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, RequestTiming, TokenEvent
 from .slots import SlotPool
+from .step_runner import MAX_RESTARTS
 
 MAX_AHEAD_TOKENS = 4
 """Tokens that a request may be ahead of its reader. A thread that reads slowly delays no other thread."""
@@ -90,6 +91,7 @@ class SharedEngine:
         """Submissions and cancellations, which the next step executes first."""
         self._step_ended = threading.Condition()
         self._is_stepping = False
+        self._restarts_in_row = 0
         self.failure = ""
         """The error that has ended the engine; an empty text while it can run."""
 
@@ -180,12 +182,28 @@ class SharedEngine:
         """Run a step of the engine, and return its events; if states are lost, compute all texts so far again.
 
         Only the requests of a step that has lost the states itself end with an error.
+
+        Raises:
+            StatesLostError: As `_begin_anew`.
         """
         try:
-            return self._engine.step(paused)
+            events = self._engine.step(paused)
         except StatesLostError as error:
-            failed = () if error.is_of_earlier_run else self._engine.requests_in_step
-            return self._engine.restart_and_requeue_requests(failed, str(error))
+            return self._begin_anew(() if error.is_of_earlier_run else self._engine.requests_in_step, error)
+        if any(isinstance(event, TokenEvent) for event in events):
+            self._restarts_in_row = 0
+        return events
+
+    def _begin_anew(self, failed_requests: Collection[str], error: StatesLostError) -> list[Event]:
+        """Zero all states, end the failed requests with the error, and compute all other texts so far again.
+
+        Raises:
+            StatesLostError: `MAX_RESTARTS` restarts in a row were of no use, or a device may still write to the states.
+        """
+        self._restarts_in_row += 1
+        if self._restarts_in_row > MAX_RESTARTS:
+            raise error
+        return self._engine.restart_and_requeue_requests(failed_requests, str(error))
 
     def _try_reserve_engine(self) -> bool:
         """Reserve the engine for this thread; return False if another thread has it."""
@@ -211,7 +229,11 @@ class SharedEngine:
             events += self._orders.popleft()()
 
     def _submit_doubling_slots(self, request: GenerationRequest) -> list[Event]:
-        """Submit a request; double the slots if all of them are taken."""
+        """Submit a request; double the slots if all of them are taken.
+
+        Raises:
+            StatesLostError: As `_begin_anew`.
+        """
         self._engine.submit(request)
         status, events = self._engine.status, list[Event]()
         if (needed := status.running + status.queued) > self._pool.slots:
@@ -219,8 +241,10 @@ class SharedEngine:
                 try:
                     self._cache.resize_to_slot_count(next_power_of_two(needed))
                 except StatesLostError as lost:
-                    events = self._engine.restart_and_requeue_requests((), str(lost))
+                    events = self._begin_anew((), lost)
                     self._cache.resize_to_slot_count(next_power_of_two(needed))
+            except StatesLostError:
+                raise
             except HocketError as error:
                 self._engine.cancel(request.id)
                 message = f"{needed} texts at once need more memory; end some, or give a smaller context=N ({error})"

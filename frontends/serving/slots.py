@@ -68,6 +68,11 @@ class SlotPool(SlotWindows):
         return len(self._caches) < len(self._state_names)
 
     @property
+    def lost_states_reason(self) -> str:
+        """Why a run has lost the states of the slots; an empty text while they are good."""
+        return self._all_slots.store.lost_states.reason
+
+    @property
     def droppable_last_tokens(self) -> int | None:
         """Number of its last tokens that a slot can drop and still go on from the remaining ones.
 

@@ -19,6 +19,8 @@ from ..inference.session import Session
 
 StepOutput = F32 | TokenCandidates
 """The logits f32[vocabulary] of a slot after a decode step, or the candidates that the device selected."""
+MAX_RESTARTS = 3
+"""Restarts of an engine in a row, without a new token between them; the next failure ends the engine."""
 
 
 class CandidateNeeds(NamedTuple):

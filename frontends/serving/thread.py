@@ -32,6 +32,7 @@ from .served_model import LoadedModel, ServedModel
 from .slot_files import MAX_HEADER_BYTES, SlotFiles
 from .slots import SlotPool
 from .step_history import RequestRecord, RequestTrace
+from .step_runner import MAX_RESTARTS
 
 LOGGER = logging.getLogger("hocket.serving")
 ActionResult = TypeVar("ActionResult")
@@ -39,8 +40,6 @@ HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of an engine without work."""
 CLOSE_POLL_SECONDS = 0.05
 """Seconds between two checks of the running requests of an engine that closes."""
-MAX_RESTARTS = 3
-"""Restarts of the engine in a row, without a new token between them; the next failure ends the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +218,9 @@ class EngineThread(ServedModel):
         return self._put_action_for_free_slot(slot, partial(self._slot_files.capture, slot))
 
     def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
-        restore = partial(self._slot_files.restore, slot, state, path)
+        restore = partial(self._slot_files.restore, slot, state, path := Path(path).absolute())
         if isinstance(self._engine, LoggedEngine):
-            restore = partial(self._engine.restore_and_log, restore, slot, str(Path(path).absolute()))
+            restore = partial(self._engine.restore_and_log, restore, slot, str(path))
         return self._put_action_for_free_slot(slot, restore)
 
     def erase_slot(self, slot: int) -> Future[int]:
@@ -259,7 +258,9 @@ class EngineThread(ServedModel):
         return future
 
     def _run_actions_of_free_slots(self) -> None:
-        """Run the actions for slots that are free now. Cancelled actions are dropped; the others wait."""
+        """Run the actions of free slots, over states that are not lost. Cancelled actions are dropped; others wait."""
+        if self._slot_actions and (why := self._pool.lost_states_reason):
+            self._restart((), why, None)
         for action in tuple(self._slot_actions):
             if action.future.cancelled() or not self._engine.status.slot_requests[action.slot]:
                 self._slot_actions.remove(action)

@@ -22,7 +22,7 @@ from ...graph import Graph
 from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.validation import REAL, TEXT, instance_of, mapping_of, validate_constructor
+from ...graph.validation import REAL, TEXT, integer_between, mapping_of, validate_constructor
 from ...ops import op_of
 
 STORED_LEAF_OPS = ("weight", "state")
@@ -75,7 +75,7 @@ SPEEDS_OF_CLASSES = mapping_of(TEXT, REAL, "a mapping from cost classes to numbe
     **dict.fromkeys(("across_bandwidth", "across_latency", "plain_flops", "alone_flops", "alone_bandwidth"), REAL),
     **dict.fromkeys(("value_bandwidth", "recurrent_flops", "unpack_bandwidth"), REAL),
     **dict.fromkeys(("op_flops", "op_bandwidth", "op_launch"), SPEEDS_OF_CLASSES),
-    machine=instance_of(int),
+    machine=integer_between(0),
     source=TEXT,
 )
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,9 @@ class Hardware:
     op_launch: Mapping[str, float] = field(default_factory=dict)
     source: str = BUILT_IN_SOURCE
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "machine", int(self.machine))  # plans are written as JSON
+
     @property
     def solo_hardware(self) -> Hardware:
         """The speeds of one device while all others are idle, so that shared processors and memory serve it alone."""
@@ -145,8 +148,7 @@ class Hardware:
         """Whether every figure is finite and in its range.
 
         Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. `alone_flops` and
-        `alone_bandwidth` are at least 1, because a device is never slower while the others are idle. `machine` is an
-        integer of at least 0.
+        `alone_bandwidth` are at least 1, because a device is never slower while the others are idle.
         """
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
         of_ops = (*self.op_flops.values(), *self.op_bandwidth.values())
@@ -160,8 +162,7 @@ class Hardware:
             self.unpack_bandwidth,
             *self.op_launch.values(),
         )
-        known = type(self.machine) is int and self.machine >= 0
-        known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
+        known = all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
         return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
     def count_devices_per_machine(self, devices: Iterable[int]) -> list[int]:

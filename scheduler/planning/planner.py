@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from ...backends.base import THREADS_KIND, find_devices
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
@@ -198,7 +200,7 @@ def _can_keep_layout(earlier: Value, value: Value) -> bool:
 
 
 def _pad_tensor_split_with_zeros(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
-    """Expand the tensor split to one share for each device; missing shares at the end are zero.
+    """Expand the tensor split to one Python number for each device; missing shares at the end are zero.
 
     Without a tensor split all shares are equal. Raises `PlanError` for a split with too many or invalid shares.
     """
@@ -207,4 +209,5 @@ def _pad_tensor_split_with_zeros(tensor_split: Sequence[float], devices: int) ->
     if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):
         split_text = ",".join(f"{s:g}" for s in tensor_split)
         raise PlanError(f"tensor_split='{split_text}': need at most {devices} shares, none negative, one above zero")
-    return [*tensor_split, *[0.0] * (devices - len(tensor_split))]
+    shares = (share.item() if isinstance(share, np.generic) else share for share in tensor_split)
+    return [*shares, *[0.0] * (devices - len(tensor_split))]

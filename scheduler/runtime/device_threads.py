@@ -36,7 +36,6 @@ class DeviceThreads:
         self.devices, self.local_devices, self.rendezvous, self.timeout = devices, own, place, timeout
         self.failures: list[tuple[int | None, BaseException]] = []
         self._results: dict[int, Any] = {}
-        self._lost_states_error: StatesLostError | None = None
         self._threads = ThreadPoolExecutor(len(own) - 1, "hocket") if len(own) > 1 else None
 
     def run_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
@@ -49,10 +48,8 @@ class DeviceThreads:
             works: The work of each device, by device number.
 
         Raises:
-            StatesLostError: A device does not stop after a failure. From then on, each call raises it.
+            StatesLostError: A device does not stop after a failure. It may still write to its memory.
         """
-        if self._lost_states_error is not None:
-            raise self._lost_states_error
         self.failures.clear()
         results = self._results = {}
         own, run = list(works), self._run_device
@@ -128,9 +125,9 @@ class DeviceThreads:
             except TimeoutError:
                 if failed:
                     why = self.failures[0][1]
-                    self._lost_states_error = StatesLostError(
-                        f"{why}; and {self.devices[number]} does not stop: states are lost, load anew"
-                    )
-                    raise self._lost_states_error from why
+                    raise StatesLostError(
+                        f"{why}; and {self.devices[number]} does not stop: states are lost, load anew",
+                        can_begin_anew=False,
+                    ) from why
             except KeyboardInterrupt as why:
                 self.record_failure_and_abort(None, why)

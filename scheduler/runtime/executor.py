@@ -180,6 +180,8 @@ class Executor:
     def _await_outputs_or_restore_states(self, finish: Callable[[], Sequence[Array]]) -> dict[str, Array]:
         """Wait for the end of a launched run, and return its outputs by name; after an error restore the states."""
         with self._device_lock:
+            if self.store.lost_states.reason:  # the device must end the run, although its outputs are refused
+                self._wait_and_undo_launched_run(finish)
             return self._name_outputs(self._run_local_devices_or_restore({0: finish})[0])
 
     def _name_outputs(self, arrays: Sequence[Array]) -> dict[str, Array]:
@@ -288,14 +290,14 @@ class Executor:
 
     def _run_local_devices_or_restore(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run the work of all devices of this process; if a device fails, restore all states and raise its error."""
-        self.store.lost_states.require_none()
         try:
+            self.store.lost_states.require_none()
             results = self._device_threads.run_devices(works)
             if self._device_threads.failures:
                 self._device_threads.roll_back_and_raise(self._roll_back)
         except BackendError as why:
             if isinstance(why, StatesLostError):
-                self.store.lost_states.reason = str(why)
+                self.store.lost_states.record(why)
             if self.store.between.world.failure is not None:  # signal pads say only that a device failed
                 raise RanksError(str(self.store.between.world.failure)) from why
             raise
@@ -372,10 +374,14 @@ class LaunchedRun:
 
         Raises:
             BackendError: The run failed; the states are restored.
-            StatesLostError: The run failed, and a follower has overwritten the saved states.
+            StatesLostError: The run failed, and a follower has overwritten the saved states. Or another run has lost
+                the states meanwhile; both runs are undone.
         """
         finish, self._finish = self._finish, None
         assert finish is not None, "a run ends once"
+        if follower is not None and self._executor.store.lost_states.reason:
+            follower.undo()
+            follower = None
         if follower is None:
             return self._executor._await_outputs_or_restore_states(finish)
         try:
@@ -383,9 +389,9 @@ class LaunchedRun:
         except BackendError as why:
             device = self._executor.plan.device_plans[0].device
             follower.undo()
-            lost = f"{why}; and states of {device} are lost: the next run had begun; load anew"
-            self._executor.store.lost_states.reason = lost
-            raise StatesLostError(lost) from why
+            lost = StatesLostError(f"{why}; and states of {device} are lost: the next run had begun; load anew")
+            self._executor.store.lost_states.record(lost)
+            raise lost from why
 
     def undo(self) -> None:
         """Wait for the end of the run, and restore the states to their values before it.

@@ -40,18 +40,32 @@ class LocalShard:
 class LostStates:
     """Says whether the states of a store are lost, because a run over them could not be undone.
 
-    Lost states are not read any more. `reason` is an empty text while they are good.
+    Lost states are not read any more. `reason` is an empty text while they are good. `can_begin_anew` is as in
+    `StatesLostError`.
     """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.can_begin_anew = "", True
+
+    def record(self, error: StatesLostError) -> None:
+        """Record that a run has lost the states. The first loss stays, unless the memory cannot be used after this."""
+        if not error.is_of_earlier_run and not (self.reason and error.can_begin_anew):
+            self.reason, self.can_begin_anew = str(error), error.can_begin_anew
 
     def require_none(self) -> None:
         """Raise `StatesLostError` if the states are lost."""
         if self.reason:
+            remedy = "; begin anew with zeros" if self.can_begin_anew else ""  # else the reason has one
             raise StatesLostError(
-                f"an earlier run has lost the states ({self.reason}); begin anew with zeros", is_of_earlier_run=True
+                f"an earlier run has lost the states ({self.reason}){remedy}",
+                is_of_earlier_run=True,
+                can_begin_anew=self.can_begin_anew,
             )
+
+    def require_reusable_memory(self) -> None:
+        """Raise `StatesLostError` if a device that has not stopped may still write to the states."""
+        if not self.can_begin_anew:
+            self.require_none()
 
 
 class StateView:

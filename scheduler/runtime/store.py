@@ -224,8 +224,13 @@ class Store:
         return StateView(name, spec, layout, parts, self.device_lock, self.between, self.lost_states)
 
     def zero_states(self) -> None:
-        """Zero all states. Lost states are good again, but not in a view of another store (`view_sequences`)."""
+        """Zero all states. Lost states are good again, but not in a view of another store (`view_sequences`).
+
+        Raises:
+            StatesLostError: A device that has not stopped may still write to the states.
+        """
         with self.device_lock:
+            self.lost_states.require_reusable_memory()
             for name in self._states:
                 self.state(name)[...] = 0
             if self._has_whole_states:

@@ -95,10 +95,7 @@ class ResponseFormatter:
         """Format updates as server-sent events of the responses API."""
         events: list[bytes] = []
         for update in updates:
-            if not self._has_begun:
-                self._has_begun = True
-                for kind in ("response.created", "response.in_progress"):
-                    events.append(self._format(kind, response=self._describe_response()))
+            events += self._begin_response()
             if isinstance(update, PromptProgress):
                 continue
             deltas = self._parser.feed(update.text) if isinstance(update, TextUpdate) else self._parser.finish()
@@ -114,10 +111,19 @@ class ResponseFormatter:
         return b"".join([*events, self._format(f"response.{response['status']}", response=response)])
 
     def format_stream_ending_error(self, error: ApiError) -> bytes:
-        """Format an error as the event that ends the stream."""
-        reason = {"code": "server_error", "message": error.message}
+        """Format an error as the event that ends the stream; a wrong request has the code ``invalid_prompt``."""
+        events = self._begin_response()
+        reason = {"code": "invalid_prompt" if error.status == 400 else "server_error", "message": error.message}
         response = {**self._describe_response(), "status": "failed", "error": reason}
-        return self._format("response.failed", response=response)
+        return b"".join([*events, self._format("response.failed", response=response)])
+
+    def _begin_response(self) -> list[bytes]:
+        """Return the events that begin the stream; after the first call there are none."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        kinds = ("response.created", "response.in_progress")
+        return [self._format(kind, response=self._describe_response()) for kind in kinds]
 
     def _format(self, kind: str, **fields: object) -> bytes:
         number, self._event_count = self._event_count, self._event_count + 1

@@ -56,7 +56,7 @@ async def run_slot_action(request: Request) -> Response:
 
 
 def _find_slot_file(folder: str, name: str) -> Path:
-    """Return the path of a slot file; a name cannot leave the folder.
+    """Return the absolute path of a slot file; a name cannot leave the folder.
 
     Raises:
         ApiError: The name has other characters than letters, digits, ``.``, ``_`` and ``-``, or begins with ``.``.
@@ -66,7 +66,7 @@ def _find_slot_file(folder: str, name: str) -> Path:
             f"filename is {name!a:.60}; need 1 to 128 letters, digits, '.', '_' or '-', and no '.' at the beginning",
             "filename",
         )
-    return Path(folder) / name
+    return Path(folder).absolute() / name
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
 from hocket.graph.layer_folding import find_adjacent_repetitions
 from hocket.scheduler import load, plan, plan_for_group
-from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE
+from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE, Hardware
 from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 from hocket.scheduler.ir.formatting import format_devices
 from hocket.scheduler.planning.memory_fit import describe_memory_problem, list_memory_pools
@@ -30,6 +30,13 @@ from ..given.models.goldens import GOLDENS, decode_graph, path_of
 from ..given.plans.faults import tensor_plan
 
 PLANS = GOLDENS / "plans"
+
+
+def test_numbers_of_numpy_are_python_numbers_in_a_plan():
+    group, hardware = find_devices(["numpy:0", "numpy:1"]), Hardware(machine=np.int64(2))
+    shares = [np.int64(1), np.float32(2)]
+    asked = plan_for_group(mlp(), group, split_mode="tensor", tensor_split=shares, hardware=hardware)
+    assert plan_from_json(plan_to_json(asked)).shares == (1, 2.0)
 
 
 def mlp(columns=256, rows=64):

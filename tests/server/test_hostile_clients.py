@@ -28,7 +28,10 @@ def open_shared_client() -> Iterator[TestClient]:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"grammar": "root ::= root"}, "cannot be completed"),
+        (
+            {"grammar": "root ::= root"},
+            "the grammar leads to a text that cannot be completed; simplify it, for example its recursive rules",
+        ),
         ({"logit_bias": BANNED}, "bias is -inf for every token"),
     ],
     ids=["grammar", "bias"],

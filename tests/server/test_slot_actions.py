@@ -96,6 +96,12 @@ def test_a_failed_restore_is_logged_with_its_reason(
     assert send_action(client, 1, "restore", filename="talk").json()["n_restored"] == len(TEXT_TOKENS) + 5
 
 
+def test_a_path_does_not_depend_on_the_folder_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path in a message was not the one that a replay has, so it could not be hidden from clients."""
+    monkeypatch.chdir(tmp_path)
+    assert slot_actions._find_slot_file("slots", "talk") == tmp_path / "slots" / "talk"
+
+
 def test_an_empty_slot_has_nothing_to_save(client: TestClient) -> None:
     send_action(client, 1, "erase")
     answer = send_action(client, 1, "save", filename="empty")

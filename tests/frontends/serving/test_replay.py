@@ -23,6 +23,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.saved_state import write_state_atomically
 from hocket.frontends.serving.replay import read_complete_log_lines
 from hocket.frontends.serving.request_log import (
+    LoggedEngine,
     RequestLog,
     compute_sum_and_xor_of_logits,
     describe_request,
@@ -199,8 +200,11 @@ def test_a_failure_and_its_restart_are_repeated(
     assert "the step has failed (RuntimeError: planted) in the log, and not now" in capsys.readouterr().out
 
 
-def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slot_files_are_a_part_of_the_day(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "slot"
+    monkeypatch.chdir(tmp_path)
 
     def send(service: EngineThread, model: Model, events: list[Event]) -> None:
         service.submit(make_request("first", tuple(range(3, 40)), slot=0), events.append)
@@ -211,7 +215,7 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
         short = type(state)({**state.header, "tokens": [[1, 2]]}, state.arrays)
         write_state_atomically(short, tmp_path / "short")
         with pytest.raises(ModelError, match="has 2 of"):
-            service.restore_slot(2, short, tmp_path / "short").result()
+            service.restore_slot(2, short, "short").result()
         count = service.restore_slot(2, state, file).result()
         tokens = state.header["tokens"][0]
         service.submit(make_request("second", (*tokens, 5, 6)), events.append)
@@ -336,3 +340,13 @@ def test_a_checksum_sees_one_bit() -> None:
     other.view(np.uint32)[77] ^= 1
     assert compute_sum_and_xor_of_logits(logits) == compute_sum_and_xor_of_logits(logits.copy())
     assert compute_sum_and_xor_of_logits(logits) != compute_sum_and_xor_of_logits(other)
+
+
+def test_a_restore_that_ends_with_an_error_of_python_has_failed(tmp_path: Path) -> None:
+    """It had been logged as a restore of no tokens."""
+    engine = LoggedEngine.__new__(LoggedEngine)
+    engine._log = RequestLog(open_log(tmp_path / "log"), pytest.fail, {})
+    with pytest.raises(ZeroDivisionError):
+        engine.restore_and_log(lambda: 1 // 0, 3, "file")
+    engine._log.close()
+    assert json.loads((tmp_path / "log").read_text())["failure"].startswith("ZeroDivisionError: ")

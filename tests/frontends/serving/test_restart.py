@@ -18,8 +18,9 @@ from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, TokenEvent
 from hocket.frontends.serving.running_requests import QueuedRequest, start_request
 from hocket.frontends.serving.slots import SlotPool
-from hocket.frontends.serving.thread import MAX_RESTARTS, EngineOptions, EngineThread
-from hocket.graph.errors import BackendError
+from hocket.frontends.serving.step_runner import MAX_RESTARTS
+from hocket.frontends.serving.thread import EngineOptions, EngineThread
+from hocket.graph.errors import BackendError, StatesLostError
 from hocket.scheduler.runtime.rollback_log import RollbackLog
 
 from ...given.models.goldens import path_of
@@ -294,3 +295,22 @@ def test_a_step_that_cannot_be_undone_ends_no_request(monkeypatch: pytest.Monkey
         (restart,) = restarts
         assert "StatesLostError: an earlier run has lost the states" in restart
         assert "no power" in restart
+
+
+def test_an_idle_engine_heals_lost_states_before_a_restore() -> None:
+    """Until a request came, a restore was refused, or its states were lost again."""
+    restarts: list[str] = []
+    with open_service(on_restart=restarts.append) as service:
+        receiver = Receiver()
+        alone = receiver.generate(service, "a", PROMPTS[0], 8)
+        saved = service.capture_slot(0).result()
+        lost = service._pool.all_slots_session.store.lost_states
+        lost.reason = "planted"
+        length = service.restore_slot(1, saved, "file").result()
+        assert (length, restarts) == (len(PROMPTS[0]) + 7, ["planted"])
+        assert service.capture_slot(1).result().header == saved.header
+        assert receiver.generate(service, "b", PROMPTS[0], 8) == alone
+        lost.record(StatesLostError("cpu:1 does not stop, load anew", can_begin_anew=False))
+        with pytest.raises(ModelError, match=r"the engine has ended: StatesLostError.*cpu:1 does not stop, load anew"):
+            service.restore_slot(1, saved, "file").result()
+    assert restarts == ["planted"]

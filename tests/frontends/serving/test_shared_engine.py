@@ -24,6 +24,8 @@ from hocket.frontends.serving.shared_engine import (
     MIN_SHRINK_RATIO,
 )
 from hocket.frontends.serving.slots import SlotPool
+from hocket.frontends.serving.step_runner import MAX_RESTARTS
+from hocket.graph.errors import StatesLostError
 from hocket.scheduler.runtime.rollback_log import RollbackLog
 
 THREADS, CONTEXT, NEW_TOKENS = 8, 128, 12
@@ -383,3 +385,37 @@ def test_texts_go_on_after_a_step_that_cannot_be_undone(
         assert "".join(model.generate(PROMPTS[1], **SHORT_GREEDY)) == texts_alone[1]
         assert "".join([*begun, *first]) == texts_alone[0]
         assert failures
+
+
+@pytest.mark.parametrize("loser", ["step", "second text"])
+def test_memory_to_which_a_device_may_still_write_ends_the_engine(texts_alone: list[str], loser: str) -> None:
+    with open_model() as model:
+        first = model.generate(PROMPTS[0], **SHORT_GREEDY)
+        next(first)
+        store = model._shared_engine.session.store
+        store.lost_states.record(
+            StatesLostError("cpu:1 does not stop: states are lost, load anew", can_begin_anew=False)
+        )
+        text = first if loser == "step" else model.generate(PROMPTS[1], **SHORT_GREEDY)
+        with pytest.raises(StatesLostError, match=r"cpu:1 does not stop: states are lost, load anew\)$"):
+            "".join(text)
+        assert "".join(model.generate(PROMPTS[2], **SHORT_GREEDY)) == texts_alone[2]
+        assert model._shared_engine.session.store is not store
+
+
+def test_an_engine_that_loses_its_states_again_and_again_ends(
+    texts_alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[StatesLostError] = []
+
+    def lose(*args: object) -> None:
+        losses.append(StatesLostError("no power", is_of_earlier_run=True))
+        raise losses[-1]
+
+    with open_model() as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.Engine, "step", lose)
+            with pytest.raises(StatesLostError, match="no power"):
+                "".join(model.generate(PROMPTS[0], **SHORT_GREEDY))
+        assert len(losses) == MAX_RESTARTS + 1
+        assert "".join(model.generate(PROMPTS[0], **SHORT_GREEDY)) == texts_alone[0]

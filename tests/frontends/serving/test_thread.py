@@ -51,6 +51,7 @@ def test_a_cancelled_action_of_a_busy_slot_is_dropped() -> None:
     thread, waiting, cancelled = EngineThread.__new__(EngineThread), Future[int](), Future[int]()
     cancelled.cancel()
     thread._engine = SimpleNamespace(status=SimpleNamespace(slot_requests=("busy",)))
+    thread._pool = SimpleNamespace(lost_states_reason="")
     thread._slot_actions = [PendingSlotAction(0, lambda: None, future) for future in (waiting, cancelled)]
     thread._run_actions_of_free_slots()
     assert [action.future for action in thread._slot_actions] == [waiting]

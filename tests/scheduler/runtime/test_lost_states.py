@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 
 import hocket
 from hocket import ops
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
+from hocket.distributed import RanksError
+from hocket.distributed.world import FirstRankFailure
 from hocket.graph.errors import StatesLostError, StepError
-from hocket.scheduler import Executor, LaunchedRun
+from hocket.scheduler import Executor, LaunchedRun, load, plan_for_group
 
 
 def make_counter() -> Executor:
@@ -57,3 +61,55 @@ def test_a_launched_run_that_has_failed_is_undone_as_far_as_it_came() -> None:
 
     LaunchedRun(executor, finish).undo()  # type: ignore[arg-type]
     assert executor.run({})["before"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("has_follower", [False, True])
+def test_a_launched_run_ends_before_the_loss_by_another_view_is_reported(has_follower: bool) -> None:
+    """Otherwise the next run would report the fault of the run that nobody has waited for."""
+    backend, table, ids = EmulatedBackend(), hocket.state("table", (8, 8)), hocket.input("ids", (1,), "i32")
+    changed = ops.set_rows(table, hocket.input("x", (1, 8)), ids)
+    graph = hocket.Graph({"y": ops.neg(changed)}, {table: changed})
+    whole = load(plan_for_group(graph, [(backend, backend.device(0))]), {})
+    small = hocket.Graph({"y": ops.scale(s := hocket.state("table", (4, 8)), scale=1.0)}, {s: ops.neg(s)})
+    plan = plan_for_group(small, [(backend, backend.device(0))], like=whole.plan)
+    other = Executor(plan, whole.store.view_sequences(1, 1, 2))
+    x = np.ones((1, 8), np.float32)
+    whole.run({"x": x, "ids": [1]})
+    with whole.store.device_lock:
+        launched = whole.launch({"x": 2 * x, "ids": [77]})  # there is no such row
+        follower = whole.launch({"x": 3 * x, "ids": [2]}) if has_follower else None
+        other._device_stages[0].rollback_log.undo_last_run = fail
+        other.launch({}).undo()
+        with pytest.raises(StatesLostError, match="no power"):
+            launched.finish(follower)
+    whole.store.zero_states()
+    assert whole.run({"x": x, "ids": [2]})["y"].sum() == -8
+
+
+def test_memory_to_which_a_device_may_still_write_is_not_used_again() -> None:
+    """It had been said to be good after zeros. Then the device added 1 to the zeros of another executor."""
+    s, gate = hocket.state("s", (4, 8)), threading.Event()
+    new = ops.add(s, ops.mul_mat(hocket.weight("w", (8, 8)), hocket.input("x", (4, 8))))
+    graph = hocket.Graph({"y": ops.scale(s, scale=1.0)}, {s: new})
+    plan = hocket.plan(graph, ["numpy:0", "numpy:1"], split_mode="tensor")
+    store = hocket.load(plan, {"w": np.eye(8)}).store
+    executor, feed = Executor(plan, store, timeout=0.05), {"x": np.ones((4, 8))}
+    executor._output_runners |= {0: fail, 1: gate.wait}
+    try:
+        with pytest.raises(StatesLostError, match=r"no power; and numpy:1 does not stop: states are lost, load anew$"):
+            executor.run(feed)
+        for use in (store.zero_states, lambda: executor.run(feed), lambda: Executor(plan, store).run(feed)):
+            with pytest.raises(StatesLostError, match=r"does not stop: states are lost, load anew\)$") as caught:
+                use()
+            assert not caught.value.can_begin_anew
+    finally:
+        gate.set()
+
+
+def test_a_loss_on_a_rank_after_a_failure_of_ranks_is_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine goes on after lost states, but not without the other ranks."""
+    own = make_counter()
+    own.store.lost_states.reason = "planted"
+    monkeypatch.setattr(own.store.between.world, "failure", FirstRankFailure(1, "host", "no power"))
+    with pytest.raises(RanksError, match="rank 1 on host: no power"):
+        own.run({})

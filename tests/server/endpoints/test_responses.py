@@ -10,6 +10,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from hocket.server.endpoints.openai_responses import ResponseFormatter
+from hocket.server.errors import ApiError
+
 from ...given.fakes.fake_service import FakeService, RunningServer, serve
 
 WEATHER: Any = {
@@ -193,6 +196,16 @@ def test_a_failure_ends_the_stream_with_an_event(client: openai.OpenAI, server: 
         server.service.fails_after = None
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.message == "the engine has lost a device"
+
+
+def test_a_fault_of_a_request_has_its_code_in_a_whole_stream() -> None:
+    formatter = ResponseFormatter.__new__(ResponseFormatter)
+    formatter._has_begun, formatter._event_count, formatter._describe_response = False, 0, dict
+    stream = formatter.format_stream_ending_error(ApiError(400, "no token is allowed")).decode()
+    assert [line for line in stream.splitlines() if line.startswith("event: ")] == [
+        f"event: response.{kind}" for kind in ("created", "in_progress", "failed")
+    ]
+    assert '"error":{"code":"invalid_prompt","message":"no token is allowed"}' in stream
 
 
 @pytest.mark.parametrize(
