@@ -61,16 +61,18 @@ class Dataflow:
         """Return all instructions that read the result of instruction `number`; None if the result is retained."""
         return self.reader_table.find_readers(number)
 
-    def require_sole_reader(self, number: int, op: str, index: int = 0) -> int:
+    def require_sole_reader(self, number: int, op: str, index: int = 0, in_order: bool = True) -> int:
         """Return the only instruction that reads the result of instruction `number`; it must have the op `op`.
 
-        Its operand `index` must be the whole result. Raises `NoKernelError` otherwise.
+        Its operand `index` must be the whole result; without `in_order` it may be a permuted view. Raises
+        `NoKernelError` otherwise.
         """
         readers = self.require_readers(number)
         require_supported(
             len(readers) == 1 and self.bound_instruction(readers[0]).op == op, f"it is not read by {op} alone"
         )
-        require_supported(self.is_whole_result_operand_of(number, readers[0], index), "another operand is read")
+        is_whole = self.is_whole_result_operand_of(number, readers[0], index, in_order)
+        require_supported(is_whole, "another operand is read")
         return readers[0]
 
     def require_first_whole_result_reader(self, number: int, op: str) -> int:
@@ -98,10 +100,15 @@ class Dataflow:
         )
         return later
 
-    def is_whole_result_operand_of(self, number: int, later: int, index: int) -> bool:
-        """Return whether operand `index` of instruction `later` is the whole result of instruction `number`."""
+    def is_whole_result_operand_of(self, number: int, later: int, index: int, in_order: bool = True) -> bool:
+        """Return whether operand `index` of instruction `later` is the whole result of instruction `number`.
+
+        The operand must have the elements in the order of the result, unless `in_order` is false.
+        """
         source, out = self.bound_instruction(later).optional_operand(index), self.bound_instruction(number).out
-        return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
+        if source is None or source.region != out.region or source.size != out.size:
+            return False
+        return has_same_elements(source, out) or not in_order
 
     def require_producer(self, number: int, index: int) -> int:
         """Return the instruction that computes operand `index` of instruction `number`.

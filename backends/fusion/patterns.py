@@ -157,7 +157,7 @@ def match_expert_sum(flow: Dataflow, product: int) -> ExpertSum:
 
     The order in which the sum reads the experts is not checked.
     """
-    return ExpertSum(product, flow.require_sole_reader(product, "mul_mat"))
+    return ExpertSum(product, flow.require_sole_reader(product, "mul_mat", in_order=False))
 
 
 class ExpertSumWithShared(NamedTuple):

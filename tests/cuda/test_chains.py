@@ -35,6 +35,7 @@ from ..given.devices.chains import (
     all_experts,
     answers,
     assert_equal_runs,
+    delta_layer,
     norm_before_products,
     router,
     run_graph,
@@ -63,6 +64,51 @@ def test_what_something_else_reads_is_written(name, monkeypatch):
     longer = fused.launches - single.launches - (chain.launches[0] - chain.launches[1])
     assert longer == 0 if chain.writes else longer > 0, "the chain is shorter, or none"
     assert_equal_runs(fused, single, chain.tolerance)
+
+
+@pytest.mark.parametrize("is_output", [False, True], ids=["is read", "is an output"])
+@pytest.mark.parametrize("also", ["q", "k", "steps", "decay", "rates"])
+def test_an_operand_of_the_delta_rule_that_something_else_reads_is_written(also, is_output):
+    graph = delta_layer(64, "interleaved", False, (2,), 2, also, is_output)(True)
+    fused, single = run_graph(graph, True), run_graph(graph, False)
+    assert fused.launches < single.launches
+    assert_equal_runs(fused, single, 1e-5)
+
+
+@pytest.mark.parametrize("sequences", [(), (1, 2)])
+def test_a_delta_rule_of_other_axes_than_batch_and_tokens_computes_no_operands(sequences):
+    graph = delta_layer(64, "tiled", True, sequences, 2)(False)
+    assert_equal_runs(run_graph(graph, True), run_graph(graph, False), 1e-5)
+
+
+def exchange_after_norm() -> Graph:
+    normed = ops.rms_norm(input("x", (32, 32)), eps=1e-6)
+    return Graph({"y": ops.mul(ops.transpose(normed), weight("w", (32,)))})
+
+
+def exchange_gates() -> Graph:
+    return Graph({"y": ops.mul(input("x", (32, 32)), ops.transpose(ops.silu(input("z", (32, 32)))))})
+
+
+def exchange_half_of_unit() -> Graph:
+    x = input("x", (4, 64))
+    gate, up = (ops.mul_mat(weight(n, (4, 64)), x) for n in ("gate", "up"))
+    return Graph({"y": ops.swiglu(gate, ops.transpose(up))})
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        exchange_after_norm(),
+        exchange_gates(),
+        exchange_half_of_unit(),
+        delta_layer(64, "tiled", True, (1,), 2, exchanged="queries and keys")(False),
+        delta_layer(64, "tiled", True, (1,), 4, exchanged="padding")(False),
+    ],
+    ids=["norm", "gates", "unit", "queries and keys", "padding"],
+)
+def test_values_with_exchanged_axes_of_one_size_are_read_so(graph):
+    assert_equal_runs(run_graph(graph, True), run_graph(graph, False), 1e-5)
 
 
 @pytest.mark.long(cases=1)

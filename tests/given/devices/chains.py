@@ -243,9 +243,21 @@ def row(forbidden: bool) -> Graph:
 
 
 def delta_layer(
-    size: int, heads: str, computes_logits: bool, batch: int = 1, tokens: int = 1
+    size: int,
+    heads: str,
+    computes_logits: bool,
+    sequences: tuple[int, ...] = (1,),
+    tokens: int = 1,
+    also: str = "y",
+    is_output: bool = False,
+    exchanged: str = "",
 ) -> Callable[[bool], Graph]:
-    """A gated delta net with two key heads and four value heads, perhaps with the products of the logits."""
+    """A gated delta net with two key heads and four value heads, perhaps with the products of the logits.
+
+    Something else reads the value `also` if it is forbidden; or it is an output. Two axes of the same size may be
+    `exchanged`: tokens and heads of queries and keys, or of marks for padding.
+    """
+    batch = math.prod(sequences)
 
     def graph(forbidden: bool) -> Graph:
         x, old = input("x", (batch, tokens, 8 * size)), state("rows", (batch, 3, 8 * size))
@@ -256,23 +268,30 @@ def delta_layer(
         q, k, v = (
             ops.reshape(
                 ops.slice_(y, axis=-1, start=start * size, stop=stop * size),
-                shape=(batch, tokens, stop - start, size),
+                shape=(*sequences, tokens, stop - start, size),
             )
             for start, stop in ((0, 2), (2, 4), (4, 8))
         )
+        if exchanged == "queries and keys":
+            q, k = (ops.permute(part, axes=(0, 2, 1, 3)) for part in (q, k))
         if computes_logits:
             h = ops.scale(input("h", (batch * tokens, 256)), scale=0.1)
             alpha, beta = (ops.mul_mat(weight(n, (4, 256)), h) for n in ("alpha", "beta"))
         else:
             alpha, beta = (ops.neg(input(n, (batch * tokens, 4))) for n in ("alpha", "beta"))
-        valid = ops.sigmoid(input("valid", (batch, tokens, 1)))
+        valid = ops.sigmoid(input("valid", (4,) if exchanged == "padding" else (batch, tokens, 1)))
         steps = ops.mul(ops.softplus(ops.add(alpha, weight("dt", (4,)))), ops.neg(ops.exp(weight("a", (4,)))))
-        decay = ops.reshape(ops.mul(ops.reshape(steps, shape=(batch, tokens, 4)), valid), shape=(batch, tokens, 4, 1))
+        decay = ops.mul(ops.reshape(steps, shape=(batch, tokens, 4)), valid)
         rates = ops.mul(ops.reshape(ops.sigmoid(beta), shape=(batch, tokens, 4)), valid)
-        states = state("states", (batch, 4, size, size))
+        states = state("states", (*sequences, 4, size, size))
         q, k = (ops.l2_norm(part, eps=1e-6) for part in (q, k))
-        result, new = ops.gated_delta_net(q, k, v, decay, rates, states, heads=heads)
-        return both(result, y, forbidden, {old: next_rows, states: new})
+        decays, shares = (
+            ops.reshape(part, shape=(*sequences, tokens, 4, *rest)) for part, rest in ((decay, (1,)), (rates, ()))
+        )
+        result, new = ops.gated_delta_net(q, k, v, decays, shares, states, heads=heads)
+        other = {"y": y, "q": q, "k": k, "steps": steps, "decay": decay, "rates": rates}[also]
+        updates = {old: next_rows, states: new}
+        return Graph({"y": result, "also": other}, updates) if is_output else both(result, other, forbidden, updates)
 
     return graph
 
@@ -299,7 +318,7 @@ CHAINS = {
     "gates before a unit": Chain(gates_before_unit(DType.Q4_K), (1, 5), tolerance=1e-4, writes=True),
     "gates before a float unit": Chain(gates_before_unit(DType.F16), (1, 5), tolerance=1e-4, writes=True),
     "delta rule and logits": Chain(delta_layer(64, "tiled", True), (6, 23), tolerance=1e-5),
-    "delta rule of several sequences": Chain(delta_layer(64, "interleaved", False, 2, 2), (7, 22), tolerance=1e-5),
+    "delta rule of several sequences": Chain(delta_layer(64, "interleaved", False, (2,), 2), (7, 22), tolerance=1e-5),
     "router": Chain(router(ops.softmax), (1, 6), tolerance=1e-6),
     "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
     "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),

@@ -172,7 +172,8 @@ def _fuse_window_copy_and_matmul(flow: Dataflow, number: int) -> FusedBinding:
 
     The matmul may read only some of the channels.
     """
-    slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
+    reader = flow.require_sole_reader(number, "mul_mat", in_order=False)
+    slide, product = flow.bound_instruction(number), flow.bound_instruction(reader)
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
     require_supported(
         _can_read_windows_or_padded_copy(x, windows)
@@ -196,7 +197,7 @@ def _fuse_window_copy_and_matmul(flow: Dataflow, number: int) -> FusedBinding:
         (before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window"
     )
     return FusedBinding(
-        (number, flow.require_sole_reader(number, "mul_mat")),
+        (number, reader),
         partial(_add_image_convolution, slide=slide, product=product),
         batched_matmul.find_batched_panels(product),
     )
@@ -231,7 +232,7 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
 
 def _fuse_max_pooling(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse an op that copies sliding windows, and the maximum of each window, into one max pooling."""
-    slide, reader = flow.bound_instruction(number), flow.require_sole_reader(number, "reduce")
+    slide, reader = flow.bound_instruction(number), flow.require_sole_reader(number, "reduce", in_order=False)
     reduction, windows = flow.bound_instruction(reader), SlidingWindowShape.from_attributes(slide.attrs)
     x, w, read, out = slide.operand(0), slide.out, reduction.operand(0), reduction.out
     require_supported(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ....fusion.dataflow import Dataflow, has_same_elements
-from ....fusion.operands import Operand, require_supported
+from ....fusion.operand_views import find_strides_of_reshape
+from ....fusion.operands import Operand, compute_broadcast_strides, require_supported
 from ...binding.launch_builder import LaunchWord, compute_row_stride
 from .states import is_vector_aligned
 
@@ -59,6 +60,26 @@ def _find_dense_copy_for_only_reader(flow: Dataflow, reader: int) -> int | None:
     """Return the instruction that makes a contiguous copy which only instruction `reader` reads, or `None`."""
     maker = flow.require_producer(reader, 0)
     return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
+
+
+def require_gate_operands(flow: Dataflow, gates: DecayAndRateInstructions, tokens: int, heads: int) -> None:
+    """Require that marks of padding are numbers of the tokens, and that weights are numbers of the heads.
+
+    Raises `NoKernelError` otherwise.
+    """
+    of_token, of_head = (int(tokens > 1), 0), (0, int(heads > 1))
+    for number, want in (
+        (gates.shifted, of_head),
+        (gates.rates, of_head),
+        (gates.decay, of_token),
+        (gates.beta, of_token),
+    ):
+        call = flow.bound_instruction(number)
+        shape, strides = call.out.shape, compute_broadcast_strides(call.operand(1), call.out.shape)
+        require_supported(
+            call.out.size == tokens * heads and find_strides_of_reshape(shape, strides, (tokens, heads)) == want,
+            "gates are made of other numbers",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import numpy as np
 
@@ -32,7 +31,8 @@ def _fuse_delta_rule_and_inputs(
     """
     require_supported(launches.limits.computes_operands, "the delta rule computes no operands")
     require_supported(launches.limits.has_warpgroups, "blocks take numbers by the header of warpgroups")
-    rule_number = find_delta_rule(flow, match_short_convolution(flow, number).activation)
+    convolution = match_short_convolution(flow, number)
+    rule_number = find_delta_rule(flow, convolution.activation)
     call = flow.bound_instruction(rule_number)
     require_supported(call.op == "gated_delta_net" and len(call.dst) == 2, "no delta rule follows")
     require_supported(call.optional_operand(6) is None, "states are in slots")
@@ -51,6 +51,9 @@ def _fuse_delta_rule_and_inputs(
     require_supported(0 < rule.sequences * rule.tokens <= MAX_PRODUCT_TOKENS, "tokens are many")
 
     def launch_rule(launches: LaunchBuilder, sources: DeltaNetSources, inputs: DeltaNetInputs) -> None:
+        require_supported(
+            has_same_elements(inputs.g, g) and has_same_elements(inputs.beta, beta), "gates are read in another order"
+        )
         for out in (call.out, *call.dst, *([] if saved is None else [saved])):
             require_no_alias(out, [*sources.operands, inputs.next_rows, inputs.saved_rows])
         if saved is not None:
@@ -59,7 +62,7 @@ def _fuse_delta_rule_and_inputs(
         carried = bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
         launches.number = before
         require_supported(not launches.items, "the states are prepared by another launch")
-        counters = launches.upload_constant(np.zeros(prod(inputs.k.shape[:1]) * inputs.k.shape[-2], np.int32))
+        counters = launches.upload_constant(np.zeros(rule.sequences * inputs.k.shape[-2], np.int32))
         words = [*sources.make_struct_fields(inputs), counters]  # the kernel resets the counters to zeros
         launch_delta_rule_by_token(
             launches, rule, carried.begin_fields, carried, carried.stored_snapshots, saved, words
@@ -67,6 +70,11 @@ def _fuse_delta_rule_and_inputs(
 
     match = {"match_products": match_gate_products} if computes_logits else {}
     numbers = fuse_delta_net_inputs(launches, flow, number, launch=launch_rule, **match)
+    for unwritten in {*numbers}.difference((convolution.state_update, convolution.save)):
+        readers = flow.find_readers(unwritten)
+        require_supported(
+            readers is not None and {*readers} <= {*numbers, rule_number}, "something else reads an operand"
+        )
     return [*numbers, rule_number, *([] if save_number is None else [save_number])]
 
 

@@ -11,6 +11,7 @@ from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute as attribute
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
+from ....fusion.operand_views import find_strides_of_reshape
 from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_short_convolution
 from ...binding.fused_binding import FusionBinder
@@ -23,6 +24,7 @@ from .delta_gates import (
     GateProducts,
     match_gate_products,
     match_gates,
+    require_gate_operands,
 )
 from .states import DELTA_INPUTS_HEADER, RECURRENT_HEADER, is_vector_aligned, make_rows_struct_fields
 
@@ -312,6 +314,7 @@ def _require_sources(
         products: The matmuls that compute the logits of gates, if the kernel does so.
     """
     old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.next_rows.operand(1)
+    require_supported(len(inputs.k.shape) == len(inputs.v.shape) == 4, "sequences lie along other axes")
     sequences, tokens, key_heads, size = inputs.k.shape
     value_heads, channels = inputs.v.shape[-2], x.shape[-1]
     shifted, rates, decay, logistic, beta = (
@@ -331,10 +334,8 @@ def _require_sources(
     require_supported(
         channels == (2 * key_heads + value_heads) * size and inputs.q.shape == inputs.k.shape, "heads differ in size"
     )
-    require_supported(
-        has_same_elements(valid, beta.operand(1)) and valid.tensor.spec.size == sequences * tokens, "padding differs"
-    )
-    require_supported(layer.a.tensor.spec.size == layer.dt.tensor.spec.size == value_heads, "heads share rates")
+    require_supported(has_same_elements(valid, beta.operand(1)), "padding differs")
+    require_gate_operands(flow, chain.gates, sequences * tokens, value_heads)
     require_supported(ids.dtype is DType.I32 and ids.shape == (sequences, 3), "rows are numbered otherwise")
     dense = [old, valid, layer.w, layer.a, layer.dt, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.next_rows, ids]
     require_supported(
@@ -348,9 +349,13 @@ def _require_sources(
     )
     require_supported(inputs.v.strides[-2] == size, "heads are not dense")
     silu, q, k = map(flow.bound_instruction, normed)
-    parts = [q.operand(0), k.operand(0), inputs.v]
-    places = [silu.out.address + 4 * n * size for n in (0, key_heads, 2 * key_heads)]
-    require_supported([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
+    first = 0
+    for part, heads in ((q.operand(0), key_heads), (k.operand(0), key_heads), (inputs.v, value_heads)):
+        rows = silu.out.slice_axis(2, first * size, heads * size)
+        strides = [find_strides_of_reshape(o.shape, o.strides, rows.shape) for o in (part, rows)]
+        is_slice = part.address == rows.address and part.size == rows.size and strides[0] == strides[1]
+        require_supported(is_slice, "heads lie otherwise")
+        first += heads
     require_supported(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
     others = [w, ids, valid, layer.a, layer.dt]
     if products is not None:
