@@ -65,7 +65,7 @@ def test_a_launched_run_that_has_failed_is_undone_as_far_as_it_came() -> None:
 
 @pytest.mark.parametrize("has_follower", [False, True])
 def test_a_launched_run_ends_before_the_loss_by_another_view_is_reported(has_follower: bool) -> None:
-    """Otherwise the next run would report the fault of the run that nobody has waited for."""
+    """Otherwise the next run would report the fault of the run without a wait."""
     backend, table, ids = EmulatedBackend(), hocket.state("table", (8, 8)), hocket.input("ids", (1,), "i32")
     changed = ops.set_rows(table, hocket.input("x", (1, 8)), ids)
     graph = hocket.Graph({"y": ops.neg(changed)}, {table: changed})
