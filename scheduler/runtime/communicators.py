@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Device, SharedCollectiveBuffers
+from ...distributed import World
 from ...distributed.thread_group import ThreadGroup, ThreadGroupMember
 from ...graph.dtypes import DType
+from ...graph.errors import PlanError
 
 
 class PointToPointGroup(Protocol):
@@ -141,3 +143,15 @@ class SingleDeviceComm:
     def receive(self, into: Array, source: int, sequence: int) -> None:
         """Fill the array with zeros, because there is no sender."""
         into[...] = 0
+
+
+def find_device_rank(device: Device, world: World) -> int:
+    """Return the rank (number) of the process to which a device belongs. Raises `PlanError` if there is none."""
+    if device.rank is None and world.size > 1:
+        raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
+    if (device.rank or 0) >= world.size:
+        raise PlanError(
+            f"device {device} is one of process {device.rank}, but the last one is {world.size - 1}; "
+            f"start more, as mpiexec -n {(device.rank or 0) + 1} hocket ..."
+        )
+    return device.rank or 0

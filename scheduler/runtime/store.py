@@ -26,6 +26,7 @@ from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape, find_layout_error
 from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
+from .communicators import find_device_rank
 from .device_locks import DeviceLock
 from .packed_weight_files import PackedFileKey, PackedWeightFiles, WeightOrigin
 from .shared_buffers import SharedIntermediateValueArena, WeightCopies
@@ -55,7 +56,7 @@ class Store:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
         self.device_lock: DeviceLock = DeviceLock(self.backends)
-        ranks = [_find_device_rank(device, world) for _, device in group]
+        ranks = [find_device_rank(device, world) for _, device in group]
         self.between: DevicePlacement = DevicePlacement(world, ranks)
         self.loaded_byte_count: int = 0
         self.loaded_bytes: LoadedWeightDigests = LoadedWeightDigests(world, self.between.ranks)
@@ -440,15 +441,3 @@ def _as_file_format_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Arra
         return as_block_bytes(subject, data, spec)
     array = as_array_for_spec(subject, data, spec)
     return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
-
-
-def _find_device_rank(device: Device, world: World) -> int:
-    """Return the rank (number) of the process to which a device belongs. Raises `PlanError` if there is none."""
-    if device.rank is None and world.size > 1:
-        raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
-    if (device.rank or 0) >= world.size:
-        raise PlanError(
-            f"device {device} is one of process {device.rank}, but the last one is {world.size - 1}; "
-            f"start more, as mpiexec -n {(device.rank or 0) + 1} hocket ..."
-        )
-    return device.rank or 0

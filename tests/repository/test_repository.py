@@ -127,7 +127,7 @@ def test_no_code_of_the_package_runs_text_or_unpickles():
 
 
 WRITERS = {
-    "graph/storage/files.py": {"open", "os.open", "os.replace"},
+    "graph/storage/files.py": {"open", "os.fdopen", "os.link", "os.open", "os.replace"},
     "cli.py": {"os.open"},  # /dev/null in place of a closed stdout.
     "frontends/terminal/rank_command.py": {"open"},  # /dev/null in place of a terminal.
     "frontends/terminal/chat_loop.py": {"file.open"},  # Messages are appended by prompt_toolkit.
