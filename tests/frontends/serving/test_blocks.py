@@ -251,7 +251,7 @@ def test_models_and_pools_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ModelError, match="mamba has no KV caches to share; start the server without --pool-tokens"):
         BlockSlotPool(recurrent, 2, pool_tokens=256, context=128, batch=64)
     with pytest.raises(ModelError, match=r"a pool of .* tokens needs .*, but the devices have"):
-        BlockSlotPool(session, 2, pool_tokens=1 << 40, context=128, batch=64)
+        BlockSlotPool(session, 2, pool_tokens=1 << 30, context=128, batch=64)
 
 
 @pytest.mark.parametrize(

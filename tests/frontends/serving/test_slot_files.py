@@ -246,7 +246,7 @@ def damage_states(path: Path) -> dict[str, bytes]:
         "its format is not": write({"format": "hocket-state-1"}),
         "of another model": write({"model": "0" * 64}),
         "its lengths are no counts": write({"lengths": [1.5]}),
-        "has 100000 tokens": write({"lengths": [100_000]}),
+        "of 100000 tokens": write({"lengths": [100_000]}),
     }
 
 
