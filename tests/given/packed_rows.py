@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hocket.backends.cpu.compilation import compiler
 from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION
-from hocket.backends.cpu.compilation.kernel_args import KernelArgs
+from hocket.backends.cpu.kernels.matmul import tile_loops
 from hocket.backends.cpu.kernels.packed import activation_quantisation, weight_packing
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
+from hocket.backends.cpu.steps.work_queue import QUEUE_BYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 
@@ -18,12 +17,6 @@ from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:
     block = np.array([w.ctypes.data if isinstance(w, np.ndarray) else w for w in words], np.int64)
     return int(KERNEL_FUNCTION(kernel.address)(block.ctypes.data, thread, threads))
-
-
-def call_with_names(kernel: compiler.Kernel, args: KernelArgs, thread: int = 0, threads: int = 1, **values: Any) -> int:
-    """Call a kernel with all of its declared words; an array stands for its address."""
-    words = {name: v.ctypes.data if isinstance(v, np.ndarray) else v for name, v in values.items()}
-    return call(kernel, *args(**words), thread=thread, threads=threads)
 
 
 def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
@@ -95,3 +88,45 @@ def aligned_scratch(nbytes: int) -> np.ndarray:
     raw = np.full(nbytes + compiler.ALIGNMENT, 255, np.uint8)
     start = -raw.ctypes.data % compiler.ALIGNMENT
     return raw[start : start + nbytes]
+
+
+def multiply_in_tiles(
+    kernel: compiler.Kernel,
+    tiling: tile_loops.WeightTiling,
+    weight: np.ndarray,
+    stride: int,
+    shape: tuple[int, int],
+    x: np.ndarray,
+    threads: int = 1,
+) -> np.ndarray:
+    """Multiply activation rows with a weight of some rows and columns. The threads of the kernel run in turn.
+
+    Rows of the weight are `stride` bytes apart. Several threads take work from a queue.
+    """
+    (rows, columns), count = shape, len(x)
+    y, slots = np.full((count, rows), np.nan, np.float32), np.array([0, count, count, *range(count)], np.int32)
+    scratch, tickets = aligned_scratch(threads * tiling.scratch_bytes), np.zeros(QUEUE_BYTES, np.uint8)
+    words = tile_loops.ARGS(
+        w=weight.ctypes.data,
+        stride=stride,
+        between=0,
+        rows=rows,
+        columns=columns,
+        x=x.ctypes.data,
+        pitch=x.strides[0],
+        starts=slots.ctypes.data,
+        experts=1,
+        used=1,
+        shared=1,
+        y=y.ctypes.data,
+        step=y.strides[0],
+        scratch=scratch.ctypes.data,
+        l1_ahead=64,
+        l2_ahead=128,
+        tickets=tickets.ctypes.data if threads > 1 else 0,
+        first_column=0,
+        hooks=[0],
+    )
+    for thread in range(threads):
+        assert call(kernel, *words, thread=thread, threads=threads) == 0
+    return y

@@ -6,46 +6,18 @@ import numpy as np
 import pytest
 
 from hocket.backends.cpu.kernels.matmul.float_matmul import make_float_matmul_kernel, make_float_weight_tiling
-from hocket.backends.cpu.kernels.matmul.tile_loops import ARGS
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 
-from ...given.packed_rows import call_with_names
+from ...given.packed_rows import multiply_in_tiles
 
 SHAPES = ((100, 576), (33, 64), (17, 2096), (50, 100), (5, 7), (70, 4112))
 
 
 def multiply(w: np.ndarray, x: np.ndarray, dtype: DType) -> np.ndarray:
     """Multiply rows of x with rows of w in one thread, by the kernel."""
-    count, y = len(x), np.full((len(x), len(w)), np.nan, np.float32)
-    slots = np.array([0, count, count, *range(count)], np.int32)
-    scratch = np.zeros(make_float_weight_tiling(dtype).scratch_bytes + 64, np.uint8)
-    start = scratch.ctypes.data + -scratch.ctypes.data % 64
-    status = call_with_names(
-        make_float_matmul_kernel(dtype),
-        ARGS,
-        w=w,
-        stride=w.strides[0],
-        between=0,
-        rows=len(w),
-        columns=w.shape[1],
-        x=x,
-        pitch=x.strides[0],
-        starts=slots,
-        experts=1,
-        used=1,
-        shared=1,
-        y=y,
-        step=y.strides[0],
-        scratch=start,
-        l1_ahead=512,
-        l2_ahead=4096,
-        tickets=0,
-        first_column=0,
-        hooks=[0],
-    )
-    assert status == 0
-    return y
+    kernel, tiling = make_float_matmul_kernel(dtype), make_float_weight_tiling(dtype)
+    return multiply_in_tiles(kernel, tiling, w, w.strides[0], w.shape, x)
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16], ids=str)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from hocket import ops
 from hocket.backends.cpu import target_cpu
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.compilation import compiler
-from hocket.backends.cpu.kernels.matmul import packed_matmul, tile_loops
+from hocket.backends.cpu.kernels.matmul import packed_matmul
 from hocket.backends.cpu.kernels.packed import iq1_codes, weight_packing
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.simd import base3_codes, dot_tiles
-from hocket.backends.cpu.steps import step_loop, work_queue
+from hocket.backends.cpu.steps import step_loop
 from hocket.backends.cpu.steps.thread_sync import ASLEEP_FLAG
 from hocket.frontends.terminal.compile_progress import show_compile_progress
 from hocket.graph.dtypes import DType
@@ -29,7 +30,7 @@ from hocket.graph.errors import BackendError
 from hocket.graph.storage.disk_cache import _warn_unwritable_once, read_cached, write_cached
 from hocket.ops.quantisation import dequantise
 
-from ...given.packed_rows import RECORD, call, call_with_names, pack_rows, quantise_rows, target_of
+from ...given.packed_rows import RECORD, call, multiply_in_tiles, pack_rows, quantise_rows, target_of
 from ...given.random_rows import random_rows
 from ...given.waits import wait_until
 
@@ -76,43 +77,6 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
-def multiply_packed(dtype: DType, weight: np.ndarray, stride: int, shape: tuple[int, int], q: np.ndarray) -> np.ndarray:
-    """Multiply rows of rounded activations with packed rows of a weight of this shape, by two threads in turn."""
-    form, blocks = FORMATS[dtype], packed_matmul.make_packed_matmul_subroutines_and_tiling(FORMATS[dtype])
-    (rows, columns), count = shape, len(q)
-    y = np.full((count, rows), np.nan, np.float32)
-    slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch_bytes, np.uint8)
-    ticket_bytes = np.zeros(work_queue.QUEUE_BYTES, np.uint8)
-    for thread in range(2):
-        status = call_with_names(
-            packed_matmul.make_packed_matmul_kernel(form),
-            tile_loops.ARGS,
-            thread,
-            2,
-            w=weight,
-            stride=stride,
-            between=0,
-            rows=rows,
-            columns=columns,
-            x=q,
-            pitch=q.shape[1],
-            starts=slots,
-            experts=1,
-            used=1,
-            shared=1,
-            y=y,
-            step=4 * rows,
-            scratch=scratch,
-            l1_ahead=64,
-            l2_ahead=128,
-            tickets=ticket_bytes,
-            first_column=0,
-            hooks=[0],
-        )
-        assert status == 0
-    return y
-
-
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 70, 600])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -120,11 +84,15 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
     rows, columns = 72, 768 if dtype.block > 32 else 864  # the last unit is not whole
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero_point)
-    y = multiply_packed(dtype, weight, raw.shape[1], (rows, columns), q.reshape(count, -1))
+    form = FORMATS[dtype]
+    kernel = packed_matmul.make_packed_matmul_kernel(form)
+    tiling = packed_matmul.make_packed_matmul_subroutines_and_tiling(form)
+    multiply = partial(multiply_in_tiles, kernel, tiling, weight, raw.shape[1], (rows, columns), threads=2)
+    y = multiply(q.reshape(count, -1))
     w = dequantise(raw, dtype).astype(np.float64)
     np.testing.assert_array_less(np.abs(y - meant @ w.T), 1e-6 * (np.abs(meant) @ np.abs(w).T) + 1e-30)
     for i in {0, count // 2, count - 1}:  # the bits of a row do not depend on its neighbours
-        alone = multiply_packed(dtype, weight, raw.shape[1], (rows, columns), q.reshape(count, -1)[i : i + 1])
+        alone = multiply(q.reshape(count, -1)[i : i + 1])
         assert np.array_equal(alone[0].view(np.int32), y[i].view(np.int32)), i
 
 
