@@ -137,7 +137,7 @@ def transposed_convolution(
 
 def _convolve_with_reversed_taps(x: Value, w: Value, settings: WindowSettings, groups: int) -> Value:
     """Compute a transposed convolution with strides of 1 as a convolution: its windows read the taps in reverse."""
-    axes, (c, share), taps = len(settings.size), w.shape[:2], prod(settings.size)
+    (c, share), taps = w.shape[:2], prod(settings.size)
     by_tap = permute(reshape(w, shape=(groups, c // groups, share, taps)), axes=(3, 0, 2, 1))
     rows = get_rows(
         reshape(_as_f32(by_tap), shape=(taps, share * c)), share_constant(np.arange(taps, dtype=np.int32)[::-1])
@@ -148,11 +148,11 @@ def _convolve_with_reversed_taps(x: Value, w: Value, settings: WindowSettings, g
         [span - 1 - removed for span, removed in zip(settings.spans, side, strict=True)]
         for side in (settings.left, settings.right)
     )
-    for i in range(axes):
-        start, stop = max(0, -left[i]), x.shape[2 + i] - max(0, -right[i])
-        x = x if (start, stop) == (0, x.shape[2 + i]) else slice_(x, axis=2 + i, start=start, stop=stop)
-    padding = {"left": [max(0, a) for a in left], "right": [max(0, b) for b in right]}
-    return convolution(x, weight, dilation=settings.dilation, groups=groups, **padding)
+    for i, (before, after) in enumerate(zip(left, right, strict=True)):
+        n, outer, inner = x.shape[2 + i], x.shape[: 2 + i], x.shape[3 + i :]
+        rows = _take_range(reshape(x, shape=(prod(outer), n, prod(inner))), -before, n + after)
+        x = reshape(rows, shape=(*outer, n + before + after, *inner))
+    return convolution(x, weight, dilation=settings.dilation, groups=groups)
 
 
 @validate_arguments(
@@ -274,7 +274,7 @@ def _take_range(x: Value, start: int, stop: int) -> Value:
     n = x.shape[1]
     first, last = min(max(start, 0), n), min(max(stop, 0), n)
     inside = x if (first, last) == (0, n) else slice_(x, axis=1, start=first, stop=last)
-    before = first - start
+    before = min(max(-start, 0), stop - start)
     after = stop - start - before - (last - first)
     return pad(inside, left=(0, before, 0), right=(0, after, 0)) if before or after else inside
 

@@ -60,6 +60,7 @@ def test_a_convolution_with_windows_of_no_entries_is_zero() -> None:
 TRANSPOSED = {
     "gaps": ((2, 3, 4), (3, 2, 2), {"stride": (3,)}),
     "long windows": ((1, 2, 13), (2, 3, 37), {}),
+    "removed beyond the images": ((1, 2, 2), (2, 1, 1), {"left": (5,), "right": (-10,)}),
     "strides of 1": ((1, 4, 5, 3), (4, 3, 4, 2), {"left": (4, 0), "right": (1, -2), "groups": 2}),
     "removed and added": ((2, 4, 5, 3), (4, 3, 4, 3), {"stride": (2, 3), "left": (1, 2), "right": (0, -2)}),
     "dilation and groups": ((1, 4, 3, 4), (4, 2, 3, 2), {"stride": (2, 1), "dilation": (2, 3), "groups": 2}),
