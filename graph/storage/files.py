@@ -44,13 +44,13 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
             with open(path, "wb") as file:
                 yield file
             return
-        with _open_temporary_file(target, mode, known) as part:
-            name = part.name if isinstance(part.name, str) else None
+        part, name = _open_temporary_file(target, mode, known)
+        with part:
             yield part
             part.flush()
             if durable:
                 os.fsync(part.fileno())
-            name = _give_name(part, os.path.dirname(target))
+            name = name or _give_temporary_name(part, os.path.dirname(target))
         os.replace(name, target)
     except BaseException as error:
         if name is not None:
@@ -61,10 +61,8 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
         raise
 
 
-def _give_name(part: BinaryIO, folder: str) -> str:
-    """Return the name of a temporary file; a file without a name gets one in its folder."""
-    if isinstance(part.name, str):
-        return part.name
+def _give_temporary_name(part: BinaryIO, folder: str) -> str:
+    """Give a file that `_open_file_without_name` has opened in a folder a temporary name there, and return its path."""
     name = _make_temporary_name(folder)
     descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:  # without a descriptor of the folder, Python links to the link itself
@@ -119,8 +117,9 @@ def require_writable(path: str | Path, inputs: Iterable[str | Path] = ()) -> Non
             raise FileExistsError(errno.EEXIST, "would replace a file that is read here; give another file")
         target, known = _resolve_file_or_unused_path(path)
         if target is not None:
-            with _open_temporary_file(target, PRIVATE, known) as part:
-                os.unlink(_give_name(part, os.path.dirname(target)))
+            part, name = _open_temporary_file(target, PRIVATE, known)
+            with part:
+                os.unlink(name or _give_temporary_name(part, os.path.dirname(target)))
         elif known is None or not stat.S_ISFIFO(known.st_mode):
             open(path, "ab").close()
         elif not os.access(path, os.W_OK):
@@ -152,10 +151,10 @@ def _resolve_file_or_unused_path(path: str | Path) -> tuple[str | None, os.stat_
     return None, known
 
 
-def _open_temporary_file(target: str, mode: int, existing: os.stat_result | None) -> BinaryIO:
+def _open_temporary_file(target: str, mode: int, existing: os.stat_result | None) -> tuple[BinaryIO, str | None]:
     """Open a new temporary file in the folder of `target`; a rename makes it `target` later. Raises `OSError`.
 
-    A file without a name has its descriptor as the attribute `name`.
+    The second result is its path; None for a file without a name.
 
     Args:
         target: The path of the final file.
@@ -166,14 +165,14 @@ def _open_temporary_file(target: str, mode: int, existing: os.stat_result | None
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
         mode = stat.S_IMODE(existing.st_mode)
-    folder = os.path.dirname(target)
+    folder, name = os.path.dirname(target), None
     file = _open_file_without_name(folder, mode)
     if file is None:
         name = _make_temporary_name(folder)
-        file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115  # the caller closes it
+        file = os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
     if existing is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
         os.fchmod(file.fileno(), mode)
-    return file
+    return file, name
 
 
 def _open_file_without_name(folder: str, mode: int) -> BinaryIO | None:
