@@ -224,7 +224,7 @@ class LoggedEngine(Engine):
         tokens, failure = 0, ""
         try:
             tokens = restore()
-        except Exception as error:  # logged, and raised again
+        except Exception as error:  # a backend may raise anything; logged, so that a replay can compare it
             failure = describe_exception(error)
             raise
         finally:

@@ -30,8 +30,7 @@ from hocket.graph import (
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 
-from ..given.models.goldens import FIXTURES
-from ..given.wrong_values import (
+from ..given.graphs.wrong_values import (
     INPUTS,
     WEIGHTS,
     WRONG,
@@ -52,6 +51,7 @@ from ..given.wrong_values import (
     windows_of_image,
     x,
 )
+from ..given.models.goldens import FIXTURES
 
 MAX_MESSAGE_LENGTH = 700
 """Characters of a message."""

@@ -16,7 +16,7 @@ from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open_model import open_model
 
-from .models.goldens import FIXTURES
+from ..models.goldens import FIXTURES
 
 
 class Awkward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -56,10 +57,10 @@ def test_a_launched_run_that_has_failed_is_undone_as_far_as_it_came() -> None:
     for _ in range(2):
         executor.run({})
 
-    def finish() -> list[object]:
+    def finish() -> NoReturn:
         raise StepError("y", "numpy:0", 0, "planted")
 
-    LaunchedRun(executor, finish).undo()  # type: ignore[arg-type]
+    LaunchedRun(executor, finish).undo()
     assert executor.run({})["before"].tolist() == [2, 2, 2]
 
 
