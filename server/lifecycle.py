@@ -109,6 +109,8 @@ def bind_sockets(options: ServerOptions) -> list[socket.socket]:
                     family = socket.AF_INET6 if ":" in host else socket.AF_INET
                     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
                     listeners.append(after_error.enter_context(listener))
+                    # Connections inherit it. asyncio sets it only for sockets that name the protocol TCP.
+                    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     port = listener.getsockname()[1]
             except OSError as error:
                 if tries_left and listeners and not options.port and error.errno == errno.EADDRINUSE:

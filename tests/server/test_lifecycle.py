@@ -242,6 +242,15 @@ def test_several_addresses_are_served() -> None:
             listener.close()
 
 
+def test_answers_wait_for_no_acknowledgement() -> None:
+    """On a connection that is used again, a client acknowledges the head of an answer after 40 ms."""
+    (listener,) = bind_sockets(ServerOptions(port=0))
+    with listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_port_that_is_free_at_all_addresses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port in use at the second address had ended the server."""
     create, tries = socket.create_server, list[tuple[str, int]]()
