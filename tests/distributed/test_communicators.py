@@ -90,7 +90,13 @@ def test_devices_of_several_ranks_run_collectives(each, hosts):
 
 @needs_mpi
 @pytest.mark.parametrize(
-    "each", [(1, 1), *(pytest.param(each, marks=pytest.mark.long()) for each in EACH[1:])], ids=str
+    "each",
+    [
+        EACH[0],
+        *(pytest.param(each, marks=[pytest.mark.long(), pytest.mark.nightly(cases=0)]) for each in EACH[1:-1]),
+        pytest.param(EACH[-1], marks=pytest.mark.long()),
+    ],
+    ids=str,
 )
 def test_devices_run_collectives_over_mpi(each, tmp_path):
     done = mpiexec(len(each), meetings.__file__, tmp_path, *each)

@@ -131,7 +131,7 @@ def test_the_command_runs_in_two_processes():
     assert done.out == hocket_in(1, *words).out
 
 
-@pytest.mark.nightly(cases=4)
+@pytest.mark.nightly(cases=2)
 @needs_mpi
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -148,7 +148,7 @@ def test_logits_over_mpi_are_those_of_one_device(name, split, ranks, tmp_path):
 @needs_mpi
 @pytest.mark.long
 def test_compiled_ranks_compute_what_compiled_devices_do():
-    words = ("run", "-n", 12, "--temp", 0, "-p", "Once upon", "--split-mode", "tensor", "-t", 1)
+    words = ("run", "-n", 4, "--temp", 0, "-p", "Once upon", "--split-mode", "tensor", "-t", 1)
     alone = hocket_in(1, *words, "--devices", "cpu:0,cpu:1")
     assert re.match("Once upon .", alone.out)
     assert hocket_in(2, *words).out == hocket_in(2, *words, "--devices", "cpu:0@0,cpu:0@1").out == alone.out

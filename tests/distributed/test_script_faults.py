@@ -16,7 +16,7 @@ def run_script(moment, fault):
     return mpiexec(3, script.__file__, moment, fault)
 
 
-@pytest.mark.nightly(cases=5)
+@pytest.mark.nightly(cases=4)
 @needs_mpi
 @pytest.mark.long(cases=3)
 @pytest.mark.parametrize("fault", MESSAGES)
@@ -50,6 +50,7 @@ def has_named(done, why):
 
 
 @needs_mpi
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
@@ -57,6 +58,7 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
 
 
 @needs_mpi
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize(
     ("words", "message"),

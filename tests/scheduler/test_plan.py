@@ -93,7 +93,7 @@ def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
         "print(plan(graph, 'cpu:0,cpu:1,cpu:2', split_mode='tensor').digest())"
     )
     layouts = set()
-    for seed in ("0", "1", "77"):
+    for seed in ("0", "77"):
         done = subprocess.run(
             [sys.executable, "-c", code, path_of("qwen35")],
             capture_output=True,
@@ -295,6 +295,7 @@ def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
     assert {name for names in small.leaf_copies.values() for name in names} == {v.node.name for v in deep(40).weights}
 
 
+@pytest.mark.nightly(cases=4)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
 @pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])

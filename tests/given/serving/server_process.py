@@ -61,6 +61,10 @@ LOST_IN_DRAIN_COMMAND = (sys.executable, "-c", LOST_IN_DRAIN_SCRIPT, str(ROOT.pa
 COMPLETION = {"prompt": "It is a truth universally acknowledged", "temperature": 0, "ignore_eos": True, "n_predict": 40}
 
 
+SERVER_WORDS = ("-np", "2", "-c", "256", "-b", "32")
+"""Flags with few sizes of steps, because a server prepares all of them before it answers."""
+
+
 class ServerProcess:
     """A process of ``hocket serve`` at a port; the words `launcher` come before its command."""
 
@@ -112,7 +116,7 @@ class ServerProcess:
 @contextmanager
 def run_server(
     port: int = 0,
-    words: Sequence[str] = ("-np", "2", "-c", "256"),
+    words: Sequence[str] = SERVER_WORDS,
     launcher: Sequence[str] = (),
     command: Sequence[str] = COMMAND,
     model: Path = MODEL,

@@ -19,7 +19,7 @@ from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 from hocket.scheduler.planning.memory_fit import describe_memory_problem
 
 from ...given.models.goldens import path_of
-from ...given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b
+from ...given.models.large_headers import LARGE, llama, llama_70b, llama_405b, qwen_80b
 
 
 @pytest.fixture(scope="module", params=LARGE)
@@ -28,6 +28,7 @@ def large(request, tmp_path_factory):
     return LARGE[request.param](tmp_path_factory.mktemp("header") / f"{request.param}.gguf")
 
 
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long
 def test_a_large_model_is_planned_for_eight_devices(large, capsys):
     """How long that takes is measured by benchmarks/planning/planning_time.py."""
@@ -48,6 +49,7 @@ def test_auto_predicts_for_eight_devices_no_more_than_for_one(kind, tmp_path):
     assert many.cost.total <= one.cost.total * (1 + 1e-9)
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["h200:2,nvlink", "h200:2,ethernet", "rtx4090:4,pcie4", "cpu:2"])
 def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_path):
@@ -62,10 +64,11 @@ def test_auto_never_predicts_more_than_one_device_where_that_fits(devices, tmp_p
 
 @pytest.mark.long
 def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf", layers=40)
+    shapes = {"width": 16384, "heads": 8, "inner": 53248}  # large caches: each query head has its own key head
+    path = llama(tmp_path / "model.gguf", 8, **shapes)
     flags = ["--simulate", "rtx4090", "-c"]
     assert main(["plan", path, *flags, "8192"]) == 0
-    path = llama_70b(tmp_path / "larger.gguf", layers=48)
+    path = llama(tmp_path / "larger.gguf", 10, **shapes)
     assert main(["plan", path, *flags, "8192"]) == 1
     fitting = int(re.search(r"--ctx-size (\d+)", capsys.readouterr().err)[1])
     assert 1024 <= fitting < 8192

@@ -158,6 +158,7 @@ def has_branches(plan: Plan) -> bool:
     return any(reason.startswith("taken: independent branches") for reason in plan.reasons)
 
 
+@pytest.mark.nightly(cases=17)
 @pytest.mark.parametrize("devices", [2, 3, 5])
 @pytest.mark.parametrize("name", SMALL_GRAPHS)
 def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, devices: int):
@@ -205,7 +206,7 @@ def count_leaf_bytes(plan: Plan) -> int:
     return plan.count_memory_bytes_by_kind()["weight"] + plan.count_memory_bytes_by_kind()["state"]
 
 
-@pytest.mark.nightly(cases=17)
+@pytest.mark.nightly(cases=11)
 @pytest.mark.long(cases=3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", BUILDERS)

@@ -19,6 +19,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("words", PLANS, ids=lambda words: words[-1] if words else "none")
 def test_all_reports_count_the_same_nodes_and_steps(words, capsys, tmp_path):

@@ -67,6 +67,7 @@ def seconds_before_message(plan, to):
     return max(before)
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.parametrize("devices", ["cpu:0,cpu:1", "cpu:0,numpy:0,cpu:1"])
 @pytest.mark.parametrize(
     "name", ["lookup", "llama", *(pytest.param(n, marks=pytest.mark.long()) for n in ("qwen3moe", "gemma3"))]

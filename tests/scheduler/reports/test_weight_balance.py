@@ -35,6 +35,7 @@ def plan_sharded(graph, **options):
     return plan_for_group(graph, group, split_mode="tensor", choose=lambda g, f: frozenset(by_heads(g, f)), **options)
 
 
+@pytest.mark.nightly(cases=7)
 @pytest.mark.parametrize(
     ("split_mode", "devices"), [("tensor", 2), ("tensor", 3), ("tensor", 4), ("layer", 3), ("layer,tensor", 4)]
 )

@@ -37,6 +37,7 @@ from ...given.plans.grouped import everything_that_fits, weights_of
 from ...given.waits import WAIT_SECONDS, wait_until
 
 
+@pytest.mark.nightly(cases=8)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("devices", "mode"), [(1, "none"), (3, "tensor"), (3, "layer")])
 @pytest.mark.parametrize(
@@ -309,7 +310,11 @@ def faulty(monkeypatch):
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "devices",
+    [("cpu:0", "cpu:1"), pytest.param(("cpu:0",), marks=pytest.mark.nightly(cases=0))],
+    ids=["two", "one"],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_session_goes_on_after_a_step_that_failed(name, devices, faulty):
     model = load_model(open_gguf(path_of(name)))

@@ -39,6 +39,7 @@ class Narrow(ReferenceBackend):
 MIXED = ("cpu:0", "reference:0", "cpu:1")
 
 
+@pytest.mark.nightly(cases=4)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])

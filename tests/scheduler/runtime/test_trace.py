@@ -165,8 +165,9 @@ def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
         read_measured_times_from_trace(run_with_trace("reference", "tensor")[0].plan, tmp_path / "trace.json")
 
 
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("mode", ["tensor", "layer"])
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
     _, trace = run_with_trace("reference", mode)
     events = save_trace(trace, path := tmp_path / "trace.json")["traceEvents"]

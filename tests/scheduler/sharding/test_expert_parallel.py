@@ -53,6 +53,7 @@ def plan_whole_experts(graph: Graph, n: int, shares: Sequence[float] = (), kind:
 # ---------------------------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -72,6 +73,7 @@ def test_distributed_whole_experts_give_the_logits_of_one_device_in_one_batch_an
         assert nmse(many.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 24])
@@ -257,6 +259,7 @@ def routed_graph(dice: random.Random) -> Graph:
     return Graph(outputs)
 
 
+@pytest.mark.nightly(cases=40)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_random_routed_graph_distributed_or_sharded_wherever_possible_equals_one_device(seed):

@@ -52,6 +52,7 @@ def graph_of(seed: int) -> Graph:
 SPLITS = [("tensor", ()), ("auto", ()), ("layer", ()), ("tensor", (1, 2, 1)), ("tensor", (0, 1, 3))]
 
 
+@pytest.mark.nightly(cases=14)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_graph_runs_over_leaves_as_another_left_them(seed):
     rng = np.random.default_rng(seed)

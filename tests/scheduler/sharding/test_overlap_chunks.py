@@ -97,13 +97,14 @@ def test_chunks_give_the_bits_of_the_whole(devices):
             np.testing.assert_array_equal(got[name], array)
 
 
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [3, 2])
 def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices, monkeypatch):
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", 1)
-    short = plan_layers(Overlapping(), devices, layers=9)
+    short = plan_layers(Overlapping(), devices, layers=7)
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", float("inf"))
-    long = plan_layers(Overlapping(), devices, layers=9)
+    long = plan_layers(Overlapping(), devices, layers=7)
     assert all(device_plan.short is not None for device_plan in short.device_plans)
     assert all(device_plan.short is None for device_plan in long.device_plans)
     assert short.cost.total <= 1.01 * long.cost.total

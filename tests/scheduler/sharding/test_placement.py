@@ -43,7 +43,7 @@ PLACES = {
 # ---------------------------------------------------------------------------------------- placement rules of the user
 
 
-@pytest.mark.nightly(cases=20)
+@pytest.mark.nightly(cases=10)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("mode", MODES)

@@ -33,7 +33,7 @@ from ...given.waits import WAIT_SECONDS
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.nightly(cases=22)
+@pytest.mark.nightly(cases=13)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("n", "split"), [(2, (3, 1)), (3, ()), (4, (3, 1, 0, 0)), (8, ())], ids=["2-3,1", "3", "4-3,1,0,0", "8"]
@@ -103,6 +103,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 # ---------------------------------------------------------------------------------------------------- random graphs
 
 
+@pytest.mark.nightly(cases=60)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_random_graph_sharded_wherever_possible_equals_one_device(seed):
