@@ -143,7 +143,7 @@ def test_with_all_barriers_accesses_are_in_order(file, case):
     assert (result.outcome, pairs) == (Outcome.PASS, [])
 
 
-@pytest.mark.nightly(cases=20)
+@pytest.mark.nightly(cases=12)
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):

@@ -213,6 +213,7 @@ STOPPED_CHAINS = {
 """Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
 
 
+@pytest.mark.nightly(cases=15)
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_chain_is_found(name):

@@ -99,6 +99,7 @@ STOPPED = {
 }
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_mistake_in_a_product_is_found(name):
@@ -117,6 +118,7 @@ MISPLACED = {
 }
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MISPLACED)
 def test_values_in_the_wrong_place_give_other_numbers(name):
@@ -157,6 +159,7 @@ def test_what_blocks_share_is_in_order():
     assert disorders() == []
 
 
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_is_not_in_order_is_found(name):

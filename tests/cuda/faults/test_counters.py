@@ -126,6 +126,7 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     ] == []
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.parametrize("kernel", MEMORY_REQUESTS)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
     driver, (graph, requests) = AccessCountingDriver(), MEMORY_REQUESTS[kernel]
@@ -182,8 +183,10 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
     assert read.cost == read.minimum_cost == products * (64 + 256) * 16 * 2 // 128
 
 
-@pytest.mark.parametrize(("exact", "terms"), [("true", 2), ("false", 1)])
-@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.nightly(cases=2)
+@pytest.mark.parametrize(
+    ("exact", "terms", "shares"), [("true", 2, 1), ("true", 2, 2), ("false", 1, 2), ("false", 1, 1)]
+)
 def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
     columns = 256 * shares
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, shares)):

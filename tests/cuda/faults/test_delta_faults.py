@@ -266,7 +266,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.nightly(cases=15)
+@pytest.mark.nightly(cases=9)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
@@ -305,6 +305,7 @@ def _long_from_one_token(monkeypatch):
     monkeypatch.setattr(binding, "MIN_LONG_CHUNKED_TOKENS", 1)
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.long(cases=1)
 @pytest.mark.usefixtures("_long_from_one_token")
 @pytest.mark.parametrize("name", LONG_FAULTS)
@@ -318,8 +319,8 @@ def test_without_a_fault_of_long_chunks_nothing_is_found():
 
 
 LONG_PROMPT = (
-    "gated_delta_net(q=f32[150,1,64], k=f32[150,1,64], v=f32[150,2,64], g=f32[150,2,1], beta=f32[150,2], "
-    "state=f32[2,64,64])"
+    "gated_delta_net(q=f32[130,1,64], k=f32[130,1,64], v=f32[130,2,16], g=f32[130,2,1], beta=f32[130,2], "
+    "state=f32[2,16,64])"
 )
 LONG_BARRIERS = {
     "before a stage is read": (SCAN, "        __syncthreads();  // the stage", "        // the stage"),
@@ -328,6 +329,7 @@ LONG_BARRIERS = {
 }
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=2)
 @pytest.mark.usefixtures("_long_from_one_token")
 @pytest.mark.parametrize("name", [None, *LONG_BARRIERS])
@@ -360,6 +362,7 @@ def many_chunks() -> Problem:
     return problem(2, 64, 1, 1, 180, batch=2)
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", IN_CLUSTERS)
 def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
@@ -386,6 +389,7 @@ PROMPT = (
 )
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", [None, *HIDDEN])
 def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):

@@ -62,6 +62,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_done_too_early_is_found(what):
     found = faults_of(edit_kernels(*PLANTED[what]))

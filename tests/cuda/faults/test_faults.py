@@ -236,6 +236,7 @@ PLANTS = (
 )
 
 
+@pytest.mark.nightly(cases=4)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_a_mistake_in_a_kernel_of_ours_is_found(plant):

@@ -57,6 +57,7 @@ def launches_of(driver, case):
     return [*driver.counters.values()]
 
 
+@pytest.mark.nightly(cases=8)
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("what", MEMORY_FAULTS)
@@ -97,6 +98,7 @@ def _compiler():
     needs(nvrtc.load_nvrtc, disassembly.find_nvdisasm)
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("what", MACHINE_CODE_FAULTS)

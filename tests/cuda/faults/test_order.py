@@ -119,6 +119,7 @@ def test_a_graph_on_two_devices_is_in_order():
         assert list_races_between_launches(log, driver.memory) == []
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.parametrize("case", main_path.MAIN_PATH_CASES)
 def test_threads_of_kernels_of_the_main_path_are_in_order(case):
     assert emulate_cases_and_list_races([case]) == []
@@ -238,6 +239,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.nightly(cases=10)
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_in_no_order_is_found(what, narrow):
     case, edit = PLANTED[what]

@@ -12,12 +12,21 @@ import pytest
 from hocket.backends.cupy.device.driver import read_kernel_text
 
 from ...given.devices.inefficiencies import MACHINE_CODE_FAULTS, MEMORY_FAULTS
-from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
+from ..kernels import (
+    test_attention,
+    test_attention_blocks,
+    test_delta_layer,
+    test_elements,
+    test_float_products,
+    test_recurrences,
+    test_sorting,
+)
 from ..several_devices import test_collectives, test_wire
 from . import (
     test_chain_faults,
     test_cluster_faults,
     test_delta_faults,
+    test_early_faults,
     test_faults,
     test_product_faults,
     test_role_faults,
@@ -26,6 +35,7 @@ from . import (
 
 TABLES = {
     "attention": test_attention.FAULTS.values(),
+    "attention over blocks": test_attention_blocks.FAULTS.values(),
     "chains": test_chain_faults.PLANTS.values(),
     "clusters": (
         *test_cluster_faults.STOPPED.values(),
@@ -40,7 +50,12 @@ TABLES = {
         *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.IN_CLUSTERS.values()),
         *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.HIDDEN.values()),
     ),
-    "float products": (("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
+    "early": test_early_faults.PLANTED.values(),
+    "elements": (("elements.cuh", *plant) for plant in test_elements.FAULTS),
+    "float products": (
+        *(("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
+        *(("dense.cu", *plant) for plant in test_float_products.OF_FEW.values()),
+    ),
     "inefficiencies": (*MEMORY_FAULTS.values(), *MACHINE_CODE_FAULTS.values()),
     "products": test_product_faults.PLANTS.values(),
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),

@@ -272,7 +272,7 @@ STOP_MESSAGES = {
 """Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
 
 
-@pytest.mark.nightly(cases=16)
+@pytest.mark.nightly(cases=10)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
@@ -280,6 +280,7 @@ def test_a_mistake_in_a_product_is_found(name):
     assert re.search(STOP_MESSAGES.get(name, WRONG_RESULTS), finding(file, old, new, is_right))
 
 
+@pytest.mark.nightly(cases=7)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("is_right", dict.fromkeys(p[3] for p in PLANTS.values()))
 def test_without_a_mistake_nothing_is_found(is_right):

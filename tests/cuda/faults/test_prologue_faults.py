@@ -40,6 +40,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_in_generated_text_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -60,7 +61,7 @@ def test_a_fault_in_generated_text_is_found(name: str, monkeypatch: pytest.Monke
     assert planted, "the text of the fault is not generated"
 
 
-@pytest.mark.nightly(cases=2)
+@pytest.mark.nightly(cases=1)
 @pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
 def test_no_kernel_with_a_prologue_spills_registers(dtype: DType):
     needs(nvrtc.load_nvrtc)

@@ -402,7 +402,7 @@ def test_without_a_mistake_nothing_is_found(case: str) -> None:
     assert find_races(case) == []
 
 
-@pytest.mark.nightly(cases=10)
+@pytest.mark.nightly(cases=7)
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_mistake_stops_the_launch_or_changes_results(name: str) -> None:
     file, good, bad, case, message = STOPPED[name]

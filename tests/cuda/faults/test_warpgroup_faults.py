@@ -148,7 +148,7 @@ STOP_MESSAGES = {
 """Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
 
 
-@pytest.mark.nightly(cases=10)
+@pytest.mark.nightly(cases=6)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, is_right = PLANTS[name]
@@ -191,7 +191,7 @@ def test_what_products_read_is_in_order(case):
     assert disorders(case) == []
 
 
-@pytest.mark.nightly(cases=2)
+@pytest.mark.nightly(cases=1)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_is_not_in_order_is_found(name):
     """The results are right: memory is seen at once here, and blocks run one after the other."""

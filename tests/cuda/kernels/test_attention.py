@@ -66,10 +66,7 @@ TILED = (
     *(case(t, 1, 2, 600, 64, mask="") for t in (64, 140)),  # splits of few rows, and of many
     case(64, 1, 1, 0, 64, mask=""),
     case(65, 1, 1, 1, 16, mask=""),
-    *(
-        case(66, 1, 1, 70, d, e, mask="", inputs="infinities")
-        for d, e in ((128, 128), (192, 128), (256, 250), (7, 129))
-    ),
+    *(case(66, 1, 1, 70, *s, mask="", inputs="infinities") for s in ((128, 128), (192, 128), (256, 250), (7, 129))),
     *(case(9, 8, 2, 70, 128, mask="", layout=how) for how in STRIDED_LAYOUTS),
     case(33, 2, 2, 70, 576, 512, mask="", inputs="infinities"),  # latent: rows, half rows, keys that are left
     *(case(2, 33, 1, s, 576, 512, rest="sinks=f32[33]") for s in (1, 17)),
@@ -117,7 +114,7 @@ SIZES = tuple(
 BY_HALVES = [c for c in CELLS + VARIANTS + SIZES if "f16" in str(c) and allowed_nmse(c) > TOLERANCE]
 
 
-@pytest.mark.nightly(cases=130)
+@pytest.mark.nightly(cases=52)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("case", FEW + TILED + CELLS + VARIANTS + SIZES, ids=str)
 def test_attention_is_its_definition_in_every_order_of_threads(case):
@@ -129,6 +126,7 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
         assert result.difference.nmse < allowed_nmse(case)
 
 
+@pytest.mark.nightly(cases=18)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("choose", [by_warps, by_candidates])
 @pytest.mark.parametrize("case", BY_HALVES, ids=str)
@@ -148,6 +146,7 @@ def test_every_kernel_has_a_case():
             return lambda: None
 
     backend = DriverBackend(Driver())
+    backend.driver.prepare_kernel = lambda kernel, on: None  # nothing runs
     for variant, c in product((nullcontext, by_warps, by_candidates), (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES)):
         with variant():
             run_case(c, backend, backend.device(0))
@@ -437,7 +436,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.nightly(cases=25)
+@pytest.mark.nightly(cases=15)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):

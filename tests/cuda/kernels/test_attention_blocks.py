@@ -61,26 +61,29 @@ def test_a_block_table_gives_the_bits_of_keys_in_order(cache: str, tokens: int) 
     assert not any("cast" in kernel for kernel in got[1])
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, 24])
 def test_accesses_are_ordered(tokens: int) -> None:
-    _, by_blocks = build_in_order_and_by_blocks(tokens, KEYS, "q5_1", (64, 96))
+    """One sequence with several tiles of keys: the detector takes microseconds for each access."""
+    _, by_blocks = build_in_order_and_by_blocks(tokens, 300, "q5_1", (64, 32), sequences=1)
     driver = AccessLogDriver()
-    run(by_blocks, AccessLogBackend(driver))
+    _, kernels, _ = run(by_blocks, AccessLogBackend(driver))
+    assert any("attend_tiles" in kernel for kernel in kernels) == (tokens > 1)
     assert list_races_between_launches(driver.take_log(), driver.memory) == []
 
 
+FAULTS = {
+    "q4_0": ("cells.cuh", "codes >> i / 16 * 4 & 0x0f0f0f0fu", "codes & 0x0f0f0f0fu"),  # high halves are forgotten
+    "q5_0": ("cells.cuh", "[i / 16] >> i % 16 & 15", "[i / 16] & 15"),  # fifth bits of the first four
+    "q5_1": ("cells.cuh", "FIFTHS = HAS_LOWEST ? 4 : 2", "FIFTHS = 2"),
+    "iq4_nl": ("cells.cuh", "(pairs >> 1 & 0x4444)", "0x4444"),
+    "q4_1": ("cells.cuh", "fmaf((float)level, scale, lowest)", "(float)level * scale"),
+    "q8_0": ("cells.cuh", "(first >> 5) * Block::BYTES", "(first >> 6) * Block::BYTES"),
+}
+
+
+@pytest.mark.nightly(cases=2)
 @pytest.mark.long(cases=2)
-@pytest.mark.parametrize(
-    ("cache", "good", "bad"),
-    [
-        ("q4_0", "codes >> i / 16 * 4 & 0x0f0f0f0fu", "codes & 0x0f0f0f0fu"),  # high halves are forgotten
-        ("q5_0", "[i / 16] >> i % 16 & 15", "[i / 16] & 15"),  # fifth bits of the first four
-        ("q5_1", "FIFTHS = HAS_LOWEST ? 4 : 2", "FIFTHS = 2"),
-        ("iq4_nl", "(pairs >> 1 & 0x4444)", "0x4444"),
-        ("q4_1", "fmaf((float)level, scale, lowest)", "(float)level * scale"),
-        ("q8_0", "(first >> 5) * Block::BYTES", "(first >> 6) * Block::BYTES"),
-    ],
-)
-def test_planted_faults_are_found(cache: str, good: str, bad: str) -> None:
+@pytest.mark.parametrize("cache", FAULTS)
+def test_planted_faults_are_found(cache: str) -> None:
     built, _ = build_in_order_and_by_blocks(1, KEYS, cache, (64, 32))
-    assert finding("cells.cuh", good, bad, lambda backend: has_reference_values(built, backend)) == WRONG_RESULTS
+    assert finding(*FAULTS[cache], lambda backend: has_reference_values(built, backend)) == WRONG_RESULTS

@@ -184,6 +184,7 @@ PRODUCT_FAULTS = {
 }
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", [*FAULTS, *PRODUCT_FAULTS])
 def test_a_fault_planted_in_the_inputs_is_found(name: str):

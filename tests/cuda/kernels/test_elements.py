@@ -52,16 +52,17 @@ def test_threads_that_take_several_elements_are_right(op, monkeypatch):
     assert Outcome.FAIL not in found
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ("end = all - begin < size ? all : begin + size", "end = begin + size"),
-        ("e * blockDim.x < end) put", "e * blockDim.x < end && e < 3) put"),
-        ("rest[e] = first + e * blockDim.x", "rest[e] = first + e * 32"),
-        ("begin = blockIdx.x * size", "begin = blockIdx.x * blockDim.x"),
-    ],
+FAULTS = (
+    ("end = all - begin < size ? all : begin + size", "end = begin + size"),
+    ("e * blockDim.x < end) put", "e * blockDim.x < end && e < 3) put"),
+    ("rest[e] = first + e * blockDim.x", "rest[e] = first + e * 32"),
+    ("begin = blockIdx.x * size", "begin = blockIdx.x * blockDim.x"),
 )
+
+
+@pytest.mark.nightly(cases=2)
+@needs_compiler
+@pytest.mark.parametrize(("good", "bad"), FAULTS)
 def test_a_mistake_in_what_a_thread_takes_is_found(good, bad, monkeypatch):
     monkeypatch.setattr(elementwise, "MIN_MULTI_ELEMENT_COUNT", 0)
     assert Outcome.FAIL in outcomes(FaultyDriver("elements.cuh", good, bad), "add")

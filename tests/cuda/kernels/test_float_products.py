@@ -158,12 +158,14 @@ def test_a_row_past_the_last_of_a_gated_unit_is_found():
     assert PAST_OUT in finding(*edit, lambda backend: unit_is_right(3, 1024, backend))
 
 
+@pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize("name", OF_FEW)
 def test_a_mistake_in_a_product_of_few_rows_is_found(name):
     message = PAST_OUT if name == "rows past the last are written" else WRONG_RESULTS
     assert message in finding("dense.cu", *OF_FEW[name], lambda backend: FEW(backend=backend))
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):

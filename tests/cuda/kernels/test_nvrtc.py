@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("number", "arch"), cases, ids=[f"{i}-{SOURCES[i].file}-{arch}" for i, arch in cases])
 
 
-@pytest.mark.nightly(cases=26)
+@pytest.mark.nightly(cases=13)
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_a_source_compiles_and_takes_what_is_recorded(number, arch):

@@ -71,6 +71,7 @@ def test_packing_loses_nothing(dtype, number):
         run.run({"ids": np.where(ids == 3, 37, ids)})
 
 
+@pytest.mark.nightly(cases=67)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 9, 33, 65])
 @pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)

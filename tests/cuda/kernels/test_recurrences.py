@@ -36,6 +36,7 @@ def passes(text, backend=None):
     return all(r.outcome is Outcome.PASS for r in results)
 
 
+@pytest.mark.nightly(cases=22)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("keys", "values"), SIZES)
 @pytest.mark.parametrize("op", CASES)
@@ -91,6 +92,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_recurrence_is_found(name):

@@ -166,6 +166,7 @@ STOP_MESSAGES = {
 """Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_the_order_is_found(name):

@@ -48,6 +48,7 @@ class Noting(EmulatedDriver):
         return super().record(launches, on)
 
 
+@pytest.mark.nightly(cases=40)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("tile", "shares", "kernel"),
@@ -116,7 +117,7 @@ def test_blocks_of_a_persistent_kernel_are_resident_at_once():
     assert [count(2, cluster, 3) for cluster in (1, 2, 4)] == [2, 2, 4]
 
 
-@pytest.mark.nightly(cases=67)
+@pytest.mark.nightly(cases=23)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("columns", [256, 512])
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Noting(EmulatedDriver):
         return super().record(steps, on)
 
 
-@pytest.mark.nightly(cases=37)
+@pytest.mark.nightly(cases=13)
 @pytest.mark.parametrize(
     ("op", "variant", "dtype"), CASES, ids=[f"{op}-{variant.kernel}-{t}" for op, variant, t in CASES]
 )

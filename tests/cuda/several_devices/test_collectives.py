@@ -388,6 +388,7 @@ def test_what_is_right_is_found_right():
     _all_right()
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):

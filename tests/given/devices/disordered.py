@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from hocket.backends.base import Device
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.access_log import AccessLogDriver
+from hocket.backends.cupy.emulation.compile_host import ACCESS_LOG_OPTIONS
 
 from .emulation import with_fault
 
@@ -19,4 +20,4 @@ class RacyDriver(AccessLogDriver):
         self.edit = file, good, bad
 
     def record(self, steps: Sequence[KernelLaunch], on: Device) -> Callable[[], None]:
-        return super().record([with_fault(step, *self.edit) for step in steps], on)
+        return super().record([with_fault(step, *self.edit, ACCESS_LOG_OPTIONS) for step in steps], on)

@@ -13,7 +13,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.device_limits import HIP_LIMITS, LARGEST_LIMITS
 from hocket.backends.cupy.device.driver import CUDA_HEADER, HIP_HEADER, KernelLaunch, KernelSource, read_kernel_text
-from hocket.backends.cupy.emulation.compile_host import load_emulated_library
+from hocket.backends.cupy.emulation.compile_host import CHECK_OPTIONS, load_emulated_library
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError
 
@@ -49,24 +49,27 @@ def replace_in_source(source: KernelSource, good: str, bad: str) -> EditedSource
     )
 
 
-def replace_and_compile(source: KernelSource, good: str, bad: str) -> EditedSource:
+def replace_and_compile(
+    source: KernelSource, good: str, bad: str, options: tuple[str, ...] = CHECK_OPTIONS
+) -> EditedSource:
     """The same, if it compiles; else the test fails at once: nothing that catches errors takes that for a mistake that
-    was found."""
+    was found. The driver that launches it compiles with the same `options`, so that it is compiled once."""
     edited_source = replace_in_source(source, good, bad)
     try:
-        load_emulated_library(edited_source)
+        load_emulated_library(edited_source, options)
     except BackendError as why:
         pytest.fail(str(why))
     return edited_source
 
 
-def with_fault(launch: KernelLaunch, file: str, good: str, bad: str) -> KernelLaunch:
+def with_fault(
+    launch: KernelLaunch, file: str, good: str, bad: str, options: tuple[str, ...] = CHECK_OPTIONS
+) -> KernelLaunch:
     """The launch with a mistake in its kernel, if that sees the file."""
     if file not in launch.kernel.source.files:
         return launch
-    return replace(
-        launch, kernel=replace_and_compile(launch.kernel.single_kernel_source, good, bad)[launch.kernel.name]
-    )
+    edited_source = replace_and_compile(launch.kernel.single_kernel_source, good, bad, options)
+    return replace(launch, kernel=edited_source[launch.kernel.name])
 
 
 class FaultyDriver(EmulatedDriver):

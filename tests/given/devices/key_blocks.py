@@ -17,25 +17,25 @@ AttentionRun = tuple[hocket.Graph, dict[str, npt.NDArray[np.generic]], dict[str,
 
 
 def build_in_order_and_by_blocks(
-    tokens: int, keys: int, cache: str, sizes: tuple[int, int], **attrs: float
+    tokens: int, keys: int, cache: str, sizes: tuple[int, int], sequences: int = SEQUENCES, **attrs: float
 ) -> tuple[AttentionRun, AttentionRun]:
     """Build attention over keys in order, and over the same keys in shuffled blocks of a larger pool."""
     rng = np.random.default_rng(tokens + keys)
     blocks = -(-keys // BLOCK_KEYS)
-    pool = SEQUENCES * blocks + 2
-    table = rng.permutation(pool)[: SEQUENCES * blocks].reshape(SEQUENCES, blocks).astype(np.int32)
-    lengths = rng.integers(tokens, keys + 1, SEQUENCES)
+    pool = sequences * blocks + 2
+    table = rng.permutation(pool)[: sequences * blocks].reshape(sequences, blocks).astype(np.int32)
+    lengths = rng.integers(tokens, keys + 1, sequences)
     pos = lengths[:, None] - tokens + np.arange(tokens)
     mask = np.where(np.arange(keys) <= pos[..., None], 0.0, -np.inf).astype(np.float32)
-    inputs = {"q": rng.standard_normal((SEQUENCES, tokens, HEADS, sizes[0])).astype(np.float32), "mask": mask}
+    inputs = {"q": rng.standard_normal((sequences, tokens, HEADS, sizes[0])).astype(np.float32), "mask": mask}
     q, masks = hocket.input("q", inputs["q"].shape), hocket.input("mask", mask.shape)
     in_order, by_blocks, leaves, pools = {}, {}, [], []
     for name, size in zip(("k", "v"), sizes, strict=True):
         rows = rng.standard_normal((pool * BLOCK_KEYS, KEY_HEADS * size)).astype(np.float32)
         by_blocks[name] = rows
-        cells = rows.reshape(pool, BLOCK_KEYS, -1)[table].reshape(SEQUENCES, blocks * BLOCK_KEYS, -1)[:, :keys]
-        in_order[name] = np.ascontiguousarray(cells).reshape(SEQUENCES * keys, -1)
-        shape = (SEQUENCES, keys, KEY_HEADS, size)
+        cells = rows.reshape(pool, BLOCK_KEYS, -1)[table].reshape(sequences, blocks * BLOCK_KEYS, -1)[:, :keys]
+        in_order[name] = np.ascontiguousarray(cells).reshape(sequences * keys, -1)
+        shape = (sequences, keys, KEY_HEADS, size)
         leaves.append(ops.reshape(hocket.state(name, in_order[name].shape, cache), shape=shape))
         shape = (pool, BLOCK_KEYS, KEY_HEADS, size)
         pools.append(ops.reshape(hocket.state(name, rows.shape, cache), shape=shape))

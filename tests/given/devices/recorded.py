@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from hocket.backends.cupy.emulation.access_budget import build_row_per_access_kind
 
@@ -35,12 +36,14 @@ def width(row):
     return sum(int(bits) * count for bits, count in row.loads.items()) / max(1, sum(row.loads.values()))
 
 
+@cache
 def requests():
     """Those recorded, by kernel and kind of access."""
     row = re.compile(r"\| `(.+?)` \| ((?:global|shared) .+?) \| (\d+) \|")
     return {(m[1], m[2]): int(m[3]) for line in PAGE.read_text("utf-8").splitlines() if (m := row.match(line))}
 
 
+@cache
 def at_once():
     """The threads of a block that are recorded, and the copies under way, by kernel."""
     row = re.compile(r"\| `(.+?)` \| \d+ \| [\d.]+ \| (\d+) \| (\d*) \|$", re.M)
