@@ -136,6 +136,7 @@ def check_class(make, package, options, bound_sets, monkeypatch, min_sets=2):
 
 
 @pytest.mark.long(cases=2)
+@pytest.mark.nightly(cases=8)
 @needs_transformers
 def test_models_of_a_class_of_transformers_compute_with_their_own_parameters(torch_class, bound_sets, monkeypatch):
     from ...given.models.torch_models import make_model
