@@ -23,7 +23,7 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-@pytest.mark.nightly(cases=8)
+@pytest.mark.nightly(cases=6)
 @pytest.mark.long
 @needs_transformers
 def test_models_of_transformers_equal_pytorch_on_one_to_four_devices(torch_model):
