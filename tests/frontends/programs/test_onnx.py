@@ -384,7 +384,7 @@ def list_node_cases():
 
 @pytest.mark.long
 @pytest.mark.nightly(cases=1)
-@pytest.mark.parametrize(("are_others", "min_count", "min_share"), [(False, 260, 0.82), (True, 1160, 0.82)])
+@pytest.mark.parametrize(("are_others", "min_count", "min_share"), [(False, 260, 0.83), (True, 1160, 0.85)])
 def test_onnx_own_node_tests(are_others, min_count, min_share):
     cases = list_node_cases()[are_others]
     verdicts = {case.name: verdict(case) for case in cases}
