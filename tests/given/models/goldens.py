@@ -36,7 +36,7 @@ NAMES_OF_EACH_GRAPH = [
     pytest.param(name, marks=pytest.mark.nightly(cases=0)) if "qwen3-" in name and name not in TYPE_CHOSEN else name
     for name in INDEX
 ]
-"""The models as cases of a test of what graphs do. Further types of weights of one graph are nightly cases."""
+"""The models as cases of a test of their graphs. Further types of weights of one graph are nightly cases."""
 
 _FLOAT = {name: row for name, row in INDEX.items() if set(row["types"]) == {"F16", "F32"}}
 DENSE = tuple(name for name, row in _FLOAT.items() if row["router_gap"] is None)
