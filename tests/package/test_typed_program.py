@@ -6,6 +6,7 @@ A checker reads the whole package, so it is run once over all programs.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -90,7 +91,8 @@ def run_checker(folder, *command) -> str:
 def test_mypy_finds_what_is_wrong_and_nothing_else(programs):
     (programs / "mypy.ini").write_text("[mypy]\nstrict = true\nfollow_imports = silent\nmypy_path = types\n")
     files = sorted(path.name for path in programs.glob("*.py"))
-    output = run_checker(programs, "mypy", "--no-error-summary", *files).splitlines()
+    options = ("--no-error-summary", "--cache-dir", os.devnull)
+    output = run_checker(programs, "mypy", *options, *files).splitlines()
     check_errors({(line.split(":")[0], int(line.split(":")[1])) for line in output if ": error: " in line}, output)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,12 @@ from hocket.frontends.open_model import open_model
 from hocket.graph import DType, Graph, Value
 
 from ...given.devices.emulation import needs_compiler
-from ...given.models.goldens import INDEX, path_of
+from ...given.models.goldens import NAMES_OF_EACH_GRAPH, path_of
 
 LARGEST_LOGIT = Sampling()
 PROMPTS_OF_THREE = [[100, 200, 300], [7], [50, 60]]
-DEVICES_THAT_CHOOSE = [
-    "cpu:0",
-    "numpy:0",
-    pytest.param("cuda-emulated:0", marks=[needs_compiler, pytest.mark.long(cases=1)]),
-]
+EMULATED = [needs_compiler, pytest.mark.long(cases=1)]
+DEVICES_THAT_CHOOSE = ["cpu:0", "numpy:0", pytest.param("cuda-emulated:0", marks=EMULATED)]
 
 
 @pytest.fixture
@@ -75,17 +73,40 @@ def sample(
     return sample_tokens_of_all_sequences(session, prompts, settings, known=known, needs_logits=needs_logits)
 
 
+OpenEmptySession = Callable[[str, str], Session]
+
+
+@pytest.fixture(scope="module")
+def open_empty_session() -> OpenEmptySession:
+    """Return a function of a device and a use, which gives the session of both, of three empty sequences.
+
+    A session keeps its plans, which take most of the time of a case.
+    """
+
+    @cache
+    def open_once(device: str, use: str) -> Session:
+        return open_session(device, sequences=3)
+
+    def open_and_reset(device: str, use: str) -> Session:
+        session = open_once(device, use)
+        for i in range(session.sequences):
+            session.reset(i)
+        return session
+
+    return open_and_reset
+
+
 def count_token_steps(session: Session) -> int:
     return sum(step.output_kind == "token" for step in session.planned_steps)
 
 
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("device", DEVICES_THAT_CHOOSE)
-def test_a_device_chooses_the_tokens_that_the_host_chooses(device: str) -> None:
+def test_a_device_chooses_the_tokens_that_the_host_chooses(device: str, open_empty_session: OpenEmptySession) -> None:
     """Three sequences; one of them ends early. Then the text goes on from the states that the steps have left."""
     found = []
     for needs_logits in (True, False):
-        session = open_session(device, sequences=3)
+        session = open_empty_session(device, "logits" if needs_logits else "token")
         known: list[list[int]] = [[], [], []]
         first = [*sample(session, PROMPTS_OF_THREE, needs_logits=needs_logits, known=known)]
         stop = frozenset({first[4].token})
@@ -101,7 +122,7 @@ def test_a_device_chooses_the_tokens_that_the_host_chooses(device: str) -> None:
 
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.long(cases=2)
-@pytest.mark.parametrize("name", INDEX)
+@pytest.mark.parametrize("name", NAMES_OF_EACH_GRAPH)
 def test_every_fixture_continues_its_text_with_the_same_tokens(name: str) -> None:
     texts = []
     for needs_logits in (True, False):
@@ -162,15 +183,29 @@ SAMPLED = [
     {"sampling": Sampling(temperature=1.0, presence_penalty=0.1), "seed": 9},
     {"sampling": Sampling(temperature=2.0, frequency_penalty=-3.0, bias=((5, 1.0), (6, -np.inf))), "seed": 10},
 ]
+SAMPLED_ON_DEVICES = [
+    pytest.param(
+        params,
+        device,
+        marks=[
+            *(EMULATED if device == "cuda-emulated:0" else ()),
+            *([pytest.mark.nightly(cases=0)] if device != "cpu:0" and number not in (1, 5) else ()),
+        ],
+    )
+    for device in ("cpu:0", "numpy:0", "cuda-emulated:0")
+    for number, params in enumerate(SAMPLED)
+]
+"""All on the CPU. On the others a text without and one with names of tokens, which have graphs of their own."""
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("device", DEVICES_THAT_CHOOSE)
-@pytest.mark.parametrize("params", SAMPLED, ids=str)
-def test_the_host_samples_from_candidates_as_from_all_logits(params: dict[str, Any], device: str) -> None:
+@pytest.mark.parametrize(("params", "device"), SAMPLED_ON_DEVICES, ids=str)
+def test_the_host_samples_from_candidates_as_from_all_logits(
+    params: dict[str, Any], device: str, open_empty_session: OpenEmptySession
+) -> None:
     found = []
     for needs_logits in (True, False):
-        session = open_session(device, sequences=3)
+        session = open_empty_session(device, "logits" if needs_logits else "sampled")
         prompts, stop = PROMPTS_OF_THREE, frozenset[int]()
         known: list[list[int]] = [[], [], []]
         for _ in range(2):  # a sequence of the second text ends early, if its token occurs again

@@ -29,7 +29,7 @@ from hocket.scheduler import LaunchedRun
 
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.late_stream import LateStream, make_emulation_late
-from ...given.models.goldens import INDEX, path_of
+from ...given.models.goldens import NAMES_OF_EACH_GRAPH, path_of
 
 THREE_PROMPTS = [[10, 20, 30], [7], [50, 60]]
 Use = Callable[[Session, list[list[int]]], object]
@@ -160,6 +160,7 @@ def test_texts_and_states_are_the_same_without_steps_ahead(use: Use, monkeypatch
 
 @needs_compiler
 @pytest.mark.long(cases=2)
+@pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize("use", USES)
 def test_a_device_that_works_late_gives_the_same(use: Use, late: LateStream, monkeypatch: pytest.MonkeyPatch) -> None:
     found = use_and_continue(use, "cuda-emulated:0")
@@ -169,7 +170,7 @@ def test_a_device_that_works_late_gives_the_same(use: Use, late: LateStream, mon
 
 @pytest.mark.usefixtures("host_memory")
 @pytest.mark.long(cases=3)
-@pytest.mark.parametrize("name", INDEX)
+@pytest.mark.parametrize("name", NAMES_OF_EACH_GRAPH)
 def test_the_states_of_every_fixture_are_restored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = use_and_continue(leave_a_text, "numpy:0", path_of(name))
     without_launching(monkeypatch)

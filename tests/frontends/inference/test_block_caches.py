@@ -23,6 +23,7 @@ def group(kind: str, **more: object) -> DeviceGroup:
 
 
 @pytest.mark.long(cases=1)
+@pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize(
     ("kind", "worst"), [("q8_0", 1e-3), ("q4_0", 0.3), ("q4_1", 0.1), ("q5_0", 0.1), ("q5_1", 0.05), ("iq4_nl", 0.3)]
 )

@@ -135,6 +135,7 @@ def broken_batches(monkeypatch, on):
     return backend, in_batches(make_root_session("qwen35", on), 2, 2)
 
 
+@pytest.mark.nightly(cases=1)
 @ON_SPLIT_LAYERS
 def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     backend, broken = broken_batches(monkeypatch, on)
@@ -160,6 +161,7 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
+@pytest.mark.nightly(cases=1)
 @ON_SPLIT_LAYERS
 def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
     backend, broken = broken_batches(monkeypatch, on)
@@ -187,6 +189,7 @@ def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
     assert all(one.tobytes() == two[2:3].tobytes() for one, two in zip(results, expected, strict=True))
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4,)), ((4,), (1, 3)), ((3, 1), (2, 2))])
 @pytest.mark.parametrize("name", ["qwen35", "gemma3"])
 def test_a_saved_state_goes_on_in_any_micro_batches(name, saved, loaded, tmp_path):

@@ -60,8 +60,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("blocks", [0, BLOCKS])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "blocks"),
+    [
+        pytest.param(case, blocks, marks=[pytest.mark.nightly(cases=0)] if (number + is_pool) % 2 else [])
+        for number, case in enumerate(CASES)
+        for is_pool, blocks in enumerate((0, BLOCKS))
+    ],
+)
 def test_rows_of_mixed_steps_have_the_bits_of_separate_steps(case, blocks):
     name, options = CASES[case]
     apart, mixed = make_session(name, blocks, **options), make_session(name, blocks, **options)

@@ -64,6 +64,7 @@ def test_what_several_devices_save_one_can_load(saved_state, group, tmp_path):
     assert nmse(got, expected) < 1e-11
 
 
+@pytest.mark.nightly(cases=4)
 @pytest.mark.parametrize("model", ["deepseek4-moe", "deepseek2-moe", "glm5-next-moe", "qwen4exp-moe"])
 @pytest.mark.parametrize("context", [24, 64, 101])
 def test_compressed_caches_go_on_in_a_context_of_another_size(model, context, tmp_path):

@@ -113,7 +113,9 @@ def test_plans_are_built_once_for_each_bucket() -> None:
     model = open_model(None)
     session = Session(model, on=FAST)
     session.evaluate([list(range(100, 113))])
-    for token in range(300):
+    for _ in range(14):
+        session.evaluate([list(range(16))])
+    for token in range(30):
         session.evaluate([[token]])
     # A prefill of up to 16 tokens, and single tokens within the first 256 and within all 512 cells.
     assert [(s.tokens, s.cells, s.outputs) for s in session.planned_steps] == [(16, 256, 1), (1, 256, 1), (1, 512, 1)]

@@ -133,6 +133,7 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
     assert nmse(np.stack(guessed), np.stack([*want, answers[-1]])[:, None]) <= SAME
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("name", "devices", "blocks"),

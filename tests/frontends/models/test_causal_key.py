@@ -48,6 +48,7 @@ DECODERS = [
 ]
 
 
+@pytest.mark.nightly(cases=44)
 @pytest.mark.long(cases=3)
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_first_token_of_every_decoder_sees_the_last_one(name: str, tmp_path: Path) -> None:

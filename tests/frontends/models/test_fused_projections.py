@@ -64,6 +64,7 @@ def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> np
     )
 
 
+@pytest.mark.nightly(cases=8)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("devices", "mode"), DEVICE_GROUPS, ids=["one", "tensor", "layer"])
 @pytest.mark.parametrize("name", ATTENTION)

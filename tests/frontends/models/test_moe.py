@@ -178,6 +178,7 @@ def test_the_divisor_of_the_shares_has_the_lower_bound_of_llama_cpp() -> None:
 # ------------------------------------------------------------------------------------------------ several devices
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
@@ -206,6 +207,7 @@ def plan_sharded_experts(model: Model, step: Step, n: int) -> Plan:
     return plan_for_group(model.graph(step), [find_device(name) for name in devices(n)], choose=columns, hardware=late)
 
 
+@pytest.mark.nightly(cases=6)
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -225,6 +227,7 @@ def test_the_search_shards_experts_where_a_batch_makes_it_pay(name: str) -> None
     assert reductions(new_plan) == [("all_reduce", (128, 64))] * (2 * model.layer_count_without_mtp)
 
 
+@pytest.mark.nightly(cases=3)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("name", MIXTURES)

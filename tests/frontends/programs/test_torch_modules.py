@@ -136,6 +136,7 @@ def check_class(make, package, options, bound_sets, monkeypatch, min_sets=2):
 
 
 @pytest.mark.long(cases=2)
+@pytest.mark.nightly(cases=4)
 @needs_transformers
 def test_models_of_a_class_of_transformers_compute_with_their_own_parameters(torch_class, bound_sets, monkeypatch):
     from ...given.models.torch_models import make_model
@@ -145,7 +146,7 @@ def test_models_of_a_class_of_transformers_compute_with_their_own_parameters(tor
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.nightly(cases=6)
+@pytest.mark.nightly(cases=2)
 @needs_transformers
 def test_devices_with_shards_see_the_changes_of_parameters(torch_class, bound_sets, monkeypatch):
     from ...given.models.torch_models import make_model
@@ -154,7 +155,7 @@ def test_devices_with_shards_see_the_changes_of_parameters(torch_class, bound_se
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.nightly(cases=3)
+@pytest.mark.nightly(cases=2)
 @needs_torchvision
 def test_models_of_torchvision_compute_with_their_own_parameters(vision_class, bound_sets, monkeypatch):
     from ...given.models.vision_models import make_model

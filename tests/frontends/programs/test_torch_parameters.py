@@ -24,6 +24,7 @@ PLACES = {
 
 
 @pytest.mark.long(cases=4)
+@pytest.mark.nightly(cases=11)
 @pytest.mark.parametrize("dtype", MAX_ERROR)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1", "numpy:0"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.inference.session import DeviceGroup, Session
@@ -28,6 +29,14 @@ INDEX: dict[str, dict[str, Any]] = {
     row["file"].split("/")[0]: row for row in json.loads((FIXTURES / "index.json").read_text("utf-8"))
 }
 """The known facts of each model: its types, and the measured and allowed distance from the golden logits."""
+
+TYPE_CHOSEN = ("qwen3-q8_0", "qwen3-q4_k_m")
+"""Of the models that differ in the types of their weights alone, one with blocks of 32 and one of 256 values."""
+NAMES_OF_EACH_GRAPH = [
+    pytest.param(name, marks=pytest.mark.nightly(cases=0)) if "qwen3-" in name and name not in TYPE_CHOSEN else name
+    for name in INDEX
+]
+"""The models as cases of a test of their graphs. Further types of weights of one graph are nightly cases."""
 
 _FLOAT = {name: row for name, row in INDEX.items() if set(row["types"]) == {"F16", "F32"}}
 DENSE = tuple(name for name, row in _FLOAT.items() if row["router_gap"] is None)

@@ -94,6 +94,12 @@ def test_what_is_damaged_foreign_or_of_another_form_is_planned_anew(plans, tmp_p
     assert [plan_to_json(plan_with_cache(seeded_graph(4), group, **chosen)) for chosen in options] == texts
 
 
+def test_a_process_lists_the_sources_of_the_planner_once():
+    first = plan_cache._list_planner_source_file_versions()
+    assert len(first) > 100
+    assert plan_cache._list_planner_source_file_versions() is first
+
+
 def test_another_graph_group_or_option_has_another_plan(plans, tmp_path, monkeypatch):
     graph = seeded_graph(5)
     plan_with_cache(graph, find_devices(["cpu:0"]))
