@@ -78,15 +78,16 @@ def generate_full_cases(op: Op) -> tuple[Case, ...]:
 
 
 @lru_cache(maxsize=256)
-def select_quick_cases(op: Op) -> tuple[Case, ...]:
+def select_quick_cases(op: Op, *, covers_pairs: bool = True) -> tuple[Case, ...]:
     """Select few cases of the full run that still cover every dtype, layout, input kind, attribute value and check.
 
-    Nearly every pair of these that occurs in the full run also occurs in the selection.
+    Nearly every pair of these that occurs in the full run also occurs in the selection, unless `covers_pairs` is false.
     """
     seen: set[object] = set()
     chosen: dict[Case, None] = {}
     ordered = sorted(generate_full_cases(op), key=_compute_selection_order)
-    for features in (_list_single_traits, _list_layout_operand_dtype_traits, _list_trait_pairs):
+    rounds = (_list_single_traits, _list_layout_operand_dtype_traits, _list_trait_pairs)
+    for features in rounds if covers_pairs else rounds[:2]:
         for case in ordered:
             if case not in chosen and (new := features(case)) - seen and len(chosen) < MAX_QUICK_CASES:
                 seen |= (

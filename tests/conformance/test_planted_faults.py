@@ -1,4 +1,4 @@
-"""The kit's own test: the quick run of an op names each bug that is planted into a correct backend."""
+"""The kit's own test: the cases of an op that every run tries name each bug that is planted into a correct backend."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.generate_cases import select_quick_cases
 from hocket.ops import REGISTRY
 
 from ..given.kernel_faults import FAULTS
+from ..given.kernel_faults.covering_cases import choose_covering_cases
 from ..given.kernel_faults.site import FaultyBackend, KernelFault
 
 DEVICE = Device("cpu", 0)
@@ -25,14 +25,14 @@ def test_no_fault_is_planted_twice():
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(fault: KernelFault):
-    backend = FaultyBackend(fault)
-    for case in select_quick_cases(REGISTRY[fault.op]):
+    backend, cases = FaultyBackend(fault), choose_covering_cases(REGISTRY[fault.op])
+    for case in cases:
         result = run_case(case, backend, DEVICE)
         found = result.outcome is Outcome.FAIL and re.search(fault.symptom, result.why)
         if found and not _fails_anyway(case):
             assert backend.broken is None, f"the fault itself does not run on {case}: {backend.broken!r}"
             return
-    pytest.fail(f"{fault} was not found in {len(select_quick_cases(REGISTRY[fault.op]))} cases")
+    pytest.fail(f"{fault} was not found in {len(cases)} cases")
 
 
 def _fails_anyway(case) -> bool:

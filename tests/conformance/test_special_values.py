@@ -10,20 +10,22 @@ from hocket import ops
 from hocket.backends import find_device
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.cases.case import Case
+from hocket.conformance.cases.case import Case, make_case
 from hocket.conformance.cases.inputs import (
     generate_random_operands,
     has_unquantised_floats,
     make_infinities_zeros_and_subnormals,
 )
+from hocket.conformance.checks.case_graph import build_case_graph
 from hocket.conformance.checks.compare_arrays import compare_with_reference
 from hocket.conformance.checks.run_case import replace_permitted_nonfinites_by_reference
 from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
 from hocket.conformance.generate_cases import generate_full_cases, select_quick_cases
 from hocket.frontends.tensors.tensor import merge_equal_nodes
 from hocket.graph.dtypes import DType
+from hocket.graph.parse import parse_case as parse_point
 from hocket.graph.spec import Spec
-from hocket.ops import REGISTRY
+from hocket.ops import REGISTRY, Op
 
 SPECIAL_INPUTS = ("special", "zeros", "denormal")
 CLASSES = {
@@ -63,9 +65,33 @@ LOST = (
 
 @pytest.mark.long(cases=4)
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) -> None:
+def test_the_cases_of_an_op_are_legal_and_have_special_values_and_elements_of_each_dtype(name: str) -> None:
+    """One test looks at all cases of an op, and at the quick run, which selects some of them."""
+    _require_legal_points_with_all_samples(REGISTRY[name])
+    _require_special_values_of_each_dtype(REGISTRY[name])
+    quick = select_quick_cases(REGISTRY[name])
+    operands = {operand for case in quick for operand, _ in _floats(case)}
+    for kind in SPECIAL_INPUTS:
+        assert {operand for case in quick if case.inputs == kind for operand, _ in _floats(case)} == operands
+    compared = [case for case in quick if case.check == "reference"]
+    covered = {(key, spec.dtype) for case in compared for key, spec in case.operands}
+    tried = {(key, spec.dtype) for case in compared for key, spec in case.operands if not case.has_empty_operand}
+    only_empty = {(key, dtype) for key, dtype in covered - tried if not (name == "transpose" and dtype.is_quantised)}
+    assert only_empty == set()  # rows of blocks can be transposed only where there are none
+
+
+def _require_legal_points_with_all_samples(op: Op) -> None:
+    """The points of an op are its cases that differ in more than inputs, layout and check."""
+    points = [
+        c for c in generate_full_cases(op) if (c.layout, c.inputs, c.check) == ("contiguous", "normal", "reference")
+    ]
+    assert {make_case(op, parse_point(text)) for text in op.samples} <= set(points)
+    for case in points:
+        build_case_graph(case)  # raises where the op refuses it
+
+
+def _require_special_values_of_each_dtype(op: Op) -> None:
     """Each dtype has cases, and the cases of an operand contain each special value."""
-    op = REGISTRY[name]
     missing = {(key, kind) for case in generate_full_cases(op) for key in _floats(case) for kind in SPECIAL_INPUTS}
     values = {
         operand: {
@@ -84,15 +110,6 @@ def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) ->
                 values[operand] -= {kind for kind in values[operand] if CLASSES[kind](operands[operand]).any()}
     assert not missing
     assert not any(values.values()), values
-
-
-@pytest.mark.long(cases=4)
-@pytest.mark.parametrize("name", REGISTRY)
-def test_the_quick_run_has_special_values_of_every_operand(name: str) -> None:
-    cases = select_quick_cases(REGISTRY[name])
-    operands = {operand for case in cases for operand, _ in _floats(case)}
-    for kind in SPECIAL_INPUTS:
-        assert {operand for case in cases if case.inputs == kind for operand, _ in _floats(case)} == operands
 
 
 def _floats(case: Case) -> list[tuple[str, DType]]:

@@ -1,8 +1,12 @@
-"""Weights of random numbers of any type."""
+"""Weights of random numbers of any type, and the types that every run tries."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+from typing import Any
+
 import numpy as np
+import pytest
 
 from hocket.graph.dtypes import DType
 from hocket.ops.block_layouts import BLOCK_LAYOUTS
@@ -25,3 +29,13 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
     if dtype is DType.NVFP4:
         records["scales"] = rng.integers(16, 64, (len(records), 4))
     return records.view(np.uint8).reshape(rows, -1)
+
+
+def nightly_unless(tried: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values of a parameter, or tuples of values of several.
+
+    A value that is not tried has cases in the nightly run only.
+    """
+    nightly = pytest.mark.nightly(cases=0)
+    parts = ((value, value if isinstance(value, tuple) else (value,)) for value in values)
+    return [value if value in tried else pytest.param(*part, marks=nightly) for value, part in parts]

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from hocket.ops import REGISTRY
+
 from ..given.models.goldens import ROOT
 
 MODULE = """
@@ -103,11 +105,17 @@ def run(site, *arguments):
 
 
 @pytest.mark.long
-def test_the_list_of_ops_has_the_right_ops_and_names_each_wrong_one(site):
+def test_the_list_of_ops_has_a_row_for_every_op_and_names_each_wrong_one(site):
     done = run(site, "-m", "hocket", "ops", "--format", "json")
     assert done.returncode == 1, done.stderr
     rows = {row["op"]: row for row in json.loads(done.stdout)}
     assert rows["add"]["support"]["numpy"] == rows["fine_op"]["support"]["reference"] == "all"
+    assert set(rows) == {*REGISTRY, "fine_op", *FAULTS}
+    for name in REGISTRY:
+        assert rows[name]["support"]["cpu"].startswith("all"), name
+        assert rows[name]["support"]["reference"] == "all", name
+    assert (rows["sin"]["support"]["cpu"], rows["ssm_scan"]["support"]["cpu"]) == ("all (NumPy)", "all")
+    assert {rows[name]["tier"] for name in REGISTRY} == {"MUST", "SHOULD"}
     lines = done.stderr.splitlines()
     assert len(lines) == len(FAULTS)
     for name, problem in FAULTS.items():

@@ -17,10 +17,12 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise
 
 from ...given.packed_rows import aligned_scratch, call, pack_rows, round_to_bf16, target_of, tile_operands
-from ...given.random_rows import random_rows
+from ...given.random_rows import nightly_unless, random_rows
 
 RNG = np.random.default_rng(12)
 EXPERTS, THREADS = 5, 3
+TRIED = (DType.Q4_0, DType.Q8_0, DType.F16)
+"""Types with a kernel in each run: two packed types and a float. `test_amx_matmul` expands more types."""
 
 
 def sorted_by(ids: np.ndarray) -> np.ndarray:
@@ -68,10 +70,9 @@ class Prompt:
         assert not tickets.any(), "the last thread lays out new tickets"
 
 
-@pytest.mark.nightly(cases=12)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
-@pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
+@pytest.mark.parametrize("dtype", nightly_unless(TRIED, [*FORMATS, DType.BF16, DType.F16, DType.F32]), ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
 def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
     """Check experts with more slots than are gathered at once, without slots, and on other devices."""
@@ -85,7 +86,7 @@ def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns:
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16], ids=str)
+@pytest.mark.parametrize("dtype", nightly_unless(TRIED, [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16]), ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
 def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: int, columns: int):
     prompt = Prompt(dtype, rows, columns, 300, 1)

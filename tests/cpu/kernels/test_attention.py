@@ -197,11 +197,16 @@ def test_no_number_makes_no_number(name):
 
 
 @pytest.mark.long
-def test_tiles_that_are_emulated_attend():
+@pytest.mark.parametrize("cache", ["f16", *(pytest.param(n, marks=pytest.mark.nightly(cases=0)) for n in TILED[1:])])
+def test_tiles_that_are_emulated_attend(cache):
     """The tests above where a processor has no tiles: as if it had them."""
-    words = ["-m", "pytest", __file__, "-q", "-n", "0", "--most", "2", "-k", "fewer_bits or no_number"]
+    variants = ("causal", "masks tiled", "rows masked entirely, sinks")
+    tests = [f"test_every_variant_reads_caches_of_fewer_bits[{variant}-{cache}]" for variant in variants]
+    if cache == "f16":
+        tests += ["test_heads_of_any_size_read_caches_of_fewer_bits[33-sizes6]", "test_no_number_makes_no_number[v]"]
+    words = ["-m", "pytest", "-n", "0", *(f"{__file__}::{test}" for test in tests)]
     done = subprocess.run(
         [sys.executable, *words], env={**os.environ, "HOCKET_AMX": "emulated"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "." in done.stdout.partition(" ")[0], "some ran"
+    assert f"{len(tests)} passed" in done.stdout
