@@ -19,8 +19,8 @@ from hocket.conformance.checks.case_graph import build_case_graph, build_verifie
 from hocket.conformance.generate_cases import select_quick_cases
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
-from hocket.graph import DType, Graph
-from hocket.ops import REGISTRY
+from hocket.graph import DType, Graph, input, weight
+from hocket.ops import REGISTRY, mul_mat
 
 from ..given.models.goldens import INDEX, path_of
 
@@ -112,6 +112,16 @@ def test_launches_of_models_fit_every_kind_of_device(name):
             fitting.add(step, model.graph(step))
     assert fitting.launches > 100
     assert sorted(fitting.found) == []
+
+
+@pytest.mark.parametrize(("columns", "threads"), [(64, 32), (130, 64), (4100, 1024)])
+def test_a_row_of_halves_is_split_by_a_thread_for_four_columns(columns, threads):
+    graph = Graph({"y": mul_mat(weight("w", (64, columns), DType.F16), input("x", (70, columns)))})
+    backend = DriverBackend(SimulatedGpuDriver(CudaDriver, find_kernel_limits("90")))
+    program = build_verified_device_plan(graph, backend, *backend.devices()).program
+    steps = bind_program_at_placeholders(program, find_kernel_limits("90"), PROCESSORS["sm_90a"])[1]
+    (split,) = (step for step in steps if isinstance(step, KernelLaunch) and step.kernel.name.startswith("split_rows"))
+    assert split.block == (threads, 1, 1)
 
 
 def test_every_kind_of_device_is_one_that_kernels_are_compiled_for():
