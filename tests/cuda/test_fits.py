@@ -103,7 +103,7 @@ def test_launches_of_the_kit_fit_every_kind_of_device(name):
 
 
 DAILY_QUANTISED = ("qwen3-q4_k_m", "qwen3-iq4_xs")
-"""Of the models that differ only in the types of their weights, those that are tried each day."""
+"""The models that run each day, of all that differ only in the types of their weights."""
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ GROUPS = {
 }
 STEPS = 3
 MAX_TOKENS = 72
-"""Tokens of a text: more than tiles of keys and of tokens, which have 64, and than the window of gemma3, which has 16."""
+"""Tokens of a text: more than tiles of keys and of tokens have (64), and more than the window of gemma3 (16)."""
 ON_TWO = ("llama", "llama-moe", "qwen2", "gemma3", "qwen35moe", "qwen3-q4_k_m")
 """Models that run on two devices each day: one of each family; test_chains.py runs more of them."""
 
