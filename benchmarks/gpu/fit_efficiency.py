@@ -36,7 +36,7 @@ from hocket.graph import DType, Value, input, state, weight
 from hocket.graph.storage.files import write_text
 from hocket.scheduler import Plan, plan_for_group
 from hocket.scheduler.costs.device_catalogue import DATA_SHEETS
-from hocket.scheduler.costs.hardware import MANY_ROWS, PRODUCTS, WorkCounter, WorkEstimate
+from hocket.scheduler.costs.hardware import MANY_ROWS, PRODUCTS, Hardware, WorkCounter, WorkEstimate
 from hocket.scheduler.costs.simulated_devices import SimulatedGpu, apply_efficiencies, parse_simulated_group
 
 from .random_models import SIZE_4B, write_qwen3_next_header, write_qwen35_header
@@ -119,9 +119,13 @@ class MeasuredWork:
     seconds: float
     residual_weight: float
 
-    def predict_seconds(self, efficiencies: KernelEfficiencies) -> float:
-        hardware = apply_efficiencies(DATA_SHEETS[self.kind], efficiencies)
+    def predict_seconds(self, hardware: Hardware) -> float:
         return sum(n * hardware.compute_seconds(*work, launches=launches) for (work, launches), n in self.work.items())
+
+
+def apply_to_measured_kinds(efficiencies: KernelEfficiencies) -> dict[str, Hardware]:
+    """Return the speeds of each measured kind of device."""
+    return {kind: apply_efficiencies(DATA_SHEETS[kind], efficiencies) for kind in MEASURED_ON}
 
 
 def list_measured_work() -> Iterator[MeasuredWork]:
@@ -208,9 +212,10 @@ def fit_efficiencies(measured: Sequence[MeasuredWork]) -> KernelEfficiencies:
         return KernelEfficiencies(MEASURED_ON, **tables)
 
     def compute_residuals(logs: Sequence[float]) -> list[float]:
-        efficiencies = make_efficiencies(logs)
+        hardware = apply_to_measured_kinds(make_efficiencies(logs))
         errors = [
-            one.residual_weight * float(np.log(one.predict_seconds(efficiencies) / one.seconds)) for one in measured
+            one.residual_weight * float(np.log(one.predict_seconds(hardware[one.kind]) / one.seconds))
+            for one in measured
         ]
         return [*errors, *(PRIOR_WEIGHT * (np.asarray(logs) - first))]
 
@@ -240,8 +245,9 @@ def main() -> None:
     measured = list(list_measured_work())
     efficiencies = fit_efficiencies(measured)
     write_text(EFFICIENCY_FILE, format_efficiencies(efficiencies))
+    hardware = apply_to_measured_kinds(efficiencies)
     for one in measured:
-        ratio = one.predict_seconds(efficiencies) / one.seconds
+        ratio = one.predict_seconds(hardware[one.kind]) / one.seconds
         sys.stdout.write(f"{ratio:5.2f} of {1e6 * one.seconds:9.1f} µs: {one.kind}, {one.title}\n")
 
 

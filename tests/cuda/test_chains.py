@@ -111,6 +111,7 @@ def test_values_with_exchanged_axes_of_one_size_are_read_so(graph):
     assert_equal_runs(run_graph(graph, True), run_graph(graph, False), 1e-5)
 
 
+@pytest.mark.nightly(cases=28)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 2560), (2, 512), (4, 256)])
@@ -178,8 +179,14 @@ def test_blocks_of_an_h200_share_the_rows_of_a_model(rows, half):
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
-@pytest.mark.parametrize("graph", [answers, all_experts])
+@pytest.mark.parametrize(
+    ("graph", "dtype"),
+    [
+        pytest.param(graph, t, id=f"{graph.__name__}-{t}", marks=[pytest.mark.nightly(cases=0)] * ((n + which) % 2))
+        for n, t in enumerate(WEIGHTS)
+        for which, graph in enumerate((answers, all_experts))
+    ],
+)
 def test_experts_of_any_type_are_what_their_instructions_are_one_by_one(graph, dtype):
     chain = graph(dtype, columns=256)(False)
     fused, single = run_graph(chain, True), run_graph(chain, False)
@@ -219,6 +226,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     return np.concatenate(parts), sum(isinstance(part, KernelLaunch) for part in replay._parts)
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next"])

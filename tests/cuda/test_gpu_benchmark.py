@@ -21,7 +21,7 @@ from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.kernels.recurrent import delta_segments, gated_delta_net
 from hocket.benchmarks import run_gpu as gpu
-from hocket.benchmarks.gpu import compare_predictions, llama_cpp
+from hocket.benchmarks.gpu import compare_predictions, llama_cpp, several_devices
 from hocket.benchmarks.gpu.harness import BenchmarkDevice
 from hocket.benchmarks.gpu.machine import CudaMachine, make_machine
 from hocket.graph import Graph, input, weight
@@ -31,11 +31,14 @@ from ..given.devices.emulation import needs_compiler
 from ..given.devices.products import tiles_of
 from ..given.fakes.fake_cupy import fake_cupy, install_fake_cupy
 from ..given.fakes.fake_green_contexts import give_green_contexts
+from ..given.models.goldens import path_of
 from ..given.waits import WAIT_SECONDS
 
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use every function of the stand-in; the others make the same calls."""
+RUN_TWICE = (*THROUGH_CUPY, "candidates")
+"""Parts with a test of their own that runs all of their cases; the first of each is also in a time plan's course."""
 SEGMENT_KERNELS = ("begin_segments", "delta_scan", "carry_segments")
 OF_OTHERS = ("peers", "llama.cpp")
 """Parts that need packages or devices that are not installed here."""
@@ -67,10 +70,18 @@ def check_rows(part: str, rows: list[dict[str, object]]) -> None:
     assert part in OF_OTHERS or not [row for row in rows if "left out" in row]
 
 
+@pytest.fixture
+def small_model(monkeypatch):
+    """Several devices run a model with rows of 64 columns; the part `models` runs the embedded one."""
+    monkeypatch.setattr(several_devices, "list_models", lambda bench: {"qwen3": lambda: path_of("qwen3-q8_0")})
+
+
 @pytest.mark.long(cases=1)
 @needs_compiler
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_runs_on_the_emulation(part, tmp_path):
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=[pytest.mark.nightly(cases=0)] * (p in RUN_TWICE)) for p in PARTS]
+)
+def test_every_part_runs_on_the_emulation(part, tmp_path, small_model):
     check_rows(part, rows_of(part, bench_of(tmp_path)))
 
 
@@ -135,7 +146,7 @@ def cupy(monkeypatch):
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("part", THROUGH_CUPY)
-def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy, monkeypatch):
+def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy, monkeypatch, small_model):
     if part == "sharded":
         give_green_contexts(monkeypatch, cupy)
     driver = cuda_driver.CudaDriver()

@@ -69,11 +69,30 @@ def test_steps_share_the_time_by_their_seconds():
 # -------------------------------------------------------------------------------------------------- the whole course
 
 
+FIRST_CASES = """
+import itertools
+from dataclasses import replace
+from hocket.benchmarks import run_gpu as gpu
+
+for name, part in tuple(gpu.PARTS.items()):
+    gpu.PARTS[name] = replace(part, cases=lambda bench, make=part.cases: itertools.islice(make(bench), 1))
+gpu.main()
+"""
+"""A script with the first case of every part."""
+
+
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long(cases=1)
 @needs_compiler
-@pytest.mark.parametrize("minutes", [min(TIME_PLANS), max(TIME_PLANS)])
-def test_the_whole_course_of_a_plan_runs_on_the_emulation(minutes, tmp_path, monkeypatch):
-    """The longest plan begins with all others; a test above checks it."""
+@pytest.mark.parametrize(
+    ("minutes", "cases"), [(min(TIME_PLANS), "first"), (min(TIME_PLANS), "all"), (max(TIME_PLANS), "all")]
+)
+def test_the_whole_course_of_a_plan_runs_on_the_emulation(minutes, cases, tmp_path, monkeypatch):
+    """The longest plan begins with all others; a test above checks it. Other tests run the other cases of each part."""
+    if cases == "first":
+        script = tmp_path / "first.py"
+        script.write_text(FIRST_CASES, "utf-8")
+        monkeypatch.setattr(gpu, "__file__", str(script))
     stem = tmp_path / "out"
     words = ["--minutes", str(minutes), "--seconds", str(WAIT_SECONDS), "--kind", "cuda-emulated", "--tiny"]
     monkeypatch.setattr(sys, "argv", ["run_gpu.py", *words, "--save", str(stem), "--scratch", str(tmp_path)])

@@ -20,6 +20,7 @@ from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 STEPS = fit_efficiency.read_model_steps()
 
 
+@pytest.mark.nightly(cases=9)
 @pytest.mark.long(cases=4)
 @pytest.mark.parametrize("step", STEPS, ids=[f"{s.kind}-{s.model}-{s.tokens}-on-{s.cells}" for s in STEPS])
 def test_a_step_is_predicted_within_a_fifth_of_the_measured_time(step):
