@@ -200,11 +200,11 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
 
 
 @cache
-def _list_planner_source_file_versions() -> list[tuple[str, int, int]]:
+def _list_planner_source_file_versions() -> tuple[tuple[str, int, int], ...]:
     """Return path, byte size and modification time of each source file that plans depend on.
 
     If one of them differs, a cached plan is outdated. Python uses the same data to find out whether a compiled file is
     current. The list takes 20 ms, and a process runs the code that it has loaded, so each process makes it once.
     """
     files = sorted(file for folder in PLAN_SOURCE_FOLDERS for file in PACKAGE_FOLDER.glob(f"{folder}/*.py"))
-    return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
+    return tuple((str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +25,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 MAX_CASES = 2
 """The number of cases of one test that run without --all or --most; the mark of a long test may lower it."""
 
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "long(cases=0): without --all so many of its cases run",
     )
-    config.addinivalue_line("markers", "nightly(cases): without --nightly so many of its cases run, evenly chosen")
+    config.addinivalue_line("markers", "nightly(cases): without --nightly so many of its cases run, spread over all")
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         # A call that names files or tests runs all of their cases; workers get the same arguments.
         config.option.all = config.option.nightly = True
@@ -52,20 +53,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect long tests. Of a test with many cases some stay, so that each kind is tried."""
-    cases: Counter[str] = Counter()
-    counts = Counter(item.nodeid.partition("[")[0] for item in items)
     max_cases = config.option.most or (len(items) if config.option.all else MAX_CASES)
-    stays, leaves = [], []
+    limits = {}
     for item in items:
-        mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
+        mark = item.get_closest_marker("long")
         limit = min(max_cases, mark.kwargs.get("cases", 0)) if mark and not config.option.all else max_cases
         if (nightly := item.get_closest_marker("nightly")) and not config.option.nightly:
             limit = min(limit, nightly.kwargs["cases"])
-        every = -(-counts[test] // limit) if limit else 0
-        (stays if every and cases[test] % every == 0 else leaves).append(item)
-        cases[test] += 1
-    items[:] = stays
+        limits[item] = limit
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if limits[item]:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    stays = {item for each in cases.values() for item in choose_cases(each, max(limits[item] for item in each))}
+    leaves = [item for item in items if item not in stays]
+    items[:] = [item for item in items if item in stays]
     config.hook.pytest_deselected(items=leaves)
+
+
+def choose_cases(cases: list[pytest.Item], limit: int) -> list[pytest.Item]:
+    """Choose at most `limit` cases, the first among them, which are spread over the list without a period.
+
+    Cases are numbered by multiples of the golden ratio modulo 1 (a Kronecker sequence), and the least are chosen. A
+    fixed step could choose the same value of one parameter each time.
+    """
+    ranks = sorted(range(len(cases)), key=lambda number: number * GOLDEN_RATIO % 1)
+    return [cases[number] for number in ranks[:limit]]
 
 
 def pytest_collection_finish() -> None:
@@ -86,9 +99,9 @@ def _collect_garbage() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.option.most or not config.option.all:
+    if config.option.most or not config.option.nightly:
         what = "cases" if config.option.all else "long tests, or some of their cases,"
-        terminalreporter.write_line(f"{what} were left out; --all runs everything")
+        terminalreporter.write_line(f"{what} were left out; --all runs more, --all --nightly everything")
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ class Fitting:
 
 @pytest.mark.nightly(cases=14)
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(BINDINGS))
+@pytest.mark.parametrize("name", sorted(BINDINGS, reverse=True))
 def test_launches_of_the_kit_fit_every_kind_of_device(name):
     fitting = Fitting()
     for case in select_quick_cases(REGISTRY[name]):

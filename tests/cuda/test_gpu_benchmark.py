@@ -38,7 +38,7 @@ PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
 """Parts that use every function of the stand-in; the others make the same calls."""
 RUN_TWICE = (*THROUGH_CUPY, "candidates")
-"""Parts with a test of their own that runs all of their cases; the first of each is also in a time plan's course."""
+"""Parts with a test of their own that runs all of their cases."""
 SEGMENT_KERNELS = ("begin_segments", "delta_scan", "carry_segments")
 OF_OTHERS = ("peers", "llama.cpp")
 """Parts that need packages or devices that are not installed here."""

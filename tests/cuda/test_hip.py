@@ -34,7 +34,7 @@ from ..given.fakes.fake_nccl import FakeNccl
 from ..given.plans.grouped import everything_that_fits, weights_of
 
 
-@pytest.mark.nightly(cases=14)
+@pytest.mark.nightly(cases=20)
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS))

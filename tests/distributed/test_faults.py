@@ -25,7 +25,7 @@ MESSAGES = {
     "elsewhere": "cannot be opened",
 }
 NIGHTLY_FAULTS = ("stopped", "leaves", "interrupted", "breaks")
-"""Nightly faults: other ranks notice them as they do "killed", "terminated" and "raises"."""
+"""Nightly faults. They differ from others in the text of the message or in the last step of a rank."""
 
 
 @needs_mpi

@@ -131,7 +131,7 @@ def test_the_command_runs_in_two_processes():
     assert done.out == hocket_in(1, *words).out
 
 
-@pytest.mark.nightly(cases=2)
+@pytest.mark.nightly(cases=4)
 @needs_mpi
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])

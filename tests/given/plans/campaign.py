@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -117,12 +118,15 @@ def sites_of(name: str) -> tuple[dict[str, list[FieldSite]], Pool]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A plan with a fault, and its description: the origin, the field or the kind of change, and the change."""
+    """A plan with a fault, and its description: the origin, the field or the kind of change, and the change.
+
+    The plan is `None` if a record refuses the wrong value.
+    """
 
     origin: str
     where: str
     how: str
-    plan: Plan
+    plan: Plan | None
 
 
 # ------------------------------------------------------------------------------------------------------- mutations
@@ -134,7 +138,10 @@ def one_field(name: str, field_: str, dice: random.Random) -> Iterator[Mutant]:
     site = dice.choice(by_field[field_])
     for how, value in variants(site, pool, dice):
         change = everywhere if dice.random() < 0.3 else _put
-        yield Mutant(name, field_, how, change(plan_by_name(name), site, value))
+        plan = None
+        with suppress(PlanError):
+            plan = change(plan_by_name(name), site, value)
+        yield Mutant(name, field_, how, plan)
 
 
 def _put(plan: Plan, site: FieldSite, value: Any) -> Plan:
@@ -286,6 +293,9 @@ class CampaignCounts:
 
     def check_mutant(self, mutant: Mutant) -> None:
         description = f"{mutant.origin}: {mutant.where} {mutant.how}"
+        if mutant.plan is None:
+            self.refused[mutant.where] += 1
+            return
         try:
             why = next(find_plan_faults(mutant.plan), None)
         except Exception as error:  # a verifier that raises is a finding, too

@@ -277,7 +277,7 @@ def _split_activations_into_terms(
     to = launches.allocate_scratch((room, terms, count_blocks(columns, STAGE_COLUMNS) * STAGE_COLUMNS), DType.BF16)
     undo: LaunchWord = launches.allocate_scratch((count,)) if kind is DType.F16 else 0
     # The block that scales a row reads all of the row; each thread takes four columns at a time.
-    whole_row_threads = min(1024, 32 * count_blocks(columns, 4 * 32))
+    whole_row_threads = 32 * min(max(1, count_blocks(columns, 4 * 32)), 32)
     grid, threads = (
         ((count, 1), whole_row_threads) if kind is DType.F16 else ((count, count_blocks(columns, 1024)), 256)
     )
