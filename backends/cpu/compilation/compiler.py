@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import llvmlite
 from llvmlite import ir
 
-from ....graph.errors import BackendError
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ....graph.storage.disk_cache import cache_folder, hash_key_to_file_name, read_cached, write_cached
@@ -31,6 +30,7 @@ from ...thread_safe_cache import thread_safe_cache
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
 from . import object_loader
+from .complete_code import require_complete_code, write_addresses_as_integers
 from .kernel_args import KernelArgs
 
 if TYPE_CHECKING:
@@ -326,6 +326,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     import llvmlite.binding as llvm
 
     _wait_for_compilations_at_exit()
+    write_addresses_as_integers()
     machine = _create_target_machine()
     is_emitted = isinstance(definition.body, IrBody)
     assembly = _emit_llvm_assembly_of_ir_body(definition) if is_emitted else _translate_by_numba(definition)
@@ -357,11 +358,7 @@ def _translate_by_numba(definition: Kernel) -> str:
         _bind_names_to_numba_objects(definition.body)
     )
     assembly = str(function.inspect_llvm().replace(function.native_name, _symbol_name(definition)))
-    if "call void @numba_do_raise" in assembly:
-        raise BackendError(
-            f"kernel {definition.name} may raise, and nothing would catch it; give range() a step that is a "
-            "constant, and leave out raise and assert"
-        )
+    require_complete_code(definition.name, assembly)
     return assembly
 
 
