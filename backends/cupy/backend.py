@@ -305,7 +305,8 @@ class RecordedProgram:
     def _start_run_and_output_read(self, start_read: StartRead) -> Callable[[], Sequence[Array]]:
         """Start a run and a read of the fault record and outputs; the result waits for them. Both raise `StepError`."""
         try:
-            self._collectives.require_live_communicator()
+            if self.program.instructions:  # an error has the number of the first, so the run has changed no state
+                run_calls(self.program, self.on, [(0, self._collectives.require_live_communicator)])
             self._collectives.increment_run_number()
             if not self._collectives.is_ready and self.program.instructions:
                 run_calls(self.program, self.on, [(0, self._exchange_addresses)])
