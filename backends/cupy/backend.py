@@ -305,12 +305,11 @@ class RecordedProgram:
     def _start_run_and_output_read(self, start_read: StartRead) -> Callable[[], Sequence[Array]]:
         """Start a run and a read of the fault record and outputs; the result waits for them. Both raise `StepError`."""
         try:
-            if self.program.instructions:  # an error has the number of the first, so the run has changed no state
-                run_calls(self.program, self.on, [(0, self._collectives.require_live_communicator)])
-            self._collectives.increment_run_number()
-            if not self._collectives.is_ready and self.program.instructions:
-                run_calls(self.program, self.on, [(0, self._exchange_addresses)])
-            elif not self._collectives.is_ready:  # other devices still need the addresses of this one
+            before = [self._collectives.require_live_communicator, self._collectives.increment_run_number]
+            before += [] if self._collectives.is_ready else [self._exchange_addresses]
+            if self.program.instructions:
+                run_calls(self.program, self.on, [(0, call) for call in before])
+            elif before[2:]:  # other devices still need the addresses of this one
                 self._exchange_addresses()
             run_calls(self.program, self.on, map(self._wrap_call, self._calls))
             if self._calls and self._collectives.has_exchanges_without_timeout:
