@@ -168,7 +168,7 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
     for x in (call.operand(1), call.operand(2)):
         pool = x
         # A copy of a pool with gaps would need scratch that was not asked for; the plan copies it instead.
-        require_supported(x.is_dense, "blocks of keys with gaps are not read")
+        require_supported(x.is_dense or x.has_packed_layout, "blocks of keys with gaps are not read")
         if x.has_packed_layout or x.address % DType.F32.block_bytes:
             pool = launches.allocate_scratch(x.shape)
             launch_broadcast_and_convert(launches, as_float(launches, x), pool)
