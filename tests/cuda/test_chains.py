@@ -111,7 +111,7 @@ def test_values_with_exchanged_axes_of_one_size_are_read_so(graph):
     assert_equal_runs(run_graph(graph, True), run_graph(graph, False), 1e-5)
 
 
-@pytest.mark.nightly(cases=28)
+@pytest.mark.nightly(cases=16)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 2560), (2, 512), (4, 256)])

@@ -86,6 +86,7 @@ def in_eight_bits(x):
     return (q * scale).reshape(x.shape)
 
 
+@pytest.mark.nightly(cases=18)
 @pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def problem_of(function, sample):
 
 
 @pytest.mark.long
-@pytest.mark.nightly(cases=12)
+@pytest.mark.nightly(cases=6)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("seed", range(5))
 def test_samples_of_all_ops_are_right_or_run_by_pytorch(seed, part):
