@@ -136,6 +136,7 @@ def check_case(file, case, dropped=("", 0)):
     return result, list_races_between_launches(driver.take_log(), driver.memory)
 
 
+@pytest.mark.nightly(cases=24)
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "case"), sorted({(file, case) for file, _, case in CASES}))
 def test_with_all_barriers_accesses_are_in_order(file, case):

@@ -116,6 +116,7 @@ def test_what_is_allowed_is_one_line():
         assert sum(allowed.code in line for line in lines) == 1, f"{allowed.file}: {allowed.code}"
 
 
+@pytest.mark.nightly(cases=12)
 @pytest.mark.parametrize("case", MAIN_PATH_CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """As often as is recorded, and with as much under way; docs/add-a-cuda-kernel.md says how the page is written."""

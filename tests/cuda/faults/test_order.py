@@ -80,6 +80,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
     return faults
 
 
+@pytest.mark.nightly(cases=24)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", PARTS)
 def test_devices_run_collectives_in_order(case, n, narrow):

@@ -271,6 +271,7 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
     assert all(np.array_equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.nightly(cases=5)
 @pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize("exact", [True, False])
