@@ -331,13 +331,15 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Call the functions of a run in order; raise `StepError` with the number of the instruction if one fails."""
+    """Call the functions of a run in order; an error of one is a `StepError`, except in an empty program."""
     at = 0
     try:
         for number, call in calls:
             at = number
             call()
     except BaseException as why:  # an interrupt, too, leaves an instruction half done
+        if not program.instructions:
+            raise
         message = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
         raise StepError(program.instructions[at].node, str(on), at, message) from why
 

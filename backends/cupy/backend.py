@@ -307,10 +307,7 @@ class RecordedProgram:
         try:
             before = [self._collectives.require_live_communicator, self._collectives.increment_run_number]
             before += [] if self._collectives.is_ready else [self._exchange_addresses]
-            if self.program.instructions:
-                run_calls(self.program, self.on, [(0, call) for call in before])
-            elif before[2:]:  # other devices still need the addresses of this one
-                self._exchange_addresses()
+            run_calls(self.program, self.on, [(0, call) for call in before])
             run_calls(self.program, self.on, map(self._wrap_call, self._calls))
             if self._calls and self._collectives.has_exchanges_without_timeout:
                 self._collectives.wait_for_stream()
