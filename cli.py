@@ -100,9 +100,11 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
             f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
         )
     if asked is not None and asked not in COMMAND_HELP:
-        from .frontends.terminal.llama_cpp import find_program_remedy  # a table that is loaded only for a mistake
+        from .frontends.terminal.llama_cpp import (
+            find_llama_cpp_program_replacement,
+        )  # a table that is loaded only for a mistake
 
-        other = find_program_remedy(asked)
+        other = find_llama_cpp_program_replacement(asked)
         hint = f"; {other}" if other else did_you_mean(asked, COMMAND_HELP) or f"; commands: {', '.join(COMMAND_HELP)}"
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)

@@ -275,7 +275,7 @@ def _print_races(suite: Suite) -> int:
 
 
 def _choose_selected_or_main_path_cases(suite: Suite, subject: str) -> Sequence[str]:
-    """Return the texts of the selected cases, or of the main path if none are selected.
+    """Return the texts of the selected cases; without a selection, the emulator's default cases (`MAIN_PATH_CASES`).
 
     Args:
         suite: the suite, which must have the backend ``cuda-emulated``.

@@ -24,7 +24,7 @@ from .checks.metamorphic import list_metamorphic_checks
 
 Operands: TypeAlias = tuple[tuple[str, Spec], ...]
 PAIRS_OF_LAYOUT = 12
-"""Maximum points of an op at which every layout is combined with every input kind."""
+"""Maximum grown calls of an op at which every layout is combined with every input kind."""
 QUICK_ELEMENTS = 1 << 15
 """Operand elements above which the quick run prefers other cases."""
 MAX_QUICK_CASES = 400
@@ -52,8 +52,8 @@ def select_relevant_layouts(case: Case) -> tuple[str, ...]:
 def generate_full_cases(op: Op) -> tuple[Case, ...]:
     """Return all cases of one op, each once, in a fixed order.
 
-    Each point is tested in every layout and with every input kind, except the one with a long axis. Small points are
-    tested with every metamorphic check.
+    Each grown call is tested in every layout and with every input kind, except the one with a long axis. Small calls
+    are tested with every metamorphic check.
     """
     cases: dict[Case, None] = {}
     crossed = 0
@@ -111,10 +111,10 @@ def _compute_selection_order(case: Case) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _list_point_operand_and_attribute_traits(
+def _list_call_operand_and_attribute_traits(
     op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[object, ...], ...]:
-    """Return the operand dtypes, attribute values and operand names of a point as traits."""
+    """Return the operand dtypes, attribute values and operand names of a call as traits."""
     traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
     traits += [("attr", *attr) for attr in attrs]
     traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
@@ -124,7 +124,7 @@ def _list_point_operand_and_attribute_traits(
 def _list_case_operand_and_attribute_traits(case: Case) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
-    return _list_point_operand_and_attribute_traits(case.op_declaration, case.operands, attrs)
+    return _list_call_operand_and_attribute_traits(case.op_declaration, case.operands, attrs)
 
 
 def _list_single_traits(case: Case) -> set[object]:
@@ -206,7 +206,7 @@ def _generate_cases_or_failing_case(name: str, full: bool) -> Sequence[Case]:
     """Return the cases of an op; for an op with a fault in its declaration, one case that fails with the reason."""
     generate = generate_full_cases if full else select_quick_cases
     try:
-        with raise_declaration_faults(name):
+        with convert_errors_to_declaration_faults(name):
             return generate(REGISTRY[name])
     except DeclarationFaultError:
         return (Case(name, (), check=DECLARATION_CHECK),)
@@ -217,7 +217,7 @@ def find_declaration_fault(name: str) -> str:
     if name in REGISTRY.package_entry_faults:
         return REGISTRY.package_entry_faults[name]
     try:
-        with raise_declaration_faults(name):
+        with convert_errors_to_declaration_faults(name):
             select_quick_cases(REGISTRY[name])
     except DeclarationFaultError as why:
         return str(why)
@@ -229,8 +229,8 @@ class DeclarationFaultError(Exception):
 
 
 @contextmanager
-def raise_declaration_faults(name: str) -> Iterator[None]:
-    """Raise `DeclarationFaultError` for any error while the declaration of an op is used.
+def convert_errors_to_declaration_faults(name: str) -> Iterator[None]:
+    """Convert any error in this context to `DeclarationFaultError`; the context uses the declaration of op `name`.
 
     The op may be of another package. Its functions and samples may raise anything, which must not stop other ops.
     """

@@ -11,11 +11,11 @@ from ..graph.parse import parse_case
 from ..ops import Op
 from .cases.case import INPUTS, LAYOUTS, Case, make_case
 from .cases.grow_shapes import (
-    Point,
+    OpCall,
     find_dimensions_avoiding_size_two,
-    is_legal_point,
-    resize_point,
-    resolve_point_sizes,
+    is_legal_call,
+    resize_call,
+    resolve_call_sizes,
 )
 from .cases.inputs import select_relevant_input_kinds
 from .checks.run_case import Outcome, Result, run_case
@@ -45,7 +45,7 @@ def search_random_shapes(
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
 
-    bases = [parse_case(text) for text in op.samples if resolve_point_sizes(op, parse_case(text)) is not None]
+    bases = [parse_case(text) for text in op.samples if resolve_call_sizes(op, parse_case(text)) is not None]
     if not bases:
         return
     results: dict[Case, Result] = {}
@@ -76,19 +76,19 @@ def search_random_shapes(
         yield results[failed[-1]]
 
 
-def _draw_random_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
+def _draw_random_case(op: Op, bases: Sequence[OpCall], data: DataObject) -> Case:
     """Draw a sample of the op with random dimensions, layout and input kind."""
     from hypothesis import assume, strategies
 
     size = strategies.integers(0, 40) | strategies.sampled_from((63, 65, 127, 129, 255, 257))
     parts = data.draw(strategies.sampled_from(bases))
-    known = resolve_point_sizes(op, parts)
+    known = resolve_call_sizes(op, parts)
     assert known is not None
     coupled = find_dimensions_avoiding_size_two(known[2])
     named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].by_name}
     leading = tuple(data.draw(strategies.lists(strategies.integers(0, 9), max_size=3)))
-    grown = resize_point(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
-    assume(is_legal_point(op, grown))
+    grown = resize_call(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
+    assume(is_legal_call(op, grown))
     case = make_case(op, grown)
     return case.with_settings(
         layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in select_relevant_layouts(case)])),

@@ -65,7 +65,7 @@ _losses: list[str] = []
 
 
 def create_exit_reason_file() -> None:
-    """Create the note of this process: a memory file that other ranks read, and that receives the reason at its end.
+    """Create a memory file in which this process records, at its end, the reason for other ranks to read.
 
     Nothing is created for a single process, or on a system without memory files.
     """
@@ -75,9 +75,9 @@ def create_exit_reason_file() -> None:
 
 
 def register_exit_participant(partner: ExitParticipant) -> None:
-    """Register a participant.
+    """Register a participant, which is told at the end of this process.
 
-    If it is alive at the end of this process, `announce_end` and `await_exit_announcements` are called.
+    If it is alive then, its methods `announce_end` and `await_exit_announcements` are called.
     """
     _partners.append(ref(partner))
 
@@ -125,7 +125,7 @@ def is_process_stopped(pid: int) -> bool:
 
 
 def resume_stopped_supervisor() -> None:
-    """Continue the parent of this process (SIGCONT) if it is stopped, because both have to end together."""
+    """Resume the parent process, the supervisor, by SIGCONT if it is stopped, because both have to end together."""
     if is_process_stopped(os.getppid()):
         os.kill(os.getppid(), signal.SIGCONT)
 
@@ -179,9 +179,9 @@ def _list_parents_of_running_processes() -> Iterator[str]:
 
 
 def _read_exit_reason(pid: int) -> str | None:
-    """Return the note of the rank with process id `pid`: the reason why it ended, or "" while it runs.
+    """Read the exit reason that the rank with process id `pid` has recorded; "" while it runs.
 
-    Returns None if the process has no note, for example before it imports hocket.
+    Returns None if the process has no file, for example before it imports hocket.
     """
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
@@ -192,7 +192,7 @@ def _read_exit_reason(pid: int) -> str | None:
 
 
 class AbsentRankDetector:
-    """A detector of ranks of this machine that will never arrive, used while this rank waits for them."""
+    """Finds ranks of this machine that will never arrive, while this rank waits for them."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         """Begin the wait for `ranks`, which are numbers in ``MPI.COMM_WORLD``."""

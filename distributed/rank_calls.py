@@ -57,30 +57,35 @@ def on_all_ranks(
 
     @wraps(method)
     def call_on_all_ranks(target: _Target, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        return target.rank_calls.call(lambda: method(target, *args, **kwargs), name_call(target, method), args, kwargs)
+        return target.rank_calls.run_on_all_ranks(
+            lambda: method(target, *args, **kwargs), make_rank_call_name(target, method), args, kwargs
+        )
 
     vars(call_on_all_ranks)[MARK] = True
     return call_on_all_ranks
 
 
-def list_calls(targets: Sequence[HasRankCalls]) -> dict[str, Callable[..., object]]:
-    """Return the methods of some objects that run on all ranks, by the name that `name_call` gives them.
+def list_rank_calls_by_name(targets: Sequence[HasRankCalls]) -> dict[str, Callable[..., object]]:
+    """Return the methods of some objects that run on all ranks, by the name that `make_rank_call_name` gives them.
 
-    Methods that a derived class has overridden are among them, because they may be called by ``super``.
+    Overridden methods of base classes are included, because they may be called by ``super``.
     """
     members = ((target, m) for target in targets for kind in type(target).__mro__ for m in vars(kind).values())
-    return {name_call(target, m): m.__get__(target) for target, m in members if hasattr(m, MARK)}
+    return {make_rank_call_name(target, m): m.__get__(target) for target, m in members if hasattr(m, MARK)}
 
 
-def name_call(target: object, method: Callable[..., object]) -> str:
-    """Name a call for all ranks by its method. The `rank_label` of an object tells it from others of the same class."""
+def make_rank_call_name(target: object, method: Callable[..., object]) -> str:
+    """Make the name by which all ranks identify a method call: the class, the method and the object's `rank_label`.
+
+    The `rank_label` of an object tells it from others of the same class.
+    """
     return f"{getattr(target, 'rank_label', '')}{method.__qualname__}"
 
 
 class RankCalls:
-    """The calls that rank 0 makes on all ranks of a world, one at a time; any thread of rank 0 may make them.
+    """Runs calls on all ranks of a world: rank 0 makes a call, and the other ranks repeat it, one call at a time.
 
-    With one process, calls run at once.
+    Any thread of rank 0 may make calls. With one process, calls run at once.
     """
 
     def __init__(self, world: World) -> None:
@@ -91,14 +96,16 @@ class RankCalls:
         """Whether the last call has ended by an error of its arguments."""
         self._has_ended = False
 
-    def call(
+    def run_on_all_ranks(
         self, run: Callable[[], _Result], name: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> _Result:
-        """Make a call on this rank, and let the other ranks make it, unless they do so by themselves.
+        """Run a call on this rank and make the other ranks repeat it.
+
+        Inside of another such call nothing is sent, because the other ranks make the inner call by themselves.
 
         Args:
             run: Makes the call on this rank.
-            name: The name of the call, from `name_call`.
+            name: The name of the call, from `make_rank_call_name`.
             args: Its arguments without the object.
             kwargs: Its keyword arguments.
 
@@ -123,7 +130,7 @@ class RankCalls:
                 self._is_inside = False
 
     def _run_or_end_all_ranks(self, run: Callable[[], _Result]) -> _Result:
-        """Run a call; an error that the other ranks may not have ends all ranks."""
+        """Run a call; if it fails by an error that other ranks may not have, end all ranks."""
         self._has_failed = False
         try:
             return run()
@@ -136,7 +143,7 @@ class RankCalls:
             raise
 
     def follow_rank_0(self, targets: Sequence[HasRankCalls]) -> None:
-        """Make the calls of rank 0 on this rank, until rank 0 calls `end`.
+        """Repeat the calls of rank 0 on this rank, until rank 0 calls `end`.
 
         Args:
             targets: The objects of this rank, one of each class.
@@ -145,7 +152,7 @@ class RankCalls:
             RanksError: A rank has failed, or a call had an error on this rank or on rank 0 alone.
             Exception: A backend of this rank has failed.
         """
-        calls, world, last = list_calls(targets), self._world, ""
+        calls, world, last = list_rank_calls_by_name(targets), self._world, ""
         while True:
             name, args, kwargs, has_failed = decode_call(
                 np.frombuffer(world.broadcast_from_rank_0(lambda: b""), np.uint8), world.describe_rank(0)
@@ -165,7 +172,7 @@ class RankCalls:
                     raise
 
     def end(self) -> None:
-        """End `follow_rank_0` on the other ranks. Later calls raise `HocketError`. Other ranks do nothing here."""
+        """Make the other ranks leave `follow_rank_0`; later calls raise `HocketError`. Other ranks do nothing here."""
         with self._lock:
             if self._world.size > 1 and not self._world.rank and not self._has_ended:
                 self._has_ended = True

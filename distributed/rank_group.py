@@ -260,7 +260,7 @@ class RankGroupMember:
         peers = [mates[self._place] for mates in self._groups]
         if len(part) < MIN_DISTRIBUTED_SUM or len(peers) < 3:
             return _sum_in_order_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part, sequence))
-        blocks = _even_slices(len(part), len(peers))
+        blocks = _split_into_even_slices(len(part), len(peers))
         mine = _sum_in_order_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part[blocks[to]], sequence))
         return np.concatenate(self._exchange_arrays(peers, lambda to: mine, sequence))
 
@@ -270,7 +270,10 @@ class RankGroupMember:
         Addends are in the order of devices within a rank, then in rank order.
         """
         flat, total = np.ascontiguousarray(source).reshape(-1), np.empty(source.size, source.dtype)
-        slices = [*_even_slices(flat.size, self._slice_count), *[slice(0, 0)] * (len(self._mates) - self._slice_count)]
+        slices = [
+            *_split_into_even_slices(flat.size, self._slice_count),
+            *[slice(0, 0)] * (len(self._mates) - self._slice_count),
+        ]
         mine = slices[self._place]
         whole = slice(0, mine.stop - mine.start)
         partial_sum = np.empty(whole.stop, source.dtype)
@@ -315,8 +318,8 @@ class RankGroupMember:
         np.copyto(into, self._receive(source, sequence))
 
 
-def _even_slices(size: int, count: int) -> list[slice]:
-    """Divide ``range(size)`` into `count` slices of nearly equal sizes."""
+def _split_into_even_slices(size: int, count: int) -> list[slice]:
+    """Split ``range(size)`` into `count` slices of nearly equal sizes."""
     bounds = [size * part // count for part in range(count + 1)]
     return [slice(*ends) for ends in pairwise(bounds)]
 

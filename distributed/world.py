@@ -209,7 +209,7 @@ class World:
         return RanksError(str(self.failure))
 
     def _exclude_failed_rank_from_mpi_end(self, rank: int, why: str) -> None:
-        """Record a rank as failed, so that this process does not wait for that rank when MPI ends."""
+        """Record that a rank has failed, so that this process does not wait for it when MPI is finalised."""
         failure = FirstRankFailure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
             record_lost_rank(str(failure))
@@ -269,7 +269,7 @@ class World:
     def call_failure_callbacks_again(self) -> None:
         """Call all registered failure callbacks again if a rank has failed.
 
-        This is for a group that was cleared and has lost the reason of the failure.
+        This is for a group that was cleared in the meantime and has lost the reason of the failure.
         """
         if self.failure is not None:
             for known in self._wakes:

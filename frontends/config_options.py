@@ -1,6 +1,7 @@
 """Options: fields of a configuration that have a check, flags of commands, and a description.
 
-A configuration is a frozen dataclass with fields made by `option`. Flags, arguments, messages and pages follow from it.
+A configuration is a frozen dataclass with fields made by `option_field`. Flags, arguments, messages and pages follow
+from it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ConfigOption(NamedTuple):
     argparse: Mapping[str, Any]
 
 
-def option(
+def option_field(
     default: _Value,
     kind: ArgumentKind,
     *flags: str,
@@ -50,7 +51,10 @@ def option(
     llama_cpp: str = "",
     **more: Any,
 ) -> _Value:
-    """Return a field of a configuration; `more` is the field `argparse` of `ConfigOption`."""
+    """Return a dataclass field with a `ConfigOption`: its default, kind, flags and help.
+
+    `more` is the field `argparse` of `ConfigOption`.
+    """
     if kind is BOOL:
         more["action"] = "store_true"
     row = ConfigOption(default, kind, flags, help, scope, llama_cpp, MappingProxyType(more))

@@ -75,7 +75,7 @@ def parse_positives(text: str) -> list[int]:
 
 
 def parse_regular_expression(text: str) -> str:
-    """Parse a regular expression."""
+    """Return the text after a check that it is a regular expression; otherwise raise `argparse.ArgumentTypeError`."""
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as why:
@@ -107,7 +107,7 @@ def parse_natural(text: str) -> int:
 
 
 def parse_top_k_or_all(text: str) -> int:
-    """Parse a number of tokens; -1 of llama.cpp means all, which is 0 here."""
+    """Parse a top-k number of tokens; -1, which means all tokens in llama.cpp, becomes 0, which means all in hocket."""
     return max(parse_natural_or_minus_one(text), 0)
 
 

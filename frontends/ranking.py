@@ -123,7 +123,7 @@ def _read_head_norm(gguf: Gguf, architecture: str, dense: tuple[F32, F32] | None
 
 
 def _read_matrix_and_bias_or_zero(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
-    """Read the matrix and the bias of a layer; a missing bias is zero."""
+    """Read the matrix and the bias of a layer; None without a matrix. A missing bias is zero."""
     if f"{name}.weight" not in gguf.tensors:
         return None
     matrix = np.atleast_2d(gguf.tensors[f"{name}.weight"].dequantise())
@@ -175,7 +175,7 @@ def _list_separator_tokens(metadata: Mapping[str, object], tokenizer: Tokenizer)
 
 
 class TextPooler(Protocol):
-    """The members of `hocket.Model` that ranking reads."""
+    """The interface of `hocket.Model` that ranking uses: a session, a tokenizer and pooled rows of texts."""
 
     @property
     def session(self) -> Session:

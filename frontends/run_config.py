@@ -30,7 +30,7 @@ from ..graph.validation import (
 from ..scheduler import SPLIT_MODE_NAMES
 from ..scheduler.runtime.packed_weight_files import PackedWeightFiles
 from .adapters import FILE_KIND, FILES_KIND, ScaledFile
-from .config_options import check_options, list_options, option
+from .config_options import check_options, list_options, option_field
 from .errors import ModelError
 from .flag_values import (
     parse_devices,
@@ -91,7 +91,7 @@ class DeviceGroup:
     SUBJECT: ClassVar[str] = "DeviceGroup"
     """The subject of messages about wrong fields."""
 
-    devices: str | Sequence[str] = option(
+    devices: str | Sequence[str] = option_field(
         ("cpu:0",),
         DEVICE_NAMES_KIND,
         "--devices",
@@ -102,7 +102,7 @@ class DeviceGroup:
         "cuda:0/64.1 with 64 multiprocessors each. Under mpiexec, cpu:0@1 is a device of rank 1, and cpu:0 is this "
         "device of every rank",
     )
-    split_mode: str = option(
+    split_mode: str = option_field(
         "auto",
         TEXT,
         *("-sm", "--split-mode"),
@@ -112,7 +112,7 @@ class DeviceGroup:
         help=f"how devices share the graph: {'; '.join(SPLIT_MODE_NAMES)} (auto). A long prompt is pipelined through "
         "devices with different layers",
     )
-    tensor_split: Sequence[float] = option(
+    tensor_split: Sequence[float] = option_field(
         (),
         list_of(number_between(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
         *("-ts", "--tensor-split"),
@@ -122,7 +122,7 @@ class DeviceGroup:
         metavar="LIST",
         help="shares of the devices, as 3,1",
     )
-    place: Sequence[tuple[str, str]] = option(
+    place: Sequence[tuple[str, str]] = option_field(
         (),
         list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
         "--place",
@@ -133,7 +133,7 @@ class DeviceGroup:
         help="run nodes with a matching name on one device, as 'ffn_up=cpu:1'. Nodes that read a weight or state with "
         "a matching name also run there; the first match applies",
     )
-    threads: int | None = option(
+    threads: int | None = option_field(
         None,
         THREADS_KIND,
         *("-t", "--threads"),
@@ -142,27 +142,27 @@ class DeviceGroup:
         metavar="N",
         help="threads of each device (its share of the processors)",
     )
-    exact: bool = option(
+    exact: bool = option_field(
         False,
         BOOL,
         "--exact",
         help="compute in float32 throughout, on CPUs with plain NumPy, which is slower. Results of SmolLM2 on one and "
         "on three devices then differ by an NMSE of 2.5e-13, otherwise by an NMSE of 5e-4",
     )
-    wire: str = option(
+    wire: str = option_field(
         "f32",
         TRANSFER_DTYPE_KIND,
         "--wire",
         choices=tuple(TRANSFER_DTYPES),
         help="dtype in which large sums are sent between GPUs (f32)",
     )
-    fast: bool = option(
+    fast: bool = option_field(
         False,
         BOOL,
         "--fast",
         help="compute the delta rule and products with 16-bit weights in 16 bits where that is faster",
     )
-    cache_type_k: str | None = option(
+    cache_type_k: str | None = option_field(
         None,
         CACHE_DTYPE_KIND | NONE,
         *("-ctk", "--cache-type-k"),
@@ -171,7 +171,7 @@ class DeviceGroup:
         choices=tuple(CACHE_DTYPES),
         help="dtype of cached keys (f16; f32 for exact results)",
     )
-    cache_type_v: str | None = option(
+    cache_type_v: str | None = option_field(
         None,
         CACHE_DTYPE_KIND | NONE,
         *("-ctv", "--cache-type-v"),
@@ -180,7 +180,7 @@ class DeviceGroup:
         choices=tuple(CACHE_DTYPES),
         help="dtype of cached values (f16; f32 for exact results)",
     )
-    keep_packed: bool = option(
+    keep_packed: bool = option_field(
         False,
         BOOL,
         "--keep-packed",
@@ -223,7 +223,7 @@ class RunConfig(DeviceGroup):
     SUBJECT: ClassVar[str] = "Model"
 
     path: str | Path | None = field(default=None, kw_only=False)
-    context: int | None = option(
+    context: int | None = option_field(
         None,
         NATURAL_KIND | NONE,
         *("-c", "--ctx-size"),
@@ -233,7 +233,7 @@ class RunConfig(DeviceGroup):
         metavar="N",
         help="tokens of context (4096, or fewer if the model allows fewer); a flag of 0: as many as the model allows",
     )
-    batch: int = option(
+    batch: int = option_field(
         DEFAULT_BATCH,
         integer_between(1),
         *("-b", "--batch-size"),
@@ -243,7 +243,7 @@ class RunConfig(DeviceGroup):
         metavar="N",
         help=f"maximum tokens of a run ({DEFAULT_BATCH})",
     )
-    lora: Sequence[ScaledFile] = option(
+    lora: Sequence[ScaledFile] = option_field(
         (),
         FILES_KIND,
         "--lora",
@@ -253,7 +253,7 @@ class RunConfig(DeviceGroup):
         metavar="FILE[:SCALE]",
         help="LoRA adapter with an optional scale; all add up",
     )
-    control_vectors: Sequence[ScaledFile] = option(
+    control_vectors: Sequence[ScaledFile] = option_field(
         (),
         FILES_KIND,
         "--control-vector",
@@ -263,7 +263,7 @@ class RunConfig(DeviceGroup):
         metavar="FILE[:SCALE]",
         help="control vector with an optional scale; all add up",
     )
-    control_layers: tuple[int, int] | None = option(
+    control_layers: tuple[int, int] | None = option_field(
         None,
         NONE | pair_of(NATURAL_KIND, NATURAL_KIND),
         "--control-vector-layer-range",
@@ -273,7 +273,7 @@ class RunConfig(DeviceGroup):
         metavar=("START", "END"),
         help="the first and the last layer after which control vectors are added (all except layer 0)",
     )
-    draft: str | Path | None = option(
+    draft: str | Path | None = option_field(
         None,
         FILE_KIND | NONE,
         *("--model-draft", "--spec-draft-model", "-md"),
@@ -282,7 +282,7 @@ class RunConfig(DeviceGroup):
         metavar="FILE",
         help="small model with the same tokens that drafts the next tokens",
     )
-    draft_max: int | None = option(
+    draft_max: int | None = option_field(
         None,
         integer_between(1) | NONE,
         *("--draft", "--draft-n", "--spec-draft-n-max", "--draft-max"),
@@ -307,6 +307,6 @@ RUN_OPTIONS = list_options(RunConfig)
 """All options of a model run, by field name."""
 
 
-def options_of(*scopes: str) -> frozenset[str]:
+def list_option_names_in_scopes(*scopes: str) -> frozenset[str]:
     """Return the names of the options of a model run that have one of the given scopes, such as ``generate``."""
     return frozenset(name for name, row in RUN_OPTIONS.items() if row.scope in scopes)

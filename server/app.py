@@ -20,7 +20,7 @@ from .endpoints.rerank import build_rerank_routes
 from .endpoints.slot_actions import build_slot_action_route
 from .errors import ApiError
 from .options import ServerOptions
-from .security import ApiKeyOrHostLayer, BodyLimitLayer, CorsOriginLayer, ErrorResponseLayer
+from .security import ApiKeyOrHostMiddleware, BodyLimitMiddleware, CorsOriginMiddleware, ErrorResponseMiddleware
 from .state import ServingState
 
 
@@ -49,10 +49,10 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
     state = ServingState(service, options)
     routes = build_routes()
     layers = [
-        Middleware(ErrorResponseLayer, state.metrics, [route.path for route in routes]),
-        Middleware(CorsOriginLayer, options.cors_origins),
-        Middleware(ApiKeyOrHostLayer, options),
-        Middleware(BodyLimitLayer, options.max_body_bytes, options.body_seconds),
+        Middleware(ErrorResponseMiddleware, state.metrics, [route.path for route in routes]),
+        Middleware(CorsOriginMiddleware, options.cors_origins),
+        Middleware(ApiKeyOrHostMiddleware, options),
+        Middleware(BodyLimitMiddleware, options.max_body_bytes, options.body_seconds),
     ]
 
     app = Starlette(

@@ -99,7 +99,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until all choices have ended."""
-        with self._state.released_after(self._stream):
+        with self._state.close_stream_at_exit(self._stream):
             worker = asyncio.ensure_future(self._send_all(send))
             self._stream.on_stall = worker.cancel
             await _run_or_return_empty_on_disconnect(receive, worker)
@@ -155,7 +155,7 @@ async def respond_as_stream_or_json(
     headers = {**headers, REQUEST_HEADER: stream.common_id_prefix}
     if is_streamed:
         return EventStream(state, stream, formatter, headers)
-    with state.released_after(stream):
+    with state.close_stream_at_exit(stream):
         results = await run_until_disconnect(request, read_complete_texts(stream, count))
     for _, _, finish in results:
         state.record_finish(finish)

@@ -50,7 +50,7 @@ class HeaderName(bytes):
         return self
 
 
-class ErrorResponseLayer:
+class ErrorResponseMiddleware:
     """Middleware that converts every exception to an error response.
 
     It also counts responses.
@@ -95,15 +95,15 @@ class ErrorResponseLayer:
 def _make_error_response(error: Exception, path: str) -> JsonResponse:
     """Return the error response for an exception, in the format of the API of `path`.
 
-    `ErrorResponseLayer.__call__` must keep no variable with the error: the error refers to the frame of this call, so
-    the variable would form a cycle.
+    `ErrorResponseMiddleware.__call__` must keep no variable with the error: the error refers to the frame of this call,
+    so the variable would form a cycle.
     """
     answer = as_api_error(error)
     content = answer.as_anthropic_body() if path.startswith(ANTHROPIC_PREFIX) else answer.as_openai_body()
     return JsonResponse(content, answer.status, answer.headers)
 
 
-class CorsOriginLayer:
+class CorsOriginMiddleware:
     """CORS middleware: permits requests of web pages from the configured origins, and refuses other origins."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
@@ -140,7 +140,7 @@ def _is_same_origin(origin: str, host: str) -> bool:
     return bool(host) and origin.partition("://")[2] == host
 
 
-class ApiKeyOrHostLayer:
+class ApiKeyOrHostMiddleware:
     """Middleware that refuses requests without a valid API key.
 
     If no keys are configured on a loopback address, it requires a Host header that names this machine. This prevents
@@ -177,7 +177,7 @@ def _parse_host_name(host: str) -> str:
         return ""
 
 
-class BodyLimitLayer:
+class BodyLimitMiddleware:
     """Middleware that limits the bytes of a request body, and the seconds for reading it.
 
     It checks the declared length, and the bytes that arrive.

@@ -89,16 +89,16 @@ class ServingState:
         stream.cancel_requests_and_drop_references()
 
     @contextmanager
-    def released_after(self, stream: AnswerStream) -> Iterator[AnswerStream]:
-        """Return a context that releases the stream at its end."""
+    def close_stream_at_exit(self, stream: AnswerStream) -> Iterator[AnswerStream]:
+        """Return a context that closes the stream at its end."""
         try:
             yield stream
         finally:
             self.close_and_forget_stream(stream)
 
     @contextmanager
-    def counted_embedding(self) -> Iterator[None]:
-        """Return a context that counts one running embedding request.
+    def count_running_embedding(self) -> Iterator[None]:
+        """Count one running embedding request in this context.
 
         Raises:
             ApiError: `MAX_EMBEDDINGS` requests run or wait already.
@@ -121,12 +121,12 @@ class ServingState:
         self.is_draining = True
         for stream in list(self.active_streams):
             if stream.are_all_requests_queued:
-                stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
+                stream.end_with_error(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 
     def end_all_for_shutdown(self) -> None:
         """End all running responses with the error that the server shuts down."""
         for stream in list(self.active_streams):
-            stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
+            stream.end_with_error(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 
     def record_finish(self, finish: ChoiceFinish) -> None:
         """Add the times of a finished choice to the metrics."""

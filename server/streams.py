@@ -255,8 +255,8 @@ class AnswerStream:
             self._ticker.cancel()
             self._ticker = None
 
-    def interrupt(self, error: ApiError) -> None:
-        """End the response with an error; called in the thread of the event loop."""
+    def end_with_error(self, error: ApiError) -> None:
+        """End the response with an error. Call it in the thread of the event loop."""
         self._queue.put_nowait(error)
 
     @property

@@ -56,7 +56,7 @@ def list_search_reasons_by_node(plan: Plan, graph: GraphData, factors: Factors) 
 
 
 def _format_axis_factors(segments: Sequence[Sequence[Factor]], number: InternTable[Factor]) -> str:
-    """Format the factors of an axis as numbers, with blanks within a segment and bars between segments."""
+    """Format the sharding factors of an axis by number, such as ``1 2 | 3``; a bar separates segments."""
     return "|".join(" ".join(str(number(f)) for f in segment if f.size != 1) for segment in segments)
 
 

@@ -56,10 +56,7 @@ class Case:
 
     @cached_property
     def text_in_sample_format(self) -> str:
-        """The operands and attributes as text, in the format of the samples of an op.
-
-        Layout and input kind are left out.
-        """
+        """The operands and attributes as text, in the format of an op's samples, without layout and input kind."""
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 
@@ -110,7 +107,7 @@ class Case:
 
     @property
     def can_exchange_nan_and_infinity(self) -> bool:
-        """Whether a result may have NaN where an infinity is expected, and the reverse.
+        """Whether a result may be NaN where the reference is infinite, or infinite where the reference is NaN.
 
         Products of quantised weights multiply codes and scales separately. Recurrences of several factors may process
         tokens in chunks, with other products. Both turn some infinities into NaN and the reverse.
@@ -120,7 +117,7 @@ class Case:
 
     @property
     def nan_for_infinity_operands(self) -> tuple[str, ...]:
-        """The names of the operands in which an infinity may act as NaN, as the op declares.
+        """The names of the operands in which a backend may replace an infinity by NaN, as the op declares.
 
         A product of two float32 operands has no such operand: backends multiply its factors as they are.
         """
@@ -138,7 +135,7 @@ class Case:
 
     @property
     def layout_counted_in_reports(self) -> str:
-        """The layout under which reports count the case; ``zero-size`` for a case without elements."""
+        """The layout name under which reports count the case; ``zero-size`` for a case without elements."""
         return "zero-size" if self.has_empty_operand else self.layout
 
     @property

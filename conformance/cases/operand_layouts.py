@@ -98,7 +98,7 @@ def _make_layout_repeating_first_long_axis(spec: Spec, distinct_axes: int) -> Op
 
 
 def make_overlapping_layouts(spec: Spec) -> tuple[OperandLayout, OperandLayout]:
-    """Return the layouts of two operands in one leaf; the second operand begins one element after the first."""
+    """Return layouts of two operands that overlap in one leaf; the second one begins one element after the first."""
     leaf = Spec((spec.size + 1,), spec.dtype)
 
     def make_layout(start: int) -> OperandLayout:

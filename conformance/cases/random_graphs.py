@@ -34,7 +34,7 @@ def make_random_graph_and_weights(seed: int) -> tuple[Graph, Mapping[str, Array]
     shape, flat = (tokens, heads, columns), (tokens, heads * columns)
     values = [input("x", shape), input("y", shape), input("flat", flat)]
     weights = [weight("row", (columns,)), weight("token", (heads * columns,)), weight("number", (1,))]
-    ops = list(_list_declared_ops_with_one_result())
+    ops = list(_list_scalar_language_ops_with_one_result())
     ops += 2 * [op for op in ops if _is_bit_exact_on_all_backends(op)]
     while len(values) < 3 + rng.integers(4, MAX_NODES):
         x = values[rng.integers(len(values))]
@@ -50,8 +50,8 @@ def make_random_graph_and_weights(seed: int) -> tuple[Graph, Mapping[str, Array]
     return graph, arrays
 
 
-def _list_declared_ops_with_one_result() -> Iterator[Op]:
-    """Yield the ops with one result and one to three operands that are declared in the scalar language.
+def _list_scalar_language_ops_with_one_result() -> Iterator[Op]:
+    """Yield the ops with one result and at most three operands that are declared in the scalar language.
 
     Ops with placed operands are left out, because most need attributes.
     """
@@ -62,7 +62,7 @@ def _list_declared_ops_with_one_result() -> Iterator[Op]:
 
 
 def _is_bit_exact_on_all_backends(op: Op) -> bool:
-    """Return whether kernels of all backends compute the op to the last bit, so that it is chosen more often."""
+    """Return whether kernels of all backends compute the op to the last bit; random graphs prefer such ops."""
     declared = op.expression
     assert declared is not None
     if not declared.has_expression_selecting_attributes(op.defaults):

@@ -28,7 +28,10 @@ RANDOM_GRAPHS = 100
 
 @dataclass(frozen=True)
 class FusedKernelResult:
-    """The check of one fused kernel: its ops, shape, and why it differs from them; empty if it has the same bits."""
+    """The outcome of the check of one fused kernel against its single ops.
+
+    `fault` describes the difference; it is empty if all bits are equal.
+    """
 
     ops: tuple[str, ...]
     shape: tuple[int, ...]
@@ -49,35 +52,35 @@ def check_fused_kernels(
     for number, graph in enumerate(graphs):
         program = plan_for_group(graph, [(backend, device)]).device_plans[0].program
         for group in backend.describe_fusion(program).expressions:
-            key = _make_group_key(group)
+            key = _make_fused_kernel_key(group)
             if key not in seen and len(group.instruction_numbers) > 1:  # a hook of one op is the kernel of the op
                 seen.add(key)
                 rng = np.random.default_rng((seed, number, group.instruction_numbers[0]))
-                yield _check_group(program, group, backend, device, rng)
+                yield _compare_fused_with_single_instructions(program, group, backend, device, rng)
 
 
 def make_random_graphs(seed: int) -> Iterator[Graph]:
-    """Yield the random graphs of one check."""
+    """Yield the random graphs that one check of fused kernels runs."""
     return (make_random_graph_and_weights(seed + number)[0] for number in range(RANDOM_GRAPHS))
 
 
-def _make_group_key(group: FusedExpression) -> Hashable:
-    """Return a key that is equal for groups with one kernel, the same shapes and the same numbers of the call."""
+def _make_fused_kernel_key(group: FusedExpression) -> Hashable:
+    """Return a key of the kernel, shapes and numeric arguments of a fused group, so that each is checked once."""
     views = [t.strides for t in group.operands]
     in_place = [[(o.buffer, o.offset) == (t.buffer, t.offset) for o in group.operands] for _, t in group.results]
     return repr((group.steps, group.shape, views, in_place, sorted(group.attributes.items())))
 
 
-def _check_group(
+def _compare_fused_with_single_instructions(
     program: Program, group: FusedExpression, backend: Backend, device: Device, rng: np.random.Generator
 ) -> FusedKernelResult:
-    """Run a group as one program and as single instructions, and compare the bits of its results."""
+    """Run a group fused in one program, and as single instructions, and compare the bits of the results."""
     instructions = [program.instructions[n] for n in group.instruction_numbers]
     ops = tuple(i.op for i in instructions)
     operands = {t: rng.standard_normal(t.shape).astype(np.float32) for t in group.operands}
     results = [t for _, t in group.results]
     fused, single = (
-        _run_in_turn(program, parts, operands, results, backend, device)
+        _run_parts_as_programs(program, parts, operands, results, backend, device)
         for parts in ([instructions], [[i] for i in instructions])
     )
     assert isinstance(backend, GeneratesFusedKernels)
@@ -97,7 +100,7 @@ def _name_outputs(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
-def _run_in_turn(
+def _run_parts_as_programs(
     program: Program,
     parts: Sequence[Sequence[Instruction]],
     operands: dict[Tensor, Array],
@@ -105,7 +108,7 @@ def _run_in_turn(
     backend: Backend,
     device: Device,
 ) -> list[Array]:
-    """Run each part of some instructions as a program of its own, and return the results."""
+    """Run each list of instructions in `parts` as a program of its own, in order, and return the `results`."""
     buffers: list[Any] = [backend.alloc(b.nbytes, device) for b in program.buffers]
     for tensor, data in operands.items():
         backend.view(buffers[tensor.buffer], tensor)[...] = data

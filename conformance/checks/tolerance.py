@@ -54,7 +54,10 @@ class ErrorBudget:
 
     @property
     def row_rms_error_per_element(self) -> Array:
-        """One error for each element; their root mean square (RMS) over a row is the maximum RMS error of the row."""
+        """The budget for the root mean square (RMS) error of a row, by element.
+
+        The RMS of these values over a row is the maximum RMS error of that row.
+        """
         return self.rounding + ROW_FACTOR * self.arithmetic
 
 
@@ -135,7 +138,7 @@ class ExpectedResult:
         return np.asarray(np.isnan(self._run_reference_without_nan_warnings(damaged, self.attrs)[result]))
 
     def mask_infinities_with_unstable_sign(self, result: int) -> Array:
-        """Return a mask of the infinite elements with another sign if operands are rounded, as for the sine of 1e39."""
+        """Return a mask of the infinite elements that change sign if operands are rounded, as in the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):
@@ -196,7 +199,7 @@ class ExpectedResult:
     def _add_largest_change(
         self, total: list[Array], moved: Sequence[Mapping[str, Array]], attrs: Mapping[str, Attr]
     ) -> None:
-        """Add to `total` the largest change of each result over runs with perturbed operands.
+        """Add to `total`, for each result, the largest change among runs with perturbed operands.
 
         Args:
             total: sums of the changes by result, which are updated in place.

@@ -29,7 +29,7 @@ class ExpectedFailures:
         return tuple(b.replace("[", "[[]") for b in bare if b)
 
     def expects(self, text: str) -> bool:
-        """Return whether a line matches the text of a case."""
+        """Return whether a line of the file matches the case with this text, so that its failure is expected."""
         return any(fnmatchcase(text, p) for p in self.fnmatch_patterns)
 
     def mark_expected_outcome(self, result: Result) -> Result:

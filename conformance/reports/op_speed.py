@@ -22,7 +22,7 @@ from ...ops.elementwise.binary import cont
 from ...ops.matrix.matmul import mul_mat
 from ...scheduler import DevicePlan
 from ..cases.case import Case, make_case
-from ..cases.grow_shapes import Point, grow_cases_from_samples, is_legal_point, resize_point, resolve_point_sizes
+from ..cases.grow_shapes import OpCall, grow_cases_from_samples, is_legal_call, resize_call, resolve_call_sizes
 from ..cases.inputs import generate_random_operands
 from ..checks.case_graph import build_case_graph, build_verified_device_plan
 from ..checks.guarded_memory import GuardedProgram
@@ -193,22 +193,22 @@ def generate_large_case_per_dtypes(op: Op[Any]) -> list[Case]:
 
 def _double_dimensions_to_limit(op: Op[Any], case: Case) -> Case:
     """Double the dimensions of a case in turn while operands have at most `MAX_ELEMENTS` elements."""
-    parts: Point = {**case.specs, **dict(case.attrs)}
+    parts: OpCall = {**case.specs, **dict(case.attrs)}
     growing = True
     while growing:
         growing = False
-        known = resolve_point_sizes(op, parts)
+        known = resolve_call_sizes(op, parts)
         assert known is not None
         named, leading = dict(known[1].by_name), known[1].leading
         steps = [({**named, n: 2 * size}, leading) for n, size in named.items() if n != op.sequential and size > 1]
         if not steps and leading:
             steps = [(named, (2 * leading[0], *leading[1:]))]
         for changed, ahead in steps:
-            now = resolve_point_sizes(op, parts)
+            now = resolve_call_sizes(op, parts)
             assert now is not None
             # One dimension after the other; each step starts from the result of the step before.
             merged = {n: max(size, now[1].by_name[n]) for n, size in changed.items()}
-            grown = resize_point(op, parts, merged, ahead)
-            if is_legal_point(op, grown, MAX_ELEMENTS):
+            grown = resize_call(op, parts, merged, ahead)
+            if is_legal_call(op, grown, MAX_ELEMENTS):
                 parts, growing = grown, True
     return make_case(op, parts)

@@ -17,7 +17,7 @@ from ..cases.case import Case
 from ..cases.grow_shapes import grow_cases_from_samples
 from ..checks.case_graph import build_case_graph, build_verified_device_plan
 from ..checks.run_case import find_unsupported_reason
-from ..generate_cases import DeclarationFaultError, raise_declaration_faults
+from ..generate_cases import DeclarationFaultError, convert_errors_to_declaration_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,17 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
         except HocketError:
             if devices is not None:
                 raise
-    rows = [_build_row(op, loaded) for op in REGISTRY.values()]
+    rows = [_build_support_row(op, loaded) for op in REGISTRY.values()]
     return rows + [
         SupportRow(name, False, (), {}, fault=fault) for name, fault in REGISTRY.package_entry_faults.items()
     ]
 
 
-def _build_row(op: Op[Any], loaded: Mapping[str, tuple[Backend, Device]]) -> SupportRow:
-    """Return the support of an op by the devices; a row with a fault if its declaration is wrong."""
+def _build_support_row(op: Op[Any], loaded: Mapping[str, tuple[Backend, Device]]) -> SupportRow:
+    """Build the row of an op: its support by each device; a row with a fault if its declaration is wrong."""
     by_dtype: dict[str, list[Case]] = {}
     try:
-        with raise_declaration_faults(op.name):
+        with convert_errors_to_declaration_faults(op.name):
             for case in grow_cases_from_samples(op):
                 by_dtype.setdefault(case.dtype_names, []).append(case)
             support = {

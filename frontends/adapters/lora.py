@@ -142,7 +142,7 @@ def _require_changeable(graph: Graph, changes_by_matrix: Mapping[str, Sequence[L
 
 
 def read_lora_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[LoraChange]:
-    """Yield the LoRA changes of a file.
+    """Yield the LoRA change of each matrix in a LoRA file.
 
     Args:
         base: The model file.

@@ -10,7 +10,7 @@ from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer, has_vocabulary
 from ..inference.model_digest import compute_model_digest
 from ..language_model import Model
-from ..serving.replay import LogReplay, ReplayCounts, ReplayDifferenceError, read_complete_log_lines
+from ..serving.replay import LogReplay, ReplayDifferenceError, ReplayedTotals, read_complete_log_lines
 from ..serving.served_model import ServedModel
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .shared_flags import SESSION_OPTIONS
@@ -22,7 +22,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    total, replay, model = ReplayCounts(), None, None
+    total, replay, model = ReplayedTotals(), None, None
     try:
         for line, record in read_complete_log_lines(args.log):
             if "log" in record:

@@ -41,7 +41,7 @@ from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
 from ..open_model import choose_context, open_adapted_model, open_model, read_text_without_bom_and_newline
-from ..run_config import options_of
+from ..run_config import list_option_names_in_scopes
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
@@ -94,7 +94,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         "print the first node with another result",
     )
     add_grammar_and_stop_flags(sub)
-    add_session_flags(sub, SESSION_OPTIONS | options_of("generate"))
+    add_session_flags(sub, SESSION_OPTIONS | list_option_names_in_scopes("generate"))
 
 
 def add_chat_template_and_variable_flags(sub: argparse.ArgumentParser) -> None:
@@ -254,7 +254,9 @@ def answer_message_or_chat_at_terminal(
     """Answer one message, or hold a conversation if stdin is a terminal; return the exit code."""
     format = chat_template_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
-    interactive = asked and broadcast_text_from_rank_0(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
+    interactive = (
+        asked and broadcast_text_from_rank_0(args, lambda: "yes" if is_stdin_terminal_or_closed() else "") == "yes"
+    )
     if interactive and args.world.size > 1:
         raise ModelError("a talk on a terminal is for one process; give a message with -p, or pipe it in")
     message = None if interactive else broadcast_text_from_rank_0(args, lambda: read_prompt(args, None))
@@ -344,7 +346,7 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
         return str(args.prompt)
     if args.file is not None:
         return read_text_without_bom_and_newline(args.file)
-    if default is None and is_stdin_terminal():
+    if default is None and is_stdin_terminal_or_closed():
         raise ModelError("there is no prompt; give one with -p or -f, or pipe it in")
     if default is None:
         return read_text_without_bom_and_newline("-")
@@ -354,13 +356,13 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
 def has_readable_piped_text() -> bool:
     """Return whether text can be read from stdin at once, without waiting; False for a terminal or an empty pipe."""
     try:
-        return not is_stdin_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
+        return not is_stdin_terminal_or_closed() and bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):  # stdin is closed, or has no file descriptor
         return False
 
 
-def is_stdin_terminal() -> bool:
-    """Return whether stdin is a terminal. A program without stdin also counts as one."""
+def is_stdin_terminal_or_closed() -> bool:
+    """Return whether stdin is a terminal, or closed, so that no text is piped in."""
     return sys.stdin is None or sys.stdin.isatty()
 
 

@@ -26,7 +26,7 @@ from ..generation.speculative import DEFAULT_DRAFT_TOKENS
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import open_model, read_text_without_bom_and_newline, require_usable_model_files
-from ..run_config import RunConfig, options_of
+from ..run_config import RunConfig, list_option_names_in_scopes
 from ..serving.drafting.drafter import MAX_DRAFT_TOKENS
 from ..terminal.output import write_line_to_stderr
 from .plan import print_serving_prediction
@@ -136,7 +136,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     drafts = (
         f"draft tokens of a request in a step, at most {MAX_DRAFT_TOKENS} ({DEFAULT_DRAFT_TOKENS}); without -md, MTP"
     )
-    names = SESSION_OPTIONS | options_of("generate")
+    names = SESSION_OPTIONS | list_option_names_in_scopes("generate")
     add_option_flags(sub, names, context={"help": slot_tokens}, draft_max={"help": drafts})
     add_cache_folder_flag(sub)
 
@@ -176,7 +176,7 @@ def _add_address_flags(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     set_cache_folder_and_blas_threads(args)
-    refuse_flags_beside_drafts(args)
+    refuse_flags_incompatible_with_drafts(args)
     if args.admit == "whole" and not args.pool_tokens:
         raise ModelError("--admit whole reserves tokens of a pool; give --pool-tokens, or leave out --admit")
     if args.world.rank:
@@ -197,8 +197,8 @@ def run(args: argparse.Namespace) -> int:
         return serve_model(args, options, listeners)
 
 
-def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
-    """Raise `ModelError` for flags that do not go together with the flags of drafts."""
+def refuse_flags_incompatible_with_drafts(args: argparse.Namespace) -> None:
+    """Raise `ModelError` for flags that cannot be combined with draft tokens."""
     others = {
         "--log-requests": args.log_requests is not None,
         "--dry-run": args.dry_run,
@@ -209,8 +209,8 @@ def refuse_flags_beside_drafts(args: argparse.Namespace) -> None:
         raise ModelError(f"{refused[0]} does not support drafts; leave out -md and --draft-max, or {refused[0]}")
 
 
-def refuse_flags_of_generation(args: argparse.Namespace) -> None:
-    """Raise `ModelError` for flags that an encoder cannot follow."""
+def refuse_generation_flags_for_encoder(args: argparse.Namespace) -> None:
+    """Raise `ModelError` for flags of text generation, which an encoder model cannot do."""
     reasons = {"--log-requests": "no steps to log", "--pool-tokens": "no KV caches"}
     is_set = {"--log-requests": args.log_requests is not None, "--pool-tokens": args.pool_tokens > 0}
     for flag, reason in reasons.items():
@@ -226,17 +226,17 @@ def follow_server_on_rank_0(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     from ... import __version__
-    from ..serving.served_model import ServedModel, has_no_generation
-    from ..serving.thread import list_pools, make_served_pool
+    from ..serving.served_model import ServedModel, is_non_generative
+    from ..serving.thread import list_pool_and_draft_pool, make_served_pool
 
     model, name = open_served_model(args)
     with model:
         served = ServedModel(model, name=name, version=__version__)
-        if has_no_generation(model):
+        if is_non_generative(model):
             served.rank_calls.follow_rank_0([served])
         else:
             pool = make_served_pool(model, args.parallel, served.rank_calls, args.pool_tokens)
-            served.rank_calls.follow_rank_0([served, *list_pools(pool)])
+            served.rank_calls.follow_rank_0([served, *list_pool_and_draft_pool(pool)])
     return 0
 
 
@@ -252,7 +252,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import restart_in_fresh_process, run_server
-    from ..serving.served_model import EncoderService, has_no_generation
+    from ..serving.served_model import EncoderService, is_non_generative
     from ..serving.thread import EngineOptions, EngineThread
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
@@ -267,8 +267,8 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             os.kill(os.getpid(), signal.SIGTERM)
 
         service: EngineThread | EncoderService
-        if has_no_generation(model):
-            refuse_flags_of_generation(args)
+        if is_non_generative(model):
+            refuse_generation_flags_for_encoder(args)
             service = EncoderService(model, name=name, version=__version__, on_failure=end_server)
         else:
             service = EngineThread(

@@ -16,12 +16,12 @@ from ..inference.session import Session
 from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
 from ..open_model import open_session
-from ..run_config import RUN_OPTIONS, RunConfig, options_of
+from ..run_config import RUN_OPTIONS, RunConfig, list_option_names_in_scopes
 from ..terminal.arguments import PositionalAliasAction
 from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_line_to_stderr
 
-PLAN_OPTIONS, SESSION_OPTIONS = options_of("plan"), options_of("plan", "run")
+PLAN_OPTIONS, SESSION_OPTIONS = list_option_names_in_scopes("plan"), list_option_names_in_scopes("plan", "run")
 """The options of commands that plan a model, and of commands that run it."""
 
 

@@ -21,8 +21,8 @@ from ..inference.decoding.device_tokens import (
     TokenCandidates,
     TokenChoice,
     can_choose_tokens_on_device,
+    make_device_sampling_step,
     make_masked_steps,
-    make_sampled_step,
     make_step_choosing_tokens_on_device,
 )
 from ..inference.decoding.launch_ahead import DeviceTokenSchedule, MaskedSchedule
@@ -382,7 +382,7 @@ def compile_generation_plans(
             steps = [make_step_choosing_tokens_on_device(session, length)]
         elif on_device is not None and params.grammar:
             steps = make_masked_steps(session, length, choices)
-        elif on_device is not None and (sampled_step := make_sampled_step(session, length, choices)):
+        elif on_device is not None and (sampled_step := make_device_sampling_step(session, length, choices)):
             steps = sampled_step[:1]
         for step in steps or [session.make_step(1, length, session.sequences)]:
             session.executor(step)

@@ -145,7 +145,7 @@ class Grammar:
 
 
 class GrammarState:
-    """The state of one text in a grammar: it tells which tokens may come next."""
+    """The position of one text in a grammar; it tells which tokens may come next."""
 
     def __init__(self, matcher: Any, vocabulary: int, kind: str = "grammar") -> None:
         self._matcher, self._kind = matcher, kind

@@ -32,7 +32,7 @@ class LazyJsonGrammar:
 
     @property
     def ignored_keywords_warning(self) -> str:
-        """A message about the ignored keywords of the JSON schema, or an empty text."""
+        """A warning about keywords of the JSON schema that are not enforced; an empty text if there are none."""
         return self.grammar.ignored_keywords_warning
 
     def make_state(self) -> LazyGrammarState:
@@ -56,7 +56,7 @@ class LazyGrammarState:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the grammar holds for the next token."""
+        """Whether the grammar constrains the next token, because the text is inside a JSON object."""
         return self._object is not None
 
     def mask_logits(self, logits: F32) -> F32:
@@ -83,13 +83,13 @@ class LazyGrammarState:
         """
         if self._object is None:
             self._tail += self._lazy.tokenizer.token_bytes(token)
-            self._find_thought_trigger_or_object()
+            self._scan_for_thought_end_trigger_and_object()
         elif not self._object.accept_token_and_can_continue(token):
             self._object, self._mode = None, "free"
         return True
 
-    def _find_thought_trigger_or_object(self) -> None:
-        """Scan the bytes in `_tail` for the end of a thought, a trigger, and the beginning of an object, in this order.
+    def _scan_for_thought_end_trigger_and_object(self) -> None:
+        """Scan the bytes in `_tail` for the end of a thought, then a trigger, then the beginning of an object.
 
         Scanned bytes are removed. Bytes that may begin a mark stay until further bytes decide.
         """
@@ -105,7 +105,7 @@ class LazyGrammarState:
         if self._mode == "triggered" and (text := self._tail.lstrip()):
             self._mode, self._tail = "free", b""
             if text.startswith(b"{"):
-                self._begin_object(text)
+                self._start_grammar_at_object(text)
 
     def _consume_through_mark(self, mark: bytes) -> bool:
         """Remove the bytes up to the end of `mark` and return True, or keep the bytes that may begin it."""
@@ -113,8 +113,8 @@ class LazyGrammarState:
         self._tail = after if found else self._tail[-(len(mark) - 1) :]
         return bool(found)
 
-    def _begin_object(self, text: bytes) -> None:
-        """Let the grammar hold from an object on that begins with `text`.
+    def _start_grammar_at_object(self, text: bytes) -> None:
+        """Start to constrain the text by the grammar, at an object that begins with `text`.
 
         Nothing changes if the grammar forbids this beginning.
         """

@@ -24,7 +24,7 @@ from ...graph.validation import (
     require,
     validate_constructor,
 )
-from ..config_options import check_options, option
+from ..config_options import check_options, option_field
 from ..errors import ModelError, NonFiniteLogitError
 from ..flag_values import parse_logit_bias, parse_natural_or_minus_one, parse_number, parse_top_k_or_all
 
@@ -83,7 +83,7 @@ class Sampling:
         ModelError: A value is out of range.
     """
 
-    temperature: float = option(
+    temperature: float = option_field(
         0.0,
         AT_LEAST_0,
         *("--temp", "--temperature"),
@@ -92,7 +92,7 @@ class Sampling:
         metavar="T",
         help="temperature; 0 takes the most probable token (0.8)",
     )
-    top_k: int = option(
+    top_k: int = option_field(
         40,
         integer_between(0, 2**31),
         "--top-k",
@@ -101,7 +101,7 @@ class Sampling:
         metavar="K",
         help="keep the K most probable tokens; 0 or -1: all (40)",
     )
-    top_p: float = option(
+    top_p: float = option_field(
         0.95,
         ArgumentKind("a number above 0 and at most 1", lambda v: UNIT_KIND.accepts(v) and v > 0),
         "--top-p",
@@ -110,7 +110,7 @@ class Sampling:
         metavar="P",
         help="keep the most probable up to P in sum (0.95)",
     )
-    min_p: float = option(
+    min_p: float = option_field(
         0.05,
         ArgumentKind("a number of at least 0 and below 1", lambda v: UNIT_KIND.accepts(v) and v < 1),
         "--min-p",
@@ -119,7 +119,7 @@ class Sampling:
         metavar="P",
         help="keep those above P times the maximum (0.05)",
     )
-    repeat_penalty: float = option(
+    repeat_penalty: float = option_field(
         1.0,
         ArgumentKind("a number above 0", lambda v: AT_LEAST_0.accepts(v) and v > 0),
         "--repeat-penalty",
@@ -128,7 +128,7 @@ class Sampling:
         metavar="X",
         help="divide logits of recent tokens by X (1)",
     )
-    repeat_last_n: int = option(
+    repeat_last_n: int = option_field(
         64,
         integer_between(-1, 2**31),
         "--repeat-last-n",
@@ -137,7 +137,7 @@ class Sampling:
         metavar="N",
         help="number of recent tokens; -1: all (64)",
     )
-    presence_penalty: float = option(
+    presence_penalty: float = option_field(
         0.0,
         number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
         "--presence-penalty",
@@ -146,7 +146,7 @@ class Sampling:
         metavar="X",
         help="subtract X from logits of recent tokens (0)",
     )
-    frequency_penalty: float = option(
+    frequency_penalty: float = option_field(
         0.0,
         number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
         "--frequency-penalty",
@@ -155,7 +155,7 @@ class Sampling:
         metavar="X",
         help="subtract X times the number of occurrences from logits of recent tokens (0)",
     )
-    bias: tuple[tuple[int, float], ...] = option(
+    bias: tuple[tuple[int, float], ...] = option_field(
         (),
         BIAS_KIND,
         *("-l", "--logit-bias"),
@@ -190,7 +190,9 @@ class Sampling:
         return self.top_k if 0 < self.top_k <= MAX_PARTIAL_SORT else None
 
     def describe_choice(self, seed: int, tokens: Sequence[int], count: int) -> TokenChoice:
-        """Describe the choice of the token at position ``count + 1`` for a device, which has the token before it.
+        """Return the sampling parameters for a device to choose the token at position ``count + 1`` of a text.
+
+        The device has the token before it.
 
         Args:
             seed: The seed of the random numbers.

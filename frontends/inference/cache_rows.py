@@ -54,8 +54,10 @@ def find_cache_rows(
     return sequence * count_cache_rows_with_spare(count) + cells % count
 
 
-def has_cells_for(session: HasCaches, tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
-    """Whether each sequence has cells for its new tokens; without blocks it has cells for its context.
+def has_cells_for_new_tokens(session: HasCaches, tokens: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+    """Whether the cache has a cell for each new token of every sequence.
+
+    In a pool of blocks this depends on allocated blocks; otherwise a sequence has the cells of its context.
 
     Args:
         session: The session.

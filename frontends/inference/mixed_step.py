@@ -13,10 +13,10 @@ from .session import Session
 
 
 def can_run_mixed_steps(session: Session) -> bool:
-    """Whether a session can run mixed steps in which each row has the bits that it has in a step of its kind.
+    """Whether a session can run mixed steps with the same bits as separate decode and prefill steps.
 
-    A product has to give a row the same bits at any number of rows; on GPUs, and on processors with AMX, it does not.
-    Shards would be summed in another order.
+    The matrix products must give a row the same bits at any number of rows. GPUs, and processors with AMX, do not.
+    Sharded products do not either, because they are summed in another order.
     """
     return (
         session.watch is None
@@ -31,7 +31,7 @@ def can_run_mixed_steps(session: Session) -> bool:
 
 
 def make_mixed_step(session: Session, prompt_tokens: int, length: int) -> Step:
-    """Return the step of one new token per sequence and of `prompt_tokens` tokens of one of them.
+    """Make the mixed step that decodes one token per sequence and reads `prompt_tokens` tokens of one of them.
 
     Args:
         session: The session.
@@ -42,7 +42,7 @@ def make_mixed_step(session: Session, prompt_tokens: int, length: int) -> Step:
     return replace(step, prompt_tokens=prompt_tokens)
 
 
-def evaluate_with_prompt(
+def evaluate_mixed_step(
     session: Session, tokens: Sequence[Sequence[int]], sequence: int, prompt: Sequence[int], *, min_tokens: int
 ) -> list[F32]:
     """Append a token to some sequences and prompt tokens to another one, and return the last logits of each.

@@ -209,7 +209,7 @@ class Session:
         for count, gives in zip(sizes, outputs, strict=True):
             length += count
             step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
-            _ = self.pipeline(step) if follow else self.executor(step)
+            _ = self.pipelined_executor(step) if follow else self.executor(step)
 
     def _run_chunk(self, part: PrefillChunk, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
@@ -240,7 +240,9 @@ class Session:
         """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
             return split_into_full_chunks(tokens, self.batch)
-        return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._round_up_context, self._plan_chunk)
+        return choose_pipelined_chunks(
+            tokens, past_tokens, self.batch, self._round_up_to_context_bucket, self._plan_chunk
+        )
 
     def _plan_chunk(self, tokens: int, length: int) -> Plan:
         return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
@@ -272,8 +274,10 @@ class Session:
         return PipelinedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def bind_chunks(self, prefill: PipelinedPrefill) -> list[tuple[Executor, Mapping[str, npt.NDArray[Any]]]]:
-        """Prepare pipelined runs: return the plan of each chunk, bound to this session, together with its inputs."""
-        return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
+        """Bind the plans of all chunks of a prefill for pipelined runs; return each executor with its inputs."""
+        return [
+            (self.pipelined_executor(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)
+        ]
 
     def has_bound_pipelines(self, prefill: PipelinedPrefill) -> bool:
         """Whether the plans of all chunks of a prefill are already bound to this session for pipelined runs."""
@@ -337,22 +341,22 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
+        cells, batch = self._round_up_to_context_bucket(length), next_power_of_two(self.batch)
         shape = self.sequences, tokens, cells, self.context, outputs
         return _step(*shape, gives, batch, reversible, turn, *self._cache_dtypes, blocks=self.blocks)
 
-    def _round_up_context(self, length: int) -> int:
+    def _round_up_to_context_bucket(self, length: int) -> int:
         """Return the context bucket, a power of two, for a longest sequence of `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
         self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False, follow: bool = False
     ) -> Step:
-        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._round_up_tokens(tokens)
+        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._round_up_to_token_bucket(tokens)
         outputs = self.sequences * (room if every_position else 1)
         return self._step_of(room, length, outputs, gives, reversible)
 
-    def _round_up_tokens(self, tokens: int) -> int:
+    def _round_up_to_token_bucket(self, tokens: int) -> int:
         """Return the token bucket of a run: a power of two, or `tokens` itself with a value watch (no padding)."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
@@ -392,8 +396,8 @@ class Session:
                 self.planning_seconds += time.perf_counter() - start
             return self._executors[step]
 
-    def pipeline(self, step: Step) -> Executor:
-        """Return the plan of a step, bound to this session for pipelined runs. The first call binds it."""
+    def pipelined_executor(self, step: Step) -> Executor:
+        """Return the executor of a step for pipelined runs, bound to this session's memory; the first call binds it."""
         if step not in self._pipelines:
             start = time.perf_counter()
             caches = filter(self.is_per_cell_cache, self.state_names)
@@ -405,7 +409,10 @@ class Session:
         return self._pipelines[step]
 
     def tracing(self, trace: Trace | None = None) -> AbstractContextManager[Trace]:
-        """Trace the time of every instruction of the runs in this context; the first run may raise `PlanError`."""
+        """Trace the time of every instruction of the runs in this context.
+
+        The first run raises `PlanError` if a backend cannot measure times.
+        """
         return trace_runs(self.set_trace, self.trace, trace)
 
     def set_trace(self, trace: Trace | None) -> None:

@@ -32,7 +32,7 @@ from .inputs.step import MASKED_KIND, PLAIN_KINDS
 from .inputs.step import Batch as Batch
 from .inputs.step import Step as Step
 from .inputs.step import build_step_inputs as build_step_inputs
-from .inputs.token_choice import STEP_LOGITS_STATE, build_masked_selection
+from .inputs.token_choice import STEP_LOGITS_STATE, build_masked_candidate_graph
 from .inputs.weights import ModelWeights as ModelWeights
 from .layers.rwkv import RwkvDecoder
 from .metadata_keys import require_supported_metadata_values
@@ -224,7 +224,7 @@ class Model:
         builder = MixedStepGraphBuilder if step.prompt_tokens else StepGraphBuilder
         frame = builder(step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions)
         if step.output_kind == MASKED_KIND:
-            return build_masked_selection(frame, self.vocabulary_size)
+            return build_masked_candidate_graph(frame, self.vocabulary_size)
         plain = step.output_kind in PLAIN_KINDS
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()

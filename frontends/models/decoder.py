@@ -105,7 +105,7 @@ class Decoder:
         family, block, before = self.family, f"blk.{i}", x
         h = self.apply_block_norm_if_present(i, family.attn_norm, x)
         if layer.mixers:
-            mixed = self.sum_mixer_results(i, layer, x, h)
+            mixed = self.run_mixers_and_sum_results(i, layer, x, h)
             x = self.apply_residual_scale(h) if family.residual_after_norm else x
             added = ops.add(x, mixed, name=f"{block}.attn_residual")
         else:
@@ -135,8 +135,8 @@ class Decoder:
         """Multiply a block result ``x`` by the residual factor of the model, before it is added to the residual."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
-    def sum_mixer_results(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
-        """Return the sum of the results of all mixers of block i, such as attention: f32[B*T, E].
+    def run_mixers_and_sum_results(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
+        """Run all mixers of block i, such as attention, and return the sum of their results: f32[B*T, E].
 
         Args:
             i: Number of the block.
@@ -155,7 +155,7 @@ class Decoder:
         return first if self.family.residual_after_norm else self.apply_residual_scale(first)
 
     def run_mixer(self, mixer: TokenMixer, i: int, h: Value) -> Value:
-        """Run a mixer of block i on ``h`` f32[B*T, E]: f32[B*T, E]."""
+        """Run a token mixer of block i on the normalised residual ``h`` f32[B*T, E]; return f32[B*T, E]."""
         return self.frame.run_mixer(lambda frame, x: mixer(self.weights, frame, i, x), h, is_recurrent=mixer.taps > 0)
 
     def compute_feed_forward_without_residual(

@@ -15,7 +15,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..gguf.hyperparameter_keys import ArchitectureMetadata
 from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
-from .inputs.step import PROMPT_ROW, STATE_TOKEN_KINDS, Batch, RingRowNumberInput, Step, name_prompt_table
+from .inputs.step import PROMPT_ROW, STATE_TOKEN_KINDS, Batch, RingRowNumberInput, Step, make_prompt_table_input_name
 from .inputs.weights import ModelWeights
 from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
@@ -161,7 +161,7 @@ class Hyperparameters:
         tables = {"table"} if step.blocks else set()
         if step.prompt_tokens:
             tables |= {PROMPT_ROW} if self.max_convolution_taps else set()
-            tables |= {name_prompt_table(0)} if "slot" in self.required_inputs and not rolls else set()
+            tables |= {make_prompt_table_input_name(0)} if "slot" in self.required_inputs and not rolls else set()
         return (self.required_inputs | tables) - absent
 
     @cached_property

@@ -139,7 +139,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         predictions = self.predict_streams(i, x)
         first = take_first_stream(predictions)
         h = self.apply_block_norm_if_present(i, self.family.attn_norm, first)
-        added = ops.add(self.sum_mixer_results(i, layer, first, h), first, name=f"{block}.attn_residual")
+        added = ops.add(self.run_mixers_and_sum_results(i, layer, first, h), first, name=f"{block}.attn_residual")
         added = ops.scale(ops.add(added, self.add_low_rank_product(i, h)), scale=math.sqrt(0.5))
         y = self.compute_feed_forward_without_residual(
             i, layer, self.apply_block_norm_if_present(i, self.family.ffn_norm, added), added, first
@@ -227,7 +227,7 @@ class PostNormDecoder(Decoder):
     """
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
-        h = self.sum_mixer_results(i, layer, x, x)
+        h = self.run_mixers_and_sum_results(i, layer, x, x)
         h, x = (
             (self.frame.select_output_rows_unless_mtp(h), self.frame.select_output_rows_unless_mtp(x))
             if self.is_last_block(i)
@@ -263,7 +263,9 @@ class HyperConnectionDecoder(Decoder):
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         before, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_attn", x)
         h = self.apply_block_norm_if_present(i, self.family.attn_norm, before)
-        x = ops.dsv4_hc_post(self.sum_mixer_results(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
+        x = ops.dsv4_hc_post(
+            self.run_mixers_and_sum_results(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual"
+        )
         added, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_ffn", x)
         y = self.compute_feed_forward_without_residual(
             i, layer, self.apply_block_norm_if_present(i, self.family.ffn_norm, added), added, before
@@ -378,7 +380,7 @@ class AttentionResidualsDecoder(Decoder):
             starts = i % self.hyper.span == 0
             if starts:
                 bank.append(x)
-            y = self.sum_mixer_results(i, layer, x, h)
+            y = self.run_mixers_and_sum_results(i, layer, x, h)
             x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
             h = self.apply_block_norm_if_present(
                 i, self.family.ffn_norm, self.mix_saved_residuals(f"blk.{i}.ffn_res_score", x, bank)

@@ -35,7 +35,7 @@ from .families import (
 from .hyperparameters import read_expert_count, read_hyperparameter_pairs
 from .joined_experts import EXPERT_NAME, split_joined_experts, stack_experts
 from .json_files import JsonObject, read_json
-from .linear_attention import convert_delta_net
+from .linear_attention import convert_delta_net_tensor
 from .packed_checkpoints import STORED_DTYPES, join_blocks_and_scales_when_read, read_quantisation_method
 from .rope_scaling import make_rope_divisor_tensors
 from .shards import DTYPES, read_shards
@@ -115,7 +115,7 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
             tensors |= parts_by_name
             continue
         if family.architecture in DELTA_NET_ARCHITECTURES and (
-            parts_by_name := convert_delta_net(config, name, tensor)
+            parts_by_name := convert_delta_net_tensor(config, name, tensor)
         ):
             tensors |= parts_by_name
             continue

@@ -75,7 +75,11 @@ def _read_window_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pa
     size: dict[str, Pair] = {"attention.sliding_window": window}
     if usual:
         pattern = list(_repeat_windows(usual, len(layers)))
-        return size if layers == pattern else size | {"attention.sliding_window_pattern": _find_period(layers)}
+        return (
+            size
+            if layers == pattern
+            else size | {"attention.sliding_window_pattern": _find_window_period_or_list(layers)}
+        )
     if 0 < window < config.require_positive_integer("max_position_embeddings") and any(layers):
         return size | {"attention.sliding_window_pattern": layers}
     return size if family.architecture == "phi3" else {}
@@ -100,8 +104,8 @@ def _repeat_windows(period: int, count: int) -> tuple[bool, ...]:
     return tuple((i + 1) % period != 0 for i in range(count))
 
 
-def _find_period(layers: list[bool]) -> Pair:
-    """Return the period of layers without a window, or the list of layers if there is none."""
+def _find_window_period_or_list(layers: list[bool]) -> Pair:
+    """Return the period at which layers have no window; without a period, return `layers`, a flag for each layer."""
     period = layers.index(False) + 1 if False in layers else 0
     return period if period and layers == list(_repeat_windows(period, len(layers))) else layers
 

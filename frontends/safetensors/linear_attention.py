@@ -43,15 +43,18 @@ class DeltaNetHeads:
     value_size: int
     is_tiled: bool
 
-    def order_values(self, size: int) -> Indices:
-        """Return for each row of the value heads in GGUF its row in the folder; a head has `size` rows."""
+    def make_value_row_order(self, size: int) -> Indices:
+        """Return, for each row of the value heads in the order of GGUF, its row index in the folder.
+
+        A head has `size` rows.
+        """
         rows = np.arange(self.values * size)
         return rows.reshape(self.keys, -1, size).swapaxes(0, 1).reshape(-1) if self.is_tiled else rows
 
-    def order_queries_keys_values(self) -> Indices:
-        """Return for each row of queries, keys and values in GGUF its row in the folder."""
+    def make_qkv_row_order(self) -> Indices:
+        """Return, for each row of queries, keys and values in the order of GGUF, its row index in the folder."""
         before = 2 * self.keys * self.key_size
-        return np.concatenate([np.arange(before), before + self.order_values(self.value_size)])
+        return np.concatenate([np.arange(before), before + self.make_value_row_order(self.value_size)])
 
     def split_qkv_rows_from_gate_rows(self) -> tuple[Indices, Indices]:
         """Split the rows of a joined matrix: return the rows of queries, keys and values, and the rows of gates.
@@ -111,8 +114,8 @@ def read_delta_net_pairs(config: JsonObject) -> dict[str, Pair]:
     }
 
 
-def convert_delta_net(config: JsonObject, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of GGUF for a tensor of a delta net.
+def convert_delta_net_tensor(config: JsonObject, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Convert a tensor of a delta net in a folder to its GGUF tensors, by name.
 
     The gate of a shared expert is converted too. Other tensors give none.
 
@@ -120,13 +123,15 @@ def convert_delta_net(config: JsonObject, name: str, tensor: Tensor) -> dict[str
         ModelError: The tensor has another shape than the heads of ``config.json``.
     """
     if match := SHARED_GATE_NAME.fullmatch(name):
-        return _derive(tensor, f"blk.{int(match[1])}.ffn_gate_inp_shexp.weight", tensor.shape[-1:], is_float=True)
+        return _derive_reordered_tensor(
+            tensor, f"blk.{int(match[1])}.ffn_gate_inp_shexp.weight", tensor.shape[-1:], is_float=True
+        )
     match = DELTA_NET_NAME.fullmatch(name)
     if match is None:
         return {}
     heads, prefix, kind = read_delta_net_heads(config), f"blk.{int(match[1])}.", match[2]
-    whole, joined = heads.order_queries_keys_values(), heads.split_qkv_rows_from_gate_rows()
-    by_value, by_head = heads.order_values(heads.value_size), heads.order_values(1)
+    whole, joined = heads.make_qkv_row_order(), heads.split_qkv_rows_from_gate_rows()
+    by_value, by_head = heads.make_value_row_order(heads.value_size), heads.make_value_row_order(1)
     rows: dict[str, tuple[tuple[str, Indices], ...]] = {
         "in_proj_qkvz.weight": (("attn_qkv.weight", joined[0]), ("attn_gate.weight", joined[1])),
         "in_proj_ba.weight": (("ssm_ba.weight", np.arange(2 * heads.values)),),
@@ -141,13 +146,15 @@ def convert_delta_net(config: JsonObject, name: str, tensor: Tensor) -> dict[str
     }
     if kind == "out_proj.weight":
         _require_length(tensor, -1, len(by_value))
-        return _derive(tensor, f"{prefix}ssm_out.weight", tensor.shape, order=by_value, axis=1)
+        return _derive_reordered_tensor(tensor, f"{prefix}ssm_out.weight", tensor.shape, order=by_value, axis=1)
     converted: dict[str, Tensor] = {}
     for own, order in rows.get(kind, ()):
         _require_length(tensor, 0, sum(len(part) for _, part in rows[kind]))
         shape = (len(order), *(tensor.shape[2:] if kind == "conv1d.weight" else tensor.shape[1:]))
         is_float, change = len(shape) == 1 or kind == "conv1d.weight", _negate_exponential if kind == "A_log" else None
-        converted |= _derive(tensor, prefix + own, shape, order=order, is_float=is_float, change=change)
+        converted |= _derive_reordered_tensor(
+            tensor, prefix + own, shape, order=order, is_float=is_float, change=change
+        )
     return converted
 
 
@@ -161,7 +168,7 @@ def _negate_exponential(elements: np.ndarray) -> np.ndarray:
     return -np.exp(elements)
 
 
-def _derive(
+def _derive_reordered_tensor(
     tensor: Tensor,
     name: str,
     shape: tuple[int, ...],
@@ -171,7 +178,7 @@ def _derive(
     is_float: bool = False,
     change: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> dict[str, Tensor]:
-    """Return a tensor with entries in another order, by its name.
+    """Derive a tensor of GGUF with reordered entries from a tensor of a folder; return it by its name.
 
     Args:
         tensor: The tensor of the folder.

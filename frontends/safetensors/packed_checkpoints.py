@@ -119,7 +119,7 @@ def join_blocks_and_scales_when_read(config: JsonObject, stored: dict[str, Tenso
 
 
 def _are_powers_of_two(scales: Tensor) -> bool:
-    """Return whether products of FP8 weights with these scales are exact in bfloat16."""
+    """Return whether all scales are powers of two, so that their products with FP8 weights are exact in bfloat16."""
     factors = dequantise(scales.stored_elements, scales.dtype)
     are_exact = bool(np.all((np.frexp(factors)[0] == 0.5) & (factors > 2.0**-60) & (factors < 2.0**60)))
     scales.release_memory()
@@ -182,7 +182,7 @@ def _compute_fp8_values(
 
 
 def _join_mxfp4(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Return an MXFP4 weight with the blocks of GGUF: scale, then codes i and i + 16 in one byte."""
+    """Join the blocks and scales of an MXFP4 weight to GGUF blocks: the scale, then codes i and i + 16 in one byte."""
     *rows, groups = scales.shape
     if scales.dtype is not DType.I8 or blocks.shape != (*scales.shape, MXFP4_BYTES):
         raise _make_shape_error(blocks, scales)

@@ -38,7 +38,7 @@ def read_rope_parameters(config: JsonObject) -> JsonObject:
     outer = rope
     if "full_attention" in rope.pairs:
         rope = rope.get_object_or_empty("full_attention")
-        _require_plain_windows(config, outer, rope)
+        _require_default_rope_in_windowed_layers(config, outer, rope)
     kind = rope.get_text("rope_type", rope.get_text("type", "default"))
     if config.get_text("model_type", "") == "phi3":
         kind = PHI3_KINDS.get(kind, kind)
@@ -56,8 +56,8 @@ def read_rope_parameters(config: JsonObject) -> JsonObject:
     return JsonObject(config.path, pairs)
 
 
-def _require_plain_windows(config: JsonObject, outer: JsonObject, full: JsonObject) -> None:
-    """Raise `ModelError` if layers with a window have a rotary embedding that GGUF cannot state."""
+def _require_default_rope_in_windowed_layers(config: JsonObject, outer: JsonObject, full: JsonObject) -> None:
+    """Raise `ModelError` if layers with a window have a rotary embedding that GGUF cannot express."""
     local = outer.get_object_or_empty("sliding_attention")
     is_gemma = config.get_text("model_type", "") == "gemma3_text"
     kind = local.get_text("rope_type", local.get_text("type", "default"))
@@ -118,14 +118,14 @@ def read_rope_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pair]
     return pairs | {"rope.freq_base": rope.get_finite_number("rope_theta", 1e4)}
 
 
-def _read_factor(config: JsonObject, rope: JsonObject) -> float:
-    """Return the factor of the context: ``factor``, or the context divided by the original one."""
+def _read_rope_context_factor(config: JsonObject, rope: JsonObject) -> float:
+    """Return the factor by which RoPE extends the context: ``factor``, or the context divided by the original one."""
     context = config.require_positive_integer("max_position_embeddings")
     return rope.get_finite_number("factor", context / rope.require_positive_integer("original_max_position_embeddings"))
 
 
 def _read_yarn_pairs(config: JsonObject, rope: JsonObject) -> dict[str, Pair]:
-    factor = _read_factor(config, rope)
+    factor = _read_rope_context_factor(config, rope)
     pairs: dict[str, Pair] = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
@@ -158,7 +158,10 @@ def _compute_yarn_magnitude(factor: float, scale: float) -> float:
 
 def _compute_longrope_magnitude(config: JsonObject, rope: JsonObject) -> float:
     """Return the factor of cosine and sine in LongRoPE: ``sqrt(1 + ln(factor) / ln(original context))``."""
-    factor, context = _read_factor(config, rope), rope.require_positive_integer("original_max_position_embeddings")
+    factor, context = (
+        _read_rope_context_factor(config, rope),
+        rope.require_positive_integer("original_max_position_embeddings"),
+    )
     usual = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 < context else 1.0
     return rope.get_finite_number("attention_factor", usual)
 

@@ -61,16 +61,16 @@ def read_sentencepiece_model(path: Path) -> TokenizerModel:
     texts, scores, kinds = [], [], []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
-    for field, value in _list_fields(path, data):
+    for field, value in _read_protobuf_fields(path, data):
         if field == ENTRIES and isinstance(value, bytes):
             text, score, kind = _read_entry(path, value)
             texts.append(text)
             scores.append(score)
             kinds.append(kind)
         elif field == TRAINER and isinstance(value, bytes):
-            trainer |= dict(_list_fields(path, value))
+            trainer |= dict(_read_protobuf_fields(path, value))
         elif field == NORMALIZER and isinstance(value, bytes):
-            normalizer |= dict(_list_fields(path, value))
+            normalizer |= dict(_read_protobuf_fields(path, value))
     if not texts or trainer.get(MODEL_KIND) != BPE:
         raise _make_error(path, "holds no SentencePiece model of kind BPE")
     fields = {"unk": (UNKNOWN_ID, 0), "bos": (BOS_ID, 1), "eos": (EOS_ID, 2), "pad": (PAD_ID, -1)}
@@ -86,7 +86,7 @@ def read_sentencepiece_model(path: Path) -> TokenizerModel:
 
 def _read_entry(path: Path, data: bytes) -> tuple[str, float, int]:
     text, score, kind = "", 0.0, 1
-    for field, value in _list_fields(path, data):
+    for field, value in _read_protobuf_fields(path, data):
         if field == ENTRY_TEXT and isinstance(value, bytes):
             try:
                 text = value.decode("utf-8")
@@ -101,8 +101,8 @@ def _read_entry(path: Path, data: bytes) -> tuple[str, float, int]:
     return text, score, kind
 
 
-def _list_fields(path: Path, data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Return the number and the value of each field: an integer, or the bytes of every other wire type."""
+def _read_protobuf_fields(path: Path, data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and the value of each protobuf field: an integer, or the bytes of every other wire type."""
     at = 0
     while at < len(data):
         key, at = _read_varint(path, data, at)

@@ -46,13 +46,15 @@ def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> d
     settings = read_json(settings_path) if settings_path.exists() else JsonObject(settings_path, {})
     if not path.exists():
         if (folder / SENTENCEPIECE_NAME).exists():
-            return _read_sentencepiece(folder, config, settings, vocabulary) | _read_chat_template(folder, settings)
+            return _read_sentencepiece_pairs(folder, config, settings, vocabulary) | _read_chat_template(
+                folder, settings
+            )
         return {f"{KEY}model": "no_vocab"}
     whole = read_json(path)
     model = whole.get_object_or_empty("model")
     kind = model.get_text("type", "BPE")
     if kind == "Unigram":
-        return _read_unigrams(whole, model, settings, config, vocabulary) | _read_chat_template(folder, settings)
+        return _read_unigram_pairs(whole, model, settings, config, vocabulary) | _read_chat_template(folder, settings)
     if kind != "BPE":
         raise whole.make_error(
             f"model.type is {format_name_for_message(kind)!r}, which is not supported; need BPE or Unigram", GGUF_REMEDY
@@ -77,8 +79,10 @@ def read_tokenizer_pairs(folder: Path, config: JsonObject, vocabulary: int) -> d
     return pairs | _read_chat_template(folder, settings)
 
 
-def _read_sentencepiece(folder: Path, config: JsonObject, settings: JsonObject, vocabulary: int) -> dict[str, Pair]:
-    """Return the metadata pairs of ``tokenizer.model``, with the tokens that ``tokenizer_config.json`` adds."""
+def _read_sentencepiece_pairs(
+    folder: Path, config: JsonObject, settings: JsonObject, vocabulary: int
+) -> dict[str, Pair]:
+    """Read the GGUF metadata pairs of ``tokenizer.model``, with the tokens that ``tokenizer_config.json`` adds."""
     path = folder / SENTENCEPIECE_NAME
     model = read_sentencepiece_model(path)
     if len(model.texts) > vocabulary:
@@ -114,10 +118,10 @@ def _read_sentencepiece(folder: Path, config: JsonObject, settings: JsonObject, 
     }
 
 
-def _read_unigrams(
+def _read_unigram_pairs(
     whole: JsonObject, model: JsonObject, settings: JsonObject, config: JsonObject, vocabulary: int
 ) -> dict[str, Pair]:
-    """Return the metadata pairs of a unigram model: tokens with scores, and the character map of SentencePiece."""
+    """Read the GGUF metadata pairs of a unigram tokenizer: tokens with scores, and the SentencePiece character map."""
     entries = model.get_list_or_empty("vocab")
     scores = [MISSING_SCORE] * vocabulary
     numbers: dict[str, object] = {}

@@ -34,13 +34,13 @@ from .running_requests import (
     QueuedRequest,
     RunningRequest,
     WindowBlockTurns,
-    are_all_decoding_on,
     build_engine_status,
     choose_move_to_shrink_window,
     choose_token,
     decode_to_logits_or_candidates,
     gather_next_and_known_tokens,
     is_prefix_being_read,
+    is_same_decode_step_expected_next,
     make_token_event,
     select_preempted_requests,
     start_request,
@@ -171,9 +171,9 @@ class Engine:
         reading = [one for one in self._running.values() if one.unread_tokens]
         awake = (one for one in self._running.values() if one.request.id not in paused)
         decoding = self._blocks.select_next([one for one in awake if one.next_token is not None])
-        drafts = {one.slot: self._pool.list_drafted_tokens(one.slot) for one in decoding}
+        drafts = {one.slot: self._pool.list_evaluated_draft_tokens(one.slot) for one in decoding}
         if drafted := [one for one in decoding if [*drafts[one.slot][:1]] == [one.next_token]]:
-            yield from self._take_drafted_tokens(drafted)
+            yield from self._advance_by_accepted_drafts(drafted)
             return
         if reading and (self._reads_next or not decoding):
             one = min(reading, key=lambda one: one.submitted)
@@ -233,7 +233,9 @@ class Engine:
             match = self._cache.find_slot_for_prompt(known, free, partial(count_window_slots, self._running))
             if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue
-            if not self._cache.has_room_for(match, request.prompt, request.params.limit, len(queued.sent_tokens)):
+            if not self._cache.has_room_for_request(
+                match, request.prompt, request.params.limit, len(queued.sent_tokens)
+            ):
                 return
             self._queue.remove(queued)
             try:
@@ -341,7 +343,9 @@ class Engine:
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
-            is_followed = not self._queue and are_all_decoding_on(decoding, self._running, self._max_tokens)
+            is_followed = not self._queue and is_same_decode_step_expected_next(
+                decoding, self._running, self._max_tokens
+            )
             rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)
@@ -351,7 +355,7 @@ class Engine:
         self._sums.add_decode_step(seconds)
         self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])
         for one in decoding:
-            one.drafted_tokens += (drafted := len(self._pool.list_drafted_tokens(one.slot)))
+            one.drafted_tokens += (drafted := len(self._pool.list_evaluated_draft_tokens(one.slot)))
             self._sums.add_evaluated_draft_tokens(drafted)
             yield from self._advance(one, rows[one.slot])
 
@@ -362,8 +366,8 @@ class Engine:
             self._sums.preemptions += 1
         return [one for one in decoding if self._running.get(one.slot) is one]
 
-    def _take_drafted_tokens(self, drafted: Sequence[RunningRequest]) -> Iterator[Event]:
-        """Advance requests by a token that was drafted right; its logits need no run."""
+    def _advance_by_accepted_drafts(self, drafted: Sequence[RunningRequest]) -> Iterator[Event]:
+        """Advance each request by a draft token that was sampled too, so that its logits need no run."""
         self.requests_in_step, start = tuple(one.request.id for one in drafted), self._clock()
         rows = decode_to_logits_or_candidates(self._pool, drafted, self._running)
         self.history.record_step("decode", start, self._clock() - start, [(one.request.id, 1) for one in drafted])
@@ -438,7 +442,7 @@ class Engine:
         now = self._clock()
         del self._running[one.slot]
         if reason != "error":
-            self._cache.record_contents(one.slot, one.context_tokens, len(one.tokens))
+            self._cache.record_slot_contents(one.slot, one.context_tokens, len(one.tokens))
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
         self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None

@@ -197,7 +197,9 @@ class PrefixCache:
             return shared
         return shared if self._lengths[slot] - shared <= slack and shared >= self._ring_starts[slot] else 0
 
-    def has_room_for(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
+    def has_room_for_request(
+        self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int
+    ) -> bool:
         """Whether the memory has room for a request; a slot always has, because it has cells for its context.
 
         Args:
@@ -297,11 +299,11 @@ class PrefixCache:
         """Record that a slot holds `length` tokens after a decode step."""
         self._lengths[slot] = length
 
-    def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
+    def record_slot_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Record the contents of a slot at the end of its request; see `EvaluatedSlotTokens`."""
         self._contents[slot] = EvaluatedSlotTokens(tuple(tokens), length)
 
-    def get_contents(self, slot: int) -> EvaluatedSlotTokens:
+    def get_slot_contents(self, slot: int) -> EvaluatedSlotTokens:
         """Return the contents of a slot after the end of its last request; they are empty while it runs one."""
         return self._contents[slot]
 
@@ -320,7 +322,7 @@ class PrefixCache:
         self.forget_slot_tokens_and_states(slot)
         self._tokens[slot], self._lengths[slot] = tuple(tokens[:length]), length
         self._ring_starts[slot] = length
-        self.record_contents(slot, tokens, length)
+        self.record_slot_contents(slot, tokens, length)
         if self._memory.has_recurrent_states:
             nbytes = self._memory.compute_recurrent_state_bytes()
             self._keep((slot, length), SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))

@@ -37,8 +37,8 @@ class ReplayDifferenceError(Exception):
 
 
 @dataclass(slots=True)
-class ReplayCounts:
-    """The numbers of requests, steps and tokens that a replay has repeated."""
+class ReplayedTotals:
+    """The total numbers of requests, steps and tokens that a replay has repeated."""
 
     requests: int = 0
     steps: int = 0
@@ -130,7 +130,7 @@ class LogReplay:
             clock=self._tape.read_clock,
         )
         self._slot_files = SlotFiles(self._pool, cache)
-        self.counts = ReplayCounts()
+        self.counts = ReplayedTotals()
 
     def repeat_line_and_compare(self, line: int, record: Mapping[str, Any]) -> None:
         """Repeat an order or a step of the log on the engine, and compare the result with the log.

@@ -31,7 +31,7 @@ LOG_FORMAT = "hocket-log-2"
 
 
 class TimeAndChecksumTape:
-    """The times that an engine reads, and the checksums of its logits, between two lines of a log.
+    """Records the clock times that an engine reads, and the checksums of its logits, for one line of a log.
 
     Args:
         clock: Returns the time in seconds.
@@ -90,12 +90,12 @@ class TapedPool:
             self._tape.record_logits_checksum(slot, logits)
         return rows
 
-    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+    def list_evaluated_draft_tokens(self, slot: int) -> Sequence[int]:
         """Return the draft tokens that a slot has evaluated."""
-        return self._pool.list_drafted_tokens(slot)
+        return self._pool.list_evaluated_draft_tokens(slot)
 
     def decode_to_candidates(self, *_: object) -> None:
-        """Let the engine read all logits: the tape has their checksums."""
+        """Return None, so that the engine reads all logits: the tape records their checksums."""
 
     @property
     def planning_seconds(self) -> float:

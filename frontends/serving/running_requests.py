@@ -269,7 +269,7 @@ def decode_to_logits_or_candidates(
     return pool.decode(tokens, before) if candidates is None else candidates
 
 
-def are_all_decoding_on(
+def is_same_decode_step_expected_next(
     decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest], max_tokens: int
 ) -> bool:
     """Whether all running requests decode in this step, and are expected to decode in the next step, too.

@@ -143,8 +143,8 @@ class ServedModel:
         return rank_documents(self._model, query, documents)
 
 
-def has_no_generation(model: LoadedModel) -> bool:
-    """Whether a model sees all tokens of a text at once, so that it cannot generate token by token."""
+def is_non_generative(model: LoadedModel) -> bool:
+    """Whether a model cannot generate token by token: an encoder, or a model that sees all tokens of a text at once."""
     source = model.session.model
     return source.is_encoder_without_logits or not source.is_causal
 

@@ -164,7 +164,7 @@ class SharedEngine:
             self._execute_orders(events)
             names = list(self._events_by_request)  # of keys alone: pairs could start a collection, which ends requests
             unread = ((name, self._events_by_request.get(name, ())) for name in names)
-            events += self._step_or_begin_anew({name for name, ahead in unread if len(ahead) >= MAX_AHEAD_TOKENS})
+            events += self._step_or_restart_engine({name for name, ahead in unread if len(ahead) >= MAX_AHEAD_TOKENS})
             self._shrink_idle_slots()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not interrupts.is_interrupt_pending:
@@ -178,24 +178,24 @@ class SharedEngine:
         finally:
             self._deliver_events_and_release(events)
 
-    def _step_or_begin_anew(self, paused: Container[str]) -> list[Event]:
-        """Run a step of the engine, and return its events; if states are lost, compute all texts so far again.
+    def _step_or_restart_engine(self, paused: Container[str]) -> list[Event]:
+        """Run a step of the engine and return its events; restart the engine if states are lost.
 
         Only the requests of a step that has lost the states itself end with an error.
 
         Raises:
-            StatesLostError: As `_begin_anew`.
+            StatesLostError: As `_restart_engine`.
         """
         try:
             events = self._engine.step(paused)
         except StatesLostError as error:
-            return self._begin_anew(() if error.is_of_earlier_run else self._engine.requests_in_step, error)
+            return self._restart_engine(() if error.is_of_earlier_run else self._engine.requests_in_step, error)
         if any(isinstance(event, TokenEvent) for event in events):
             self._restarts_in_row = 0
         return events
 
-    def _begin_anew(self, failed_requests: Collection[str], error: StatesLostError) -> list[Event]:
-        """Zero all states, end the failed requests with the error, and compute all other texts so far again.
+    def _restart_engine(self, failed_requests: Collection[str], error: StatesLostError) -> list[Event]:
+        """Restart the engine: zero all states, end the failed requests with the error, and recompute all other texts.
 
         Raises:
             StatesLostError: `MAX_RESTARTS` restarts in a row were of no use, or a device may still write to the states.
@@ -232,7 +232,7 @@ class SharedEngine:
         """Submit a request; double the slots if all of them are taken.
 
         Raises:
-            StatesLostError: As `_begin_anew`.
+            StatesLostError: As `_restart_engine`.
         """
         self._engine.submit(request)
         status, events = self._engine.status, list[Event]()
@@ -241,7 +241,7 @@ class SharedEngine:
                 try:
                     self._cache.resize_to_slot_count(next_power_of_two(needed))
                 except StatesLostError as lost:
-                    events = self._begin_anew((), lost)
+                    events = self._restart_engine((), lost)
                     self._cache.resize_to_slot_count(next_power_of_two(needed))
             except StatesLostError:
                 raise

@@ -37,7 +37,7 @@ class SlotFiles:
         Raises:
             ModelError: The slot has no tokens.
         """
-        contents = self._cache.get_contents(slot)
+        contents = self._cache.get_slot_contents(slot)
         if not contents.length:
             raise ModelError(f"slot {slot} has no tokens; send it a request first, with id_slot")
         return self._pool.capture_slot(slot, list(contents.tokens), contents.length)

@@ -24,7 +24,7 @@ MAX_RESTARTS = 3
 
 
 class CandidateNeeds(NamedTuple):
-    """The candidates that the choice of a token needs.
+    """The requirements of a request for the candidates from which its next token is chosen.
 
     - `request`: the id of the request.
     - `describe`: describes the choice of the token after the next one or, if true, of the token after that.
@@ -37,8 +37,11 @@ class CandidateNeeds(NamedTuple):
     compute_mask: Callable[[int], npt.NDArray[np.uint32]] | None
     token_count: int | None
 
-    def count_tokens(self, vocabulary: int) -> int:
-        """Return the number of tokens among the `vocabulary` logits of a row."""
+    def count_tokens_without_padding(self, vocabulary: int) -> int:
+        """Return the token count of the vocabulary, without the padding columns of a row of logits.
+
+        `vocabulary` is the number of columns.
+        """
         return vocabulary if self.token_count is None else min(self.token_count, vocabulary)
 
 
@@ -91,7 +94,7 @@ class StepRunner(Protocol):
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
         """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
 
-    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+    def list_evaluated_draft_tokens(self, slot: int) -> Sequence[int]:
         """Return the draft tokens that a slot has evaluated after its last token.
 
         `decode` returns the logits of the first one without a run. All further ones are wrong if another token follows.

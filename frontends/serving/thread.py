@@ -436,7 +436,7 @@ def make_served_pool(model: LoadedModel, slots: int, rank_calls: RankCalls, pool
     )
 
 
-def list_pools(pool: SlotPool) -> list[SlotPool]:
+def list_pool_and_draft_pool(pool: SlotPool) -> list[SlotPool]:
     """List a pool from `make_served_pool`, and the pool of its draft model, if it has one."""
     own = pool.drafter.own_pool if isinstance(pool, DraftingSlotPool) else None
     return [pool] if own is None else [pool, own]

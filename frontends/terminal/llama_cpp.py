@@ -368,7 +368,10 @@ def find_unsupported_flag(name: str, command: str) -> LlamaCppFlag | None:
     return next((flag for flag in found if program in flag.programs), None) or next(iter(found), None)
 
 
-def find_program_remedy(word: str) -> str | None:
-    """Find the remedy for a program of llama.cpp. The word may leave out ``llama-`` and ``.py``."""
+def find_llama_cpp_program_replacement(word: str) -> str | None:
+    """Find the hocket command, as a hint, that replaces a program of llama.cpp; None for an unknown program.
+
+    The word may leave out ``llama-`` and ``.py``.
+    """
     name = PROGRAM_SYNONYMS.get(word, word).removesuffix(".py")
     return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

@@ -83,7 +83,7 @@ class WordWrapper:
         """Return the text that can be written after one more character."""
         if char in "\r\n":
             written = self.finish(width) + char
-            self._end_line()
+            self._update_code_block_state()
             return written
         before, self._line = self._line[-1:], self._line + char
         if self._fence or FENCE_START.match(self._line):
@@ -104,8 +104,8 @@ class WordWrapper:
             written += self._release_long_word(width)
         return written
 
-    def _end_line(self) -> None:
-        """Note the start or the end of a code block at a line break of the text."""
+    def _update_code_block_state(self) -> None:
+        """Update, at the end of a line, whether the text is inside a code block."""
         if fence := FENCE_LINE.fullmatch(self._line):
             if not self._fence:
                 self._fence = fence["marks"]

@@ -134,7 +134,7 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
             views[i] = number, _ResultView(tuple(result.shape), result.stride(), offset)
         else:
             shared[_get_storage_identity(result)][i] = result
-    groups = [_make_views(group) for group in shared.values() if len(group) > 1]
+    groups = [_describe_results_as_views(group) for group in shared.values() if len(group) > 1]
     return ResultAliases(equal, views, tuple(groups))
 
 
@@ -143,8 +143,8 @@ def _get_storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _make_views(results: dict[int, torch.Tensor]) -> dict[int, _ResultView]:
-    """Describe results that share a storage as views, by index of the result.
+def _describe_results_as_views(results: dict[int, torch.Tensor]) -> dict[int, _ResultView]:
+    """Describe results that share one storage as views of it, by index of the result.
 
     Offsets count from the first entry of the storage that any of the results has.
     """

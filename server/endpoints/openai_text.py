@@ -196,7 +196,7 @@ async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.ND
         reason = f"dimensions is {body.dimensions}; the vectors of this model have {width} numbers"
         raise make_bad_request_error(reason, "dimensions")
     texts = await state.builder.encode_prompts(content)
-    with state.counted_embedding():
+    with state.count_running_embedding():
         vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
     count = sum(map(len, texts))
     state.metrics.record_embedding(count)

@@ -21,7 +21,7 @@ async def rerank(request: Request) -> Response:
     documents = body.texts if body.documents is None else body.documents
     if documents is None:
         raise make_bad_request_error("documents is missing", "documents")
-    with state.counted_embedding():
+    with state.count_running_embedding():
         scores, token_count = await state.builder.rank(body.query, documents)
     state.metrics.record_embedding(token_count)
     order = sorted(range(len(documents)), key=lambda i: (-scores[i], i))[: body.top_n]

@@ -70,8 +70,8 @@ def _find_slot_file(folder: str, name: str) -> Path:
 
 
 @asynccontextmanager
-async def _one_file_action_per_slot(state: ServingState, slot: int) -> AsyncIterator[None]:
-    """Wait for the earlier saves and restores of a slot, so that memory holds one file of each slot at most.
+async def _serialise_slot_file_actions(state: ServingState, slot: int) -> AsyncIterator[None]:
+    """Wait for earlier saves and restores of a slot, so that they run one at a time and memory holds one file of it.
 
     Raises:
         ApiError: They took `ServerOptions.queue_seconds`.
@@ -88,7 +88,7 @@ async def _one_file_action_per_slot(state: ServingState, slot: int) -> AsyncIter
 
 async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
     try:
-        async with _one_file_action_per_slot(state, slot):
+        async with _serialise_slot_file_actions(state, slot):
             captured = await _wait_for_slot(state, state.service.capture_slot(slot))
             await state.builder.run_in_thread(partial(write_state_atomically, captured, path))
             size = path.stat().st_size
@@ -102,7 +102,7 @@ async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, in
 
 async def _restore_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
     try:
-        async with _one_file_action_per_slot(state, slot):
+        async with _serialise_slot_file_actions(state, slot):
             read = partial(read_state, path, state.service.max_slot_file_bytes)
             saved, size = await state.builder.run_in_thread(read), path.stat().st_size
             count = await _wait_for_slot(state, state.service.restore_slot(slot, saved, path))

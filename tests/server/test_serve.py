@@ -75,7 +75,7 @@ def test_the_port_is_bound_once_and_before_the_model_is_open(monkeypatch: pytest
     monkeypatch.setattr(DrainingServer, "run", run)
     monkeypatch.setattr(command, "open_served_model", open_model)
     monkeypatch.setattr(command, "run_cyclic_gc_more_often", lambda: None)
-    monkeypatch.setattr("hocket.frontends.serving.served_model.has_no_generation", lambda model: False)
+    monkeypatch.setattr("hocket.frontends.serving.served_model.is_non_generative", lambda model: False)
     monkeypatch.setattr("hocket.frontends.serving.thread.EngineThread", lambda *args, **options: service)
     assert command.run(args) == 0
     assert len(bound) == 1

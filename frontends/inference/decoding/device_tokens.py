@@ -62,7 +62,7 @@ class TokenCandidates(NamedTuple):
 
 
 class TokenChoice(NamedTuple):
-    """The choice of the next token of a sequence, as a device makes it in a step.
+    """The sampling parameters with which a device chooses the next token of a sequence.
 
     - `limit`: how many of the largest logits the choice reads, after biases and penalties.
     - `numbers`: the numbers `SAMPLING_NUMBERS`.
@@ -80,7 +80,7 @@ class TokenChoice(NamedTuple):
 
 
 class CandidateCount(NamedTuple):
-    """The sizes of a step that selects candidates: tokens with the largest logits, and named tokens, per sequence."""
+    """The sizes of a step that selects candidates: `largest` logits and `named` further tokens, for each sequence."""
 
     largest: int
     named: int
@@ -131,10 +131,10 @@ def _with_candidates(step: Step, kind: str, count: CandidateCount) -> Step:
     return replace(step, output_kind=kind, candidate_count=count.largest, named_token_count=count.named)
 
 
-def make_sampled_step(
+def make_device_sampling_step(
     session: Session, length: int, choices: Sequence[TokenChoice | None]
 ) -> tuple[Step, dict[str, npt.NDArray[Any]]] | None:
-    """Return the decode step in which the device samples tokens, and its further inputs; None if it cannot.
+    """Make the decode step in which the device samples tokens, with its further inputs; None if it cannot.
 
     Args:
         session: A session that `can_choose_tokens_on_device`.
@@ -213,7 +213,7 @@ def evaluate_to_masked_candidates(
                 raise
             run.finish(chosen)
             session.advance_by_chunk(tokens)
-            rows = list_candidates(chosen.finish(), ids)
+            rows = split_candidates_by_sequence(chosen.finish(), ids)
             return [row._replace(mask_error=errors.get(i)) for i, row in enumerate(rows)]
 
 
@@ -241,8 +241,13 @@ def find_longest_length_after(lengths: Sequence[int], tokens: PrefillChunk) -> i
     return max(length + len(new) for length, new in zip(lengths, tokens, strict=True))
 
 
-def list_candidates(results: Mapping[str, npt.NDArray[Any]], named_ids: npt.NDArray[np.int32]) -> list[TokenCandidates]:
-    """Return the candidates of each sequence from the outputs of a step with the further tokens `named_ids`."""
+def split_candidates_by_sequence(
+    results: Mapping[str, npt.NDArray[Any]], named_ids: npt.NDArray[np.int32]
+) -> list[TokenCandidates]:
+    """Split the outputs of a candidate step into the candidates of each sequence.
+
+    `named_ids` are the further tokens of the step.
+    """
     candidates = []
     for token, top, own, logits in zip(
         results["token"].tolist(), results["ids"], named_ids, results["logits"], strict=True

@@ -28,7 +28,7 @@ from ....scheduler import DeferredInterrupts, Executor, LaunchedRun
 from ...models import Batch, Step
 from ...models.inputs.graph_builder import NEXT_TOKEN_STATE
 from ...models.inputs.step import TOKEN_KIND
-from ..cache_rows import has_cells_for
+from ..cache_rows import has_cells_for_new_tokens
 from ..prefill_chunks import F32, PrefillChunk
 from ..session import Session
 from .device_tokens import (
@@ -37,9 +37,9 @@ from .device_tokens import (
     TokenChoice,
     evaluate_to_masked_candidates,
     find_longest_length_after,
-    list_candidates,
-    make_sampled_step,
+    make_device_sampling_step,
     make_step_choosing_tokens_on_device,
+    split_candidates_by_sequence,
 )
 
 DescribeChoice = Callable[[int, bool], TokenChoice]
@@ -112,7 +112,7 @@ class LaunchAheadDecoder:
             else:
                 chosen, read = results["sampled"].tolist(), [[*new, 0][:1] for new in tokens]
                 own = np.concatenate((launched.named_ids, np.array(read, np.int32)), axis=1)
-                answers = list_candidates(results, own if launched.named_ids.size else launched.named_ids)
+                answers = split_candidates_by_sequence(results, own if launched.named_ids.size else launched.named_ids)
             self._begun = [[token] * len(new) for token, new in zip(chosen, tokens, strict=True)], (*session.lengths,)
             return answers
 
@@ -126,7 +126,7 @@ class LaunchAheadDecoder:
             step = make_step_choosing_tokens_on_device(session, longest)
         else:
             choices = [describe(i, is_ahead) if new else None for i, new in enumerate(tokens)]
-            if (step_and_inputs := make_sampled_step(session, longest, choices)) is None:
+            if (step_and_inputs := make_device_sampling_step(session, longest, choices)) is None:
                 return None
             step, more = step_and_inputs
         return step, session.model.inputs(step, Batch(tokens, lengths, tables=session.tables)) | more
@@ -159,7 +159,9 @@ class LaunchAheadDecoder:
             return None
         lengths = [length + len(new) for length, new in zip(session.lengths, tokens, strict=True)]
         chosen = [[0] * len(new) for new in tokens]  # the device has the tokens
-        if find_longest_length_after(lengths, chosen) > session.context or not has_cells_for(session, chosen, lengths):
+        if find_longest_length_after(lengths, chosen) > session.context or not has_cells_for_new_tokens(
+            session, chosen, lengths
+        ):
             return None
         try:
             step_and_inputs = self._make_step(chosen, lengths, describe, True)
@@ -176,7 +178,7 @@ class LaunchAheadDecoder:
             raise
 
     def undo_launched_step(self) -> None:
-        """Undo the launched step. The device lock does so when it is taken."""
+        """Undo the step that was launched ahead, if there is one, by taking the device lock."""
         if self._launched is not None:
             with self._session.store.device_lock:
                 self._launched = None
@@ -205,7 +207,10 @@ class DeviceTokenSchedule:
         self._tokens, self._is_last = tokens, is_last
 
     def describe_token_path(self) -> str:
-        """Describe how the tokens so far were chosen: the steps with tokens of the device, and those ahead."""
+        """Describe in one phrase how the tokens were chosen so far, such as ``samples on the device``.
+
+        The phrase has the number of steps that were launched ahead.
+        """
         decoder = self._decoder
         how = "largest logits" if self._describe is None else "samples"
         ahead = f"{decoder.accepted_count} of {decoder.step_count} steps launched ahead"
@@ -241,7 +246,7 @@ class MaskedSchedule:
         self._tokens = tokens
 
     def describe_token_path(self) -> str:
-        """Describe how the tokens are chosen."""
+        """Describe in one phrase how the tokens are chosen: by grammar masks on the device."""
         return "grammar masks on the device"
 
     def finish_oldest_step(self) -> Sequence[TokenCandidates | F32]:

@@ -324,16 +324,16 @@ class StepGraphBuilder:
             self.shared_values |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
             return k, v
         if self.step.blocks:
-            return self._write_pool(f"cache_k.{layer}", k, self.step.keys), self._write_pool(
-                f"cache_v.{layer}", v, self.step.values
-            )
+            return self._write_and_return_block_pool(
+                f"cache_k.{layer}", k, self.step.keys
+            ), self._write_and_return_block_pool(f"cache_v.{layer}", v, self.step.values)
         keys = self.write_and_read_cache(f"cache_k.{layer}", k, attention_window=attention_window)
         return keys, self.write_and_read_cache(
             f"cache_v.{layer}", v, attention_window=attention_window, dtype=self.step.values
         )
 
-    def _write_pool(self, name: str, new: Value, dtype: DType) -> Value:
-        """Write new rows f32[B, T, heads, size] into a pool of blocks, and return it: [blocks, 64, heads, size].
+    def _write_and_return_block_pool(self, name: str, new: Value, dtype: DType) -> Value:
+        """Write new rows f32[B, T, heads, size] into a pool of blocks, and return the pool: [blocks, 64, heads, size].
 
         The pool is the state ``name`` [blocks*64, heads*size].
         """
@@ -405,8 +405,8 @@ class StepGraphBuilder:
     def _set_update(self, old: Value, new: Value) -> None:
         self._updates[old] = new
 
-    def set_state_of_first_nodes(self, old: Value, new: Value) -> None:
-        """Set the new value of a state, and let the graph begin with the nodes of this value, as with an output's."""
+    def set_state_and_place_nodes_first(self, old: Value, new: Value) -> None:
+        """Set the new value of a state, and place the nodes that compute it at the beginning of the graph."""
         self._updates = {old: new, **self._updates}
 
     def run_recurrence_and_set_state(

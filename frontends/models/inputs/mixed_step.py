@@ -16,7 +16,7 @@ from ....graph import DType, Value, input
 from ....ops.matrix.attention import BLOCK_KEYS
 from .attention_window import FULL_WINDOW, AttentionWindow
 from .graph_builder import StepGraphBuilder
-from .step import PROMPT_ROW, Step, name_prompt_table
+from .step import PROMPT_ROW, Step, make_prompt_table_input_name
 
 
 class MixedStepGraphBuilder(StepGraphBuilder):
@@ -40,13 +40,13 @@ class MixedStepGraphBuilder(StepGraphBuilder):
             name, new, slot, ratio=ratio, attention_window=attention_window, dtype=dtype
         )
         heads, size = new.shape[2:]
-        cache = find_update(self._updates, name)
+        cache = find_state_update(self._updates, name)
         pool = ops.reshape(cache, shape=(cache.shape[0] // BLOCK_KEYS, BLOCK_KEYS, heads, size))
         self._decoding.shared_values[name], self._prompt.shared_values[name] = cells, pool
         return cells
 
-    def _write_pool(self, name: str, new: Value, dtype: DType) -> Value:
-        pool = super()._write_pool(name, new, dtype)
+    def _write_and_return_block_pool(self, name: str, new: Value, dtype: DType) -> Value:
+        pool = super()._write_and_return_block_pool(name, new, dtype)
         self._decoding.shared_values[name] = self._prompt.shared_values[name] = pool
         return pool
 
@@ -54,7 +54,8 @@ class MixedStepGraphBuilder(StepGraphBuilder):
         self, attend: Callable[[StepGraphBuilder, Value, Value, Value], Value], q: Value, layer: int
     ) -> Value:
         results = [
-            segment.attend_by_segment(attend, segment.take_rows(q), layer) for segment in (self._decoding, self._prompt)
+            segment.attend_by_segment(attend, segment.slice_segment_rows_as_sequences(q), layer)
+            for segment in (self._decoding, self._prompt)
         ]
         rows = [ops.reshape(y, shape=(y.shape[0] * y.shape[1], 1, *y.shape[2:])) for y in results]
         return ops.concat(*rows, axis=0)
@@ -62,7 +63,7 @@ class MixedStepGraphBuilder(StepGraphBuilder):
     def run_mixer(self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool) -> Value:
         if not is_recurrent:
             return mixer(self, x)
-        rows = [mixer(one, one.take_flat_rows(x)) for one in (self._decoding, self._prompt)]
+        rows = [mixer(one, one.slice_segment_rows(x)) for one in (self._decoding, self._prompt)]
         return ops.concat(*rows, axis=0)
 
 
@@ -80,15 +81,18 @@ class _Segment(StepGraphBuilder):
         step = replace(whole.step, sequences=sequences, tokens=tokens, prompt_tokens=0)
         super().__init__(step, taps=whole.taps, steered=whole.steered)
         self._whole, self._first, self._updates = whole, first, whole._updates
-        self.pos, self.valid = self.take_rows(whole.pos), self.take_rows(whole.valid)
+        self.pos, self.valid = (
+            self.slice_segment_rows_as_sequences(whole.pos),
+            self.slice_segment_rows_as_sequences(whole.valid),
+        )
 
-    def take_flat_rows(self, x: Value) -> Value:
-        """Return the rows of this segment from ``x`` [N, ...]."""
+    def slice_segment_rows(self, x: Value) -> Value:
+        """Return the rows of this segment from the rows ``x`` [N, ...] of the mixed step."""
         return ops.slice_(x, axis=0, start=self._first, stop=self._first + self.step.padded_token_count)
 
-    def take_rows(self, x: Value) -> Value:
-        """Return the rows of this segment from ``x`` [N, 1, ...], as sequences [B, T, ...]."""
-        return ops.reshape(self.take_flat_rows(x), shape=(*self.step.grid, *x.shape[2:]))
+    def slice_segment_rows_as_sequences(self, x: Value) -> Value:
+        """Return the rows of this segment from ``x`` [N, 1, ...], reshaped to sequences [B, T, ...]."""
+        return ops.reshape(self.slice_segment_rows(x), shape=(*self.step.grid, *x.shape[2:]))
 
     @property
     def conv_rows(self) -> Value:
@@ -111,11 +115,11 @@ class _PromptSegment(_Segment):
         window = attention_window.cell_lifetime_tokens
         ring = step.ring_cells(window)
         columns = -(-min(ring or step.cells, step.cells) // BLOCK_KEYS)
-        return self._whole.make_shared_integer_input(name_prompt_table(window if ring else 0), 1, columns)
+        return self._whole.make_shared_integer_input(make_prompt_table_input_name(window if ring else 0), 1, columns)
 
     def make_sequence_state(self, name: str, *shape: int) -> Value:
         """Return the row of a state f32[B, *shape] for the prompt, f32[1, *shape], after the decoded tokens."""
-        rows = find_update(self._updates, name)
+        rows = find_state_update(self._updates, name)
         flat = ops.reshape(rows, shape=(rows.shape[0], math.prod(shape)))
         row = ops.reshape(ops.get_rows(flat, self._row), shape=(1, *shape))
         self._states[row] = next(old for old in self._updates if old.node.name == name)
@@ -129,6 +133,6 @@ class _PromptSegment(_Segment):
         self._updates[state_of_all] = ops.reshape(flat, shape=rows.shape)
 
 
-def find_update(updates: dict[Value, Value], name: str) -> Value:
-    """Find the new value of the state ``name``."""
+def find_state_update(updates: dict[Value, Value], name: str) -> Value:
+    """Find the value in `updates` that replaces the state ``name`` at the end of the run."""
     return next(new for old, new in updates.items() if old.node.name == name)

@@ -138,7 +138,7 @@ class Step:
 
     @property
     def table_columns(self) -> int:
-        """The blocks of a sequence that attention reads."""
+        """The number of cache blocks of a sequence that attention reads."""
         return -(-self.cells // BLOCK_KEYS)
 
     @property
@@ -155,7 +155,10 @@ class Step:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The groups of rows, and the tokens of a group: a sequence, or in a mixed step a token."""
+        """The shape (groups of rows, tokens of a group) in which layers see the rows of the step.
+
+        A group is a sequence, or in a mixed step a single token.
+        """
         return (self.padded_token_count, 1) if self.prompt_tokens else (self.sequences, self.tokens)
 
 
@@ -186,8 +189,11 @@ PROMPT_ROW = "prompt_row"
 """The input i32[1] of a mixed step: the number of the sequence of the prompt."""
 
 
-def name_prompt_table(window: int) -> str:
-    """Return the name of the input with the blocks of the prompt, in ring caches for a window or, with 0, in others."""
+def make_prompt_table_input_name(window: int) -> str:
+    """Return the name of the graph input with the cache blocks of the prompt.
+
+    Ring caches for a `window` have an input of their own; 0 names the input of all other caches.
+    """
     return f"prompt_table.{window}" if window else "prompt_table"
 
 
@@ -226,7 +232,7 @@ def _build_mixed_step_inputs(step: Step, batch: Batch, taps: int) -> dict[str, n
         "slot": np.concatenate(both["slot"]),
         "pos": np.concatenate([pos.reshape(-1, 1) for pos in both["pos"]]),
         "out_ids": np.append(decoding["out_ids"], step.sequences + np.asarray(prompt["out_ids"], np.int32)),
-        name_prompt_table(0): table,
+        make_prompt_table_input_name(0): table,
         PROMPT_ROW: np.array(batch.prompt[:1], np.int32),
     }
     if taps:
@@ -258,7 +264,7 @@ class RingRowNumberInput:
         if step.prompt_tokens:
             parts = [self.build_inputs(*part)[self.input_name] for part in split_mixed_batch(step, batch)]
             table = build_prompt_table(step, batch, min(cells, step.cells), cells)
-            return {self.input_name: np.concatenate(parts), name_prompt_table(self.window): table}
+            return {self.input_name: np.concatenate(parts), make_prompt_table_input_name(self.window): table}
         rows, slot = count_cache_rows_with_spare(cells), list[int]()
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True), batch.first_sequence):
             slot += [i * rows + at % cells for at in range(length, length + len(new))]

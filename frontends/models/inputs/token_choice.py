@@ -15,8 +15,8 @@ STEP_LOGITS_STATE = "step_logits"
 """The state f32[B, vocabulary] with the logits of the last step of the output kind ``unmasked``."""
 
 
-def choose_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
-    """Set the next token of each sequence to the index of its largest logit, and return the outputs of the step.
+def choose_argmax_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
+    """Store the index of each sequence's largest logit as its next token, and return the outputs of the step.
 
     The outputs are ``token`` i32[B] and ``logit`` f32[B], the largest logit. ``logits`` is f32[B, vocabulary].
     """
@@ -59,19 +59,20 @@ def sample_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Valu
     return outputs | {"sampled": sampled}
 
 
-def store_logits(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
-    """Leave ``logits`` f32[B, vocabulary] in a state for `build_masked_selection`; there are no outputs.
+def store_logits_in_state(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
+    """Store ``logits`` f32[B, vocabulary] in a state, from which `build_masked_candidate_graph` selects later.
 
-    The nodes have the order of a step with the output ``logits``. So they are fused as there, with the same rounding.
+    There are no outputs. The nodes have the order of a step with the output ``logits``. So they are fused as there,
+    with the same rounding.
     """
-    frame.set_state_of_first_nodes(state(STEP_LOGITS_STATE, logits.shape), logits)
+    frame.set_state_and_place_nodes_first(state(STEP_LOGITS_STATE, logits.shape), logits)
     return {}
 
 
-def build_masked_selection(frame: StepGraphBuilder, vocabulary: int) -> Graph:
-    """Build the graph that selects candidates among the stored logits of tokens with a bit in ``token_bits``.
+def build_masked_candidate_graph(frame: StepGraphBuilder, vocabulary: int) -> Graph:
+    """Build the graph that selects candidates among the stored logits, only from tokens that a bit mask allows.
 
-    The input is i32[B, w] with a bit for each token of the vocabulary, as the op `mask_bits` reads it.
+    The input ``token_bits`` is i32[B, w] with a bit for each token of the vocabulary, as the op `mask_bits` reads it.
     """
     sequences = frame.step.sequences
     bits = input("token_bits", (sequences, -(-vocabulary // 32)), DType.I32)
@@ -81,9 +82,9 @@ def build_masked_selection(frame: StepGraphBuilder, vocabulary: int) -> Graph:
 
 SELECTIONS: Mapping[str, Callable[[StepGraphBuilder, Value], dict[str, Value]]] = MappingProxyType(
     {
-        TOKEN_KIND: choose_next_tokens,
+        TOKEN_KIND: choose_argmax_tokens,
         SAMPLED_KIND: sample_next_tokens,
-        UNMASKED_KIND: store_logits,
+        UNMASKED_KIND: store_logits_in_state,
     }
 )
 """By output kind, the function that maps the logits of a step to its outputs."""

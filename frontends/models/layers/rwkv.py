@@ -196,7 +196,9 @@ class RwkvDecoder(Decoder):
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         block, frame = f"blk.{i}", self.frame
-        mixed = self.sum_mixer_results(i, layer, x, self.apply_block_norm_if_present(i, self.family.attn_norm, x))
+        mixed = self.run_mixers_and_sum_results(
+            i, layer, x, self.apply_block_norm_if_present(i, self.family.attn_norm, x)
+        )
         x = ops.add(x, mixed, name=f"{block}.attn_residual")
         h = self.apply_block_norm_if_present(i, self.family.ffn_norm, x)
         back = compute_token_shift_difference(frame, f"shift_state_ffn.{i}", h)

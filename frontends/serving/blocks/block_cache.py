@@ -65,8 +65,10 @@ class BlockPrefixCache(PrefixCache):
             tokens = next((length for length in lengths if prompt[:length] in self._saved), 0)
         return SourceAndTargetSlots(tokens if tokens >= MIN_REUSED_TOKENS else 0, target, target)
 
-    def has_room_for(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> bool:
-        """Whether enough blocks are free, or can be evicted, for a request that starts now; see `PrefixCache`.
+    def has_room_for_request(
+        self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int
+    ) -> bool:
+        """Whether enough blocks are free, or can be freed, for a request that starts now; see `PrefixCache`.
 
         Slots without a request lose the contents that they have kept, as far as their blocks are needed.
         """
@@ -75,10 +77,10 @@ class BlockPrefixCache(PrefixCache):
             missing = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._reserved))
             if count + missing <= self._blocks.free_count + self._tree.count_evictable_blocks():
                 return True
-            if not self._forget_retained_contents():
+            if not self._free_oldest_retained_slot():
                 return False
 
-    def _forget_retained_contents(self) -> bool:
+    def _free_oldest_retained_slot(self) -> bool:
         """Free the blocks of the slot that has kept its contents longest; return False if no slot keeps any."""
         retaining = [slot for slot, contents in enumerate(self._contents) if contents.length]
         if retaining:
@@ -111,7 +113,7 @@ class BlockPrefixCache(PrefixCache):
             self._blocks.retain(block)
         self._pool.set_table(slot, known[:whole])
         has_blocks = self.reserve_cells(slot, len(prompt))
-        assert has_blocks, "has_room_for has counted the blocks"
+        assert has_blocks, "has_room_for_request has counted the blocks"
         if cells and known[whole] != (target := self._pool.tables[slot][whole]):
             self._pool.copy_first_cells(known[whole], target, cells)
         if self._reserves_whole_texts:
@@ -134,7 +136,7 @@ class BlockPrefixCache(PrefixCache):
         if missing <= 0:
             return True
         while self._blocks.free_count < missing:
-            if not (self._tree.evict_block() or self._forget_retained_contents()):
+            if not (self._tree.evict_block() or self._free_oldest_retained_slot()):
                 return False
         table += [block for _ in range(missing) if (block := self._blocks.allocate()) is not None]
         self._pool.set_table(slot, table)
@@ -164,12 +166,12 @@ class BlockPrefixCache(PrefixCache):
         self._pool.set_table(source, [])
         self._reserved[target], self._reserved[source] = self._reserved[source], 0
 
-    def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
+    def record_slot_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Free the blocks of a slot at the end of its request, or keep them. The tree keeps the prompt."""
         if not self._retains_contents:
             self.forget_slot_tokens_and_states(slot)
             return
-        super().record_contents(slot, tokens, length)
+        super().record_slot_contents(slot, tokens, length)
         self._reserved[slot] = 0
         self._touch(slot)
 
@@ -210,4 +212,4 @@ class BlockPrefixCache(PrefixCache):
         """Let later prompts find the restored contents of a slot: its first `length` tokens, decoded ones included."""
         self._save_points[slot] = frozenset((length,))
         self.record_read_tokens(slot, tokens[:length])
-        self.record_contents(slot, tokens, length)
+        self.record_slot_contents(slot, tokens, length)

@@ -94,7 +94,7 @@ class BlockSlotPool(SlotPool):
                 self._all_slots.store.state(name)[block * BLOCK_KEYS : (block + 1) * BLOCK_KEYS] = 0
 
     def can_still_run_steps(self, slot: int) -> bool:
-        """As of `SlotPool`; the prompt is read into the block for padding."""
+        """Whether the devices still run steps: try a prompt of one token, which is read into the block for padding."""
         self.set_table(slot, [0])
         try:
             return super().can_still_run_steps(slot)
@@ -107,7 +107,10 @@ class BlockSlotPool(SlotPool):
         return super().capture_slot(slot, tokens, length)
 
     def check_saved_state(self, slot: int, state: SavedSessionState, path: str) -> int:
-        """As of `SlotPool`. Raises `ModelError` for a model with windows, too."""
+        """Check that a slot can be restored from a saved state; see `SlotPool.check_saved_state`.
+
+        Raises `ModelError` for a model with windows, too.
+        """
         self._require_no_windows()
         return super().check_saved_state(slot, state, path)
 

@@ -27,7 +27,7 @@ def compute_break_even_acceptance(plain_seconds: float, verify_seconds: float, d
     return (verify_seconds + draft_seconds) / plain_seconds - 1.0
 
 
-class DraftChoice:
+class DraftSlotChooser:
     """Chooses the slots that get drafts.
 
     A slot begins with the assumption that all its draft tokens are right. After a step with wrong drafts alone, it
@@ -49,7 +49,7 @@ class DraftChoice:
         """Per slot the tokens until its next drafts."""
 
     def choose_slots(self, slots: Collection[int], break_even: float) -> list[int]:
-        """Choose the slots of a step that get drafts, and count one token of the pauses of the others.
+        """Choose the slots of a step that get drafts, and shorten the pauses of the others by one token.
 
         Args:
             slots: The slots of the step.

@@ -23,7 +23,7 @@ from ...inference.saved_state import SavedSessionState
 from ...inference.session import MIN_CONTEXT_BUCKET, Session
 from ..slots import SlotStates
 from ..step_runner import choose_smallest_aligned_slot_window
-from .draft_choice import DraftChoice, compute_break_even_acceptance
+from .draft_choice import DraftSlotChooser, compute_break_even_acceptance
 from .drafter import MAX_DRAFTED_WINDOW, SlotDrafter, choose_draft_bucket
 from .mtp_drafter import MtpSlotPool
 
@@ -73,7 +73,7 @@ class DraftingSlotPool(MtpSlotPool):
         super().__init__(like, slots, context=context, batch=batch, rank_calls=rank_calls)
         self.drafter = make_drafter(self)
         self._evaluated: dict[int, EvaluatedDrafts] = {}
-        self._choice = DraftChoice(slots, self.drafter.max_tokens)
+        self._choice = DraftSlotChooser(slots, self.drafter.max_tokens)
         self._break_even: dict[tuple[int, int], float] = {}
         """The break-even acceptance by the slots of the window and the context bucket."""
 
@@ -83,13 +83,16 @@ class DraftingSlotPool(MtpSlotPool):
 
     @property
     def droppable_last_tokens(self) -> int | None:
-        """As of `SlotPool`; rejected drafts have overwritten further cells of ring caches."""
+        """Number of its last tokens that a slot can drop and still go on; see `SlotPool.droppable_last_tokens`.
+
+        It is smaller than without drafts, because rejected drafts have overwritten further cells of ring caches.
+        """
         slack = super().droppable_last_tokens
         return None if slack is None else max(0, slack - self.drafter.max_tokens)
 
     @property
     def planning_seconds(self) -> float:
-        """As of `SlotPool`, with the plans of the drafter's own model."""
+        """The seconds since the start for plans and kernels, also of the drafter's own model."""
         own = self.drafter.own_pool
         return super().planning_seconds + (0.0 if own is None else own.planning_seconds)
 
@@ -112,24 +115,24 @@ class DraftingSlotPool(MtpSlotPool):
             )
         return self._break_even[key]
 
-    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
+    def list_evaluated_draft_tokens(self, slot: int) -> Sequence[int]:
         """Return the draft tokens that a slot has evaluated after its last token."""
         one = self._evaluated.get(slot)
         return () if one is None else one.tokens[one.retained :]
 
     def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
         """Append a token to each given slot, and return the logits by slot; a token that was drafted needs no run."""
-        taken = {slot: self._take_drafted(slot, token) for slot, token in tokens.items()}
+        taken = {slot: self._accept_draft_token(slot, token) for slot, token in tokens.items()}
         rows = {slot: logits for slot, logits in taken.items() if logits is not None}
         rest = {slot: token for slot, token in tokens.items() if slot not in rows}
         return rows | self._evaluate_with_drafts(rest, before) if rest else rows
 
     def decode_to_candidates(self, *_: object) -> None:
-        """Let the engine read all logits: drafts are checked by the logits after each token."""
+        """Return None, so that the engine reads all logits: drafts are checked by the logits after each token."""
 
-    def _take_drafted(self, slot: int, token: int) -> F32 | None:
-        """Return the logits after `token` if it is the next draft token of a slot; it then belongs to the text."""
-        if list(self.list_drafted_tokens(slot)[:1]) != [token]:
+    def _accept_draft_token(self, slot: int, token: int) -> F32 | None:
+        """Accept `token` if it is the next draft token of a slot, and return the logits after it; else return None."""
+        if list(self.list_evaluated_draft_tokens(slot)[:1]) != [token]:
             return None
         one = self._evaluated[slot]
         one.retained += 1
@@ -137,7 +140,7 @@ class DraftingSlotPool(MtpSlotPool):
 
     def _evaluate_with_drafts(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
         """Run a decode step for all given slots, with drafts where they are worth it."""
-        self._finish_drafts(*self._evaluated)
+        self._drop_unsampled_drafts(*self._evaluated)
         window = choose_smallest_aligned_slot_window([*tokens])
         drafts: dict[int, list[int]] = {}
         if window[1] <= MAX_DRAFTED_WINDOW:
@@ -155,7 +158,7 @@ class DraftingSlotPool(MtpSlotPool):
             )
         return {slot: logits[0] for slot, logits in rows.items()}
 
-    def _finish_drafts(self, *slots: int) -> None:
+    def _drop_unsampled_drafts(self, *slots: int) -> None:
         """Drop the drafts of some slots that were not sampled, and set their recurrent states to the sampled end."""
         dropped = {slot: one for slot in slots if (one := self._evaluated.pop(slot, None)) is not None}
         for slot, one in dropped.items():
@@ -191,7 +194,7 @@ class DraftingSlotPool(MtpSlotPool):
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
         """Read prompt tokens into a slot; see `SlotPool.read_prompt`."""
-        self._finish_drafts(slot)
+        self._drop_unsampled_drafts(slot)
         self._choice.forget_slot(slot)
         return super().read_prompt(slot, tokens, before)
 
@@ -213,7 +216,7 @@ class DraftingSlotPool(MtpSlotPool):
 
     def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot; see `SlotPool.save_recurrent_states`."""
-        self._finish_drafts(slot)
+        self._drop_unsampled_drafts(slot)
         return super().save_recurrent_states(slot)
 
     def restore_recurrent_states(self, slot: int, saved: SlotStates) -> None:
@@ -229,12 +232,12 @@ class DraftingSlotPool(MtpSlotPool):
 
     def capture_slot(self, slot: int, tokens: list[int], length: int) -> SavedSessionState:
         """Copy the states of a slot; see `SlotPool.capture_slot`."""
-        self._finish_drafts(slot)
+        self._drop_unsampled_drafts(slot)
         return super().capture_slot(slot, tokens, length)
 
     def restore_slot(
         self, slot: int, header: Mapping[str, object], arrays: Mapping[str, npt.NDArray[np.generic]], path: str | Path
     ) -> tuple[list[int], int]:
         """Restore a slot from a saved state; see `SlotPool.restore_slot`."""
-        self._finish_drafts(slot)
+        self._drop_unsampled_drafts(slot)
         return super().restore_slot(slot, header, arrays, str(path))

@@ -54,7 +54,7 @@ class CandidateDecoder:
         vocabulary = window.model.vocabulary_size
         masks = any(one.compute_mask for one in needs.values())
         if not can_choose_tokens_on_device(window) or not (
-            masks or all(one.count_tokens(vocabulary) == vocabulary for one in needs.values())
+            masks or all(one.count_tokens_without_padding(vocabulary) == vocabulary for one in needs.values())
         ):
             return None
         slots = range(first, first + window.sequences)
@@ -66,7 +66,7 @@ class CandidateDecoder:
 
             def compute_mask(i: int) -> npt.NDArray[np.uint32]:
                 own = needs[first + i]
-                return (own.compute_mask or make_full_mask)(own.count_tokens(vocabulary))
+                return (own.compute_mask or make_full_mask)(own.count_tokens_without_padding(vocabulary))
 
             rows = evaluate_to_masked_candidates(window, new, choices, compute_mask)
         else:

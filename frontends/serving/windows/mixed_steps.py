@@ -9,8 +9,8 @@ MAX_MIXED_TOKENS = 64
 """Largest number of prompt tokens of a mixed step; longer chunks take longer than a decode step."""
 
 
-class MixedStepChoice:
-    """Predicts the seconds that mixed steps save, from plans; each size is predicted once."""
+class MixedStepPredictor:
+    """Predicts from plans how many seconds a mixed step saves; each size is predicted once."""
 
     def __init__(self) -> None:
         self._saved_seconds: dict[tuple[int, int, int], float] = {}

@@ -15,15 +15,15 @@ from ...errors import ModelError
 from ...inference.decoding.device_tokens import (
     TokenCandidates,
     can_choose_tokens_on_device,
+    make_device_sampling_step,
     make_masked_steps,
-    make_sampled_step,
 )
-from ...inference.mixed_step import evaluate_with_prompt, make_mixed_step
+from ...inference.mixed_step import evaluate_mixed_step, make_mixed_step
 from ...inference.prefill_chunks import F32, next_power_of_two
 from ...inference.session import MIN_CONTEXT_BUCKET, Session
 from ..step_runner import CandidateNeeds, choose_smallest_aligned_slot_window, require_slot_memory
 from .candidate_decoder import CandidateDecoder
-from .mixed_steps import MAX_MIXED_TOKENS, MixedStepChoice
+from .mixed_steps import MAX_MIXED_TOKENS, MixedStepPredictor
 
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
@@ -63,7 +63,7 @@ class SlotWindows:
         self._opening_seconds = 0.0
         self._windows: dict[tuple[int, int], Session] = {}
         self._candidate_decoder = CandidateDecoder()
-        self._mixed_steps = MixedStepChoice()
+        self._mixed_steps = MixedStepPredictor()
 
     @property
     def all_slots_session(self) -> Session:
@@ -172,7 +172,7 @@ class SlotWindows:
         window.executor(window.make_step(1, length, count))
         if can_choose_tokens_on_device(window):
             choices = [None] * window.sequences
-            sampled_step = make_sampled_step(window, length, choices)
+            sampled_step = make_device_sampling_step(window, length, choices)
             for step in (*(sampled_step or ())[:1], *(make_masked_steps(window, length, choices) or ())):
                 window.executor(step)
 
@@ -260,7 +260,7 @@ class SlotWindows:
         window = self.open_window_session(first, count)
         window.lengths, window.recent = lengths, [[]] * len(lengths)
         padded = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
-        return evaluate_with_prompt(window, new, sequence, prompt, min_tokens=padded)
+        return evaluate_mixed_step(window, new, sequence, prompt, min_tokens=padded)
 
     def append_tokens(
         self,
@@ -289,8 +289,8 @@ class SlotWindows:
         rows = self._run_window(first, count, [*map(len, known)], recent, new, min_tokens, reversible)
         return {slot: rows[slot - first] for slot in tokens}
 
-    def list_drafted_tokens(self, slot: int) -> Sequence[int]:
-        """Return the next tokens of a slot that are evaluated already; see `StepRunner.list_drafted_tokens`."""
+    def list_evaluated_draft_tokens(self, slot: int) -> Sequence[int]:
+        """Return the next tokens of a slot that are evaluated already; see `StepRunner.list_evaluated_draft_tokens`."""
         return ()
 
     def _select_tokens_for_n_grams(self, tokens: Sequence[int]) -> list[int]:

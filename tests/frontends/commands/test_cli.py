@@ -118,7 +118,7 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
     one = capsys.readouterr().out
     typed = iter(["How do you do?", "", "And you?", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    monkeypatch.setattr(run, "is_stdin_terminal", lambda: True)
+    monkeypatch.setattr(run, "is_stdin_terminal_or_closed", lambda: True)
     assert main(["run", "--temp", "0", "--chat", "-n", "6"]) == 0
     two = capsys.readouterr().out
     assert two.startswith(one)

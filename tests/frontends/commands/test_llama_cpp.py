@@ -10,7 +10,7 @@ import pytest
 from hocket.cli import build_parser_for_command, main
 from hocket.frontends.commands import COMMAND_HELP
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.terminal.llama_cpp import COMMAND_OF_PROGRAM, FLAGS, find_program_remedy
+from hocket.frontends.terminal.llama_cpp import COMMAND_OF_PROGRAM, FLAGS, find_llama_cpp_program_replacement
 
 from ...given.models.goldens import TINY, path_of
 
@@ -148,7 +148,7 @@ def test_a_value_is_never_glued_to_a_flag(words, capsys):
     ],
 )
 def test_a_program_of_llama_cpp_is_answered_with_the_command(word, answer, capsys):
-    assert answer in find_program_remedy(word)
+    assert answer in find_llama_cpp_program_replacement(word)
     assert f"there is no command '{word}'; " in (line := refusal(capsys, word))
     assert answer in line
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hocket.cli import build_parser_for_command
-from hocket.frontends.commands.serve import refuse_flags_of_generation
+from hocket.frontends.commands.serve import refuse_generation_flags_for_encoder
 from hocket.frontends.errors import ModelError
 from hocket.frontends.language_model import Model
 from hocket.frontends.serving.prefix_cache import STATE_ALIGNMENT
@@ -268,4 +268,4 @@ def test_flags_of_generation_are_refused_for_an_encoder(flags, message):
     words = ["serve", "model.gguf", *flags]
     args = build_parser_for_command(words).parse_args(words)
     with pytest.raises(ModelError, match=message):
-        refuse_flags_of_generation(args)
+        refuse_generation_flags_for_encoder(args)

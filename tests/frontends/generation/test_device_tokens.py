@@ -28,7 +28,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.decoding.device_tokens import (
     TokenChoice,
     can_choose_tokens_on_device,
-    make_sampled_step,
+    make_device_sampling_step,
     make_step_choosing_tokens_on_device,
 )
 from hocket.frontends.inference.saved_state import load_state, save_state
@@ -243,7 +243,9 @@ def test_candidates_are_few_bytes_in_few_launches() -> None:
     plain = session.make_step(1, 8)
     launches, nbytes = {}, {}
     for named, changed in ((0, None), (64, [5])):
-        step, inputs = make_sampled_step(session, 8, [TokenChoice(40, changed=changed, bias=[1.0], occurrences=[1])])
+        step, inputs = make_device_sampling_step(
+            session, 8, [TokenChoice(40, changed=changed, bias=[1.0], occurrences=[1])]
+        )
         assert sum(array.nbytes for array in inputs.values()) == 4 + 56 + (4 * named + 8 * (named + 1)) * (named > 0)
         nbytes[named] = sum(value.spec.nbytes for value in session.plan(step).graph.outputs.values())
         launches[named] = len(session.executor(step).list_kernel_names()) - len(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.inference.mixed_step import can_run_mixed_steps, evaluate_with_prompt, make_mixed_step
+from hocket.frontends.inference.mixed_step import can_run_mixed_steps, evaluate_mixed_step, make_mixed_step
 from hocket.frontends.inference.prefill_chunks import F32
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step
@@ -83,7 +83,7 @@ def test_rows_of_mixed_steps_have_the_bits_of_separate_steps(case, blocks):
     for counts, length in ROUNDS:
         tokens, prompt = [draw(rng, apart, count) for count in counts], draw(rng, apart, length)
         want = evaluate_alone(apart, tokens, prompt)
-        got = evaluate_with_prompt(mixed, tokens, READING, prompt, min_tokens=16)
+        got = evaluate_mixed_step(mixed, tokens, READING, prompt, min_tokens=16)
         assert apart.lengths == mixed.lengths
         assert [len(rows) for rows in got] == [1 if count or i == READING else 0 for i, count in enumerate(counts)]
         for a, b in zip(want, got, strict=True):

@@ -84,7 +84,7 @@ def test_slots_are_saved_and_restored_on_ranks(name: str) -> None:
     def save_and_restore(pool: SlotPool) -> object:
         files = SlotFiles(pool, cache := PrefixCache(pool, state_bytes=1 << 30))
         first = pool.read_prompt(1, prompt[:64], [])
-        cache.record_contents(1, [*prompt[:64], 5], 64)
+        cache.record_slot_contents(1, [*prompt[:64], 5], 64)
         state = files.capture(1)
         with pytest.raises(ModelError, match="not a saved state of this model"):
             files.restore(2, type(state)({**state.header, "model": "another"}, state.arrays), "talk")

@@ -49,7 +49,7 @@ class FakeBlockPool:
         rows = {each: self._append(each, [token], before[each]) for each, token in tokens.items()}
         return rows | {slot: self._append(slot, prompt, before[slot])}
 
-    def list_drafted_tokens(self, slot):
+    def list_evaluated_draft_tokens(self, slot):
         return ()
 
     def decode_to_candidates(self, *_):

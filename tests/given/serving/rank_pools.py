@@ -9,7 +9,7 @@ from hocket.distributed import World
 from hocket.distributed.rank_calls import RankCalls
 from hocket.frontends.inference.session import DeviceGroup
 from hocket.frontends.serving.slots import SlotPool
-from hocket.frontends.serving.thread import list_pools
+from hocket.frontends.serving.thread import list_pool_and_draft_pool
 
 from ..ranks.thread_link import in_threads
 
@@ -26,7 +26,7 @@ def lead_pool(make_pool: Callable[[World, RankCalls], SlotPool], lead: Callable[
         calls = RankCalls(world)
         pool = make_pool(world, calls)
         if world.rank:
-            calls.follow_rank_0(list_pools(pool))
+            calls.follow_rank_0(list_pool_and_draft_pool(pool))
             return None
         result = lead(pool)
         calls.end()

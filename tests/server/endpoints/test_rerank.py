@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import hocket
-from hocket.frontends.serving.served_model import EncoderService, has_no_generation
+from hocket.frontends.serving.served_model import EncoderService, is_non_generative
 from hocket.server.app import create_app
 from hocket.server.options import ServerOptions
 
@@ -92,7 +92,7 @@ def test_an_encoder_is_served_without_an_engine(tmp_path: Path) -> None:
     count = len(metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
     write_cross_encoder(tmp_path / "ranker.gguf", metadata, count)
     with hocket.Model(tmp_path / "ranker.gguf", exact=True) as model:
-        assert has_no_generation(model)
+        assert is_non_generative(model)
         service = EncoderService(model, name="ranker", version="0")
         client = TestClient(create_app(service, ServerOptions()), base_url="http://127.0.0.1")
         assert client.get("/health").json() == {"status": "ok"}
@@ -112,4 +112,4 @@ def test_an_encoder_is_served_without_an_engine(tmp_path: Path) -> None:
 
 def test_a_model_that_generates_needs_an_engine() -> None:
     with hocket.Model(path_of("llama")) as model:
-        assert not has_no_generation(model)
+        assert not is_non_generative(model)

@@ -9,7 +9,7 @@ import pytest
 
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
-from hocket.frontends.serving.drafting.draft_choice import MAX_PAUSE, DraftChoice, compute_break_even_acceptance
+from hocket.frontends.serving.drafting.draft_choice import MAX_PAUSE, DraftSlotChooser, compute_break_even_acceptance
 from hocket.frontends.serving.drafting.drafting_pool import DraftingSlotPool
 from hocket.frontends.serving.drafting.model_drafter import ModelSlotDrafter
 from hocket.frontends.serving.drafting.mtp_drafter import MtpSlotDrafter
@@ -27,13 +27,13 @@ def test_the_break_even_acceptance_makes_both_kinds_of_step_equally_fast() -> No
 
 
 def test_drafts_that_can_never_pay_are_never_tried() -> None:
-    choice = DraftChoice(2, 3)
+    choice = DraftSlotChooser(2, 3)
     assert all(choice.choose_slots([0, 1], 3.0) == [] for _ in range(2 * MAX_PAUSE))
     assert choice.choose_slots([0, 1], 2.9) == [0, 1]
 
 
 def test_a_slot_whose_drafts_do_not_pay_pauses_and_is_tried_again() -> None:
-    choice, drafted = DraftChoice(1, 3), list[int]()
+    choice, drafted = DraftSlotChooser(1, 3), list[int]()
     for token in range(3 * MAX_PAUSE):
         if choice.choose_slots([0], 1.5):
             choice.record_accepted_tokens(0, 1)  # right ones, but too few
@@ -46,7 +46,7 @@ def test_a_slot_whose_drafts_do_not_pay_pauses_and_is_tried_again() -> None:
 
 
 def test_a_slot_whose_drafts_pay_goes_on() -> None:
-    choice = DraftChoice(1, 3)
+    choice = DraftSlotChooser(1, 3)
     for _ in range(100):
         assert choice.choose_slots([0], 1.5) == [0]
         choice.record_accepted_tokens(0, 2)
@@ -54,7 +54,7 @@ def test_a_slot_whose_drafts_pay_goes_on() -> None:
 
 def test_the_gain_of_some_slots_must_pay_for_all_slots_of_a_step() -> None:
     """A step with drafts delays all slots, also those without drafts."""
-    choice = DraftChoice(4, 3)
+    choice = DraftSlotChooser(4, 3)
     for slot in (1, 2, 3):
         choice.record_accepted_tokens(slot, 0)
         choice.record_accepted_tokens(slot, 0)
@@ -63,7 +63,7 @@ def test_the_gain_of_some_slots_must_pay_for_all_slots_of_a_step() -> None:
 
 
 def test_a_new_text_in_a_slot_is_tried_at_once() -> None:
-    choice = DraftChoice(1, 3)
+    choice = DraftSlotChooser(1, 3)
     choice.record_accepted_tokens(0, 0)
     assert choice.choose_slots([0], 0.5) == []
     choice.forget_slot(0)

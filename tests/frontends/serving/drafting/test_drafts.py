@@ -118,10 +118,10 @@ def test_wrong_drafts_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     def count_drafted_steps(tokens: list[int]) -> int:
         steps = 0
         for token in tokens:
-            is_known = [*pool.list_drafted_tokens(0)[:1]] == [token]
+            is_known = [*pool.list_evaluated_draft_tokens(0)[:1]] == [token]
             pool.decode({0: token}, {0: known})
             known.append(token)
-            steps += not is_known and len(pool.list_drafted_tokens(0)) > 0
+            steps += not is_known and len(pool.list_evaluated_draft_tokens(0)) > 0
         return steps
 
     pool.read_prompt(0, [5], [])
@@ -143,7 +143,7 @@ def test_a_slot_with_drafts_is_saved_as_one_without(name: str) -> None:
             pool.decode({1: token}, {1: known})
             known = [*known, token]
         files = SlotFiles(pool, cache := PrefixCache(pool, state_bytes=1 << 30))
-        cache.record_contents(1, known, len(known))
+        cache.record_slot_contents(1, known, len(known))
         return {name: array.tobytes() for name, array in files.capture(1).arrays.items()}
 
     pool = make_drafting_pool(name, name, 3)
@@ -160,11 +160,11 @@ def test_a_text_that_moves_to_a_slot_gets_no_drafts_of_the_text_before(name: str
     pool.clear_recurrent_states(0)
     pool.read_prompt(0, prompt, [])
     for token in range(50, 60):
-        if pool.list_drafted_tokens(0):
+        if pool.list_evaluated_draft_tokens(0):
             break
         pool.decode({0: token}, {0: prompt})
         prompt = [*prompt, token]
-    (token, *_) = pool.list_drafted_tokens(0)
+    (token, *_) = pool.list_evaluated_draft_tokens(0)
     logits = []
     for one in (pool, plain):
         one.clear_recurrent_states(1)
@@ -239,5 +239,5 @@ def test_drafts_end_before_the_context_and_are_few() -> None:
         known += prompt[start : start + BATCH]
     for token in (5, 6, 7):
         pool.decode({0: token}, {0: known})
-        assert not pool.list_drafted_tokens(0)
+        assert not pool.list_evaluated_draft_tokens(0)
         known.append(token)

@@ -152,12 +152,12 @@ def test_a_slot_with_mtp_drafts_is_saved_as_one_without(tmp_path: Path) -> None:
             pool.decode({1: token}, {1: known})
             known.append(token)
         files = SlotFiles(pool, cache := PrefixCache(pool, state_bytes=1 << 30))
-        cache.record_contents(1, known, len(known))
+        cache.record_slot_contents(1, known, len(known))
         return {name: array.tobytes() for name, array in files.capture(1).arrays.items()}
 
     pool = make_mtp_pool(model, 3)
     assert run(pool) == run(make_plain_pool(model))
-    assert not pool.list_drafted_tokens(1)
+    assert not pool.list_evaluated_draft_tokens(1)
 
 
 def test_a_server_drafts_with_the_model_itself(tmp_path: Path) -> None:
