@@ -88,12 +88,13 @@ def format_options_as_args_section(config: type) -> str:
     )
 
 
-def takes_config(
+def accept_config_fields_as_keywords(
     config: Callable[_Params, _Config],
 ) -> Callable[[Callable[[_Self, _Config], None]], Callable[Concatenate[_Self, _Params], None]]:
-    """Return a decorator for a constructor that takes a configuration: callers pass the fields as keywords instead.
+    """Return a decorator for a constructor that takes a configuration: callers pass its fields as keywords instead.
 
-    Example: ``@takes_config(RunConfig)`` on ``__init__(self, config)`` allows the call ``Model(path, threads=4)``.
+    Example: ``@accept_config_fields_as_keywords(RunConfig)`` on ``__init__(self, config)`` allows the call
+    ``Model(path, threads=4)``.
     """
 
     def decorate(function: Callable[[_Self, _Config], None]) -> Callable[Concatenate[_Self, _Params], None]:

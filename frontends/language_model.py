@@ -20,7 +20,7 @@ from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, int
 from ..scheduler import Plan, format_bytes
 from .adapters import FILE_KIND
 from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
-from .config_options import format_options_as_args_section, takes_config
+from .config_options import accept_config_fields_as_keywords, format_options_as_args_section
 from .errors import ModelError
 from .generation import speculative
 from .generation.generate import GenerationParams, generate_texts, sample_tokens_of_all_sequences, stream_text
@@ -29,7 +29,7 @@ from .gguf.chat import choose_chat_template_and_variables
 from .gguf.tokenization.tokenizer import Tokenizer, has_vocabulary, tokenizer_from_metadata
 from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling_function
 from .inference.prefill_chunks import TokenIds, convert_to_token_ids
-from .inference.saved_state import convert_os_errors, load_state, save_state
+from .inference.saved_state import convert_os_errors_to_model_error, load_state, save_state
 from .inference.session import F32, Session
 from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device_and_kind
 from .open_model import open_adapted_model, open_model, open_session
@@ -63,7 +63,7 @@ class Model:
     _first = RenamedAttribute("session")
 
     @validate_arguments(ModelError)
-    @takes_config(RunConfig)
+    @accept_config_fields_as_keywords(RunConfig)
     def __init__(self, config: RunConfig) -> None:
         self._open(config, SINGLE_PROCESS)
 
@@ -346,7 +346,7 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with convert_os_errors():
+        with convert_os_errors_to_model_error():
             is_shared, engine = self._leases_before_shared_call == self._idle_sessions.lease_count, self._shared_engine
             if is_shared and engine is not None:
                 if engine.save_last_sequence(path):
@@ -358,7 +358,7 @@ class Model:
     @validate_arguments(ModelError, path=FILE_KIND)
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens. A prompt that begins with these tokens continues from the state."""
-        with self._idle_sessions.lease() as lease, convert_os_errors():
+        with self._idle_sessions.lease() as lease, convert_os_errors_to_model_error():
             (lease.tokens[0],) = load_state(lease.session_of_only_sequence, path)
             lease.has_saved_state = True
             return list(lease.tokens[0])

@@ -115,7 +115,7 @@ class StopStringTextBuffer:
         """Tokens with the positions of their first and behind their last character."""
 
     def feed(self, event: TokenEvent) -> TextUpdate | None:
-        """Return the text that is certain after one more token, or `None`."""
+        """Add one more token; return the text that is now certain to stay, or `None` if there is none."""
         if self.stop_string:
             return None
         self.token_count += 1
@@ -126,7 +126,7 @@ class StopStringTextBuffer:
         return self._send(text)
 
     def finish(self) -> TextUpdate | None:
-        """Return the text that is still held at the end of the choice, or `None`."""
+        """Return the text that was held back until the end of the choice, or `None` if there is none."""
         if self.stop_string:
             return None
         rest = self._decoder.finish()

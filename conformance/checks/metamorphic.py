@@ -35,8 +35,8 @@ class PartialCase:
 
     - `case`: the smaller case.
     - `reads`: for each split operand, the axis and the indices of the entries that this run reads.
-    - `writes`: for each result, the axis and the indices of the entries that this run computes. None means that all
-      runs compute the same result, or that the result of the last run is the whole one.
+    - `writes`: for each result, the axis and the indices of the entries that this run computes. With None, the results
+      of all runs are equal, or the result of the last run is the whole one.
     - `carried_results`: for each operand that continues the previous run, the index of the result that replaces it.
     - `zeroed_operands`: operands that are zero in this run.
     """
@@ -84,7 +84,7 @@ def split_case(case: Case) -> tuple[PartialCase, ...]:
     """
     check, _, name = case.check.partition("-")
     size = case.dimension_sizes[name]
-    blocks = [s.dtype.block for n, s in case.operands if _is_in_last_axis(case, n, name)]
+    blocks = [s.dtype.block for n, s in case.operands if _has_dimension_in_last_axis(case, n, name)]
     unit = math.lcm(1, *blocks)
     middle = (size // unit + 1) // 2 * unit
     if not 0 < middle < size:
@@ -101,8 +101,8 @@ def split_case(case: Case) -> tuple[PartialCase, ...]:
     return runs if all(p is not None for p in runs) else ()  # type: ignore[return-value]  # mypy does not see through all()
 
 
-def _is_in_last_axis(case: Case, operand: str, name: str) -> bool:
-    """Return whether the last axis of an operand has dimension `name`."""
+def _has_dimension_in_last_axis(case: Case, operand: str, name: str) -> bool:
+    """Return whether dimension `name` is on the last axis of an operand."""
     declared = next(
         o for o in case.op_declaration.signature_for(case.attributes_with_defaults).operands if o.name == operand
     )

@@ -134,7 +134,7 @@ class Grammar:
 
     @property
     def compiled_rules(self) -> str:
-        """The compiled rules in the form of llguidance, from which `from_compiled_rules` restores the grammar."""
+        """The compiled rules as text of llguidance, from which `from_compiled_rules` restores the grammar."""
         return str(self._rules)
 
     def make_state(self) -> GrammarState:

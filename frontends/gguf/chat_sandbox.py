@@ -238,10 +238,7 @@ class LimitedChatSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def join_texts(self, *parts: object) -> str:
-        """Return the text of ``a ~ b ~ c`` in a template: all values joined.
-
-        The values consume fuel (steps of the execution budget) first.
-        """
+        """Join values as one text, as ``a ~ b`` in a template does; the values consume fuel for their sizes first."""
         return self.join_output_pieces(str(self.charge_value(part)) for part in parts)
 
     def join_output_pieces(self, parts: Iterable[str]) -> str:

@@ -76,10 +76,9 @@ def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: 
 
 
 def resolve_device_name_for_exact_results(device: str, on: DeviceGroup) -> str:
-    """Return the name of the device that computes for `device`: another one if exact results need it.
+    """Return the name of the device that replaces `device` if exact results are requested; otherwise `device` itself.
 
-    The names differ only for exact results: NumPy computes instead of the CPU backend, so ``cpu:1`` becomes
-    ``numpy:1``.
+    NumPy computes exact results instead of the CPU backend, so ``cpu:1`` becomes ``numpy:1``.
     """
     name = DeviceName.parse(device)
     return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)

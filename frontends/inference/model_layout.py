@@ -129,7 +129,7 @@ def create_layout_workload(graph_of: Callable[[int, int], Graph], sequences: int
 def find_speeds_of_first_device_alone(
     on: DeviceGroup, group: Devices, graph: Graph, world: World = SINGLE_PROCESS
 ) -> Hardware | None:
-    """Find the speeds of the first device of a group for the case that a session uses no other device.
+    """Find the speeds of the first device of a group when a session uses no other device.
 
     A device alone is faster if no thread count is given: it gets all processors that the devices would share.
 

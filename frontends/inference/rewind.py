@@ -15,7 +15,7 @@ from .session import Session
 
 @dataclass(frozen=True, slots=True)
 class SessionCheckpoint:
-    """A copy of all that a session needs to go back: lengths, recent tokens, and the states that are not KV caches."""
+    """A copy of a session's lengths, recent tokens and states (except KV caches), to restore the session later."""
 
     lengths: tuple[int, ...]
     recent: tuple[list[int], ...]
@@ -41,7 +41,7 @@ def restore_checkpoint(session: Session, checkpoint: SessionCheckpoint) -> None:
 
 
 def keep_first_tokens_of_last_step(session: Session, token_count: int) -> None:
-    """Undo a part of the last call of `Session.evaluate`: keep only its first `token_count` tokens of sequence 0.
+    """Keep only the first `token_count` tokens of the last call of `Session.evaluate` in sequence 0; undo the rest.
 
     The call must have been `reversible`: it has then saved the recurrent states after each token. So nothing is
     computed again.

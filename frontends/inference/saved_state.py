@@ -375,7 +375,7 @@ def _restore_state(session: Session, name: str, array: npt.NDArray[np.generic], 
 
 
 @contextmanager
-def convert_os_errors() -> Iterator[None]:
+def convert_os_errors_to_model_error() -> Iterator[None]:
     """Convert each `OSError` in this context to a `ModelError`."""
     try:
         yield

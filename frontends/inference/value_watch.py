@@ -56,7 +56,7 @@ class StepWatch(ABC):
 
     @abstractmethod
     def require_watched_values(self, graph: Graph) -> None:
-        """Require that the graph of a step has values to observe; called before weights are loaded."""
+        """Raise `ModelError` if the graph of a step has no value to observe; called before weights are loaded."""
 
     @abstractmethod
     def add_watched_outputs(self, graph: Graph) -> Graph:

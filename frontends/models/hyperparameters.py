@@ -184,7 +184,7 @@ class Hyperparameters:
         return self.windows[layer] if self.mtp_blocks is None else {**self.windows, **self.mtp_blocks.windows}[layer]
 
     def tokens_per_block_key(self, layer: int) -> int:
-        """Return the number of tokens that share one key in the block cache of a layer with compressed attention.
+        """Return how many tokens share one block key in the cache of a layer with compressed attention.
 
         Layer numbers after the last layer mean MTP blocks.
         """

@@ -422,7 +422,7 @@ class HyperparameterReader:
         if not local:
             return rope.with_half_as_many_rotated_columns(keys) if family.half_rotation else rope
         windows = family.windows or AttentionWindowPattern()
-        base = Rope.read_required_frequency_base(keys, "rope.freq_base_swa", windows.base or rope.base)
+        base = Rope.read_frequency_base_above_1(keys, "rope.freq_base_swa", windows.base or rope.base)
         return replace(rope, base=base) if windows.uses_rope_scaling else Rope(rope.n_dims, rope.mode, base)
 
     def uses_rope(self, i: int) -> bool:

@@ -120,12 +120,12 @@ def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
-def make_flattened_axes_converter(row: OpConverter) -> OpConverter:
+def make_flattened_axes_converter(converter: OpConverter) -> OpConverter:
     """Make the converter of an op in an older opset, where the op treats `axis` and all later axes as one axis.
 
-    `row` is the converter of the newer opset, which works on one axis.
+    `converter` is the converter of the newer opset, which works on one axis.
     """
-    return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
+    return lambda x, *, axis=1: shapes.reshape(converter(flatten(x, axis=axis), axis=1), x.shape)
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:

@@ -174,7 +174,7 @@ def find_model_part(name: str) -> ModelPart:
 
 
 def is_quantisable(tensor: ShapedTensor, architecture: str) -> bool:
-    """Return whether a conversion changes the dtype of a tensor: it is a float matrix for products or look-ups."""
+    """Return whether a tensor is a float matrix, for products or look-ups, that a conversion may quantise."""
     name = tensor.name
     excluded = (*EXCLUDED_NAMES, *EXCLUDED_NAMES_BY_ARCHITECTURE.get(architecture, ()))
     axes = len(tensor.shape) - next((i for i, n in enumerate(tensor.shape) if n > 1), len(tensor.shape))

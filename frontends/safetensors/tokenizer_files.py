@@ -167,7 +167,7 @@ def _list_normalizers(whole: JsonObject) -> list[JsonObject]:
 
 
 def _collapses_spaces(step: JsonObject) -> bool:
-    """Return whether a normalizer replaces several spaces by one."""
+    """Return whether a normalizer step of a tokenizer file replaces several spaces by one."""
     pattern = step.get_object_or_empty("pattern").pairs.get("Regex") if step.get_text("type", "") == "Replace" else None
     return pattern in (" {2,}", r"\s{2,}")
 

@@ -20,7 +20,6 @@ from ..inference.prefill_chunks import F32
 from .prefix_cache import PrefixCache
 from .requests import (
     ContextExceededError,
-    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -28,6 +27,7 @@ from .requests import (
     GenerationRequest,
     PromptProgressEvent,
     QueueFullError,
+    RetainedSlotSequence,
     is_fault_of_request,
 )
 from .running_requests import (
@@ -42,7 +42,7 @@ from .running_requests import (
     is_prefix_being_read,
     is_same_decode_step_expected_next,
     make_token_event,
-    select_preempted_requests,
+    reserve_cells_and_select_preempted,
     start_request,
 )
 from .step_history import SMOOTHING, StepHistory
@@ -93,7 +93,7 @@ class Engine:
         self._running: dict[int, RunningRequest] = {}
         self._reads_next = True
         self._request_seconds, self._sums = 0.0, EngineTotals()
-        self.last_end: EndedSequence | None = None
+        self.last_end: RetainedSlotSequence | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
         """The events of a step that has not ended; after an exception `restart_and_requeue_requests` returns them."""
@@ -209,7 +209,7 @@ class Engine:
         self._running.clear()
         self.failed_slots.clear()
         self._pool.rebind_plans_and_zero_states()
-        self._cache.forget_tokens_and_states_of_slots()
+        self._cache.forget_all_slots()
         self._sums.restarts += 1
         return events
 
@@ -361,7 +361,7 @@ class Engine:
 
     def _reserve_cells_or_preempt(self, decoding: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Reserve a cell for the next token of each request; without a free one, the youngest request queues again."""
-        for one in select_preempted_requests(self._cache, self._running, decoding):
+        for one in reserve_cells_and_select_preempted(self._cache, self._running, decoding):
             self._queue.appendleft(self._running.pop(one.slot).requeue_with_sent_tokens())
             self._sums.preemptions += 1
         return [one for one in decoding if self._running.get(one.slot) is one]
@@ -445,7 +445,7 @@ class Engine:
             self._cache.record_slot_contents(one.slot, one.context_tokens, len(one.tokens))
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
-        self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
+        self.last_end = RetainedSlotSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
         self.history.record_end(one.request.id, now, reason, one.new_tokens)
         return EndEvent(one.request.id, reason, one.measure_timing_and_token_counts(now), message)
 

@@ -31,7 +31,7 @@ bit on CPUs.
 
 
 class SlotMemory(Protocol):
-    """The operations of `SlotPool` that the prefix cache calls, as a protocol."""
+    """The interface of `SlotPool` that the prefix cache uses."""
 
     slots: int
 
@@ -180,7 +180,7 @@ class PrefixCache:
         self._save_points[target] = self._save_points[source]
         self._ring_starts[target] = self._ring_starts[source]
         self.forget_slot_tokens_and_states(source)
-        self._touch(target)
+        self._mark_recently_used(target)
 
     def _count_reusable_tokens(self, slot: int, prompt: tuple[int, ...]) -> int:
         """Count how many tokens at the start of a prompt a slot has already processed, in a state that can be reused.
@@ -200,7 +200,7 @@ class PrefixCache:
     def has_room_for_request(
         self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int, sent_tokens: int
     ) -> bool:
-        """Whether the memory has room for a request; a slot always has, because it has cells for its context.
+        """Whether the memory has room for a request; here always, because a slot has cells for its context.
 
         Args:
             match: The match of the prompt.
@@ -242,7 +242,7 @@ class PrefixCache:
         self._save_points[target] = frozenset()
         if self._memory.has_recurrent_states:
             self._save_points[target] = choose_save_points(len(prompt), shared, match.tokens)
-        self._touch(target)
+        self._mark_recently_used(target)
 
     def limit_chunk_to_save_position(self, slot: int, position: int, size: int) -> int:
         """Return the size of the next prompt chunk, shortened to end where the recurrent states are to be saved.
@@ -260,7 +260,7 @@ class PrefixCache:
         If they end at a position that was chosen for saving, the recurrent states of the slot are saved.
         """
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
-        self._touch(slot)
+        self._mark_recently_used(slot)
         if len(tokens) in self._save_points[slot]:
             nbytes = self._memory.compute_recurrent_state_bytes()
             if nbytes <= self._state_bytes:
@@ -290,7 +290,7 @@ class PrefixCache:
         self._memory.zero_slot_states(slot)
         self.forget_slot_tokens_and_states(slot)
 
-    def forget_tokens_and_states_of_slots(self) -> None:
+    def forget_all_slots(self) -> None:
         """Forget the tokens and the saved recurrent states of all slots."""
         for slot in range(self._memory.slots):
             self.forget_slot_tokens_and_states(slot)
@@ -311,10 +311,10 @@ class PrefixCache:
         """Whether one copy of the recurrent states of a slot fits into the memory for them."""
         return self._memory.compute_recurrent_state_bytes() <= self._state_bytes
 
-    def prepare_restored_slot(self, slot: int, length: int) -> None:
-        """Prepare a slot for the states of `length` tokens; it has cells for its context already."""
+    def reserve_cells_for_restored_slot(self, slot: int, length: int) -> None:
+        """Reserve cells for `length` tokens that will be restored to a slot; here it has cells for its context."""
 
-    def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
+    def make_restored_tokens_reusable(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Make the restored contents of a slot reusable: its first `length` tokens, decoded ones included.
 
         Recurrent states can be reused at the end of the contents alone.
@@ -326,9 +326,9 @@ class PrefixCache:
         if self._memory.has_recurrent_states:
             nbytes = self._memory.compute_recurrent_state_bytes()
             self._keep((slot, length), SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
-        self._touch(slot)
+        self._mark_recently_used(slot)
 
-    def _touch(self, slot: int) -> None:
+    def _mark_recently_used(self, slot: int) -> None:
         self._uses += 1
         self._last_use[slot] = self._uses
 

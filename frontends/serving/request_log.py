@@ -126,7 +126,7 @@ class TapedPool:
 
 
 class RequestLog:
-    """Writes the lines of a log. After an error of the file, nothing more is written.
+    """Writes the lines of a request log to a file. After a write error, nothing more is written.
 
     Args:
         file: The file, from `open_log`.
@@ -191,7 +191,7 @@ class LoggedEngine(Engine):
         return events
 
     def restart_and_requeue_requests(self, failed_requests: Collection[str], message: str) -> list[Event]:
-        """Build the engine anew, and log the order."""
+        """Restart the engine as `Engine.restart_and_requeue_requests` does, and log the order."""
         events = super().restart_and_requeue_requests(failed_requests, message)
         fields = {"order": "restart", "failed": sorted(failed_requests), "message": message}
         self._log.write({**fields, "events": describe_events(events), **self._tape.take_line_fields()})

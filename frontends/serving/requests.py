@@ -116,10 +116,11 @@ class EndEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedSequence:
-    """The sequence of a request that has ended: its slot keeps `tokens` until another request starts there.
+class RetainedSlotSequence:
+    """The sequence of an ended request, which its slot retains until another request starts there.
 
-    `context_tokens` may have one more token, which was sampled, but not evaluated.
+    - `tokens`: the evaluated tokens that the slot holds.
+    - `context_tokens`: the same tokens, perhaps with one more that was sampled, but not evaluated.
     """
 
     slot: int

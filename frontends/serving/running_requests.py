@@ -185,7 +185,7 @@ def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: i
 
 
 def is_prefix_being_read(prompt: tuple[int, ...], available: int, running: Iterable[RunningRequest]) -> bool:
-    """Whether another slot reads a prompt that shares many more than `available` tokens with `prompt`."""
+    """Whether another slot is reading a prompt that shares with `prompt` many more tokens than the `available` ones."""
     return any(
         one.unread_tokens and count_common_prefix_tokens(one.request.prompt, prompt) >= available + MIN_AWAITED_TOKENS
         for one in running
@@ -215,10 +215,10 @@ def choose_move_to_shrink_window(
     return None if target is None or one is None else (one, target)
 
 
-def select_preempted_requests(
+def reserve_cells_and_select_preempted(
     cache: PrefixCache, running: Mapping[int, RunningRequest], decoding: Sequence[RunningRequest]
 ) -> list[RunningRequest]:
-    """Reserve a cell for the next token of each decoding request, the oldest first, and free cells where none is left.
+    """Reserve a cell for the next token of each decoding request; without free cells, preempt the youngest requests.
 
     Args:
         cache: The cells of the slots.

@@ -33,7 +33,7 @@ NO_SLOTS_ERROR = "this model is an encoder, which keeps no tokens in slots"
 
 
 class LoadedModel(TextPooler, Protocol):
-    """The members of `hocket.Model` that a service reads."""
+    """The interface of `hocket.Model` that a service uses."""
 
     @property
     def context(self) -> int:
@@ -112,18 +112,18 @@ class ServedModel:
         return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
 
     def require_no_lost_device(self) -> None:
-        """Raise `DeviceLostError` if a device of the model refuses all further calls of this process."""
+        """Raise `DeviceLostError` if a device was lost, so that it refuses all further calls of this process."""
         require_no_lost_device(self._model.session.group)
 
-    def check_devices_after_failure(self) -> None:
-        """End the service if a device was lost in a call of `embed` or `rank`; the plain class has nothing to end."""
+    def end_service_if_device_lost(self) -> None:
+        """End the service if a device was lost in a call of `embed` or `rank`; this base class does nothing."""
 
     @contextmanager
     def _devices_checked_after_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception:  # a backend may raise anything; it is raised again
-            self.check_devices_after_failure()
+            self.end_service_if_device_lost()
             raise
 
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
@@ -169,7 +169,7 @@ class EncoderService(ServedModel):
         self.error: BaseException | None = None
         """The loss of a device, which has ended the service."""
 
-    def check_devices_after_failure(self) -> None:
+    def end_service_if_device_lost(self) -> None:
         try:
             self.require_no_lost_device()
         except DeviceLostError as error:

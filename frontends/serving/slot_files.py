@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 64 << 20
 
 
 class SlotFiles:
-    """Copies slots to the contents of files and back.
+    """Saves slots as the contents of files, restores slots from them, and erases slots.
 
     The thread of the engine makes all calls, for free slots.
 
@@ -60,9 +60,9 @@ class SlotFiles:
         length = self._pool.check_saved_state(slot, state, str(path))
         with ExitStack() as after_error:
             after_error.callback(self._cache.forget_slot_tokens_and_states, slot)
-            self._cache.prepare_restored_slot(slot, length)
+            self._cache.reserve_cells_for_restored_slot(slot, length)
             tokens, length = self._pool.restore_slot(slot, state.header, state.arrays, str(path))
-            self._cache.adopt_restored_slot(slot, tokens, length)
+            self._cache.make_restored_tokens_reusable(slot, tokens, length)
             after_error.pop_all()
         return length
 

@@ -85,7 +85,7 @@ class StepHistory:
                 self._requests.popitem(last=False)
 
     def record_start(self, request: str, now: float, slot: int, cached_tokens: int) -> None:
-        """Record that a request got a slot, with the prompt tokens that the slot has."""
+        """Record that a request got a slot, and how many of its prompt tokens the slot has already."""
         with self._lock:
             if record := self._requests.get(request):
                 record.started = now if record.started is None else record.started

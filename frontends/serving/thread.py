@@ -203,7 +203,7 @@ class EngineThread(ServedModel):
     def cancel(self, request: str) -> None:
         self._orders.put(lambda: self._engine.cancel(request))
 
-    def check_devices_after_failure(self) -> None:
+    def end_service_if_device_lost(self) -> None:
         self._orders.put(self._require_no_lost_device)
 
     def _require_no_lost_device(self) -> list[Event]:
@@ -215,13 +215,13 @@ class EngineThread(ServedModel):
         return self._pool.compute_slot_bytes_in_float32() + MAX_HEADER_BYTES
 
     def capture_slot(self, slot: int) -> Future[SavedSessionState]:
-        return self._put_action_for_free_slot(slot, partial(self._slot_files.capture, slot))
+        return self._queue_action_for_free_slot(slot, partial(self._slot_files.capture, slot))
 
     def restore_slot(self, slot: int, state: SavedSessionState, path: str | Path) -> Future[int]:
         restore = partial(self._slot_files.restore, slot, state, path := Path(path).absolute())
         if isinstance(self._engine, LoggedEngine):
             restore = partial(self._engine.restore_and_log, restore, slot, str(path))
-        return self._put_action_for_free_slot(slot, restore)
+        return self._queue_action_for_free_slot(slot, restore)
 
     def erase_slot(self, slot: int) -> Future[int]:
         def erase() -> int:
@@ -230,7 +230,7 @@ class EngineThread(ServedModel):
                 self._engine.log_erased_slot(slot)
             return count
 
-        return self._put_action_for_free_slot(slot, erase)
+        return self._queue_action_for_free_slot(slot, erase)
 
     def list_requests(self) -> list[RequestRecord]:
         return self._engine.history.list_requests()
@@ -238,8 +238,8 @@ class EngineThread(ServedModel):
     def trace_request_or_choices(self, name: str) -> list[RequestTrace]:
         return self._engine.history.trace_request_or_choices(name)
 
-    def _put_action_for_free_slot(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
-        """Put an action into the queue that runs when the slot is free, and return its result as a future."""
+    def _queue_action_for_free_slot(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
+        """Queue an action that runs as soon as a slot is free, and return a future of its result."""
         future: Future[ActionResult] = Future()
 
         def run_action() -> None:
@@ -258,7 +258,7 @@ class EngineThread(ServedModel):
         return future
 
     def _run_actions_of_free_slots(self) -> None:
-        """Run the actions of free slots, over states that are not lost. Cancelled actions are dropped; others wait."""
+        """Run the queued actions whose slots are free, unless states are lost; drop cancelled actions."""
         if self._slot_actions and (why := self._pool.lost_states_reason):
             self._restart((), why, None)
         for action in tuple(self._slot_actions):

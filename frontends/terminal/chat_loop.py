@@ -137,9 +137,7 @@ def _load_conversation(conversation: Conversation, argument: str) -> bool:
 def _save_or_load_conversation(
     command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
 ) -> bool:
-    """Save or load a conversation, and report the number of messages or the error.
-
-    Always return true.
+    """Save or load a conversation by `transfer`, report the number of messages or the error, and return True.
 
     Args:
         command: The chat command, for messages.

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def write_to_stdout_unless_closed(text: str) -> None:
-    """Write data to stdout and flush it; do nothing if stdout is closed."""
+    """Write text to stdout and flush it; do nothing if stdout is closed."""
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()

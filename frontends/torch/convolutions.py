@@ -110,10 +110,10 @@ def make_nearest_upsample_converter(mode: str) -> OpConverter:
     return row
 
 
-def make_smooth_upsample_converter(mode: str) -> OpConverter:
-    """Make the converter of a linear or cubic upsampling.
+def make_linear_or_cubic_upsample_converter(mode: str) -> OpConverter:
+    """Make the converter of an upsampling by linear or cubic interpolation, with the argument ``align_corners``.
 
-    The upsampling has ``align_corners``. `mode` is ``linear`` or ``cubic``.
+    `mode` is ``linear`` or ``cubic``.
     """
 
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:

@@ -120,19 +120,19 @@ class LazilyCompiledGraph:
                     f"it is called with more than {MAX_SCALAR_PROGRAMS} numbers; give a number that varies as a tensor"
                 )
             aliases = find_result_aliases(module, args) if self.may_share_results else None
-            return _with_shared_results(WholeGraph(module, args, self.options), aliases)
+            return _with_results_sharing_memory(WholeGraph(module, args, self.options), aliases)
         except UnsupportedOpsError as why:
             warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.op_counts_text}", stacklevel=2)
-            return _with_shared_results(SegmentedGraph(module, args, self.options), aliases)
+            return _with_results_sharing_memory(SegmentedGraph(module, args, self.options), aliases)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
             return lambda call_args: module(*call_args)
 
 
-def _with_shared_results(
+def _with_results_sharing_memory(
     runner: Callable[[CallArguments], Any], aliases: ResultAliases | None
 ) -> Callable[[CallArguments], Any]:
-    """Return a runner with results that share memory as `aliases` say."""
+    """Return a runner whose results share memory with its arguments and each other as `aliases` say."""
     return (lambda args: aliases.share_memory(args, runner(args))) if aliases else runner
 
 
@@ -198,7 +198,7 @@ class WholeGraph:
 
 
 def _has_shared_memory(args: CallArguments, written: Sequence[int]) -> bool:
-    """Whether one of the arguments with the indices `written` shares its memory with another argument."""
+    """Whether an argument that the graph writes, one of the indices `written`, shares memory with another argument."""
     places = Counter(arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor) and arg.numel())
     return any(places[args[number].untyped_storage().data_ptr()] > 1 for number in written)
 

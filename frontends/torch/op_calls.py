@@ -31,22 +31,22 @@ def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, 0)] * (x.rank - len(pairs)) + pairs
 
 
-def with_scalar_tensor_support(row: OpConverter) -> OpConverter:
-    """Return a converter that also accepts scalar tensors, for a converter `row` that needs at least one axis.
+def with_scalar_tensor_support(converter: OpConverter) -> OpConverter:
+    """Return a converter that also accepts scalar tensors, from a `converter` that needs at least one axis.
 
     Each scalar tensor gets one axis of size 1 before the call, and the results lose it afterwards.
     """
 
-    @wraps(row)
-    def call_row(x: Tensor, *args: Any, **more: Any) -> Any:
+    @wraps(converter)
+    def call_converter(x: Tensor, *args: Any, **more: Any) -> Any:
         args = tuple(map(_add_axis_to_scalar, args))
         more = {name: _add_axis_to_scalar(value) for name, value in more.items()}
-        out = row(_add_axis_to_scalar(x), *args, **more)
+        out = converter(_add_axis_to_scalar(x), *args, **more)
         if x.rank:
             return out
         return tuple(shapes.reshape(t, ()) for t in out) if isinstance(out, tuple) else shapes.reshape(out, ())
 
-    return call_row
+    return call_converter
 
 
 def _add_axis_to_scalar(x: Any) -> Any:

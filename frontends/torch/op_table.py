@@ -202,10 +202,10 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
             for name, mode in (("upsample_nearest", "nearest"), ("_upsample_nearest_exact", "nearest-exact"))
             for n in (1, 2, 3)
         },
-        "upsample_linear1d": convolutions.make_smooth_upsample_converter("linear"),
-        "upsample_bilinear2d": convolutions.make_smooth_upsample_converter("linear"),
-        "upsample_trilinear3d": convolutions.make_smooth_upsample_converter("linear"),
-        "upsample_bicubic2d": convolutions.make_smooth_upsample_converter("cubic"),
+        "upsample_linear1d": convolutions.make_linear_or_cubic_upsample_converter("linear"),
+        "upsample_bilinear2d": convolutions.make_linear_or_cubic_upsample_converter("linear"),
+        "upsample_trilinear3d": convolutions.make_linear_or_cubic_upsample_converter("linear"),
+        "upsample_bicubic2d": convolutions.make_linear_or_cubic_upsample_converter("cubic"),
     }
 )
 """Converters by the name of the ATen op, for all of its overloads."""

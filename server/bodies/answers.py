@@ -51,7 +51,7 @@ class JsonValueScanner:
         self._depth, self._in_text, self._escapes, self._is_scalar = 0, False, False, False
 
     def feed(self, text: str) -> int:
-        """Scan the next piece of text, and return how many of its characters belong to the value."""
+        """Scan the next piece of text, and return how many of its first characters belong to the JSON value."""
         for i, char in enumerate(text):
             if self._in_text:
                 self._in_text = self._escapes or char != '"'

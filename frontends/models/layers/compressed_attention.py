@@ -134,7 +134,7 @@ class CompressedAttention:
                 "attention.output_group_count", f"is {groups}; need a divisor of head_count {heads}"
             )
         plain = Rope(rope.n_dims, rope.mode, rope.base)
-        base = Rope.read_required_frequency_base(keys, "attention.compress_rope_freq_base") if ratio else 0.0
+        base = Rope.read_frequency_base_above_1(keys, "attention.compress_rope_freq_base") if ratio else 0.0
         # Cancels the attention factor of YaRN, which `ops.rope` applies.
         magnitude = 1.0 / (1.0 - 0.1 * math.log(rope.freq_scale)) if rope.ext_factor else 1.0
         turning = replace(rope, base=base, attn_factor=magnitude) if ratio else plain

@@ -57,7 +57,7 @@ class Rope:
         n_dims = keys.read_count_or_default(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
             raise keys.make_key_error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
-        base = cls.read_required_frequency_base(keys, "rope.freq_base")
+        base = cls.read_frequency_base_above_1(keys, "rope.freq_base")
         scaling = keys.read_choice("rope.scaling.type", "linear", SCALING_KINDS)
         factor = (
             keys.read_positive_zero_as_none("rope.scaling.factor")
@@ -94,8 +94,11 @@ class Rope:
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
-    def read_required_frequency_base(keys: ArchitectureMetadata, name: str, default: float = 10000.0) -> float:
-        """Read the frequency base from the key ``name``; raise `ModelError` unless it is above 1."""
+    def read_frequency_base_above_1(keys: ArchitectureMetadata, name: str, default: float = 10000.0) -> float:
+        """Read the frequency base from the key ``name``; raise `ModelError` unless it is above 1.
+
+        A missing key gives `default`.
+        """
         base = keys.read_positive_float32(name, default)
         if base <= 1.0:
             raise keys.make_key_error(name, f"is {base}; need a number above 1")

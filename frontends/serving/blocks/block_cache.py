@@ -73,7 +73,9 @@ class BlockPrefixCache(PrefixCache):
         Slots without a request lose the contents that they have kept, as far as their blocks are needed.
         """
         while True:
-            count = self._count_blocks(prompt, limit, sent_tokens) - self._count_shared_blocks(prompt, match)
+            count = self._count_blocks_needed_at_start(
+                prompt, limit, sent_tokens
+            ) - self._count_blocks_shared_with_running(prompt, match)
             missing = sum(max(0, n - len(self._pool.tables[slot])) for slot, n in enumerate(self._reserved))
             if count + missing <= self._blocks.free_count + self._tree.count_evictable_blocks():
                 return True
@@ -87,27 +89,27 @@ class BlockPrefixCache(PrefixCache):
             self.forget_slot_tokens_and_states(min(retaining, key=lambda slot: self._last_use[slot]))
         return bool(retaining)
 
-    def _count_blocks(self, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> int:
+    def _count_blocks_needed_at_start(self, prompt: tuple[int, ...], limit: int, sent_tokens: int) -> int:
         """Count the blocks that must be free when a request starts, with the blocks of its known prefix."""
         new = self._pool.context if limit < 0 else limit
         ahead = new if self._reserves_whole_texts else min(new, sent_tokens + AHEAD_TOKENS)
         return -(-min(len(prompt) + ahead, self._pool.context) // BLOCK_KEYS)
 
-    def _count_shared_blocks(self, prompt: tuple[int, ...], match: SourceAndTargetSlots) -> int:
+    def _count_blocks_shared_with_running(self, prompt: tuple[int, ...], match: SourceAndTargetSlots) -> int:
         """Count the known blocks of a prompt that a running request has, so that they cannot be evicted."""
         blocks, _ = self._tree.find_prefix(prompt[: match.tokens])
         whole = blocks[: match.tokens // BLOCK_KEYS]
         return sum(self._blocks.count_references(block) > 1 for block in whole)
 
     def prepare_target_slot(self, match: SourceAndTargetSlots, prompt: tuple[int, ...], limit: int = 0) -> None:
-        """Give the slot of a match the blocks of its prompt; its first `match.tokens` tokens are known.
+        """Assign the blocks of a prompt to the target slot of a match; its first `match.tokens` tokens are known.
 
-        The block that is known in part may be evicted meanwhile. Its cells are unchanged until the next run.
+        A block that is known in part may be evicted meanwhile. Its cells are unchanged until the next run.
         """
         slot, (whole, cells) = match.target, divmod(match.tokens, BLOCK_KEYS)
         self.forget_slot_tokens_and_states(slot)
         if self._memory.has_recurrent_states:
-            self._set_recurrent_states(slot, prompt, match.tokens)
+            self._restore_states_and_plan_saves(slot, prompt, match.tokens)
         known, _ = self._tree.find_prefix(prompt[: match.tokens])
         for block in known[:whole]:
             self._blocks.retain(block)
@@ -117,10 +119,10 @@ class BlockPrefixCache(PrefixCache):
         if cells and known[whole] != (target := self._pool.tables[slot][whole]):
             self._pool.copy_first_cells(known[whole], target, cells)
         if self._reserves_whole_texts:
-            self._reserved[slot] = self._count_blocks(prompt, limit, 0)
+            self._reserved[slot] = self._count_blocks_needed_at_start(prompt, limit, 0)
 
-    def _set_recurrent_states(self, slot: int, prompt: tuple[int, ...], tokens: int) -> None:
-        """Set the recurrent states of a slot to those after the first `tokens` of a prompt, and plan later copies."""
+    def _restore_states_and_plan_saves(self, slot: int, prompt: tuple[int, ...], tokens: int) -> None:
+        """Restore the recurrent states after the first `tokens` of a prompt, and plan where to save further ones."""
         if tokens:
             self._saved.move_to_end(prompt[:tokens])
             self._memory.restore_recurrent_states(slot, self._saved[prompt[:tokens]].states)
@@ -130,7 +132,7 @@ class BlockPrefixCache(PrefixCache):
         self._save_points[slot] = choose_save_points(len(prompt), shared, tokens)
 
     def reserve_cells(self, slot: int, count: int) -> bool:
-        """Give a slot blocks for `count` tokens in all; return False, and give none, if too few can be freed."""
+        """Reserve blocks for `count` tokens in all of a slot; return False, and reserve none, if too few can be freed."""
         table = list(self._pool.tables[slot])
         missing = -(-count // BLOCK_KEYS) - len(table)
         if missing <= 0:
@@ -173,7 +175,7 @@ class BlockPrefixCache(PrefixCache):
             return
         super().record_slot_contents(slot, tokens, length)
         self._reserved[slot] = 0
-        self._touch(slot)
+        self._mark_recently_used(slot)
 
     def forget_slot_tokens_and_states(self, slot: int) -> None:
         """Free the blocks of a slot; the tree keeps the blocks of its prompt."""
@@ -184,22 +186,22 @@ class BlockPrefixCache(PrefixCache):
         self._contents[slot] = NO_CONTENTS
 
     def zero_and_forget_slot(self, slot: int) -> None:
-        """Zero the blocks that no other slot has, and forget them; later prompts do not find them or their states."""
+        """Zero and forget the blocks that only this slot has; later prompts find neither them nor their states."""
         for key in self._saved_by_slot[slot]:
             if key in self._saved:
                 self._drop(key)
         self._tree.forget_last_blocks(self._pool.tables[slot])
         super().zero_and_forget_slot(slot)
 
-    def forget_tokens_and_states_of_slots(self) -> None:
+    def forget_all_slots(self) -> None:
         """Free all blocks, also the blocks of known prompts."""
-        super().forget_tokens_and_states_of_slots()
+        super().forget_all_slots()
         self._tree.clear()
         for key in [*self._saved]:
             self._drop(key)
 
-    def prepare_restored_slot(self, slot: int, length: int) -> None:
-        """Give an empty slot blocks for `length` tokens.
+    def reserve_cells_for_restored_slot(self, slot: int, length: int) -> None:
+        """Reserve blocks in an empty slot for the states of `length` tokens that will be restored.
 
         Raises:
             ModelError: Running requests have too many blocks.
@@ -208,8 +210,8 @@ class BlockPrefixCache(PrefixCache):
         if not self.reserve_cells(slot, length):
             raise ModelError(f"{length} tokens do not fit into the free blocks of the pool; try again later")
 
-    def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        """Let later prompts find the restored contents of a slot: its first `length` tokens, decoded ones included."""
+    def make_restored_tokens_reusable(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Add the restored contents of a slot to the cache: its first `length` tokens, decoded ones included."""
         self._save_points[slot] = frozenset((length,))
         self.record_read_tokens(slot, tokens[:length])
         self.record_slot_contents(slot, tokens, length)

@@ -55,7 +55,7 @@ class PrefixTree:
         last = max(node.children.values(), key=lambda each: count_common_prefix_tokens(each.tokens, rest), default=None)
         if last is not None and (shared := count_common_prefix_tokens(last.tokens, rest)):
             blocks, at = [*blocks, last.block], at + shared
-        self._touch(blocks)
+        self._mark_recently_used(blocks)
         return blocks, at
 
     def add_prompt(self, tokens: Sequence[int], table: list[int]) -> None:
@@ -89,7 +89,7 @@ class PrefixTree:
             if len(part) < BLOCK_KEYS:
                 break
             node = child
-        self._touch([child.block for child in used])
+        self._mark_recently_used([child.block for child in used])
 
     def count_evictable_blocks(self) -> int:
         """Count the blocks that evictions can free."""
@@ -100,7 +100,7 @@ class PrefixTree:
         return sum(counts.values())
 
     def evict_block(self) -> bool:
-        """Free the least recently used block that the tree alone has; return False if there is none."""
+        """Free the least recently used block to which only the tree refers; return False if there is none."""
         for block, node in self._nodes.items():
             if not node.children and self._allocator.count_references(block) == 1:
                 self._remove(node)
@@ -108,7 +108,7 @@ class PrefixTree:
         return False
 
     def forget_last_blocks(self, table: Sequence[int]) -> None:
-        """Forget the last blocks of a slot, up to a block that another slot or a longer prompt has.
+        """Remove the last blocks of a slot from the tree, up to a block that another slot or a longer prompt uses.
 
         Args:
             table: The blocks of the slot, in the order of its tokens.
@@ -125,8 +125,8 @@ class PrefixTree:
         self._nodes.clear()
         self._root.children.clear()
 
-    def _touch(self, blocks: Sequence[int]) -> None:
-        """Mark the nodes of a path as used. A parent comes after its children in the order of use."""
+    def _mark_recently_used(self, blocks: Sequence[int]) -> None:
+        """Mark the nodes of a path as recently used. A parent comes after its children in the order of use."""
         for block in reversed(blocks):
             self._nodes.move_to_end(block)
 

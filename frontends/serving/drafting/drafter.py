@@ -15,14 +15,14 @@ MAX_DRAFTED_WINDOW = 4
 
 
 class SlotDrafter(Protocol):
-    """Proposes draft tokens for the slots of a pool: `ModelSlotDrafter`, `MtpSlotDrafter`, or a fake of a test."""
+    """Proposes draft tokens for the slots of a pool: the interface of `ModelSlotDrafter` and `MtpSlotDrafter`."""
 
     max_tokens: int
     """The draft tokens of a slot."""
 
     @property
     def own_pool(self) -> SlotPool | None:
-        """The slots of the drafter's own model; None if the served model drafts."""
+        """The slot pool of the drafter's own model; None if the served model itself drafts."""
 
     def draft_tokens(self, known: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
         """Propose the most probable next tokens of some slots; a slot may get none.
@@ -32,7 +32,7 @@ class SlotDrafter(Protocol):
         """
 
     def predict_draft_seconds(self, count: int, length: int) -> float:
-        """Predict the seconds of `draft_tokens` from its plans.
+        """Predict from plans how many seconds a call of `draft_tokens` takes.
 
         Args:
             count: The number of slots of the window.

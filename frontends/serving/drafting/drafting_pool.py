@@ -30,7 +30,7 @@ from .mtp_drafter import MtpSlotPool
 
 @dataclass(slots=True)
 class EvaluatedDrafts:
-    """The drafts of a slot that one run has evaluated.
+    """The drafts of a slot that one run has evaluated, with their logits.
 
     - `tokens`: a sampled token and the draft tokens after it; `logits`: f32[tokens, vocabulary], after each of them.
     - `start`: the tokens of the slot before them; `retained`: how many of them the text has so far.

@@ -10,7 +10,7 @@ from .drafter import MAX_DRAFT_TOKENS, choose_draft_bucket
 
 
 class DraftModelSlotPool(SlotPool):
-    """The slots of a draft model. Their calls on all ranks have names of their own."""
+    """The slots of a draft model. A separate class gives its calls on all ranks names of their own."""
 
     rank_label, mixes_steps = "draft model: ", False
 
@@ -43,7 +43,7 @@ class ModelSlotDrafter:
         ready = self._read_chunk_and_select_ready_slots(known)
         if not ready:
             return {}
-        self._restore_states(ready)
+        self._undo_drafts_in_recurrent_states(ready)
         rows = self.own_pool.append_tokens(
             {slot: list(known[slot][len(self._read[slot]) :]) for slot in ready},
             {slot: self._read[slot] for slot in ready},
@@ -60,7 +60,7 @@ class ModelSlotDrafter:
 
     @property
     def catch_up_bucket(self) -> int:
-        """The bucket of the tokens that a slot reads before it drafts: all that a step can have added."""
+        """The token bucket for the tokens that a slot reads before it drafts: the most that one step can add."""
         return choose_draft_bucket(self.max_tokens)
 
     def _read_chunk_and_select_ready_slots(self, known: Mapping[int, tuple[int, ...]]) -> list[int]:
@@ -70,7 +70,7 @@ class ModelSlotDrafter:
         if behind:
             slot, read = behind[0], self._read[behind[0]]
             chunk = known[slot][len(read) : -1][: self.own_pool.batch]
-            self._restore_states([slot])
+            self._undo_drafts_in_recurrent_states([slot])
             self.own_pool.read_prompt(slot, chunk, read)
             self._record_read_tokens(slot, (*read, *chunk))
         return [slot for slot in fitting if len(known[slot]) - len(self._read[slot]) <= self.catch_up_bucket]
@@ -89,8 +89,8 @@ class ModelSlotDrafter:
             self._states.pop(slot, None)
         self._read[slot] = () if is_lost else read[:shared]
 
-    def _restore_states(self, slots: Sequence[int]) -> None:
-        """Undo the drafts of the last call in recurrent states."""
+    def _undo_drafts_in_recurrent_states(self, slots: Sequence[int]) -> None:
+        """Restore the recurrent states of slots to those before the drafts of the last call."""
         for slot in slots:
             if slot in self._states:
                 self.own_pool.restore_recurrent_states(slot, self._states[slot])

@@ -117,7 +117,7 @@ class SlotWindows:
         for count in self._list_window_sizes():
             self._prepare_decoding(count, 1)
             report()
-        for count, size in self._list_mixed_sizes():
+        for count, size in self._list_time_saving_mixed_step_sizes():
             self._prepare_mixed_step(count, size, size)
             report()
 
@@ -136,7 +136,7 @@ class SlotWindows:
                 if size <= length:
                     self._prepare_prompt(size, length + 1)
                     yield
-            for count, size in self._list_mixed_sizes():
+            for count, size in self._list_time_saving_mixed_step_sizes():
                 self._prepare_mixed_step(count, size, length + 1)
                 yield
             length *= 2
@@ -149,8 +149,8 @@ class SlotWindows:
     def _list_window_sizes(self) -> list[int]:
         return [*(1 << i for i in range((self.slots - 1).bit_length())), self.slots]
 
-    def _list_mixed_sizes(self) -> list[tuple[int, int]]:
-        """List the slots and the prompt tokens of the mixed steps that may save time."""
+    def _list_time_saving_mixed_step_sizes(self) -> list[tuple[int, int]]:
+        """List the sizes of mixed steps that may save time, as pairs of a slot count and a prompt token count."""
         counts, sizes = self._list_window_sizes()[1:] if self.mixes_steps else [], self._list_prompt_sizes()
         return [(count, size) for count in counts for size in sizes if size <= MAX_MIXED_TOKENS]
 
@@ -290,11 +290,11 @@ class SlotWindows:
         return {slot: rows[slot - first] for slot in tokens}
 
     def list_evaluated_draft_tokens(self, slot: int) -> Sequence[int]:
-        """Return the next tokens of a slot that are evaluated already; see `StepRunner.list_evaluated_draft_tokens`."""
+        """Return the draft tokens that a slot has evaluated already; see `StepRunner.list_evaluated_draft_tokens`."""
         return ()
 
     def _select_tokens_for_n_grams(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens of a text that the next token depends on directly, as in n-gram models."""
+        """Select the last tokens of a text that models with n-gram inputs read together with the next token."""
         return list(tokens[len(tokens) - min(self._all_slots.model.history_token_count, len(tokens)) :])
 
     @on_all_ranks
