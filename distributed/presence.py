@@ -33,7 +33,7 @@ MAX_REASON = 300
 
 
 class ExitParticipant(Protocol):
-    """An object that takes part in a run of several ranks, and tells the other ranks when this process ends."""
+    """A member of a run of several ranks, which tells the other ranks when this process ends."""
 
     def announce_end(self, why: str) -> None:
         """Tell the other ranks that this process ends, and why."""

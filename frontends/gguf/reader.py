@@ -203,7 +203,7 @@ class _SplitFile:
         return self.file.path
 
     def read_split_number(self, name: str, default: int | None = None) -> int:
-        """Read the integer ``split.<name>``, which describes the position of this file in a split model."""
+        """Read the integer ``split.<name>`` of a split model, such as the number or the count of its files."""
         value = self.metadata.get(f"split.{name}", default)
         if type(value) is not int or value < 0:
             raise self.file.make_error(f"metadata split.{name} is {reprlib.repr(value)}; need a count")

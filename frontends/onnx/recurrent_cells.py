@@ -55,7 +55,7 @@ class RecurrentCell:
     integer_settings: Mapping[str, int]
 
     def project_state(self, h: Tensor, gates: slice = slice(None)) -> Tensor:
-        """Multiply a state by the recurrent weight of some gates and add the bias: [batch, gates × hidden]."""
+        """Multiply a state by the recurrent weights of the selected gates and add the bias: [batch, gates × hidden]."""
         size = h.shape[-1]
         first, last, _ = gates.indices(self.recurrent_weight.shape[0] // size)
         weight, bias = (

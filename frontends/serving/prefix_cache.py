@@ -82,7 +82,7 @@ class SourceAndTargetSlots:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSlotTokens:
-    """The contents of a slot: it has evaluated the first `length` of `tokens`.
+    """The tokens of a slot, of which it has evaluated the first `length`.
 
     The last token of a text may follow them, which was sampled and never evaluated.
     """

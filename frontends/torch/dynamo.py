@@ -176,7 +176,7 @@ def _replace_scalar_arguments_by_constants(
 
 
 class WholeGraph:
-    """A captured graph that hocket runs as a whole; it is planned once, for all sets of parameters in its calls."""
+    """Runs a captured graph as a whole in hocket; it is planned once, for all sets of parameters in its calls."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         settings = dict(options)
@@ -215,7 +215,7 @@ class _GraphSegment(torch.nn.Module):
 
 
 class SegmentedGraph:
-    """A captured graph that is split at unsupported ops into segments; PyTorch runs these ops, and hocket the rest."""
+    """Runs a captured graph in segments, split at unsupported ops: PyTorch runs these ops, and hocket the rest."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         self.segmented_module, ours = split_at_unsupported_ops(

@@ -47,7 +47,7 @@ DescribeChoice = Callable[[int, bool], TokenChoice]
 
 
 class _LaunchedStep(NamedTuple):
-    """A step that the device has begun: its run, its shape, its executor and its named tokens i32[B, m]."""
+    """A step that the device has started ahead: its run, its shape, its executor and its named tokens i32[B, m]."""
 
     run: LaunchedRun
     step: Step

@@ -191,7 +191,7 @@ class StepGraphBuilder:
 
     @cached_property
     def negative_positions(self) -> Value:
-        """The negated position of each token, i32[B, T]; a RoPE with these positions undoes the usual rotation."""
+        """The negated position of each token, i32[B, T]; RoPE with these positions inverts the rotation."""
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def compute_position_quotient(self, ratio: int, offset: float) -> Value:

@@ -198,7 +198,7 @@ def make_prompt_table_input_name(window: int) -> str:
 
 
 def split_mixed_batch(step: Step, batch: Batch) -> tuple[tuple[Step, Batch], tuple[Step, Batch]]:
-    """Split a mixed step and its batch into the decoded tokens and the prompt."""
+    """Split a mixed step and its batch into two: the decoded tokens, and the prompt."""
     assert batch.prompt is not None, "a mixed step reads a prompt"
     sequence, tokens = batch.prompt
     alone = replace(step, sequences=1, tokens=step.prompt_tokens, prompt_tokens=0, outputs=1)

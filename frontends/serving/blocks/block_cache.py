@@ -132,7 +132,7 @@ class BlockPrefixCache(PrefixCache):
         self._save_points[slot] = choose_save_points(len(prompt), shared, tokens)
 
     def reserve_cells(self, slot: int, count: int) -> bool:
-        """Reserve blocks for `count` tokens in all of a slot; return False, and reserve none, if too few can be freed."""
+        """Reserve blocks of a slot for `count` tokens in all; return False, and reserve none, if too few are free."""
         table = list(self._pool.tables[slot])
         missing = -(-count // BLOCK_KEYS) - len(table)
         if missing <= 0:
