@@ -115,10 +115,10 @@ class SupportsZeroCopyWeights(Protocol):
 
 @runtime_checkable
 class HasRowIndependentProducts(Protocol):
-    """A backend with products that may give a row of activations the same bits at any number of rows."""
+    """A backend whose matrix products may give a row of activations the same bits for any number of rows."""
 
     def has_row_independent_products(self) -> bool:
-        """Return whether they do on this machine; tiles for large products round in another way."""
+        """Return whether matrix products on this machine give a row the same bits for any number of rows."""
 
 
 @runtime_checkable

@@ -57,8 +57,8 @@ def _find_largest_absolute_value(x: F32) -> F32:
     return np.abs(x).max(1, keepdims=True)
 
 
-def _find_peak(x: F32) -> F32:
-    """Return the number with the largest magnitude of each block: [n, elements] to [n, 1]."""
+def _find_signed_peak(x: F32) -> F32:
+    """Return the number of largest magnitude of each block, with its sign: [n, elements] to [n, 1]."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     return np.where(-low < high, high, low)
 
@@ -84,7 +84,7 @@ def _quantise_q8_0(x: F32) -> np.ndarray:
 
 def _quantise_without_minimum(dtype: DType, middle: int, x: F32) -> np.ndarray:
     """Quantise blocks to a scale and codes from 0 to ``2 * middle - 1``; the code `middle` means 0."""
-    d = _find_peak(x) / np.float32(-middle)
+    d = _find_signed_peak(x) / np.float32(-middle)
     codes = _truncate_to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
     return _with_fifth_bits(build_block_records(dtype, pack_nibbles(codes), d=d), codes)
 
@@ -122,7 +122,7 @@ def _quantise_iq4_nl(x: F32) -> np.ndarray:
     2. Round to the nearest values of the code book.
     3. Choose the scale with the least squared error, where the weight of an element is its square.
     """
-    scaled = x * _safe_reciprocal(_find_peak(x) / IQ4_NL_CODE_BOOK[0])
+    scaled = x * _safe_reciprocal(_find_signed_peak(x) / IQ4_NL_CODE_BOOK[0])
     codes = (15 - (scaled[..., None] < IQ4_NL_BOUNDARIES).sum(-1)).astype(np.uint8)
     values = IQ4_NL_CODE_BOOK[codes]
     weighted = x * x * values

@@ -51,8 +51,8 @@ def _split_sub_blocks(x: F32, size: int) -> F32:
     return np.ascontiguousarray(x.reshape(-1, size).T)
 
 
-def _find_peak(x: F32) -> F32:
-    """Return the first number with the largest magnitude of each column: [elements, n] to [n]."""
+def _find_signed_peak(x: F32) -> F32:
+    """Return the first number of largest magnitude of each column, with its sign: [elements, n] to [n]."""
     return np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
 
 
@@ -101,7 +101,7 @@ def _search_scale_and_minimum(
 
 def _search_scale(x: F32, middle: int) -> F32:
     """Search the scale of each column for codes from ``-middle`` to ``middle - 1`` (``make_qx_quants`` of ggml)."""
-    peak = _find_peak(x)
+    peak = _find_signed_peak(x)
     weighted = x * x * x
     scale = best = np.zeros_like(peak)
     for step in (0, *range(-QX_STEPS, 0), *range(1, QX_STEPS + 1)):
@@ -120,7 +120,7 @@ def _search_q3_scale(x: F32) -> F32:
 
     One code after the other is changed if that lowers the error.
     """
-    peak, weights = _find_peak(x), x * x
+    peak, weights = _find_signed_peak(x), x * x
     codes = _round_to_codes(_divide_or_zero(np.float32(-4), peak) * x, -4, 3)
     sum_lx, sum_l2 = _sum_in_order(weights * x * codes), _sum_in_order(weights * codes * codes)
     for _ in range(Q3_PASSES):
@@ -186,7 +186,7 @@ def _quantise_q2_k(x: F32) -> np.ndarray:
 def _quantise_q3_k(x: F32) -> np.ndarray:
     columns = _split_sub_blocks(x, 16)
     scales = _search_q3_scale(columns).reshape(-1, 16)
-    factor = _divide_or_zero(np.float32(-32), _find_peak(scales.T)[:, None])
+    factor = _divide_or_zero(np.float32(-32), _find_signed_peak(scales.T)[:, None])
     levels = _round_to_codes(factor * scales, -32, 31)
     d = _divide_or_zero(np.float32(1), factor)
     codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -4, 3)
@@ -228,7 +228,7 @@ def _quantise_q4_or_q5_k(dtype: DType, top: int, first: float, count: int, x: F3
 def _quantise_q6_k(x: F32) -> np.ndarray:
     columns = _split_sub_blocks(x, 16)
     scales = _search_scale(columns, 32).reshape(-1, 16)
-    peak = _find_peak(scales.T)[:, None]
+    peak = _find_signed_peak(scales.T)[:, None]
     factor = _divide_or_zero(np.float32(-128), np.where(np.abs(peak) < ZERO_MAGNITUDE, np.float32(0), peak))
     levels = _round_to_codes(factor * scales, -128, 127)
     d = _divide_or_zero(np.float32(1), factor)
@@ -239,21 +239,21 @@ def _quantise_q6_k(x: F32) -> np.ndarray:
     return blocks
 
 
-def _find_book_indices(x: F32) -> np.ndarray:
-    """Return the index of the value of the code book of IQ4_NL that is nearest to each number."""
+def _find_nearest_iq4_nl_indices(x: F32) -> np.ndarray:
+    """Return the index of the IQ4_NL code book value that is nearest to each number."""
     return np.searchsorted(IQ4_NL_BOUNDARIES, x, side="right")
 
 
-def _search_book_scale(x: F32) -> F32:
-    """Search the scale of each column for codes of the book of IQ4_NL (``quantize_row_iq4_nl_impl`` of ggml)."""
-    peak, weights = _find_peak(x), x * x
+def _search_iq4_nl_scale(x: F32) -> F32:
+    """Search the scale of each column for IQ4_NL code book values (``quantize_row_iq4_nl_impl`` of ggml)."""
+    peak, weights = _find_signed_peak(x), x * x
     scale = best = np.zeros_like(peak)
     for step in (None, *range(-IQ4_XS_STEPS, IQ4_XS_STEPS + 1)):
         if step is None:
             factor = _divide_or_zero(np.float32(1), -peak / IQ4_NL_CODE_BOOK[0])
         else:
             factor = _divide_or_zero(np.float32(step) + IQ4_NL_CODE_BOOK[0], peak)
-        values = IQ4_NL_CODE_BOOK[_find_book_indices(factor * x)]
+        values = IQ4_NL_CODE_BOOK[_find_nearest_iq4_nl_indices(factor * x)]
         weighted = weights * values
         sum_qx, sum_q2 = _sum_in_order(weighted * x), _sum_in_order(weighted * values)
         is_better = (sum_q2 > 0) & ((sum_qx * sum_qx > best * sum_q2) | (step is None))
@@ -264,10 +264,10 @@ def _search_book_scale(x: F32) -> F32:
 
 def _quantise_iq4_xs(x: F32) -> np.ndarray:
     columns = _split_sub_blocks(x, 32)
-    scales = _search_book_scale(columns).reshape(-1, 8)
-    d = -_find_peak(scales.T)[:, None] / np.float32(32)
+    scales = _search_iq4_nl_scale(columns).reshape(-1, 8)
+    d = -_find_signed_peak(scales.T)[:, None] / np.float32(32)
     levels = _round_to_codes(_divide_or_zero(np.float32(1), d) * scales, -32, 31)
-    codes = _find_book_indices(_divide_or_zero(np.float32(1), (d * levels).ravel()) * columns)
+    codes = _find_nearest_iq4_nl_indices(_divide_or_zero(np.float32(1), (d * levels).ravel()) * columns)
     blocks = build_block_records(DType.IQ4_XS, pack_nibbles(codes.astype(np.uint8).T.reshape(-1, SUPER_BLOCK)), d=d)
     stored = (levels + 32).astype(np.uint16)
     blocks["scales_l"] = (stored[:, ::2] & 15) | (stored[:, 1::2] & 15) << 4

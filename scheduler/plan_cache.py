@@ -109,7 +109,7 @@ def plan_with_cache(
             (
                 *options,
                 None if like is None else _build_earlier_plan_key(like),
-                None if use is None else _build_key_of_text_and_graphs(use),
+                None if use is None else _build_workload_key(use),
             ),
         )
     if file is not None and (data := read_cached(file)) is not None:
@@ -174,7 +174,7 @@ def _build_earlier_plan_key(earlier_plan: Plan) -> object:
     )
 
 
-def _build_key_of_text_and_graphs(workload: Workload) -> object:
+def _build_workload_key(workload: Workload) -> object:
     """Return the part of a cache key that identifies a workload: its text and its graphs.
 
     The text alone is not enough, because workloads of equal text may have different graphs.

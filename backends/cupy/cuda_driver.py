@@ -18,7 +18,7 @@ from ..capabilities import KernelEfficiencies
 from ..thread_safe_cache import thread_safe_cache
 from .backend import DriverBackend
 from .device import host_transfers
-from .device.batched_copies import batch_copies
+from .device.batched_copies import coalesce_copies
 from .device.cubin_cache import load_or_compile_cubin
 from .device.dependent_launch import (
     compute_early_launch_flags,
@@ -187,7 +187,7 @@ class CudaDriver:
     def make_writer(
         self, buffers: Sequence[DeviceBuffer], tensors: Sequence[Tensor]
     ) -> Callable[[Sequence[Array]], None]:
-        batches = [*batch_copies(tensors, host_transfers.STAGING_HALF_BYTES)]
+        batches = [*coalesce_copies(tensors, host_transfers.STAGING_HALF_BYTES)]
         inside = {array.number for batch in batches for array in batch.arrays}
         others = {n: self.view(buffers[t.buffer], t) for n, t in enumerate(tensors) if n not in inside}
         if not batches:

@@ -75,8 +75,8 @@ class Dataflow:
         require_supported(is_whole, "another operand is read")
         return readers[0]
 
-    def require_first_whole_result_reader(self, number: int, op: str) -> int:
-        """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
+    def require_first_reader_of_whole_result(self, number: int, op: str) -> int:
+        """Return the first reader of result `number` that has the op `op` and reads all of it as its first operand.
 
         Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
         """
@@ -178,7 +178,7 @@ class Dataflow:
     def group_instructions_unchecked(self, numbers: Sequence[int]) -> None:
         """Make one group of these instructions; the caller has tested `can_group`."""
         touched = self._find_external_accesses(numbers)
-        self._place_group(numbers, self._partition_around_group(numbers, touched))
+        self._insert_group_into_order(numbers, self._partition_around_group(numbers, touched))
         self._accesses |= touched
 
     def can_join_groups(self, numbers: Sequence[int]) -> bool:
@@ -190,10 +190,10 @@ class Dataflow:
 
     def join_groups_unchecked(self, numbers: Sequence[int]) -> None:
         """Make one group of several groups; the caller has tested `can_join_groups`."""
-        self._place_group(numbers, self._partition_around_group(numbers, {}))
+        self._insert_group_into_order(numbers, self._partition_around_group(numbers, {}))
 
-    def _place_group(self, numbers: Sequence[int], parted: GroupNeighbours | None) -> None:
-        """Put a group into the order, between the groups that run before it and after it."""
+    def _insert_group_into_order(self, numbers: Sequence[int], parted: GroupNeighbours | None) -> None:
+        """Insert a group into the execution order, between the groups that run before and after it."""
         assert parted is not None
         first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))
         groups = [*parted[0], tuple(sorted(numbers)), *parted[1]]
@@ -265,7 +265,7 @@ class Dataflow:
         return read, [*written, *self._scratch_regions[number]]
 
     def _has_instruction_order_dependency(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
-        """Return whether two instructions must keep their order.
+        """Return whether two instructions access common memory so that they must keep their order.
 
         They must if one instruction writes bytes that the other accesses. They also must if one is a collective or has
         no results.

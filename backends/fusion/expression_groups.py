@@ -21,11 +21,11 @@ from .operand_views import (
     Placement,
     Shape,
     find_strides_of_reshape,
-    is_whole,
+    is_box_of_whole_shape,
     place_whole,
     reshape_box,
     reshape_repeated_operand,
-    with_axes,
+    with_shape_and_strides,
 )
 from .operands import NoKernelError, Operand, compute_broadcast_strides, require_supported
 
@@ -37,7 +37,7 @@ MAX_GROUP_STEPS = 96
 
 @dataclass(frozen=True, eq=False)
 class TracedInstruction:
-    """An instruction with an op that is declared in the scalar language.
+    """An instruction of a declared op, traced to an expression, so that it can be fused with others.
 
     Attributes:
         expression: the expression of the op.
@@ -59,7 +59,7 @@ class TracedInstruction:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape over which the expression is evaluated: the shape of the rows, or of the result."""
+        """The shape over which the expression is evaluated: the rows of a reduction, or the result."""
         if not self.expression.depends_on_row_reduction_or_length:
             return self.out.shape
         return next(o.shape for o in self.operands if o is not None)
@@ -70,8 +70,8 @@ class TracedInstruction:
         return math.prod(self.shape)
 
     @cached_property
-    def why_it_cannot_join(self) -> str | None:
-        """The reason why the instruction can be in no group, or None."""
+    def why_it_must_stay_alone(self) -> str | None:
+        """The reason why the instruction cannot be fused with others; None if it can be."""
         out, expression = self.out, self.expression
         if not self.size:
             return "an op has no elements"
@@ -85,11 +85,13 @@ class TracedInstruction:
 
     @cached_property
     def moved_bytes(self) -> int:
-        """The bytes that a kernel of the instruction alone reads and writes; raises `NoKernelError` without one."""
+        """The bytes that an unfused kernel reads and writes; raises `NoKernelError` if there is none."""
         read = [int(s.value) for s in self.expression.steps if s.function == "operand"]
         views = {
             (view.address, view.strides): view
-            for view in (self.view_operand(k, self.shape) if self.starts is None else self.operand(k) for k in read)
+            for view in (
+                self.reshape_operand_view(k, self.shape) if self.starts is None else self.operand(k) for k in read
+            )
         }
         return count_region_bytes([*views.values(), self.out])
 
@@ -103,15 +105,15 @@ class TracedInstruction:
         assert operand is not None
         return operand
 
-    def place_operand(self, index: int, placement: Placement | None) -> Placement | None:
-        """Return the placement of an operand if the result has a placement; None stands for the whole shape."""
+    def compute_operand_placement(self, index: int, placement: Placement | None) -> Placement | None:
+        """Compute where an operand lies in the shape of the group; None stands for the whole shape."""
         if self.starts is None:
             return placement
         operand = self.operand(index)
-        return (placement or place_whole(self.shape)).place_inside(self.starts[index], operand.shape)
+        return (placement or place_whole(self.shape)).compute_operand_placement_at(self.starts[index], operand.shape)
 
-    def view_operand(self, index: int, shape: Shape) -> Operand:
-        """Return an operand as a view with another shape of equal size; raises `NoKernelError` without such a view."""
+    def reshape_operand_view(self, index: int, shape: Shape) -> Operand:
+        """Return an operand as a view of `shape`; raise `NoKernelError` if strides cannot express that."""
         operand = self.operand(index)
         if (index, shape) not in self._views:
             self._views[index, shape] = reshape_repeated_operand(operand, self.shape, shape)
@@ -120,7 +122,7 @@ class TracedInstruction:
 
 @dataclass(frozen=True, eq=False)
 class ExpressionGroup:
-    """Instructions with one composed expression.
+    """Instructions that one generated kernel computes, with their composed expression.
 
     Attributes:
         instruction_numbers: the instructions, ascending.
@@ -150,13 +152,13 @@ class ExpressionGroup:
 
     @cached_property
     def moved_bytes(self) -> int:
-        """The bytes that the kernel reads and writes. Each byte of an operand counts once."""
+        """The bytes that the fused kernel reads and writes. Each byte of an operand counts once."""
         return count_region_bytes([*self.operands, *self.results])
 
 
 @dataclass
 class GroupComposition:
-    """The composition of a group over one shape: its steps, its operands, and the step of each placed instruction.
+    """A composed expression under construction: the steps, operands and boxes of instructions over one common shape.
 
     `compose_instructions` makes one. Another instruction adds its steps to the present ones (`join`).
     """
@@ -173,11 +175,11 @@ class GroupComposition:
     result_views: dict[tuple[int, bool], Operand] = field(default_factory=dict)
 
     def join(self, number: int, call: TracedInstruction) -> GroupComposition:
-        """Return the composition with one more instruction; raises `NoKernelError`."""
+        """Return a composition with one more instruction; raise `NoKernelError` if it cannot join."""
         return _compose_over_any_shape({**self.calls, number: call}, self)
 
-    def copy_for(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
-        """Return a copy to which the instructions `calls` may be added."""
+    def copy_for_adding_instructions(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
+        """Return a copy to which steps can be added; `calls` are all of its instructions then."""
         return GroupComposition(
             calls,
             self.shape,
@@ -193,18 +195,18 @@ class GroupComposition:
 
     @cached_property
     def group(self) -> ExpressionGroup:
-        """The group, with results in the order of instructions; raises `NoKernelError` if no kernel can compute it."""
+        """The finished group, with results in program order; raises `NoKernelError` if no kernel can compute it."""
         return self.build_group_with_results(self.list_numbers_read_outside())
 
     def list_numbers_read_outside(self) -> list[int]:
-        """List the instructions with results that something outside of the group reads, ascending."""
+        """List the instructions with a result that is read outside of the group, ascending."""
         calls = self.calls
         return sorted(n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys())
 
     def build_group_with_results(self, stored: Sequence[int]) -> ExpressionGroup:
-        """Return the group with the results of some instructions, in this order; raises `NoKernelError`."""
+        """Build the group that writes the results of the instructions `stored`, in this order."""
         expression = Expression(tuple(self.steps), listed_results=tuple(self.step_by_number[n, None] for n in stored))
-        results = tuple(self._view_result(n, expression) for n in stored)
+        results = tuple(self._reshape_result_to_group(n, expression) for n in stored)
         require_supported(
             len(self.operands) + len(results) <= MAX_GROUP_OPERANDS and len(self.steps) <= MAX_GROUP_STEPS,
             "it has too many operands or steps",
@@ -224,7 +226,7 @@ class GroupComposition:
         )
 
     def build_group_for_any_order(self) -> ExpressionGroup:
-        """Return the group; it is the same for each valid order of the program."""
+        """Build the group with results in a canonical order, so that any valid program order gives an equal kernel."""
         whole, stored = (
             GroupComposition(self.calls, self.shape),
             sorted(self.list_numbers_read_outside(), key=self._make_result_key),
@@ -234,13 +236,13 @@ class GroupComposition:
         return whole.build_group_with_results(stored)
 
     def _make_result_key(self, number: int) -> tuple[int, int, int]:
-        """Return the key that orders results: it is the same in each valid order of the program."""
+        """Return the sort key of a result, which is the same in every valid program order."""
         tensor = self.calls[number].out.tensor
         return len(self._producers_inside[number]), tensor.buffer, tensor.offset
 
     @cached_property
     def _producers_inside(self) -> Mapping[int, set[int]]:
-        """The instructions of the group on which each one depends."""
+        """For each instruction of the group, the other instructions of the group on which it depends."""
         producers: dict[int, set[int]] = {}
         for number in sorted(self.calls):
             direct = self.calls.keys() & {n for n in self.calls[number].producers if n is not None}
@@ -248,7 +250,7 @@ class GroupComposition:
         return producers
 
     def add_with_producers(self, number: int, placement: Placement | None = None) -> None:
-        """Add the steps of the producers of an instruction, then its own; steps that exist are shared.
+        """Add the steps of an instruction, after the steps of its producers in the group; existing steps are reused.
 
         With a placement, the result of the instruction is read in this place only.
         """
@@ -256,14 +258,14 @@ class GroupComposition:
             return
         call = self.calls[number]
         expression = call.expression
-        if call.why_it_cannot_join is not None:
-            raise NoKernelError(call.why_it_cannot_join)
-        is_per_row = placement is None and self._is_number_per_row(call)
+        if call.why_it_must_stay_alone is not None:
+            raise NoKernelError(call.why_it_must_stay_alone)
+        is_per_row = placement is None and self._computes_one_number_per_row(call)
         require_supported(
             placement is None or not expression.depends_on_row_reduction_or_length, "a part of a row is read"
         )
         steps = [
-            self._add_operand(number, call, int(s.value), placement)
+            self._find_or_add_operand_step(number, call, int(s.value), placement)
             for s in expression.steps
             if s.function == "operand"
         ]
@@ -277,7 +279,7 @@ class GroupComposition:
                 self.attributes[name] = float(float_attribute(call.attributes, str(value)))
                 step = Step(function, (), name)
             elif function == "inside":
-                added.append(self._add_box(call.place_operand(int(value), placement)))
+                added.append(self._add_box_test_step(call.compute_operand_placement(int(value), placement)))
                 continue
             else:
                 step = Step(function, tuple(added[s] for s in sources), value)
@@ -291,8 +293,8 @@ class GroupComposition:
         """The number of elements of `shape`."""
         return math.prod(self.shape)
 
-    def _is_number_per_row(self, call: TracedInstruction) -> bool:
-        """Return whether an instruction computes numbers per row from such numbers; raises `NoKernelError`."""
+    def _computes_one_number_per_row(self, call: TracedInstruction) -> bool:
+        """Return whether an instruction computes one number per row, not per element; may raise `NoKernelError`."""
         if call.size == self.size:
             fits = not call.expression.depends_on_row_reduction_or_length or call.shape[-1:] == self.shape[-1:]
             require_supported(fits, "rows have other lengths")
@@ -305,23 +307,25 @@ class GroupComposition:
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
 
-    def _add_box(self, placement: Placement | None) -> int:
-        """Return the step that is true in the box of a placement."""
+    def _add_box_test_step(self, placement: Placement | None) -> int:
+        """Add the step that tests whether the current element lies in the box of a placement; return its number."""
         assert placement is not None
         box = reshape_box(placement.shape, placement.box, self.shape)
         self.boxes += [] if box in self.boxes else [box]
         return self.steps.setdefault(Step("inside", (), self.boxes.index(box)), len(self.steps))
 
-    def _add_operand(self, number: int, call: TracedInstruction, index: int, placement: Placement | None) -> int:
-        """Return the step of an operand: the result of an earlier instruction, or an operand of the group."""
+    def _find_or_add_operand_step(
+        self, number: int, call: TracedInstruction, index: int, placement: Placement | None
+    ) -> int:
+        """Return the step that supplies an operand: the step of its producer in the group, or a read from memory."""
         operand, maker = call.operand(index), call.producers[index]
-        place = call.place_operand(index, placement)
+        place = call.compute_operand_placement(index, placement)
         if maker in self.calls:
             assert maker is not None
             if place is not None:
-                self._require_same_axes(maker, call, operand)
+                self._require_axes_of_producer_result(maker, call, operand)
             self.add_with_producers(maker, place)
-            self._require_whole_value(maker, call, operand, place)
+            self._require_whole_producer_result(maker, call, operand, place)
             return self.step_by_number[maker, place]
         region = operand.region
         require_supported(
@@ -330,26 +334,28 @@ class GroupComposition:
         )
         require_supported(operand.is_float, "an operand is not float32")
         if place is not None:
-            return self._add_placed_operand(call, operand, place)
+            return self._add_placed_operand_step(call, operand, place)
         is_per_row = call.size != self.size
-        view = call.view_operand(index, (*self.shape[:-1], 1) if is_per_row else self.shape)
-        view = with_axes(view, self.shape, (*view.strides[:-1], 0)) if is_per_row else view
-        return self._add_read("row_operand" if is_per_row else "operand", (), view)
+        view = call.reshape_operand_view(index, (*self.shape[:-1], 1) if is_per_row else self.shape)
+        view = with_shape_and_strides(view, self.shape, (*view.strides[:-1], 0)) if is_per_row else view
+        return self._find_or_add_memory_read_step("row_operand" if is_per_row else "operand", (), view)
 
-    def _add_placed_operand(self, call: TracedInstruction, operand: Operand, place: Placement) -> int:
-        """Return the step of an operand that is read in the box of its placement."""
+    def _add_placed_operand_step(self, call: TracedInstruction, operand: Operand, place: Placement) -> int:
+        """Add the step that reads an operand from memory only inside its box; return its number."""
         strides = compute_broadcast_strides(operand, operand.shape if call.starts else call.shape)
         require_supported(len(strides) == len(place.shape), "a placed operand has other axes")
         own = find_strides_of_reshape(place.shape, strides, self.shape)
         if own is None:
             raise NoKernelError("an operand has no view with the shape of the group")
         box = reshape_box(place.shape, place.box, self.shape)
-        view = with_axes(place.slice_operand(operand, strides), tuple(high - low for low, high in box), own)
-        inside = () if is_whole(box, self.shape) else (self._add_box(place),)
-        return self._add_read("operand", inside, view)
+        view = with_shape_and_strides(
+            place.slice_box_of_operand(operand, strides), tuple(high - low for low, high in box), own
+        )
+        inside = () if is_box_of_whole_shape(box, self.shape) else (self._add_box_test_step(place),)
+        return self._find_or_add_memory_read_step("operand", inside, view)
 
-    def _add_read(self, function: str, inside: tuple[int, ...], view: Operand) -> int:
-        """Return the step that reads a view of memory."""
+    def _find_or_add_memory_read_step(self, function: str, inside: tuple[int, ...], view: Operand) -> int:
+        """Return the step that reads a view of memory; add the view to the operands if it is new."""
         keys = [(o.address, o.strides, i) for o, i in zip(self.operands, self.inside_steps, strict=True)]
         key = view.address, view.strides, inside
         if key not in keys:
@@ -359,16 +365,16 @@ class GroupComposition:
         position = keys.index(key)
         return self.steps.setdefault(Step(function, inside, position), len(self.steps))
 
-    def _require_same_axes(self, maker: int, call: TracedInstruction, operand: Operand) -> None:
-        """Require that a placed operand has the axes of the earlier result that it reads."""
+    def _require_axes_of_producer_result(self, maker: int, call: TracedInstruction, operand: Operand) -> None:
+        """Require that an operand has the same axes as the result of its producer; raise `NoKernelError` otherwise."""
         out = self.calls[maker].out
         has_same_axes = operand.shape == out.shape == self.calls[maker].shape
         require_supported(has_same_axes and (call.starts or call.shape == out.shape), "a part is reshaped")
 
-    def _require_whole_value(
+    def _require_whole_producer_result(
         self, maker: int, call: TracedInstruction, operand: Operand, place: Placement | None
     ) -> None:
-        """Require that an operand has each element, or each number per row, of an earlier result in its place."""
+        """Require that an operand is the whole result of its producer; raise `NoKernelError` otherwise."""
         out = self.calls[maker].out
         require_supported(
             operand is out or (operand.region == out.region and operand.is_dense and operand.size == out.size),
@@ -384,8 +390,8 @@ class GroupComposition:
             call.shape[-1:] == self.shape[-1:] and padded == (*call.shape[:-1], 1), "rows have other numbers"
         )
 
-    def _view_result(self, number: int, expression: Expression) -> Operand:
-        """Return a written result as a view of the shape of the group."""
+    def _reshape_result_to_group(self, number: int, expression: Expression) -> Operand:
+        """Return a result that the kernel writes as a view with the shape of the group."""
         is_per_row = (
             expression.depends_on_row_reduction_or_length
             and self.step_by_number[number, None] in expression.steps_with_one_number_per_row
@@ -394,12 +400,12 @@ class GroupComposition:
         if (number, is_per_row) not in self.result_views:
             shape = (*self.shape[:-1], 1) if is_per_row else self.shape
             out = self.calls[number].out
-            self.result_views[number, is_per_row] = with_axes(out, shape, contiguous_strides(shape))
+            self.result_views[number, is_per_row] = with_shape_and_strides(out, shape, contiguous_strides(shape))
         return self.result_views[number, is_per_row]
 
 
 def compose_instructions(calls: Mapping[int, TracedInstruction]) -> GroupComposition:
-    """Compose the expressions of instructions.
+    """Compose the expressions of several instructions into one, over a common shape.
 
     Raises:
         NoKernelError: the views of the values do not fit together.
@@ -410,7 +416,7 @@ def compose_instructions(calls: Mapping[int, TracedInstruction]) -> GroupComposi
 def _compose_over_any_shape(
     calls: Mapping[int, TracedInstruction], smaller: GroupComposition | None
 ) -> GroupComposition:
-    """Compose instructions over the first shape that fits: of the largest size, with the most axes.
+    """Compose instructions over the first of their shapes that works, the largest shape first.
 
     `smaller` is the composition of all instructions but one. Its steps are kept if the other one is the last.
     """
@@ -422,7 +428,7 @@ def _compose_over_any_shape(
         is_last_added = smaller is not None and smaller.shape == shape and numbers[-1] not in smaller.calls
         try:
             if smaller is not None and is_last_added:
-                composition = smaller.copy_for(calls)
+                composition = smaller.copy_for_adding_instructions(calls)
             else:
                 composition = GroupComposition(calls, shape)
             for number in numbers[-1:] if is_last_added else composition.list_numbers_read_outside():
@@ -436,5 +442,5 @@ def _compose_over_any_shape(
 
 
 def count_region_bytes(operands: Sequence[Operand]) -> int:
-    """Return the sum of the bytes from the first to the last of each operand."""
+    """Return the sum of the bytes between the first and the last byte of each operand."""
     return sum(o.region.high - o.region.low for o in operands)

@@ -24,7 +24,7 @@ Rank = tuple[int, str, Sequence[tuple[int, int]], int]
 
 @dataclass(frozen=True)
 class GroupingRules:
-    """The properties of the generated kernels of a backend.
+    """The functions through which the search for groups asks a backend about its generated kernels.
 
     Attributes:
         trace: returns the traced instruction of a number; None for one that must stay alone.
@@ -38,7 +38,7 @@ class GroupingRules:
 
 
 def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[ExpressionGroup]:
-    """Find the groups of a program, and make each a group of `flow`.
+    """Find the groups of declared ops that one generated kernel should compute, and make each a group of `flow`.
 
     Instructions in a group of `flow` stay there, and fixed instructions stay alone. Each valid order of a program has
     the same groups.
@@ -53,7 +53,7 @@ def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[Express
 
 
 def _rank_by_chain_op_and_place(flow: Dataflow) -> Mapping[int, Rank]:
-    """Return for each instruction the length of the longest chain of producers, its op, and the place of its result."""
+    """Rank each instruction by the length of its longest producer chain, its op, and the place of its result."""
     instructions = flow.reader_table.program.instructions
     depths = [0] * len(instructions)
     for number in range(len(instructions)):
@@ -65,7 +65,7 @@ def _rank_by_chain_op_and_place(flow: Dataflow) -> Mapping[int, Rank]:
 
 @dataclass
 class _GroupSearch:
-    """The search for groups in a program. It traces each instruction once."""
+    """The search for expression groups in a program. Each instruction is traced once."""
 
     flow: Dataflow
     rules: GroupingRules
@@ -73,16 +73,16 @@ class _GroupSearch:
     traced: dict[int, TracedInstruction | None] = field(default_factory=dict)
 
     def trace(self, number: int) -> TracedInstruction | None:
-        """Trace an instruction; return None if it must stay alone, or is in a group."""
+        """Trace an instruction to its expression; return None if it cannot join a group or is in one already."""
         if not self.flow.can_join_fusion(number):
             return None
         if number not in self.traced:
             call = self.rules.trace(number)
-            self.traced[number] = None if call is None or call.why_it_cannot_join else call
+            self.traced[number] = None if call is None or call.why_it_must_stay_alone else call
         return self.traced[number]
 
     def grow_group(self, first: int) -> ExpressionGroup | None:
-        """Join neighbours to an instruction as long as a join saves more than it costs; return None without a join."""
+        """Grow a group from one instruction while joins save memory traffic; return None if no neighbour joins."""
         call = self.trace(first)
         neighbours = {} if call is None else self._find_neighbours(first, call)
         if call is None or not neighbours:
@@ -94,7 +94,7 @@ class _GroupSearch:
         saved_bytes = 0
         while len(members.calls) < MAX_GROUP_INSTRUCTIONS:
             for number in sorted(neighbours, key=self.ranks.__getitem__):
-                joined = self._join(members, number, neighbours[number])
+                joined = self._join_if_cheaper(members, number, neighbours[number])
                 if joined is not None:
                     break
             else:
@@ -108,20 +108,20 @@ class _GroupSearch:
         return replace(members.build_group_for_any_order(), saved_bytes=saved_bytes)
 
     def _find_neighbours(self, number: int, call: TracedInstruction) -> dict[int, TracedInstruction]:
-        """Return the instructions that read the result of an instruction or produce its operands, and that may join."""
+        """Find the producers and readers of an instruction that may join its group."""
         adjacent = {*self.flow.reader_table.find_known_readers_of_first_result(number), *call.producers}
         return {n: traced for n in adjacent if n is not None and (traced := self.trace(n)) is not None}
 
-    def _join(
+    def _join_if_cheaper(
         self, members: GroupComposition, number: int, call: TracedInstruction
     ) -> tuple[GroupComposition, int] | None:
-        """Return the group with one more instruction, and the bytes that it no longer moves.
+        """Join an instruction to a group; return the larger group, and the memory traffic in bytes that the join saves.
 
         The result is None if the join is impossible, or costs more than it saves.
         """
         try:
             joined = members.join(number, call)
-            alone = self._price(call.moved_bytes, call.size, call.expression)
+            alone = self._estimate_cost_in_traffic_bytes(call.moved_bytes, call.size, call.expression)
         except NoKernelError:
             return None
         group, larger = members.group, joined.group
@@ -131,8 +131,8 @@ class _GroupSearch:
         return joined, group.moved_bytes + call.moved_bytes - larger.moved_bytes
 
     def _price_group(self, group: ExpressionGroup) -> float:
-        return self._price(group.moved_bytes, group.size, group.expression)
+        return self._estimate_cost_in_traffic_bytes(group.moved_bytes, group.size, group.expression)
 
-    def _price(self, moved_bytes: int, size: int, expression: Expression) -> float:
-        """Return a price in bytes of memory traffic."""
+    def _estimate_cost_in_traffic_bytes(self, moved_bytes: int, size: int, expression: Expression) -> float:
+        """Estimate the cost of a kernel: its memory traffic in bytes, plus its arithmetic as bytes."""
         return moved_bytes + size * self.rules.price_expression(expression)

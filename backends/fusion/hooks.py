@@ -17,7 +17,7 @@ from operator import mul
 from ...ops.declaration.scalar import ROW_FUNCTIONS
 from .dataflow import Dataflow, has_same_elements
 from .expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
-from .operand_views import Shape, find_strides_of_reshape, with_axes
+from .operand_views import Shape, find_strides_of_reshape, with_shape_and_strides
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
 
 Views = tuple[tuple[Operand, ...], tuple[Operand, ...]]
@@ -30,18 +30,18 @@ MIN_PANELS_PER_ROW, MAX_SMALL_PANEL_COLUMNS = 8, 32
 
 
 @dataclass(frozen=True)
-class Panels:
-    """The panels in which a kernel computes its result, which is a matrix of `rows` by `columns`.
+class ResultPanels:
+    """How a kernel divides its result, a matrix of `rows` by `columns`, into panels of adjacent columns.
 
-    Each panel has a multiple of `unit` columns, and begins at one. None means that the kernel can use any unit.
+    The panel bounds are multiples of `unit` columns. None means that the kernel can use any unit.
     """
 
     rows: int
     columns: int
     unit: int | None
 
-    def fit(self, columns: int) -> bool:
-        """Return whether all panels have a multiple of this number of columns."""
+    def has_columns_in_multiples_of(self, columns: int) -> bool:
+        """Return whether the number of columns of every panel can be a multiple of `columns`."""
         if self.unit is not None:
             return self.columns % columns == 0 and self.unit % columns == 0
         is_shared = columns <= MAX_SMALL_PANEL_COLUMNS or MIN_PANELS_PER_ROW * columns <= self.columns
@@ -50,7 +50,7 @@ class Panels:
 
 @dataclass(frozen=True, eq=False)
 class PanelHook:
-    """A group of declared ops that runs on each panel of the result of a body.
+    """A group of elementwise or row-wise ops that the kernel of a body calls for each panel of its result.
 
     Attributes:
         group: the group.
@@ -67,16 +67,16 @@ class PanelHook:
 
     @property
     def shape(self) -> Shape:
-        """The groups of rows, the rows of a group, the row blocks, and the columns of a block."""
+        """The shape of the operand views: [groups of rows, rows of a group, row blocks, columns of a block]."""
         return self.operands[0].shape
 
     @property
     def panel_columns(self) -> int:
-        """Each panel must have a multiple of this number of columns."""
+        """The column multiple: the number of columns of each panel must be a multiple of it."""
         return self.shape[-1] if self.has_whole_blocks else 1
 
     def slice_columns(self, first: int, last: int) -> tuple[list[Operand], list[Operand]]:
-        """Return the operands and the results for columns `first` to `last` of the body."""
+        """Return the hook's operands and results, sliced to columns `first` to `last` of the body's result."""
         axis, unit = (2, self.shape[-1]) if self.has_whole_blocks else (3, 1)
         start, count = first // unit, (last - first) // unit
 
@@ -88,18 +88,18 @@ class PanelHook:
 
 @dataclass(frozen=True, eq=False)
 class HookedBody:
-    """A body with its panels and its hooks, in the order in which they run on a panel.
+    """A body (kernel of one or more instructions) with the hooks that run on each panel of its result, in order.
 
-    The body is the numbers of its instructions, ascending; the last one has the result.
+    `body` has the instruction numbers, ascending; the last instruction computes the result.
     """
 
     body: tuple[int, ...]
-    panels: Panels
+    panels: ResultPanels
     hooks: tuple[PanelHook, ...]
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The instructions of the body and of each hook."""
+        """The instruction numbers of each stage: first of the body, then of each hook."""
         return (self.body, *(hook.group.instruction_numbers for hook in self.hooks))
 
     @property
@@ -108,7 +108,7 @@ class HookedBody:
 
     @property
     def panel_columns(self) -> int:
-        """Each panel has a multiple of this number of columns."""
+        """The column multiple that all hooks need: the number of columns of each panel is a multiple of it."""
         return math.lcm(*(hook.panel_columns for hook in self.hooks))
 
 
@@ -118,7 +118,7 @@ def find_hooked_bodies(
     bodies: Iterable[HookedBody],
     trace: Callable[[int], TracedInstruction | None],
 ) -> list[HookedBody]:
-    """Find the bodies with hooks, and make each a group of `flow`.
+    """Find groups of declared ops that can run as hooks of bodies; make each body with its hooks one group of `flow`.
 
     Args:
         flow: The dataflow.
@@ -139,7 +139,7 @@ def find_hooked_bodies(
 
 @dataclass(frozen=True)
 class _HookSearch:
-    """The search for the hooks of bodies."""
+    """The search for groups of declared ops that can become hooks of bodies."""
 
     flow: Dataflow
     trace: Callable[[int], TracedInstruction | None]
@@ -148,32 +148,39 @@ class _HookSearch:
 
     def find_hooks(self, hooked: HookedBody) -> HookedBody:
         while len(hooked.hooks) < MAX_HOOKS:
-            hook = next(filter(None, (self._make_hook(hooked, n) for n in self._list_readers(hooked))), None)
+            hook = next(
+                filter(
+                    None, (self._make_hook_from_reader(hooked, n) for n in self._list_nearby_unhooked_readers(hooked))
+                ),
+                None,
+            )
             if hook is None:
                 break
             hooked = replace(hooked, hooks=(*hooked.hooks, hook))
         return hooked
 
-    def _list_readers(self, hooked: HookedBody) -> list[int]:
-        """Return the near instructions that read a result of the body or of a hook, and are in no hook, ascending."""
+    def _list_nearby_unhooked_readers(self, hooked: HookedBody) -> list[int]:
+        """List nearby instructions that read a result of the body or of a hook, and are in no hook yet."""
         members = hooked.instruction_numbers
         readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
         candidates = {n for some in readers for n in some if n <= hooked.body[-1] + MAX_READER_DISTANCE}
         return sorted(candidates - self.numbers_in_hooks.union(members))
 
-    def _make_hook(self, hooked: HookedBody, reader: int) -> PanelHook | None:
-        """Return the hook with an instruction that reads a result of a hooked body, or None."""
+    def _make_hook_from_reader(self, hooked: HookedBody, reader: int) -> PanelHook | None:
+        """Make a hook of the instruction `reader` or of its group; return None if it cannot run on each panel."""
         group = self.group_by_number.get(reader)
         try:
             if group is None:
                 call = self.trace(reader) if self.flow.can_join_fusion(reader) else None
-                if call is None or call.why_it_cannot_join:
+                if call is None or call.why_it_must_stay_alone:
                     return None
                 group = compose_instructions({reader: call}).build_group_for_any_order()
             body = [*map(self.flow.bound_instruction, hooked.body)]
             hook = make_panel_hook(group, hooked.panels.rows, hooked.panels.columns)
-            require_supported(hooked.panels.fit(hook.panel_columns), "panels have too few columns")
-            _require_same_panel(body, hooked.hooks, hook)
+            require_supported(
+                hooked.panels.has_columns_in_multiples_of(hook.panel_columns), "panels have too few columns"
+            )
+            _require_no_access_across_panels(body, hooked.hooks, hook)
         except NoKernelError:
             return None
         together = (*hooked.instruction_numbers, *group.instruction_numbers)
@@ -181,7 +188,7 @@ class _HookSearch:
 
 
 def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHook:
-    """Make the hook of a group that has as many elements as the result of a body, a matrix.
+    """Make the panel hook of a group with one element for each element of a body's result [rows, columns].
 
     Raises:
         NoKernelError: the group has another size, or no loop over the rows and columns of a panel expresses its views.
@@ -191,18 +198,18 @@ def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHoo
     require_supported(not group.boxes, "an operand has elements in a part of it only")
     reads_row = any(s.function in ROW_FUNCTIONS or s.function == "row_count" for s in group.expression.steps)
     if not reads_row and all(result.shape == group.shape for result in group.results):
-        views = _view_as_blocks(group, rows, (1, columns))
+        views = _reshape_group_views_to_row_blocks(group, rows, (1, columns))
         if views is not None:
             return PanelHook(group, *views, has_whole_blocks=False)
     require_supported(columns % length == 0, "its rows are in several rows of the body")
-    views = _view_as_blocks(group, rows, (columns // length, length))
+    views = _reshape_group_views_to_row_blocks(group, rows, (columns // length, length))
     if views is None:
         raise NoKernelError("no loop over panels expresses its views")
     return PanelHook(group, *views, has_whole_blocks=True)
 
 
-def _view_as_blocks(group: ExpressionGroup, rows: int, blocks: Shape) -> Views | None:
-    """Return the operands and the results of a group as views of a panel hook; None without such views.
+def _reshape_group_views_to_row_blocks(group: ExpressionGroup, rows: int, blocks: Shape) -> Views | None:
+    """Reshape a group's operands and results to the axes of `PanelHook.shape`; None if strides cannot do so.
 
     Args:
         group: The group.
@@ -211,28 +218,30 @@ def _view_as_blocks(group: ExpressionGroup, rows: int, blocks: Shape) -> Views |
     """
     counts = dict.fromkeys([1, *accumulate(group.shape, mul)])
     shapes = ((count, rows // count, *blocks) for count in counts if rows % count == 0)
-    return next(filter(None, (_view_as_shape(group, shape) for shape in shapes)), None)
+    return next(filter(None, (_reshape_group_views(group, shape) for shape in shapes)), None)
 
 
-def _view_as_shape(group: ExpressionGroup, shape: Shape) -> Views | None:
-    """Return the operands and the results of a group as views with another shape; None without such views."""
+def _reshape_group_views(group: ExpressionGroup, shape: Shape) -> Views | None:
+    """Reshape a group's operands and results to `shape`, without a copy; None if strides cannot express that."""
     operands, results = [], []
     for operand in group.operands:
         strides = find_strides_of_reshape(group.shape, operand.strides, shape)
         if strides is None or strides[-1] not in (0, 1):
             return None
-        operands.append(with_axes(operand, shape, strides))
+        operands.append(with_shape_and_strides(operand, shape, strides))
     for result in group.results:
         own = shape if result.shape == group.shape else (*shape[:-1], 1)
         strides = find_strides_of_reshape(result.shape, result.strides, own)
         if strides is None or math.prod(own) != result.size:
             return None
-        results.append(with_axes(result, own, strides))
+        results.append(with_shape_and_strides(result, own, strides))
     return tuple(operands), tuple(results)
 
 
-def _require_same_panel(body: Sequence[BoundInstruction], hooks: Sequence[PanelHook], hook: PanelHook) -> None:
-    """Require that no panel reads or writes memory that another panel writes. Raises `NoKernelError` otherwise."""
+def _require_no_access_across_panels(
+    body: Sequence[BoundInstruction], hooks: Sequence[PanelHook], hook: PanelHook
+) -> None:
+    """Require that no panel reads or writes memory that another panel writes; raise `NoKernelError` otherwise."""
     stages = [*hooks, hook]
     written = [body[-1].out, *(o for stage in stages for o in stage.results)]
     read = [o for stage in stages for o in stage.operands]

@@ -105,18 +105,18 @@ The entries of a buffer are in order and do not overlap.
 """
 
 
-def _find_overlap_slice(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the sorted list `producers` with the byte ranges that overlap a region."""
+def _find_slice_of_overlapping_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> slice:
+    """Return the slice of the sorted list `producers` whose byte ranges overlap a memory region."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
 
 def _find_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> list[int]:
-    return [maker for _, _, maker in producers[_find_overlap_slice(region, producers)]]
+    return [maker for _, _, maker in producers[_find_slice_of_overlapping_producers(region, producers)]]
 
 
 def _record_write(region: MemoryRegion, producers: list[ProducedBytes], maker: int | None) -> None:
-    """Record in `producers`, the last writer of each byte range of a buffer, that an instruction wrote `region`.
+    """Update `producers`, the last writer of each byte range of a buffer, after instruction `maker` writes `region`.
 
     Entries that the region covers are removed; entries that it covers in part are shortened.
 
@@ -125,7 +125,7 @@ def _record_write(region: MemoryRegion, producers: list[ProducedBytes], maker: i
         producers: The byte ranges of the buffer with their last writers, sorted.
         maker: The number of the writing instruction, or None if the readers of its result are not tracked.
     """
-    start, end, within = region.low, region.high, _find_overlap_slice(region, producers)
+    start, end, within = region.low, region.high, _find_slice_of_overlapping_producers(region, producers)
     over = producers[within]
     before = [(low, start, old) for low, _, old in over[:1] if low < start]
     behind = [(end, high, old) for _, high, old in over[-1:] if end < high]

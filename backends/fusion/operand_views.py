@@ -14,7 +14,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a value in the shape of an instruction that reads it.
+    """The place of a value in the shape over which an instruction that reads it is evaluated.
 
     Attributes:
         shape: the shape of the reader.
@@ -26,16 +26,16 @@ class Placement:
     start: Shape
     box: Box
 
-    def place_inside(self, start: Shape, shape: Shape) -> Placement:
-        """Return the placement of an operand that begins at `start` of this value."""
+    def compute_operand_placement_at(self, start: Shape, shape: Shape) -> Placement:
+        """Compute the placement of an operand of `shape` that lies at index `start` of the placed value."""
         starts = tuple(a + b for a, b in zip(self.start, start, strict=True))
         bounds = zip(self.box, starts, shape, strict=True)
         box = tuple((max(low, first), min(high, first + n)) for (low, high), first, n in bounds)
         require_supported(all(low < high for low, high in box), "an operand has no elements")
         return Placement(self.shape, starts, box)
 
-    def slice_operand(self, operand: Operand, strides: Sequence[int]) -> Operand:
-        """Return the elements of the box of an operand, which has these strides along the axes of the shape."""
+    def slice_box_of_operand(self, operand: Operand, strides: Sequence[int]) -> Operand:
+        """Slice an operand, which has these `strides` along the axes of the shape, to the elements in the box."""
         first = sum((low - at) * step for (low, _), at, step in zip(self.box, self.start, strides, strict=True))
         sizes = tuple(high - low for low, high in self.box)
         tensor = replace(operand.tensor, offset=operand.tensor.offset + 4 * first, shape=sizes, strides=(*strides,))
@@ -43,12 +43,12 @@ class Placement:
 
 
 def place_whole(shape: Shape) -> Placement:
-    """Return the placement of a value that is the shape itself."""
+    """Return the placement of a value that fills the whole shape."""
     return Placement(shape, (0,) * len(shape), tuple((0, n) for n in shape))
 
 
 def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
-    """Return a box of `own_shape` after a reshape to `shape` of equal size; raises `NoKernelError` if it is no box."""
+    """Convert a box of `own_shape` to a box of `shape`; raise `NoKernelError` if it is no box there."""
     reshaped: list[tuple[int, int]] = []
     axes = [(n, *bounds) for n, bounds in zip(own_shape, box, strict=True) if n != 1]
     for size in reversed(shape):
@@ -64,21 +64,21 @@ def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
     return tuple(reversed(reshaped))
 
 
-def extend_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
-    """Return an operand with the elements of a box as one with the whole shape; outside of the box is no memory.
+def extend_box_view_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
+    """Return a view with the whole shape from an operand that has only the elements of a box.
 
-    Its address is where the box begins.
+    Elements outside of the box have no memory and must not be read. The address is the first element of the box.
     """
     return replace(operand, tensor=replace(operand.tensor, shape=shape))
 
 
-def is_whole(box: Box, shape: Shape) -> bool:
-    """Return whether a box is the whole shape."""
+def is_box_of_whole_shape(box: Box, shape: Shape) -> bool:
+    """Return whether a box includes the whole shape."""
     return all(bounds == (0, n) for bounds, n in zip(box, shape, strict=True))
 
 
 def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
-    """Return an operand that is repeated to `own_shape` as a view with another shape of equal size.
+    """Broadcast an operand to `own_shape`, and return it as a view of `shape`, which has equal size.
 
     Raises:
         NoKernelError: no strides describe this view.
@@ -90,18 +90,18 @@ def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -
     strides = find_strides_of_reshape(own_shape, compute_broadcast_strides(operand, own_shape), shape)
     if strides is None:
         raise NoKernelError("an operand has no view with the shape of the group")
-    return with_axes(operand, shape, strides)
+    return with_shape_and_strides(operand, shape, strides)
 
 
-def with_axes(operand: Operand, shape: Shape, strides: Shape) -> Operand:
-    """Return the memory of an operand with another shape."""
+def with_shape_and_strides(operand: Operand, shape: Shape, strides: Shape) -> Operand:
+    """Return a view of the operand's memory with another shape and other strides."""
     if (shape, strides) == (operand.shape, operand.strides):
         return operand
     return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
 
 
 def find_strides_of_reshape(own_shape: Shape, own_strides: Sequence[int], shape: Shape) -> Shape | None:
-    """Return the strides of a view of `own_shape` after a reshape to `shape` of equal size; None without such a view.
+    """Find the strides of a strided array after a reshape without a copy; None if no strides can express the reshape.
 
     Axes of size 1 have stride 0.
     """

@@ -148,7 +148,7 @@ class NullBackend:
 
 
 class _DeviceClock:
-    """The time on one device, from 0 or from the end of its last run.
+    """The virtual clock of one device: its time in seconds, and the instructions that it has executed.
 
     `collective_end` is the end of the collective in progress.
     """

@@ -244,7 +244,7 @@ def compare_step_with_device(session: Session, tokens: Sequence[int], device: st
         if found.is_wrong:
             return f"the first value that {device} has otherwise is\n{found}\n\n{found.surrounding_lines}", True
         count += 1
-        nearest = max(nearest or found, found, key=lambda d: d.error_share)
+        nearest = max(nearest or found, found, key=lambda d: d.error_over_limit)
     return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 

@@ -16,7 +16,7 @@ from ..matrix.matmul import mul_mat
 from ..movement.arrange import pad
 from ..movement.rows import get_rows
 from ..movement.views import broadcast, permute, reshape, slice_, transpose
-from .window_settings import ANY_VALUE, AXIS_SIZES, CHANNEL_GROUPS, CROPS, STEPS, WindowSettings, share_constant
+from .window_settings import ANY_VALUE, AXIS_SIZES, CHANNEL_GROUPS, CROPS, STEPS, WindowSettings, make_shared_constant
 
 
 @validate_arguments(
@@ -80,7 +80,7 @@ def _fill_result_of_empty_windows(x: Value, channels: int, settings: WindowSetti
     counts = [(n + a + b - span) // s + 1 for n, span, s, a, b in sizes]
     if min(counts) < 0:
         raise GraphError(f"convolution: windows of {settings.size} do not fit {x.spec} with its padding")
-    return broadcast(share_constant(np.zeros(())), shape=(x.shape[0], channels, *counts))
+    return broadcast(make_shared_constant(np.zeros(())), shape=(x.shape[0], channels, *counts))
 
 
 @validate_arguments(
@@ -126,7 +126,7 @@ def transposed_convolution(
     if min(rest, default=0) < 1:
         raise GraphError(f"{name}: left {settings.left} and right {settings.right} leave no entry of {full}")
     if not taps:
-        return broadcast(share_constant(np.zeros(())), shape=(n, o, *rest))
+        return broadcast(make_shared_constant(np.zeros(())), shape=(n, o, *rest))
     if set(settings.stride) <= {1}:
         return _convolve_with_reversed_taps(x, w, settings, groups)
     entries = transpose(reshape(x, shape=(n, groups, c // groups, prod(axes))))
@@ -140,7 +140,7 @@ def _convolve_with_reversed_taps(x: Value, w: Value, settings: WindowSettings, g
     (c, share), taps = w.shape[:2], prod(settings.size)
     by_tap = permute(reshape(w, shape=(groups, c // groups, share, taps)), axes=(3, 0, 2, 1))
     rows = get_rows(
-        reshape(_as_f32(by_tap), shape=(taps, share * c)), share_constant(np.arange(taps, dtype=np.int32)[::-1])
+        reshape(_as_f32(by_tap), shape=(taps, share * c)), make_shared_constant(np.arange(taps, dtype=np.int32)[::-1])
     )
     swapped = permute(reshape(rows, shape=(taps, groups, share, c // groups)), axes=(1, 2, 3, 0))
     weight = reshape(swapped, shape=(groups * share, c // groups, *settings.size))

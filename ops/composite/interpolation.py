@@ -14,7 +14,7 @@ from ...graph.validation import BOOL, TEXT, validate_arguments
 from ..matrix.matmul import mul_mat
 from ..movement.rows import get_rows
 from ..movement.views import broadcast, permute, reshape
-from .window_settings import ANY_VALUE, AXIS_SIZES, share_constant
+from .window_settings import ANY_VALUE, AXIS_SIZES, make_shared_constant
 
 Matrix = npt.NDArray[np.float64]
 INTERPOLATION_MODES = ("nearest", "linear", "cubic")
@@ -57,7 +57,9 @@ def interpolate(
         if mode == "nearest":
             resized = _take_nearest_entries(rows, new)
         else:
-            matrix = share_constant(build_interpolation_matrix(old, new, mode, align_corners, antialias=antialias))
+            matrix = make_shared_constant(
+                build_interpolation_matrix(old, new, mode, align_corners, antialias=antialias)
+            )
             product = mul_mat(matrix, permute(rows, axes=(0, 2, 1)))
             resized = permute(product, axes=(0, 2, 1))
         x = reshape(resized, shape=(*before, new, *after))
@@ -69,7 +71,7 @@ def _take_nearest_entries(x: Value, new: int) -> Value:
     a, old, b = x.shape
     if new % old == 0:
         return broadcast(reshape(x, shape=(a, old, 1, b)), shape=(a, old, new // old, b))
-    ids = share_constant((np.arange(new) * old // new).astype(np.int32))
+    ids = make_shared_constant((np.arange(new) * old // new).astype(np.int32))
     rows = get_rows(reshape(permute(x, axes=(1, 0, 2)), shape=(old, a * b)), ids)
     return permute(reshape(rows, shape=(new, a, b)), axes=(1, 0, 2))
 

@@ -13,7 +13,7 @@ from ...graph.validation import TEXT, validate_arguments
 from ..elementwise.binary import div, scale
 from ..movement.views import permute, reshape
 from ..reduction.reductions import reduce, sum_rows
-from .window_settings import ANY_VALUE, AXIS_SIZES, STEPS, WindowSettings, share_constant
+from .window_settings import ANY_VALUE, AXIS_SIZES, STEPS, WindowSettings, make_shared_constant
 
 POOLING_KINDS = ("max", "sum", "mean", "inner_mean")
 """The kinds of pooling."""
@@ -64,5 +64,5 @@ def pool(
     if kind == "mean":
         return scale(sums, scale=1 / prod(settings.size))
     if kind == "inner_mean":
-        return div(sums, share_constant(np.maximum(settings.sum_over_array(np.ones(x.shape[2:])), 1)))
+        return div(sums, make_shared_constant(np.maximum(settings.sum_over_array(np.ones(x.shape[2:])), 1)))
     return sums

@@ -95,8 +95,8 @@ class WindowSettings:
         return np.asarray(sums.reshape(count_windows((1, 1, *image.shape), settings)))
 
 
-def share_constant(array: npt.NDArray[np.generic]) -> Value:
-    """Return an array as a constant; float64 numbers become f32. Equal arrays give the same leaf while it is in use."""
+def make_shared_constant(array: npt.NDArray[np.generic]) -> Value:
+    """Make a constant of an array; equal arrays share one leaf, and float64 numbers become f32."""
     data = array.astype(np.float32) if array.dtype == np.float64 else array
     digest = sha256(repr((data.dtype.str, data.shape)).encode() + data.tobytes()).hexdigest()
     with _shared_constants_lock:

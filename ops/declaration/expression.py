@@ -25,7 +25,7 @@ OPERAND_FUNCTIONS = frozenset({"operand", "row_operand"})
 
 
 class Step(NamedTuple):
-    """One node of an expression: the function, the numbers of the steps that it reads, and the value of a leaf."""
+    """One step of an expression: a function, the numbers of the steps that it reads, and the value of a leaf."""
 
     function: str
     sources: tuple[int, ...]
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Expression:
-    """The steps of one element or one row of a result. Each step reads earlier ones, and the last one is the result.
+    """A computation of one element or one row as a list of steps; each step reads earlier steps.
 
     Equal terms are one step. Expressions with equal steps are equal. `declaration` is the function of the scalar
     language that declares the op. An expression of several ops lists its results in `listed_results`.
@@ -46,7 +46,7 @@ class Expression:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The steps that are results. They are the listed ones, or else the last step."""
+        """The numbers of the steps that are results: the listed ones, or else the last step."""
         return self.listed_results or (len(self.steps) - 1,)
 
     @cached_property
@@ -55,16 +55,18 @@ class Expression:
 
         They are computed in float64 (rule 2 of the scalar language).
         """
-        return frozenset(self._close_over(lambda step: step.function in ("attribute", "constant")))
+        return frozenset(self._find_steps_computed_only_from(lambda step: step.function in ("attribute", "constant")))
 
     @cached_property
     def steps_with_one_number_per_row(self) -> frozenset[int]:
         """The steps with one number for each row, such as a sum of the row; includes `steps_without_operands`."""
         leaves = ("row_operand", "attribute", "constant", "row_count")
-        return frozenset(self._close_over(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS))
+        return frozenset(
+            self._find_steps_computed_only_from(lambda step: step.function in leaves or step.function in ROW_FUNCTIONS)
+        )
 
-    def _close_over(self, holds: Callable[[Step], bool]) -> set[int]:
-        """Return the steps for which `holds` is true, and the steps that read only steps of the result."""
+    def _find_steps_computed_only_from(self, holds: Callable[[Step], bool]) -> set[int]:
+        """Find the steps for which `holds` is true, and all steps that read only steps found so far."""
         found: set[int] = set()
         for number, step in enumerate(self.steps):
             if holds(step) or (step.sources and found.issuperset(step.sources)):
@@ -82,7 +84,7 @@ class Expression:
         return self.depends_on_row_reduction_or_length and self.steps_with_one_number_per_row.issuperset(self.results)
 
     def find_element_steps(self, number: int, known: frozenset[int] = frozenset()) -> set[int]:
-        """Return the steps per element on which a step depends, itself included.
+        """Find the steps that must be computed per element for a step, itself included.
 
         Numbers of the row and `known` steps are left out, with everything that only they need.
         """
@@ -97,7 +99,7 @@ class Expression:
 
     @cached_property
     def last_readers(self) -> Mapping[int, int]:
-        """The last step that reads each step."""
+        """For each step, the last step that reads it."""
         return {source: number for number, step in enumerate(self.steps) for source in step.sources}
 
     def compute_number_steps(self, attributes: Mapping[str, Attr]) -> dict[int, float]:
@@ -115,7 +117,7 @@ class Expression:
 
 
 def linearise(result: Scalar) -> Expression:
-    """Return the expression of a `Scalar`; equal terms become one step.
+    """Convert a `Scalar` (an expression tree) to an `Expression` (a list of steps); equal terms become one step.
 
     Raises:
         TypeError: the result is no number, or a reduction reads a number of the row.
@@ -152,7 +154,7 @@ def trace(
     float_attributes: tuple[str, ...],
     others: tuple[tuple[str, Attr], ...],
 ) -> Expression:
-    """Trace a function of the scalar language to an expression.
+    """Trace a function of the scalar language: call it with symbolic operands, and return its expression.
 
     Args:
         build: the function that declares an op.
@@ -198,7 +200,7 @@ def format_formula(expression: Expression, operand_names: tuple[str, ...]) -> st
 def _format_step_and_binding_strength(
     step: Step, texts: list[tuple[str, int]], operand_names: tuple[str, ...]
 ) -> tuple[str, int]:
-    """Return the text of one step and its binding strength."""
+    """Return the text of one step, and the binding strength of its outermost operator, for parentheses."""
     function, sources, value = step
     if function == "operand":
         return operand_names[int(value)], _ATOM

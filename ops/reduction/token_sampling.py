@@ -48,13 +48,13 @@ def compute_exponential(x: Float64Array) -> Float64Array:
 
 
 def _compute_probabilities(x: Float64Array) -> Float64Array:
-    """Return the softmax of descending numbers; the sum is computed from the first to the last."""
+    """Return the softmax of numbers in descending order, summed from the first to the last."""
     e = compute_exponential(x - x[0])
     return e / np.cumsum(e)[-1]
 
 
-def _choose_rank(logits: Float64Array, numbers: dict[str, float]) -> int:
-    """Return the place of the chosen token among descending logits."""
+def _sample_rank(logits: Float64Array, numbers: dict[str, float]) -> int:
+    """Sample one of several descending logits by temperature, top-p and min-p; return its position."""
     temperature, top_p = numbers["temperature"], numbers["top_p"]
     if logits.size == 1 or not temperature or not math.isfinite(logits[0]):
         return 0
@@ -65,8 +65,8 @@ def _choose_rank(logits: Float64Array, numbers: dict[str, float]) -> int:
     return min(int(np.count_nonzero(sums / sums[-1] <= numbers["uniform"])), count - 1)
 
 
-def _change_logit(logit: float, bias: Array, occurrences: int, numbers: dict[str, float]) -> float:
-    """Return a logit after its biases, in order, and after the penalties of a token with recent occurrences."""
+def _apply_biases_and_penalties(logit: float, bias: Array, occurrences: int, numbers: dict[str, float]) -> float:
+    """Add the biases of a token to its logit in order, then apply the penalties of its recent occurrences."""
     changed = np.float32(logit)
     for added in bias.astype(np.float32):
         changed += added
@@ -87,10 +87,10 @@ def _sample_row(logits: Array, ids: Array, limit: int, numbers: Array, bias: Arr
     changed = logits[first].astype(np.float32).astype(np.float64)
     for i in np.flatnonzero(np.isin(tokens, ids[first_changed:])):
         own = ids[first_changed:] == tokens[i]
-        changed[i] = _change_logit(changed[i], bias[own], int(occurrences[own].sum()), values)
+        changed[i] = _apply_biases_and_penalties(changed[i], bias[own], int(occurrences[own].sum()), values)
     changed = np.where(np.isnan(changed), -np.inf, changed)
     order = np.argsort(-changed, kind="stable")[: max(limit, 1)]
-    return int(tokens[order[_choose_rank(changed[order], values)]])
+    return int(tokens[order[_sample_rank(changed[order], values)]])
 
 
 def _check_sizes(n: int, s: int, m: int = 0, **_: object) -> str | None:

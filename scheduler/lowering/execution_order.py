@@ -342,10 +342,10 @@ def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping
 _MATMULS = ("mul_mat", "mul_mat_id")
 
 
-def feeds_matmul_of_group(
+def is_matmul_operand_computed_in_group(
     value: Value, overwritten: Value, group: Sequence[Node], views: Mapping[Value, StridedView]
 ) -> bool:
-    """Return whether a fused group computes the operand of a matmul of `value`, which would overwrite an outer value.
+    """Return whether a fused group computes `value` as a matmul operand, so `overwritten` is read until the end.
 
     Each block of such a kernel computes the operand for itself, so `overwritten` is read until the end.
     """

@@ -36,8 +36,8 @@ from .arena import Arena, Lifetime, assign_arena_offsets, assign_arena_offsets_f
 from .execution_order import (
     ExecutionOrderWithInplaceStates,
     can_overwrite,
-    feeds_matmul_of_group,
     insert_copies_before_state_updates,
+    is_matmul_operand_computed_in_group,
     order_nodes_for_inplace_state_updates,
 )
 from .state_saves import StateSave, build_state_saves
@@ -150,7 +150,7 @@ def _split_and_order_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _MemoryReuse:
-    """Which values share memory with another value, and how long the memory of each value is needed.
+    """Which values share memory with another value, and until which step each memory is read.
 
     - `slot_of`: for each value that shares memory, the value that owns it. Other values own their memory.
     - `last_reading_step`: the last step that reads the memory of each value.
@@ -361,7 +361,7 @@ class _ProgramBuilder:
             return None
         group = self.group_of[node]
         is_read_again = any(self.views[v].base == base for other in group if other is not node for v in other.inputs)
-        return None if is_read_again or feeds_matmul_of_group(result, base, group, self.views) else slot
+        return None if is_read_again or is_matmul_operand_computed_in_group(result, base, group, self.views) else slot
 
     # ------------------------------------------------------------------------------------------------- placing
 
@@ -387,19 +387,20 @@ class _ProgramBuilder:
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
-            owners[value] = self._make_lifetime_of_fused_groups(self._count_stored_bytes(value), -1, last)
+            owners[value] = self._make_lifetime_extended_to_fused_groups(self._count_stored_bytes(value), -1, last)
         for node in (*self.ordered_nodes, *(save.save_node for save in self._iterate_state_saves())):
             now = self.memory_slots.step_by_node[node]
             for value in node.results:
                 if value not in self.memory_slots.slot_of:
-                    owners[value] = self._make_lifetime_of_fused_groups(
+                    owners[value] = self._make_lifetime_extended_to_fused_groups(
                         self._count_stored_bytes(value), now, self.memory_slots.last_reading_step.get(value, now)
                     )
         others = [node for save in self._iterate_state_saves() for node in (save.save_node, save.restore_node)]
         needs = {n: nbytes for n in (*self.ordered_nodes, *others) if (nbytes := self.backend.scratch(n))}
         step, until = self.memory_slots.step_by_node, self.memory_slots.overlap_end_by_node
         temporary = [
-            self._make_lifetime_of_fused_groups(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()
+            self._make_lifetime_extended_to_fused_groups(nbytes, step[n], until.get(n, step[n]))
+            for n, nbytes in needs.items()
         ]
         arena = self._build_arena_unrollable_if_layers_repeat([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
@@ -423,8 +424,8 @@ class _ProgramBuilder:
             else assign_arena_offsets(lifetimes)
         )
 
-    def _make_lifetime_of_fused_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
-        """Make a lifetime, extended to whole groups of nodes that may run in one kernel.
+    def _make_lifetime_extended_to_fused_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
+        """Make the lifetime of a value, extended to whole groups of nodes that may run as one kernel.
 
         It begins at the first step of the group of `first_step`, and ends at the last step of the group of `last_step`.
         """

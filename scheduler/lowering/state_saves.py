@@ -22,7 +22,7 @@ from .strides import StridedView, compute_strides_of_view_node, make_dense_view
 
 @dataclass(frozen=True, slots=True)
 class StateSave:
-    """The save of one state before it is overwritten, from which a failed run can be undone.
+    """A copy of one state before a node overwrites it, which allows a failed run to be undone.
 
     - `state`: the state.
     - `writer`: the node that overwrites the state; None for the state copies at the end of the run.

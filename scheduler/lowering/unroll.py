@@ -53,7 +53,7 @@ def unroll_kernel_calls(
     Returns:
         The kernel calls; None if one call computes instructions of two repetitions.
     """
-    kinds = find_repetition_kinds_of_instructions(graph, program, shortened)
+    kinds = find_short_repetition_of_each_instruction(graph, program, shortened)
     own: dict[int, list[KernelCall]] = defaultdict(list)
     for call in short_calls:
         kind, *others = {kinds[number] for number in call.instruction_numbers}
@@ -71,7 +71,7 @@ def unroll_kernel_calls(
 
 
 class _RepeatedLayerUnroller:
-    """Copies the repeated layers in a short graph and its program, until all layers of the full graph are there.
+    """Builds the graph and the program of all layers, by copies of the repeated layers of a short graph and program.
 
     The full graph is called deep.
 
@@ -169,7 +169,7 @@ class _RepeatedLayerUnroller:
         steps, undo, buffers, top = list[Instruction](), list[tuple[int, Instruction]](), list[BufferSpec](), start
         positions: dict[int, list[int]] = defaultdict(list)
         for at, kind in enumerate(
-            find_repetition_kinds_of_instructions(self.short_graph, program, self.shortened_graph)
+            find_short_repetition_of_each_instruction(self.short_graph, program, self.shortened_graph)
         ):
             positions[kind].append(at)
         leaves: dict[int, list[int]] = defaultdict(list)
@@ -284,8 +284,8 @@ def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph
     return min(first), sizes
 
 
-def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return for each instruction of the short program its repetition in the short graph, which is called kind.
+def find_short_repetition_of_each_instruction(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
+    """Return for each instruction of the short program the repetition of the short graph that it belongs to.
 
     A kind stands for several repetitions of the full graph.
     """

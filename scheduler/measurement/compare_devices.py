@@ -74,8 +74,8 @@ class ValueDifference:
         return not self.error <= self.limit
 
     @property
-    def error_share(self) -> float:
-        """The error as a multiple of the allowed error (`limit`); if `limit` is 0, the error itself."""
+    def error_over_limit(self) -> float:
+        """The error divided by the allowed error `limit`; if the limit is 0, the error itself."""
         return self.error / self.limit if self.limit else self.error
 
     @property

@@ -64,8 +64,8 @@ class MicroBatchChoice:
         return "; ".join(clauses)
 
 
-def list_halved_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
-    """List the micro-batch counts to consider, descending: the stage count, its half, and so on down to two.
+def list_micro_batch_counts_halved_from_stage_count(sequence_count: int, stage_count: int) -> list[int]:
+    """List the micro-batch counts to consider: the stage count, half of it, and so on down to two.
 
     The largest count is not larger than the number of sequences.
     """
@@ -77,7 +77,7 @@ def list_halved_micro_batch_counts(sequence_count: int, stage_count: int) -> lis
 def choose_micro_batches(
     sequence_count: int,
     plan_of: Callable[[int], Plan],
-    counts_of: Callable[[int, int], Sequence[int]] = list_halved_micro_batch_counts,
+    counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts_halved_from_stage_count,
 ) -> MicroBatchChoice:
     """Choose how many micro-batches a decode step has.
 

@@ -329,7 +329,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
-        """Build the plan with tensor parallelism: nodes are sharded wherever that makes kernels shorter."""
+        """Build the plan with tensor parallelism: shard each node of the graph over all devices if that saves time."""
         return self.build_sharded(self.factor_search.choose_fastest_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:

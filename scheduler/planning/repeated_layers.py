@@ -25,7 +25,7 @@ from ..costs.hardware import Hardware
 from ..ir.execution_plan import ShardedFactors
 from ..ir.layout import Layout
 from ..lowering.device_plan import DevicePlan, Devices, build_device_plans, unroll_device_plans
-from ..lowering.unroll import find_repetition_kinds_of_instructions
+from ..lowering.unroll import find_short_repetition_of_each_instruction
 from ..sharding.axes import Factor
 from ..sharding.factors import Factors
 from ..sharding.overlap_chunks import OverlapChunkOptions, find_chunkable_token_factor, partition_graph_in_token_chunks
@@ -356,7 +356,7 @@ def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGr
     - A value that the next layer reads has the same memory offset in all kinds.
     - No state is copied at the end of all layers.
     """
-    kinds = find_repetition_kinds_of_instructions(device_plan.graph, device_plan.program, shortened)
+    kinds = find_short_repetition_of_each_instruction(device_plan.graph, device_plan.program, shortened)
     copies = any(
         i.index < 0 and at not in device_plan.program.save_positions
         for at, i in enumerate(device_plan.program.instructions)

@@ -18,7 +18,7 @@ from ..ir.execution_plan import Plan
 from ..pipelining.stage_times import MIN_PIPELINE_SPEEDUP, count_pipeline_stages, estimate_pipeline_speedup
 from ..sharding.cost import AssignmentCost
 from .candidate import Candidate
-from .micro_batches import choose_micro_batches, list_halved_micro_batch_counts
+from .micro_batches import choose_micro_batches, list_micro_batch_counts_halved_from_stage_count
 from .prefill_chunks import ChunkTimeModel, choose_prefill_chunks
 
 MicroBatchCounts = Callable[[int, int], Sequence[int]]
@@ -71,7 +71,7 @@ class Workload:
         )
 
     def score_plans(
-        self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_halved_micro_batch_counts
+        self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts_halved_from_stage_count
     ) -> tuple[float, str]:
         """Score the plans of one layout by the predicted seconds of the workload.
 
@@ -168,7 +168,7 @@ class OptimisticWorkloadEstimator:
 
         The list is empty if there are fewer than two sequences or stages.
         """
-        counts = list_halved_micro_batch_counts(sequence_count, stage_count)
+        counts = list_micro_batch_counts_halved_from_stage_count(sequence_count, stage_count)
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 
     def _estimate_step_seconds(self, micro_batch_count: int, stage_count: int) -> float:

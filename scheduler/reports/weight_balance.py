@@ -168,7 +168,7 @@ def _list_imbalance_causes(
 
 
 class _ImbalanceReasons:
-    """Explains why weights exceed the share of one device: each is sharded, placed or replicated for some reason."""
+    """Finds the reason why a weight exceeds the share of one device: it is sharded, placed or replicated."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         self.plan, self.device = plan, device

@@ -42,8 +42,8 @@ def _find_or_make_backend_lock(backend: Backend) -> _BackendLock:
 class DeviceLock:
     """A context in which no other thread uses the devices of some backends; the same thread may enter it again.
 
-    A run that was launched ahead (`leave_launched`) is undone when any thread takes the lock next. So nothing else sees
-    the states of such a run. Only its owner takes the lock by `accept_launched_or_undo_other` and keeps the run.
+    A run that was launched ahead (`leave_launched_run`) is undone when any thread takes the lock next. So nothing else
+    sees the states of such a run. Only its owner takes the lock by `accept_launched_or_undo_other` and keeps the run.
     """
 
     def __init__(self, backends: Iterable[Backend]) -> None:
@@ -82,7 +82,7 @@ class DeviceLock:
 
     @contextmanager
     def accept_launched_or_undo_other(self, run: UndoableRun | None) -> Iterator[bool]:
-        """Take the lock, and say whether `run` is still launched; another launched run is undone.
+        """Take the lock; yield whether `run` is still the launched run. Any other launched run is undone.
 
         The caller finishes or undoes an accepted run within the context.
         """
@@ -97,8 +97,8 @@ class DeviceLock:
         finally:
             lock.lock.release()
 
-    def leave_launched(self, run: UndoableRun) -> None:
-        """Leave a launched run to the next holder of the lock. The caller holds the lock, and leaves it next."""
+    def leave_launched_run(self, run: UndoableRun) -> None:
+        """Keep a launched run open when the lock is released; the next holder of the lock accepts or undoes it."""
         (lock,) = self._locks
         assert lock.launched_run is None, "one run at a time is launched ahead"
         lock.launched_run = run

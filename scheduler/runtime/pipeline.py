@@ -239,7 +239,7 @@ class _FinishedRunWithUndoData(NamedTuple):
 
 
 class _DeviceWorker:
-    """Runs the part of one device in each run of its queue; an entry None ends the worker."""
+    """The worker of one device in a pipeline: it runs the device's part of each queued run until an entry None."""
 
     def __init__(self, number: int) -> None:
         self.number, self.is_stopped = number, False

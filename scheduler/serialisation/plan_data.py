@@ -31,7 +31,7 @@ PLAN_FORMAT = "hocket-plan-3"
 
 
 def build_digest_names_outputs_key(graph: Graph) -> tuple[object, ...]:
-    """Return the part of a cache key that identifies a graph: its digest, its node names and the order of its outputs.
+    """Return the cache key of a graph: its digest, its node names and the order of its outputs.
 
     A cached plan is used for another graph only if all three are equal.
     """
@@ -150,7 +150,7 @@ def unverified_plan_from_data(
 
 def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     figures: dict[str, Any] = {
-        key: _numbers_by_op_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
+        key: _parse_number_or_numbers_by_op(value) for key, value in entry.items() if key not in ("machine", "source")
     }
     source = require_text(entry.get("source", BUILT_IN_SOURCE))
     hardware = Hardware(**figures, machine=require_nonnegative_integer(entry.get("machine", 0)), source=source)
@@ -159,8 +159,8 @@ def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     return hardware
 
 
-def _numbers_by_op_from_data(value: Any) -> Any:
-    """Read one field of `Hardware` from plain data: a number, or a number for each op."""
+def _parse_number_or_numbers_by_op(value: Any) -> Any:
+    """Parse one figure of `Hardware` from plain data: a nonnegative number, or a dict of such numbers by op."""
     return (
         {op: require_nonnegative_number(speed) for op, speed in value.items()}
         if isinstance(value, dict)

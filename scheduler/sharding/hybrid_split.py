@@ -207,7 +207,7 @@ def split_into_stage_graphs(
 
 
 class _HybridPartitioner:
-    """Partitions each pipeline stage over its device group, and numbers the messages between the stages.
+    """Partitions each pipeline stage over its device group, and connects the stages by numbered messages.
 
     `conflicting_leaves` are the weights and states that two stages shard along different axes.
     """

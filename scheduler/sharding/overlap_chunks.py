@@ -328,7 +328,7 @@ class _ChunkedGraph:
         )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Find the nodes to compute in token chunks: the first ones before sums, then readers of chunked values.
+        """Find the nodes to compute in token chunks: those before a sum over devices, and readers of chunks.
 
         A reader must treat each token separately. Slices of sharded tokens that chunked nodes read are included.
         """

@@ -27,10 +27,10 @@ from ...backends.base import Program, Tensor
 from ...backends.capabilities import FusedExpression, GeneratesFusedKernels, ProgramFusion
 from ...graph.errors import PlanError
 from ...ops.collectives import COLLECTIVES
-from .fused_terms import KernelTerms, merge_axes
+from .fused_terms import SymbolicTerms, merge_tensor_axes
 from .hooked_kernels import find_hook_faults, split_hooked_kernels
 from .memory.buffer_contents import compute_byte_extent
-from .run_contents import RunContents
+from .run_contents import UnfusedRunContents
 
 
 def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> None:
@@ -40,7 +40,7 @@ def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> No
 
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
-    """Yield as text all reasons why fused kernels do not compute the instructions of a program."""
+    """Yield the reasons why fused kernels do not compute the results of a program's instructions."""
     if faults := [*find_hook_faults(program, fusion)]:
         yield from faults
         return
@@ -48,22 +48,22 @@ def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]
     if faults := [*_find_missing_or_reordered_instruction_faults(program, fusion)]:
         yield from faults
         return
-    contents = RunContents(program)
+    contents = UnfusedRunContents(program)
     for group in fusion.expressions:
         label = f"kernel of instructions {', '.join(map(str, group.instruction_numbers))}"
-        if faults := [*_find_state_and_place_faults(program, group)]:
+        if faults := [*_find_written_memory_faults(program, group)]:
             yield from (f"{label}: {why}" for why in faults)
             continue
         yield from (f"{label}: {why}" for why in _find_missing_or_extra_result_faults(program, contents, group))
-        yield from (f"{label}: {why}" for why in KernelTerms(program, contents, group).find_faults())
-    yield from contents.find_differences(fusion)
+        yield from (f"{label}: {why}" for why in SymbolicTerms(program, contents, group).find_faults())
+    yield from contents.find_fused_run_differences(fusion)
 
 
 # ------------------------------------------------------------------------------------------------------------ order
 
 
 def _find_missing_or_reordered_instruction_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
-    """Yield faults of the order: an instruction that is missing or repeated, or that passes a collective."""
+    """Yield faults of the order: a missing or repeated instruction, or one that moves across a collective."""
     count, times = len(program.instructions), Counter(n for group in fusion.order for n in group)
     wrong = [n for n in {*range(count), *times} if times[n] != 1 or not 0 <= n < count]
     if wrong:
@@ -96,15 +96,15 @@ def _has_common_bytes(one: Tensor, other: Tensor) -> bool:
     return buffer == other_buffer and start < other_end and other_start < end
 
 
-def _find_state_and_place_faults(program: Program, group: FusedExpression) -> Iterator[str]:
-    """Yield faults of the memory that a kernel writes: states, and overlaps with operands and other results."""
+def _find_written_memory_faults(program: Program, group: FusedExpression) -> Iterator[str]:
+    """Yield faults of the memory that a kernel writes: a state, an operand still in use, or another result."""
     for _, result in group.results:
         if not 0 <= result.buffer < len(program.buffers) or program.buffers[result.buffer].kind != "arena":
             yield f"states: {result} is not in the arena"
     reads = {(function, bool(sources), value) for function, sources, value in group.steps}
     for position, (_, result) in enumerate(group.results):
         for index, operand in enumerate(group.operands):
-            same = (operand.offset, merge_axes(operand)) == (result.offset, merge_axes(result))
+            same = (operand.offset, merge_tensor_axes(operand)) == (result.offset, merge_tensor_axes(result))
             same = same and ("operand", True, index) not in reads
             if _has_common_bytes(operand, result) and not same:
                 yield f"in place: {result} overlaps {operand}"
@@ -114,9 +114,9 @@ def _find_state_and_place_faults(program: Program, group: FusedExpression) -> It
 
 
 def _find_missing_or_extra_result_faults(
-    program: Program, contents: RunContents, group: FusedExpression
+    program: Program, contents: UnfusedRunContents, group: FusedExpression
 ) -> Iterator[str]:
-    """Yield results that a kernel does not write although something reads them, and places that are no result."""
+    """Yield results that a kernel should write but does not, and memory that it writes although it holds no result."""
     places = Counter((t.buffer, t.offset, math.prod(t.shape)) for _, t in group.results)
     for number in group.instruction_numbers:
         instruction = program.instructions[number]
@@ -125,7 +125,7 @@ def _find_missing_or_extra_result_faults(
             continue
         (out,) = instruction.dst
         place = out.buffer, out.offset, math.prod(out.shape)
-        if contents.is_needed(number, group.instruction_numbers):
+        if contents.is_result_read_outside_group(number, group.instruction_numbers):
             if not places[place]:
                 yield f"results: the result of instruction {number} is not written"
             places[place] -= 1

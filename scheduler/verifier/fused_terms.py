@@ -15,7 +15,7 @@ from ...graph.dtypes import DType
 from ...ops import REGISTRY
 from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.interpreter import ScalarLanguageDeclaration
-from .run_contents import RunContents
+from .run_contents import UnfusedRunContents
 
 Axes = tuple[tuple[int, int], ...]
 Placement = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
@@ -24,8 +24,8 @@ REDUCTION_PREFIX = "row_"
 ATTRIBUTE, CONSTANT, OPERAND, ROW_OPERAND, INSIDE = "attribute", "constant", "operand", "row_operand", "inside"
 
 
-def merge_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Axes | None:
-    """Return sizes and strides of the elements in row-major order, with as few axes as possible.
+def merge_tensor_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Axes | None:
+    """Return (size, stride) pairs of a tensor in row-major order, with adjacent axes merged if possible.
 
     Two views have the same elements in the same order if these and their offsets are equal. `shape` is a shape to which
     the tensor is repeated; the result is None if that is impossible.
@@ -49,8 +49,8 @@ def merge_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Axes | N
     return tuple(axes)
 
 
-def _merge_box(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return sizes and bounds of a box with as few axes as possible: whole inner axes merge with the axis before."""
+def merge_box_axes(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return (axis size, start, end) triples of a box, with whole inner axes merged into the axis before them."""
     axes: list[tuple[int, int, int]] = []
     for n, (low, high) in zip(shape, box, strict=True):
         if n != 1 and axes and (low, high) == (0, n):
@@ -62,11 +62,15 @@ def _merge_box(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[tu
 
 
 @dataclass
-class KernelTerms:
-    """The terms of a kernel and of its instructions. Equal terms are one number in `terms`."""
+class SymbolicTerms:
+    """Symbolic evaluation of a fused kernel and of the instructions that it replaces; both must compute equal terms.
+
+    A term is a function applied to other terms, or a leaf: a memory element, an attribute or a constant. `terms` gives
+    equal terms the same number.
+    """
 
     program: Program
-    contents: RunContents
+    contents: UnfusedRunContents
     group: FusedExpression
     terms: dict[tuple[object, ...], int] = field(default_factory=dict)
     computed: dict[int, tuple[int, bool]] = field(default_factory=dict)
@@ -85,57 +89,59 @@ class KernelTerms:
         is_view = bool(group.boxes) or all(t.shape == group.shape for t in group.operands)
         _require(is_view, "operands: a view has another shape")
         for number in () if group.boxes else group.instruction_numbers:
-            self._compute(number)
-        own = self._compute_term_of_each_step()
+            self._compute_instruction_term(number)
+        own = self._compute_kernel_step_terms()
         numbers = group.instruction_numbers  # values that only members read may lie at the same place
-        needed = [n for n in numbers if self.contents.is_needed(n, numbers)]
+        needed = [n for n in numbers if self.contents.is_result_read_outside_group(n, numbers)]
         for step, place in group.results:
-            makers = [n for n in needed if self._is_written_at(n, place)]
+            makers = [n for n in needed if self._is_result_of_instruction_at(n, place)]
             _require(0 <= step < len(own), "expression: a result is no step")
             _require(
-                any(self._compute(n)[0] == own[step] for n in makers),
+                any(self._compute_instruction_term(n)[0] == own[step] for n in makers),
                 f"expression: the result at {place} is not what its instructions compute",
             )
 
-    def _compute(self, number: int) -> tuple[int, bool]:
-        """Return the term of the result of an instruction, and whether it is one number per row."""
+    def _compute_instruction_term(self, number: int) -> tuple[int, bool]:
+        """Return the term that an instruction computes, and whether it is one number per row. Results are cached."""
         if number not in self.computed:
-            self.computed[number] = self._trace_instruction(number, self.program.instructions[number])
+            self.computed[number] = self._trace_instruction_to_term(number, self.program.instructions[number])
         return self.computed[number]
 
-    def _is_written_at(self, number: int, place: Tensor) -> bool:
-        """Return whether a place holds the elements of a result of an instruction, each once."""
-        (out,), is_per_row = self.program.instructions[number].dst, self._compute(number)[1]
+    def _is_result_of_instruction_at(self, number: int, place: Tensor) -> bool:
+        """Return whether the written tensor `place` has exactly the elements of an instruction's result."""
+        (out,), is_per_row = self.program.instructions[number].dst, self._compute_instruction_term(number)[1]
         shape = (*self.group.shape[:-1], 1) if is_per_row else self.group.shape
-        return place.shape == shape and (out.buffer, out.offset, merge_axes(out), out.dtype) == (
+        return place.shape == shape and (out.buffer, out.offset, merge_tensor_axes(out), out.dtype) == (
             place.buffer,
             place.offset,
-            merge_axes(place),
+            merge_tensor_axes(place),
             place.dtype,
         )
 
     def _intern(self, *term: object) -> int:
         return self.terms.setdefault(term, len(self.terms))
 
-    def _intern_element(self, tensor: Tensor, axes: Axes | None) -> int:
-        """Return the term of an element of memory at the same index."""
+    def _intern_memory_element_term(self, tensor: Tensor, axes: Axes | None) -> int:
+        """Return the term of the memory element that a tensor has at the index of the computed element."""
         _require(tensor.dtype is DType.F32, "operands: an operand is not float32")
         return self._intern(OPERAND, tensor.buffer, tensor.offset, axes)
 
-    def _intern_element_in_box(self, tensor: Tensor, shape: tuple[int, ...], box: Sequence[tuple[int, int]]) -> int:
-        """Return the term of an element at the same index of a box. The tensor begins at the first one in the box."""
-        axes = merge_axes(replace(tensor, shape=shape))
-        if _merge_box(shape, box) == _merge_box(shape, [(0, n) for n in shape]):
-            return self._intern_element(tensor, axes)
+    def _intern_memory_element_term_in_box(
+        self, tensor: Tensor, shape: tuple[int, ...], box: Sequence[tuple[int, int]]
+    ) -> int:
+        """Return the term of a memory element that is read in a box; `tensor` begins where the box begins."""
+        axes = merge_tensor_axes(replace(tensor, shape=shape))
+        if merge_box_axes(shape, box) == merge_box_axes(shape, [(0, n) for n in shape]):
+            return self._intern_memory_element_term(tensor, axes)
         _require(tensor.dtype is DType.F32, "operands: an operand is not float32")
-        return self._intern(OPERAND, tensor.buffer, tensor.offset, axes, _merge_box(shape, box))
+        return self._intern(OPERAND, tensor.buffer, tensor.offset, axes, merge_box_axes(shape, box))
 
-    def _intern_step(self, function: str, sources: Sequence[int], columns: int) -> int:
-        """Return the term of a function; a reduction depends on the length of the rows."""
+    def _intern_function_term(self, function: str, sources: Sequence[int], columns: int) -> int:
+        """Return the term of a function of other terms; the term of a row reduction includes the row length."""
         return self._intern(function, *sources, columns if function.startswith(REDUCTION_PREFIX) else None)
 
-    def _compute_term_of_each_step(self) -> list[int]:
-        """Return the term of each step of the kernel."""
+    def _compute_kernel_step_terms(self) -> list[int]:
+        """Return the term of each step of the kernel's expression, in order."""
         own: list[int] = []
         columns = self.group.shape[-1] if self.group.shape else 1
         for function, sources, value in self.group.steps:
@@ -144,50 +150,54 @@ class KernelTerms:
                 _require(0 <= int(value) < len(self.group.operands), "operands: an operand is missing")
                 tensor = self.group.operands[int(value)]
                 if sources:
-                    own.append(self._trace_read_in_box(tensor, sources))
+                    own.append(self._compute_boxed_operand_term(tensor, sources))
                     continue
                 _require(tensor.shape == self.group.shape, "operands: a view has another shape")
                 is_one_number = function == OPERAND or columns == 1 or tensor.strides[-1] == 0
                 _require(is_one_number, "operands: an operand has several numbers per row")
-                own.append(self._intern_element(tensor, merge_axes(tensor)))
+                own.append(self._intern_memory_element_term(tensor, merge_tensor_axes(tensor)))
             elif function == INSIDE:
                 _require(0 <= int(value) < len(self.group.boxes), "expression: a box is missing")
-                own.append(self._intern(INSIDE, _merge_box(self.group.shape, self._read_box(int(value)))))
+                own.append(
+                    self._intern(INSIDE, merge_box_axes(self.group.shape, self._require_box_in_shape(int(value))))
+                )
             elif function == ATTRIBUTE:
                 _require(str(value) in self.group.attributes, "expression: a number of the call is missing")
                 own.append(self._intern(ATTRIBUTE, float(self.group.attributes[str(value)]).hex()))
             elif function == CONSTANT:
                 own.append(self._intern(CONSTANT, value))
             else:
-                own.append(self._intern_step(function, [own[s] for s in sources], columns))
+                own.append(self._intern_function_term(function, [own[s] for s in sources], columns))
         return own
 
-    def _read_box(self, number: int) -> tuple[tuple[int, int], ...]:
-        """Return a box of the kernel, which must lie in its shape."""
+    def _require_box_in_shape(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Return box `number` of the kernel; raise `FusedKernelError` unless the box lies in the kernel's shape."""
         shape, box = self.group.shape, self.group.boxes[number]
         is_part = len(box) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True))
         _require(is_part, "operands: a box does not lie in the shape")
         return box
 
-    def _trace_read_in_box(self, tensor: Tensor, sources: Sequence[int]) -> int:
-        """Return the term of a step that reads an operand in the box of another step."""
+    def _compute_boxed_operand_term(self, tensor: Tensor, sources: Sequence[int]) -> int:
+        """Return the term of a kernel step that reads an operand only inside a box."""
         function, _, value = self.group.steps[sources[0]]
         _require(function == INSIDE and len(sources) == 1, "operands: an operand is read in no box")
         shape, box = self.group.shape, self.group.boxes[int(value)]
         is_view = tensor.shape == tuple(high - low for low, high in box)
         _require(is_view, "operands: a view has another shape")
-        return self._intern_element_in_box(tensor, shape, box)
+        return self._intern_memory_element_term_in_box(tensor, shape, box)
 
-    def _trace_instruction(
+    def _trace_instruction_to_term(
         self, number: int, instruction: Instruction, place: Placement | None = None
     ) -> tuple[int, bool]:
-        """Return the term of the result of an instruction, and whether it is one number per row.
+        """Derive the term of a result from the declaration of the op; also return if it is one number per row.
+
+        With `place`, only the part of the result in this box is read.
 
         With `place`, the result is read in this place only.
         """
         size = math.prod(self.group.shape)
         declared = REGISTRY[instruction.op].expression if instruction.op in REGISTRY else None
-        if declared is None or not _keeps_operands(declared, instruction):
+        if declared is None or not _has_unchanged_operands(declared, instruction):
             raise FusedKernelError(f"expression: the op {instruction.op} is not declared in the scalar language")
         _require(
             instruction.dst[0].dtype is DType.F32, f"expression: the result of instruction {number} is not float32"
@@ -210,34 +220,37 @@ class KernelTerms:
         depends = False
         for function, sources, value in expression.steps:
             if function == OPERAND:
-                child = self._place_operand(declared, instruction, int(value), place)
+                child = self._compute_operand_placement(declared, instruction, int(value), place)
                 if child is None:
-                    terms.append(self._trace_operand(number, int(value), shape, is_per_row))
+                    terms.append(self._compute_operand_term(number, int(value), shape, is_per_row))
                 else:
-                    terms.append(self._trace_placed_operand(number, int(value), child, declared.place is None))
+                    terms.append(self._compute_placed_operand_term(number, int(value), child, declared.place is None))
                 depends = True
             elif function == INSIDE:
-                child = self._place_operand(declared, instruction, int(value), place)
+                child = self._compute_operand_placement(declared, instruction, int(value), place)
                 _require(child is not None, "expression: an operand has no place")
                 assert child is not None
-                terms.append(self._intern(INSIDE, _merge_box(child[0], child[2])))
+                terms.append(self._intern(INSIDE, merge_box_axes(child[0], child[2])))
             elif function == ATTRIBUTE:
                 number_of_call = float(float_attribute(instruction.attrs, str(value)))
                 terms.append(self._intern(ATTRIBUTE, number_of_call.hex()))
             elif function == CONSTANT:
                 terms.append(self._intern(CONSTANT, value))
             else:
-                terms.append(self._intern_step(function, [terms[s] for s in sources], own_columns))
+                terms.append(self._intern_function_term(function, [terms[s] for s in sources], own_columns))
         result = terms[-1] if depends else self._intern("rounded", terms[-1])
         return result, is_per_row or math.prod(instruction.dst[0].shape) * columns == size != math.prod(
             instruction.dst[0].shape
         )
 
     @staticmethod
-    def _place_operand(
+    def _compute_operand_placement(
         declared: ScalarLanguageDeclaration, instruction: Instruction, index: int, place: Placement | None
     ) -> Placement | None:
-        """Return the place of an operand. The result of the instruction has a place, or is whole."""
+        """Compute where an operand lies in the shape over which the kernel runs; None if the operand is read whole.
+
+        `place` is the placement of the instruction's result; None means that the result is the whole shape.
+        """
         if declared.place is None:
             return place
         tensors = [t for t in instruction.src if t is not None]
@@ -251,8 +264,8 @@ class KernelTerms:
         ends = zip(place[2], start, tensors[index].shape, strict=True)
         return place[0], start, tuple((max(low, at), min(high, at + n)) for (low, high), at, n in ends)
 
-    def _trace_placed_operand(self, number: int, index: int, place: Placement, broadcasts: bool) -> int:
-        """Return the term of an operand that is read in a place only: the result of an instruction, or memory."""
+    def _compute_placed_operand_term(self, number: int, index: int, place: Placement, broadcasts: bool) -> int:
+        """Return the term of an operand that is read only in a box: another instruction's term, or a memory element."""
         tensor, (own,) = self.program.instructions[number].src[index], self.program.instructions[number].dst
         assert tensor is not None
         label = f"operands: operand {index} of instruction {number}"
@@ -264,48 +277,60 @@ class KernelTerms:
             strides = (*[0] * lent, *(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.strides, strict=True)))
             sizes = (*[1] * lent, *tensor.shape)
             _require(
-                len(strides) == len(shape) and (not broadcasts or merge_axes(tensor, own.shape) is not None),
+                len(strides) == len(shape) and (not broadcasts or merge_tensor_axes(tensor, own.shape) is not None),
                 f"{label} has other axes",
             )
             first = sum((low - at) * s for (low, _), at, s in zip(box, start, strides, strict=True))
             view = replace(tensor, offset=tensor.offset + 4 * first, shape=sizes, strides=strides)
-            return self._intern_element_in_box(view, shape, box)
+            return self._intern_memory_element_term_in_box(view, shape, box)
         _require(len(content) == 1 and len(inside) == 1, f"{label} has several contents")
         (maker,) = inside
         (out,) = self.program.instructions[maker].dst
-        same = (tensor.offset, tensor.shape, merge_axes(tensor)) == (out.offset, out.shape, merge_axes(out))
+        same = (tensor.offset, tensor.shape, merge_tensor_axes(tensor)) == (
+            out.offset,
+            out.shape,
+            merge_tensor_axes(out),
+        )
         _require(same and (not broadcasts or own.shape == out.shape), f"{label} is another view of instruction {maker}")
         if (maker, place) not in self.placed:
-            self.placed[maker, place] = self._trace_instruction(maker, self.program.instructions[maker], place)[0]
+            self.placed[maker, place] = self._trace_instruction_to_term(maker, self.program.instructions[maker], place)[
+                0
+            ]
         return self.placed[maker, place]
 
-    def _trace_operand(self, number: int, index: int, shape: tuple[int, ...], is_per_row: bool) -> int:
-        """Return the term of an operand of an instruction: the result of another one of the group, or memory."""
+    def _compute_operand_term(self, number: int, index: int, shape: tuple[int, ...], is_per_row: bool) -> int:
+        """Return the term of an operand: the term of its producer in the group, or a memory element."""
         tensor = self.program.instructions[number].src[index]
         assert tensor is not None
         _require(tensor.dtype is DType.F32, f"operands: operand {index} of instruction {number} is not float32")
-        axes = merge_axes(tensor, shape)
+        axes = merge_tensor_axes(tensor, shape)
         if axes is None:
             raise FusedKernelError(f"operands: operand {index} of instruction {number} is repeated as tiles")
         content = self.contents.reads[number][index] or ()
         inside = {v[0] for _, _, v in content if isinstance(v, tuple) and v[0] in self.group.instruction_numbers}
         if not inside:
-            return self._intern_element(tensor, self._repeat_along_row(axes) if is_per_row else axes)
+            return self._intern_memory_element_term(
+                tensor, self._repeat_row_number_over_columns(axes) if is_per_row else axes
+            )
         whole = len(content) == 1 and len(inside) == 1
         _require(whole, f"operands: operand {index} of instruction {number} has several contents")
         (maker,) = inside
-        term, has_rows = self._compute(maker)
+        term, has_rows = self._compute_instruction_term(maker)
         (out,) = self.program.instructions[maker].dst
         rows = math.prod(out.shape)
         dense: Axes = ((rows, 1),) if rows > 1 else ()
         if has_rows and not is_per_row:
-            dense = self._repeat_along_row(dense)
-        same = tensor.offset == out.offset and merge_axes(out) == (((rows, 1),) if rows > 1 else ()) and axes == dense
+            dense = self._repeat_row_number_over_columns(dense)
+        same = (
+            tensor.offset == out.offset
+            and merge_tensor_axes(out) == (((rows, 1),) if rows > 1 else ())
+            and axes == dense
+        )
         _require(same, f"operands: operand {index} of instruction {number} is another view of instruction {maker}")
         return term
 
-    def _repeat_along_row(self, axes: Axes) -> Axes:
-        """Return the axes of a number per row that all columns of the row repeat."""
+    def _repeat_row_number_over_columns(self, axes: Axes) -> Axes:
+        """Add an axis of stride 0 that repeats a number per row over the columns of the row."""
         columns = self.group.shape[-1] if self.group.shape else 1
         if columns == 1:
             return axes
@@ -313,8 +338,8 @@ class KernelTerms:
         return (*axes[:-1], (axes[-1][0] * columns, 0)) if is_repeated else (*axes, (columns, 0))
 
 
-def _keeps_operands(declared: ScalarLanguageDeclaration, instruction: Instruction) -> bool:
-    """Return whether the expression of an op has the operands of the instruction: its `arrange` returns them as is."""
+def _has_unchanged_operands(declared: ScalarLanguageDeclaration, instruction: Instruction) -> bool:
+    """Return whether the op's expression reads the operands of the instruction unchanged and in order."""
     if declared.arrange is None:
         return True
     operands = [None if t is None else np.broadcast_to(np.float32(0), t.shape) for t in instruction.src]

@@ -28,13 +28,13 @@ REDUCTION_PREFIX, NUMBER_PER_ROW = "row_", "row_operand"
 
 
 def split_hooked_kernels(fusion: ProgramFusion) -> ProgramFusion:
-    """Return a fusion in which each stage of a hooked kernel is a group of its own, in the order of the stages."""
+    """Return a fusion in which every stage of a hooked kernel is a separate group, in stage order."""
     stages = {tuple(sorted(n for stage in hooked.stages for n in stage)): hooked.stages for hooked in fusion.hooked}
     return replace(fusion, order=tuple(part for group in fusion.order for part in stages.get(group, (group,))))
 
 
 def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
-    """Yield as text all reasons why a hooked kernel differs from its stages one after the other."""
+    """Yield the reasons why a hooked kernel may compute other results than its stages run one after the other."""
     groups, seen = {*fusion.order}, set[int]()
     for hooked in fusion.hooked:
         numbers = sorted(n for stage in hooked.stages for n in stage)
@@ -49,7 +49,7 @@ def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
 
 
 def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKernel) -> Iterator[str]:
-    """Yield faults of one hooked kernel; its instructions run together."""
+    """Yield the faults of one hooked kernel: wrong stages, sizes or operands, or panels that depend on each other."""
     first, *others = hooked.stages
     if not first or not others:
         yield "it has no body, or no hook"
@@ -69,7 +69,7 @@ def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKe
             yield f"stage {stage} has {len(kernels)} generated kernels"
             return
         (kernel,) = kernels
-        if (why := _find_row_fault(kernel, out, hooked.panel_columns)) is not None:
+        if (why := _find_dependence_on_other_panels(kernel, out, hooked.panel_columns)) is not None:
             yield f"stage {stage} {why}"
         read += kernel.operands
         written += [tensor for _, tensor in kernel.results]
@@ -88,8 +88,8 @@ def _find_body_fault(body: Sequence[Instruction], panel_columns: int) -> str | N
     return None
 
 
-def _find_row_fault(kernel: FusedExpression, out: Tensor, panel_columns: int) -> str | None:
-    """Return why an element of a stage may need elements of other panels of the result `out`, or None."""
+def _find_dependence_on_other_panels(kernel: FusedExpression, out: Tensor, panel_columns: int) -> str | None:
+    """Return why a stage may read other panels of the body's result `out`; None if it does not."""
     if math.prod(kernel.shape) != math.prod(out.shape):
         return "has another number of elements than the body"
     if kernel.boxes:
@@ -106,7 +106,7 @@ def _find_row_fault(kernel: FusedExpression, out: Tensor, panel_columns: int) ->
 def _find_faults_across_panels(
     body: Sequence[Instruction], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> Iterator[str]:
-    """Yield memory that a panel writes, and another panel may read or write.
+    """Yield a fault for memory that one panel writes and another panel may read or write.
 
     Args:
         body: The instructions of the body, which read all of their operands for each panel.
@@ -129,7 +129,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _has_equal_elements(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same dense elements."""
+    """Return whether two tensors are dense and are the same memory elements in the same order."""
     size = math.prod(one.shape) == math.prod(other.shape)
     return size and one.offset == other.offset and one.dtype == other.dtype and _is_dense(one) and _is_dense(other)
 

@@ -14,8 +14,8 @@ Content = tuple[tuple[int, int, object], ...]
 """The contents of a byte range: first byte, end byte and content of each part."""
 
 
-class RunContents:
-    """The contents of memory before each instruction, if the instructions run one by one in program order.
+class UnfusedRunContents:
+    """The contents that every operand would have if the instructions ran one by one in program order, without fusion.
 
     `readers` are the instructions that read each result; a result that is read after the run has none.
     """
@@ -34,7 +34,7 @@ class RunContents:
             for index, tensor in enumerate(instruction.dst):
                 contents.record_write_and_overwritten_values(compute_byte_extent(tensor), (number, index))
                 self.readers.setdefault((number, index), set())
-        self.final = self._read_final(contents)
+        self.final = self._read_final_contents(contents)
         for content in self.final.values():
             self.retained |= {value for _, _, value in content if isinstance(value, tuple)}
 
@@ -46,8 +46,8 @@ class RunContents:
             if isinstance(value, tuple):
                 self.readers[value].add(number)
 
-    def _read_final(self, contents: BufferContents) -> dict[str, Content]:
-        """Return the contents of everything that is read after a run."""
+    def _read_final_contents(self, contents: BufferContents) -> dict[str, Content]:
+        """Return the contents at the end of a run of all outputs, state saves, weights and states, by name."""
         program = self.program
         tensors = {f"output {name}": tensor for name, tensor in program.outputs.items()}
         for at, back in program.undo:
@@ -56,13 +56,13 @@ class RunContents:
             tensors[f"buffer {number}"] = Tensor(number, 0, (buffer.nbytes,), (1,), DType.I8)
         return {name: _read_content(contents, tensor) for name, tensor in tensors.items()}
 
-    def is_needed(self, number: int, members: Sequence[int]) -> bool:
-        """Return whether something outside of a group reads a result of instruction `number`."""
+    def is_result_read_outside_group(self, number: int, members: Sequence[int]) -> bool:
+        """Return whether a result is read after the run, or by an instruction that is not in `members`."""
         values = [(number, index) for index in range(len(self.program.instructions[number].dst))]
         return any(value in self.retained or not self.readers[value] <= {*members} for value in values)
 
-    def find_differences(self, fusion: ProgramFusion) -> Iterator[str]:
-        """Yield where a run with fused kernels reads or leaves other contents than the instructions in their order."""
+    def find_fused_run_differences(self, fusion: ProgramFusion) -> Iterator[str]:
+        """Yield each operand and buffer with other contents in a run with fused kernels than in an unfused run."""
         contents = self._make_start()
         for group in fusion.order:
             members = {*group}
@@ -72,21 +72,23 @@ class RunContents:
                     if tensor is None or expected is None:
                         continue
                     inside = [part for part in expected if isinstance(part[2], tuple) and part[2][0] in members]
-                    if _leave_out(_read_content(contents, tensor), inside) != _leave_out(expected, inside):
+                    if _remove_byte_ranges(_read_content(contents, tensor), inside) != _remove_byte_ranges(
+                        expected, inside
+                    ):
                         yield f"operands: operand {index} of instruction {number} has another content in the fused run"
             for number in group:
                 if len(group) == 1:
                     _record_scratch(contents, self.program.instructions[number])
-                if len(group) == 1 or self.is_needed(number, group):
+                if len(group) == 1 or self.is_result_read_outside_group(number, group):
                     for index, tensor in enumerate(self.program.instructions[number].dst):
                         contents.record_write_and_overwritten_values(compute_byte_extent(tensor), (number, index))
-        for name, content in self._read_final(contents).items():
+        for name, content in self._read_final_contents(contents).items():
             if content != self.final[name]:
                 yield f"operands: {name} has another content after the fused run"
 
 
 def _read_content(contents: BufferContents, tensor: Tensor) -> Content:
-    """Return the contents of the bytes of a tensor. Bytes that no instruction has written are left out."""
+    """Return which value each byte range of a tensor holds, without the bytes that no instruction has written."""
     buffer, start, end = compute_byte_extent(tensor)
     if start == end:
         return ()
@@ -101,8 +103,8 @@ def _record_scratch(contents: BufferContents, instruction: Instruction) -> None:
         contents.record_write_and_overwritten_values(compute_byte_extent(instruction.scratch), None)
 
 
-def _leave_out(content: Content, ranges: Sequence[tuple[int, int, object]]) -> Content:
-    """Return a content without the bytes of `ranges`, which are in order and do not overlap."""
+def _remove_byte_ranges(content: Content, ranges: Sequence[tuple[int, int, object]]) -> Content:
+    """Return a content without the given byte ranges, which are sorted and do not overlap."""
     parts: Sequence[tuple[int, int, object]] = content
     for start, end, _ in ranges:
         before = [(low, min(high, start), value) for low, high, value in parts if low < start]

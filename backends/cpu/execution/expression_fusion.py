@@ -28,7 +28,7 @@ ARITHMETIC_PRICE, TRANSCENDENTAL_PRICE = 1, 20
 
 
 def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
-    """Choose the groups of declared ops, and make each a group of `flow`.
+    """Choose the groups of declared ops that one generated kernel computes, and make each a group of `flow`.
 
     The choice depends on the program only, not on addresses or threads.
     """
@@ -36,8 +36,8 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
     return find_expression_groups(flow, rules)
 
 
-def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
-    """Return the record of a group for people and for the verifier of plans."""
+def to_fused_expression(group: ExpressionGroup) -> FusedExpression:
+    """Convert a group to a `FusedExpression`, which reports show and the plan verifier checks."""
     return FusedExpression(
         group.instruction_numbers,
         group.expression.steps,
@@ -52,7 +52,7 @@ def describe_expression_group(group: ExpressionGroup) -> FusedExpression:
 
 @cache
 def count_expression_steps_per_element(expression: Expression) -> int:
-    """Return the price of an expression per element: each step of each pass over a row."""
+    """Count the steps that a kernel computes for each element of an expression, over all passes over a row."""
     return sum(
         TRANSCENDENTAL_PRICE if expression.steps[n].function in TRANSCENDENTAL_FUNCTIONS else ARITHMETIC_PRICE
         for steps in ExpressionKernel(expression, ()).list_passes()
@@ -90,7 +90,7 @@ def _trace_call(
     producers: Sequence[int | None],
     readers: frozenset[int] | None,
 ) -> TracedInstruction | None:
-    """Trace a call of a declared op. Return None without code for each of its functions."""
+    """Trace a call of a declared op to an expression; return None if a function of it has no compiled code."""
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
     starts = declared.place and declared.place([o.shape for o in operands if o is not None], call.attrs)
     if declared.place is not None and starts is None:

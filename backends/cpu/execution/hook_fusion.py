@@ -15,7 +15,7 @@ from ...base import Tensor
 from ...capabilities import HookedKernel
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup
-from ...fusion.hooks import HookedBody, PanelHook, Panels, find_hooked_bodies
+from ...fusion.hooks import HookedBody, PanelHook, ResultPanels, find_hooked_bodies
 from ...fusion.operands import BoundInstruction, Operand
 from ..compilation.compiler import Kernel
 from ..kernels.attention.bind_attention import can_bind_attention
@@ -39,14 +39,14 @@ from .expression_fusion import trace_instruction
 def choose_hooked_bodies(
     flow: Dataflow, groups: Sequence[ExpressionGroup], patterns: Mapping[Sequence[int], FusedBinding]
 ) -> list[HookedBody]:
-    """Choose the hooks of products, convolutions and attention, and make each body with its hooks a group of `flow`.
+    """Choose the hooks of matmuls, convolutions and attention; make each body with its hooks one group of `flow`.
 
     Args:
         flow: The dataflow.
         groups: The groups of declared ops in `flow`.
         patterns: The fused patterns in `flow`, by their instructions.
     """
-    bodies: list[tuple[tuple[int, ...], Panels | None]]
+    bodies: list[tuple[tuple[int, ...], ResultPanels | None]]
     bodies = [(tuple(numbers), pattern.panels) for numbers, pattern in patterns.items()]
     singles = (n for n in range(len(flow.reader_table.program.instructions)) if flow.can_join_fusion(n))
     bodies += [((number,), find_panels(flow.bound_instruction(number))) for number in singles]
@@ -58,15 +58,15 @@ def choose_hooked_bodies(
     return find_hooked_bodies(flow, groups, found, partial(trace_instruction, flow))
 
 
-def describe_hooked_body(hooked: HookedBody) -> HookedKernel:
-    """Return the record of a hooked body for people and for the verifier of plans."""
+def to_hooked_kernel(hooked: HookedBody) -> HookedKernel:
+    """Convert a body with hooks to a `HookedKernel`, which reports show and the plan verifier checks."""
     return HookedKernel(hooked.stages, hooked.panel_columns)
 
 
 def make_hooked_binding(
     flow: Dataflow, hooked: HookedBody, patterns: Mapping[Sequence[int], FusedBinding]
 ) -> FusedBinding:
-    """Make the binding of a body and its hooks; `patterns` are the fused patterns, which may be bodies."""
+    """Make the binding of a body with its hooks; a body is one instruction or one of `patterns`, the fused patterns."""
     call = flow.bound_instruction(hooked.body[-1])
     pattern = patterns.get(hooked.body)
     bind_body = partial(_bind_single_body, call=call) if pattern is None else pattern.bind
@@ -80,7 +80,7 @@ def _bind_single_body(steps: StepTableBuilder, call: BoundInstruction) -> None:
 
 
 def make_group_binding(flow: Dataflow, group: ExpressionGroup) -> FusedBinding:
-    """Make the binding of a group of declared ops: one step, which also quantises a result that products read."""
+    """Make the binding of an expression group: one step, which also quantises the result for matmuls."""
     return FusedBinding(group.instruction_numbers, partial(_bind_group, flow=flow, group=group))
 
 
@@ -91,7 +91,9 @@ def _bind_group(steps: StepTableBuilder, flow: Dataflow, group: ExpressionGroup)
         readers = [] if columns == 0 or columns % BLOCK_COLUMNS else call.find_readers() or []
         widths = {x.shape[-1] for r in readers if (x := r.optional_operand(1)) is not None and x.shape}
         for width in sorted(widths):
-            reads = find_quantised_reads(steps, call, (group.size // width, width)) if width % columns == 0 else None
+            reads = (
+                find_quantised_read_forms(steps, call, (group.size // width, width)) if width % columns == 0 else None
+            )
             if reads is not None:
                 records = reads.make_quantised_row_memory_per_thread(steps, shared=True)
                 if _add_hooked_group_step(steps, group, reads.make_quantising_hook(records[0]), width // columns):
@@ -101,7 +103,7 @@ def _bind_group(steps: StepTableBuilder, flow: Dataflow, group: ExpressionGroup)
 
 
 def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook: StepHook, blocks: int) -> bool:
-    """Add the step of a group that calls a hook; return False if its kernel cannot loop over whole rows.
+    """Add the step of an expression group whose kernel calls a hook; return False if it cannot loop over whole rows.
 
     Args:
         steps: The steps.
@@ -153,13 +155,13 @@ def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook
     return True
 
 
-def find_panels(call: BoundInstruction) -> Panels | None:
-    """Return the panels of an instruction if its kernel calls hooks, else None."""
+def find_panels(call: BoundInstruction) -> ResultPanels | None:
+    """Return how an instruction's kernel divides its result into panels; None if the kernel cannot call hooks."""
     out = call.out if len(call.dst) == 1 else None
     if out is None or not (out.is_dense and out.is_float and out.size):
         return None
     if call.op == "attention" and math.prod(out.shape[:-3]) == 1 and can_bind_attention(call):
-        return Panels(out.shape[-3], out.shape[-2] * out.shape[-1], out.shape[-1])
+        return ResultPanels(out.shape[-3], out.shape[-2] * out.shape[-1], out.shape[-1])
     if call.op != "mul_mat":
         return None
     if not has_matmul_kernel(call):
@@ -168,11 +170,13 @@ def find_panels(call: BoundInstruction) -> Panels | None:
     if choose_activation_rounding_kind(call) in TERMS_BY_KIND:
         return None
     rows = math.prod(out.shape[:-1])
-    return Panels(rows, out.shape[-1], _count_tile_columns(call.operand(0)) if rows >= MIN_EVENLY_SHARED_ROWS else None)
+    return ResultPanels(
+        rows, out.shape[-1], _count_tile_columns(call.operand(0)) if rows >= MIN_EVENLY_SHARED_ROWS else None
+    )
 
 
 def _count_tile_columns(weight: Operand) -> int:
-    """Return the number of columns of a result that a tile of a weight computes."""
+    """Return the number of result columns that one tile of a weight computes."""
     form = FORMATS.get(weight.dtype)
     tiling = make_float_weight_tiling(weight.dtype) if form is None else make_packed_matmul_subroutines_and_tiling(form)
     return math.gcd(tiling.tile_groups * GROUP_ROWS, PAIR_ROWS)
@@ -182,10 +186,10 @@ def _bind_hooked_body(
     steps: StepTableBuilder, flow: Dataflow, hooked: HookedBody, bind_body: Callable[[StepTableBuilder], None]
 ) -> None:
     hooks, registrations = [*map(_make_step_hook, hooked.hooks)], []
-    if hooked.panels.fit(BLOCK_COLUMNS):
+    if hooked.panels.has_columns_in_multiples_of(BLOCK_COLUMNS):
         size = hooked.panels.rows, hooked.panels.columns
         for number in hooked.instruction_numbers:
-            reads = find_quantised_reads(steps, flow.bound_instruction(number), size)
+            reads = find_quantised_read_forms(steps, flow.bound_instruction(number), size)
             if reads is not None:
                 place = f"in hook {len(hooks)}"
                 records = reads.make_quantised_row_memory_per_thread(steps, shared=True, place=place)
@@ -198,10 +202,10 @@ def _bind_hooked_body(
         register()
 
 
-def find_quantised_reads(
+def find_quantised_read_forms(
     steps: StepTableBuilder, call: BoundInstruction, size: tuple[int, int]
 ) -> ResultReadForms | None:
-    """Find the forms in which products read a result quantised, as a matrix of `size`; None without such a product."""
+    """Find the quantised forms in which matmuls read a result [size]; None if no matmul reads it quantised."""
     rows, columns = size
     found: dict[tuple[Tensor, int], Operand] = {}
     is_shared = False
@@ -224,7 +228,7 @@ def find_quantised_reads(
 
 
 def _make_step_hook(hook: PanelHook) -> StepHook:
-    """Make the hook of a step: the kernel for panels, and its argument words."""
+    """Convert a panel hook to the hook of a step: its compiled kernel and its argument words."""
     group, (*outer, columns) = hook.group, hook.shape
     words = [columns, *outer]
     for operand in (*hook.operands, *hook.results):

@@ -23,8 +23,8 @@ from ...kernel_tables import find_op_package_binding
 from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-from .expression_fusion import bind_op_alone, choose_expression_groups, describe_expression_group
-from .hook_fusion import choose_hooked_bodies, describe_hooked_body, make_group_binding, make_hooked_binding
+from .expression_fusion import bind_op_alone, choose_expression_groups, to_fused_expression
+from .hook_fusion import choose_hooked_bodies, make_group_binding, make_hooked_binding, to_hooked_kernel
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
 from .thread_pool import ThreadPool
@@ -99,8 +99,8 @@ def describe_program_fusion(program: Program) -> ProgramFusion:
     groups = {group.instruction_numbers: group for group in (*fusions.expression_groups, *hooks)}
     return ProgramFusion(
         tuple(flow.list_groups()),
-        tuple(map(describe_expression_group, groups.values())),
-        tuple(map(describe_hooked_body, fusions.hooked_bodies)),
+        tuple(map(to_fused_expression, groups.values())),
+        tuple(map(to_hooked_kernel, fusions.hooked_bodies)),
     )
 
 

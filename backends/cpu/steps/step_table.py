@@ -16,7 +16,7 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ...base import Comm, Tensor
 from ...fusion.dataflow import Dataflow
-from ...fusion.hooks import Panels
+from ...fusion.hooks import ResultPanels
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
@@ -409,7 +409,7 @@ class FusedBinding:
 
     instruction_numbers: Sequence[int]
     bind: Callable[[StepTableBuilder], None]
-    panels: Panels | None = None
+    panels: ResultPanels | None = None
 
 
 FusionMatcher = Callable[[Dataflow, int], FusedBinding]

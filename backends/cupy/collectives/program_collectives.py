@@ -210,7 +210,10 @@ class ProgramCollectives:
 
 
 def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGroup) -> int:
-    """Return the bytes of the largest operand that any device has in a collective, which is equal on all devices."""
+    """Return the bytes of the largest operand or result of a collective on any device of the group.
+
+    The number is the same on all devices.
+    """
     sequence = narrow_to_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else narrow_to_integer(call.attrs["source"])

@@ -12,8 +12,8 @@ from ...base import ALIGNMENT, Tensor, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayPositionInBatch:
-    """One array of a batched copy: its index among all arrays, and its byte offset in the batch."""
+class CoalescedArray:
+    """One array of a coalesced copy: its index among all arrays, and its byte offset in the copied range."""
 
     number: int
     offset: int
@@ -22,17 +22,17 @@ class ArrayPositionInBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchedCopy:
-    """One copy for several adjacent arrays: a byte range of a buffer, and the arrays in that range."""
+class CoalescedCopy:
+    """One memory copy that transfers several adjacent arrays: a byte range of a buffer, and the arrays in it."""
 
     buffer: int
     offset: int
     nbytes: int
-    arrays: tuple[ArrayPositionInBatch, ...]
+    arrays: tuple[CoalescedArray, ...]
 
 
-def batch_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[BatchedCopy]:
-    """Group contiguous tensors that are adjacent in a buffer into batched copies of at most `max_bytes` bytes.
+def coalesce_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[CoalescedCopy]:
+    """Merge the copies of contiguous tensors that are adjacent in a buffer into copies of at most `max_bytes` bytes.
 
     Tensors that are not contiguous are left out. A batch overwrites its arrays and the padding between two of them.
     That is safe, because padding never holds a value. Each value begins at a multiple of `ALIGNMENT`, and padding ends
@@ -67,8 +67,8 @@ def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, max_bytes: int) ->
     return (t.buffer, t.offset) == (last.buffer, next_value) and fits
 
 
-def _make_batch(tensors: Sequence[Tensor], numbers: Sequence[int]) -> BatchedCopy:
+def _make_batch(tensors: Sequence[Tensor], numbers: Sequence[int]) -> CoalescedCopy:
     first, last = tensors[numbers[0]], tensors[numbers[-1]]
     inside = ((n, tensors[n]) for n in numbers)
-    arrays = tuple(ArrayPositionInBatch(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
-    return BatchedCopy(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, arrays)
+    arrays = tuple(CoalescedArray(n, t.offset - first.offset, t.shape, t.dtype.storage) for n, t in inside)
+    return CoalescedCopy(first.buffer, first.offset, last.offset + last.spec.nbytes - first.offset, arrays)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....graph.errors import BackendError
 from ...base import ALIGNMENT, Array, Device
-from .batched_copies import BatchedCopy
+from .batched_copies import CoalescedCopy
 from .driver import StartRead
 from .pinned_arrays import PinnedPool
 
@@ -106,7 +106,7 @@ class HostTransfers:
                 part[:] = self._pinned[room : room + part.size]
         return host
 
-    def make_writer(self, batches: Sequence[tuple[BatchedCopy, int]]) -> Callable[[Sequence[Array]], None]:
+    def make_writer(self, batches: Sequence[tuple[CoalescedCopy, int]]) -> Callable[[Sequence[Array]], None]:
         """Return a function that copies host arrays to these device addresses, one copy per batch."""
         runtime, stream = self.cupy.cuda.runtime, self.stream.ptr
 
@@ -179,7 +179,7 @@ class HostTransfers:
 
     @contextmanager
     def _use_stream_and_convert_errors(self, doing: str) -> Iterator[None]:
-        """Return a context in which the device and its stream are current, and CUDA errors become `BackendError`.
+        """Make the device and its stream current in a context, and convert CUDA errors in it to `BackendError`.
 
         `doing` names the action in messages.
         """

@@ -17,7 +17,7 @@ from ....graph.errors import BackendError
 from ...base import Array, Device, Tensor, view_host_tensor
 from ...host.host_backend import HOST_MEMORY
 from ..backend import DriverBackend
-from ..device.batched_copies import batch_copies
+from ..device.batched_copies import coalesce_copies
 from ..device.device_limits import HIP_LIMITS, LARGEST_LIMITS, KernelLimits
 from ..device.driver import (
     CUDA_HEADER,
@@ -147,7 +147,7 @@ class EmulatedDriver:
         It also writes garbage into the padding between the arrays, as a device may do.
         """
         views = [self.view(buffers[t.buffer], t) for t in tensors]
-        batches = [(buffers[p.buffer], p) for p in batch_copies(tensors, sys.maxsize)]
+        batches = [(buffers[p.buffer], p) for p in coalesce_copies(tensors, sys.maxsize)]
 
         def write(arrays: Sequence[Array]) -> None:
             for buffer, batch in batches:

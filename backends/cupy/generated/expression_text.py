@@ -39,26 +39,29 @@ REDUCTION_TEXTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """The CUDA text that adds an element to a reduction of a row, and the function that joins the parts of threads."""
 
 
-def has_text_for_all_functions(expression: Expression) -> bool:
-    """Return whether every function that an expression computes per element or per row has a CUDA text."""
+def has_cuda_text_for_all_functions(expression: Expression) -> bool:
+    """Return whether each function of an expression can be written as CUDA code."""
     known = {*FUNCTION_TEXTS, *REDUCTION_TEXTS, "operand", "row_count"}
     computed = (s for n, s in enumerate(expression.steps) if n not in expression.steps_without_operands)
     return all(step.function in known for step in computed)
 
 
 def list_argument_steps(expression: Expression) -> list[int]:
-    """List the steps that are numbers of a call: they depend on attributes, so that they are arguments, not text."""
+    """List the steps whose numbers depend on attributes of the call; kernels receive them as arguments."""
     from_attributes: set[int] = set()
     for number, step in enumerate(expression.steps):
         if step.function == "attribute" or from_attributes.intersection(step.sources):
             from_attributes.add(number)
-    return sorted(_find_numbers_read_by_others(expression) & from_attributes)
+    return sorted(_find_number_steps_read_by_element_steps(expression) & from_attributes)
 
 
 def write_number_statements(expression: Expression, arguments: Iterable[int]) -> list[str]:
-    """Write the numbers of the whole call: constants as literals, and the steps `arguments` as fields ``a.n<step>``."""
+    """Write CUDA statements for numbers that are equal for the whole call: constants and arguments.
+
+    The steps `arguments` read the fields ``a.n<step>``.
+    """
     arguments = frozenset(arguments)
-    constants = [n for n in sorted(_find_numbers_read_by_others(expression)) if n not in arguments]
+    constants = [n for n in sorted(_find_number_steps_read_by_element_steps(expression)) if n not in arguments]
     numbers = expression.compute_number_steps(dict.fromkeys(_list_attributes(expression), 1.0)) if constants else {}
     return [
         *(f"const float s{n} = (float)a.n{n};" for n in sorted(arguments)),
@@ -66,14 +69,14 @@ def write_number_statements(expression: Expression, arguments: Iterable[int]) ->
     ]
 
 
-def write_step(number: int, step: Step) -> str:
-    """Write the statement that computes a step of earlier steps."""
+def write_step_statement(number: int, step: Step) -> str:
+    """Write the CUDA statement that computes one step of an expression from earlier steps."""
     text = FUNCTION_TEXTS[step.function].format(*(f"s{source}" for source in step.sources))
     return f"const auto s{number} = {text};"
 
 
-def _find_numbers_read_by_others(expression: Expression) -> set[int]:
-    """Return the steps without operands that steps with operands read."""
+def _find_number_steps_read_by_element_steps(expression: Expression) -> set[int]:
+    """Find the steps with one number for the whole call that a step per element or per row reads."""
     alone = expression.steps_without_operands
     return {s for n, step in enumerate(expression.steps) if n not in alone for s in step.sources if s in alone}
 
@@ -83,7 +86,7 @@ def _list_attributes(expression: Expression) -> list[str]:
 
 
 def _format_float(number: float) -> str:
-    """Format a number as a CUDA literal of float32 with exactly its value."""
+    """Format a float32 number as a CUDA literal with exactly its value."""
     if isinstance(number, bool):
         return "true" if number else "false"
     with np.errstate(over="ignore"):

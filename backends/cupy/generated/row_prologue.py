@@ -21,10 +21,10 @@ from ...kernel_tables import find_op_package_binding
 from ..binding.launch_builder import LaunchWord
 from .expression_text import (
     REDUCTION_TEXTS,
-    has_text_for_all_functions,
+    has_cuda_text_for_all_functions,
     list_argument_steps,
     write_number_statements,
-    write_step,
+    write_step_statement,
 )
 
 BLOCK_COLUMNS = 32
@@ -43,7 +43,7 @@ PLAIN_PROLOGUE_WORDS: Sequence[LaunchWord] = (0,)
 
 @dataclass(frozen=True)
 class RowPrologue:
-    """The computation of rows of x in the kernel that reads them.
+    """A generated prologue of a matmul kernel: CUDA code that computes the rows of x before the kernel multiplies them.
 
     Attributes:
         instruction_numbers: the instructions, ascending.
@@ -65,7 +65,7 @@ class RowPrologue:
 
 
 def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns: int) -> RowPrologue:
-    """Find the declared ops that compute operand 1 of some instructions, as a prologue of their kernel.
+    """Find the declared ops that compute the rows x of some matmuls, and make them a prologue of the matmul kernel.
 
     Args:
         flow: The dataflow.
@@ -85,8 +85,8 @@ def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns
     if first is None:
         raise NoKernelError("no declared op makes the rows")
     composition = compose_instructions({last: first})
-    require_supported(_has_text(composition), "an operand has no text")
-    while (larger := _join_one_producer(flow, composition, readers)) is not None:
+    require_supported(_has_cuda_text(composition), "an operand has no text")
+    while (larger := _add_last_producer_to_prologue(flow, composition, readers)) is not None:
         composition = larger
     all_readers = first.readers
     is_written = all_readers is None or not all_readers <= {*readers}
@@ -95,10 +95,10 @@ def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns
     return _build_prologue(group, [*stored, *([last] if is_written else [])], (rows, columns))
 
 
-def _join_one_producer(
+def _add_last_producer_to_prologue(
     flow: Dataflow, composition: GroupComposition, readers: Sequence[int]
 ) -> GroupComposition | None:
-    """Return a composition with one more producer of an operand, the last in the program; None if it cannot grow."""
+    """Add the last producer of an operand, in program order, to a prologue; None if none can be added."""
     if len(composition.calls) >= MAX_PROLOGUE_INSTRUCTIONS:
         return None
     producers = {p for call in composition.calls.values() for p in call.producers if p is not None}
@@ -110,18 +110,18 @@ def _join_one_producer(
             larger = composition.join(number, call)
         except NoKernelError:
             continue
-        if _has_text(larger):
+        if _has_cuda_text(larger):
             return larger
     return None
 
 
-def _has_text(composition: GroupComposition) -> bool:
-    """Return whether a prologue can read all operands: numbers per row and parts of a value have no text."""
-    return has_text_for_all_functions(Expression(tuple(composition.steps)))
+def _has_cuda_text(composition: GroupComposition) -> bool:
+    """Return whether a prologue can compute all steps; numbers per row and placed operands have no CUDA text."""
+    return has_cuda_text_for_all_functions(Expression(tuple(composition.steps)))
 
 
 def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
-    """Trace an instruction with a declared op; None if it is in a group, or no CUDA text computes it."""
+    """Trace an instruction to its expression; None if it is in a group, or if a prologue cannot compute its op."""
     call = flow.bound_instruction(number)
     declared = REGISTRY[call.op].expression if call.op in REGISTRY else None
     if (
@@ -135,7 +135,7 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
         return None
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
     expression = declared.trace([o is not None for o in operands], call.attrs)
-    if not has_text_for_all_functions(expression) or expression.reduces_row:
+    if not has_cuda_text_for_all_functions(expression) or expression.reduces_row:
         return None
     if expression.depends_on_row_reduction_or_length and not (operands[0] and operands[0].shape):
         return None
@@ -144,11 +144,11 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
     traced = TracedInstruction(
         expression, operands, producers, call.attrs, call.out, None if readers is None else frozenset(readers)
     )
-    return None if traced.why_it_cannot_join else traced
+    return None if traced.why_it_must_stay_alone else traced
 
 
 def _build_prologue(group: ExpressionGroup, stored: Collection[int], size: tuple[int, int]) -> RowPrologue:
-    """Build the prologue of a group. Its last result is x, rows and columns `size`; `stored` results are written."""
+    """Build the prologue of a group; its last result is x [rows, columns], `stored` results are written."""
     rows, columns = size
     head, expression = group.shape[-1], group.expression
     require_supported(
@@ -164,7 +164,9 @@ def _build_prologue(group: ExpressionGroup, stored: Collection[int], size: tuple
     arguments = list_argument_steps(expression)
     numbers = expression.compute_number_steps(group.attributes)
     words: list[LaunchWord] = [word for o, (row, column) in views for word in (o, row, column)]
-    text = write_prologue(expression, len(group.operands), len(tees), head if head != columns else 0, tuple(arguments))
+    text = write_prologue_struct(
+        expression, len(group.operands), len(tees), head if head != columns else 0, tuple(arguments)
+    )
     return RowPrologue(
         group.instruction_numbers,
         text,
@@ -179,7 +181,7 @@ def _build_prologue(group: ExpressionGroup, stored: Collection[int], size: tuple
 def _view_as_rows_and_heads(
     operand: Operand, shape: tuple[int, ...], view: tuple[int, int, int]
 ) -> tuple[Operand, tuple[int, int]]:
-    """Return an operand with its strides between rows and between heads; its columns must be adjacent and aligned."""
+    """Return an operand, and its strides between rows and between heads; its columns must be adjacent and aligned."""
     strides = find_strides_of_reshape(shape, operand.strides, view)
     if strides is None:
         raise NoKernelError("an operand has no view as rows and heads")
@@ -193,10 +195,10 @@ def _view_as_rows_and_heads(
 
 
 @cache
-def write_prologue(
+def write_prologue_struct(
     expression: Expression, operand_count: int, tee_count: int, head: int, arguments: tuple[int, ...]
 ) -> str:
-    """Write the struct ``Prologue`` of an expression.
+    """Write the CUDA struct ``Prologue``, which computes an expression for the rows of x.
 
     Args:
         expression: The expression. Its last result is x; the first results are tees, or x too.
@@ -230,7 +232,7 @@ def write_prologue(
         "i64 token, int columns, int block, int blocks, bool writes) {",
         *(
             f"        {line}"
-            for line in _write_bring(expression, reductions, operand_count, tee_count, head, arguments)
+            for line in _write_element_computation(expression, reductions, operand_count, tee_count, head, arguments)
         ),
         "    }",
         "};",
@@ -240,7 +242,7 @@ def write_prologue(
 
 
 def _write_row_reduction(expression: Expression, reductions: Sequence[int], arguments: Sequence[int]) -> Iterator[str]:
-    """Write the loops over a whole row, one for each reduction.
+    """Write the CUDA loops over a whole row, one loop for each reduction of an expression.
 
     Sums have the order of the kernels of rows: thread t has columns t, t + threads, ..., where the number of threads
     depends on the columns only. So a launch of more threads has the same bits.
@@ -261,7 +263,9 @@ def _write_row_reduction(expression: Expression, reductions: Sequence[int], argu
                 source = expression.steps[element]
                 at = f"a.p{source.value}[token * a.row{source.value} + c]"
                 text = (
-                    f"const float s{element} = {at};" if source.function == "operand" else write_step(element, source)
+                    f"const float s{element} = {at};"
+                    if source.function == "operand"
+                    else write_step_statement(element, source)
                 )
                 yield f"            {text}"
             yield f"            sum = {update.format(*(f's{s}' for s in step.sources))};"
@@ -269,25 +273,29 @@ def _write_row_reduction(expression: Expression, reductions: Sequence[int], argu
             yield f"    s{number} = block_{join}(sum, room);"
             yield "}"
             yield f"if (threadIdx.x == 0) numbers[{reductions.index(number)}] = s{number};"
-        elif _is_row_number(expression, number) and number < reductions[-1]:
+        elif _is_one_number_per_row(expression, number) and number < reductions[-1]:
             yield _write_row_number(expression, number)
 
 
-def _is_row_number(expression: Expression, number: int) -> bool:
-    """Return whether a step is one number for each row, and none for the whole call."""
+def _is_one_number_per_row(expression: Expression, number: int) -> bool:
+    """Return whether a step has one number for each row, and is not one number for the whole call."""
     return number in expression.steps_with_one_number_per_row and number not in expression.steps_without_operands
 
 
 def _write_row_number(expression: Expression, number: int) -> str:
     step = expression.steps[number]
-    return f"const float s{number} = (float)columns;" if step.function == "row_count" else write_step(number, step)
+    return (
+        f"const float s{number} = (float)columns;"
+        if step.function == "row_count"
+        else write_step_statement(number, step)
+    )
 
 
 def _find_element_steps(expression: Expression, numbers: Sequence[int]) -> set[int]:
     return set().union(*(expression.find_element_steps(n) for n in numbers))
 
 
-def _write_bring(
+def _write_element_computation(
     expression: Expression,
     reductions: Sequence[int],
     operand_count: int,
@@ -295,7 +303,10 @@ def _write_bring(
     head: int,
     arguments: Sequence[int],
 ) -> Iterator[str]:
-    """Write the computation of the eight elements of a lane: four from column ``4 t`` of its block, four from 16 on."""
+    """Write the CUDA code that computes the eight elements of a lane, in two runs of four columns.
+
+    They begin at columns ``4 t`` and ``4 t + 16`` of the lane's block.
+    """
     yield "const int mine = block + threadIdx.x % 32 / 4, first = 32 * mine + 4 * (threadIdx.x % 4);"
     yield "const bool is_inside = mine < blocks;"
     if head:
@@ -326,7 +337,7 @@ def _write_bring(
             assert join == "sum"
         elif number in reductions:
             yield f"const float s{number} = numbers[{reductions.index(number)}];"
-        elif _is_row_number(expression, number):
+        elif _is_one_number_per_row(expression, number):
             yield _write_row_number(expression, number)
     results = expression.results
     for tee in range(tee_count):
@@ -351,4 +362,4 @@ def _write_elements(expression: Expression, numbers: Sequence[int]) -> Iterator[
     for element in sorted(_find_element_steps(expression, numbers)):
         source = expression.steps[element]
         text = f"const float s{element} = v{source.value}[e];"
-        yield f"    {text if source.function == 'operand' else write_step(element, source)}"
+        yield f"    {text if source.function == 'operand' else write_step_statement(element, source)}"

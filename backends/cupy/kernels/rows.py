@@ -132,7 +132,7 @@ def _fuse_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) 
 
 def _fuse_sum_and_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse ``rms_norm(x + y) * w``: a sum, its RMS norm and a scaling. The launch also writes the sum."""
-    norm, factor = match_scaled_norm(flow, flow.require_first_whole_result_reader(number, "rms_norm"))
+    norm, factor = match_scaled_norm(flow, flow.require_first_reader_of_whole_result(number, "rms_norm"))
     total, scaled = flow.bound_instruction(number), flow.bound_instruction(factor)
     require_supported(len(flow.require_readers(number)) > 1, "the sum has no other reader")
     require_supported(total.operand(0).shape == total.operand(1).shape, "the operands of a sum differ")

@@ -102,7 +102,7 @@ class LaunchAheadDecoder:
             session.advance_by_chunk(tokens)
             self.step_count += 1
             if following is not None:
-                lock.leave_launched(following.run)
+                lock.leave_launched_run(following.run)
                 self._launched = following
             if launched.named_ids is None:
                 chosen = results["token"].tolist()

@@ -296,7 +296,7 @@ class FailedRunUndoChecker:
         )
 
     def find_undo_order_and_scratch_faults(self) -> Iterator[str]:
-        """Yield faults of the undo as a whole: a wrong order of restores, or scratch memory over saved values.
+        """Yield faults of the undo as a whole: restores in a wrong order, or scratch memory that overlaps saved values.
 
         Restores must be in reverse order of the saves.
         """

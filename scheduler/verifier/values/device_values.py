@@ -195,7 +195,7 @@ class ValueTrace:
         """
         results: list[list[DeviceValueFact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
-        for pair in self._list_one_or_two_operand_facts(operand_facts) if node.op in CONVERSION_OPS else ():
+        for pair in self._list_fact_choices_of_conversion_operands(operand_facts) if node.op in CONVERSION_OPS else ():
             self._add_new_facts(results[0], infer_copied_or_sliced_value_facts(node, pair))
         for operands in self._list_fact_combinations_with_graph_node(node, operand_facts):
             is_copy = REGISTRY[node.op].is_view or bool(infer_copied_or_sliced_value_facts(node, operands))
@@ -208,10 +208,10 @@ class ValueTrace:
         return results, frozenset(computed), complete
 
     @staticmethod
-    def _list_one_or_two_operand_facts(
+    def _list_fact_choices_of_conversion_operands(
         operand_facts: Sequence[list[DeviceValueFact]],
     ) -> Iterator[tuple[DeviceValueFact, ...]]:
-        """Yield choices of facts about the operands of a conversion, which is a node that only moves entries.
+        """Yield choices of facts about the operands of a conversion, a node that only moves entries.
 
         A choice is one fact, or two facts about parts of one graph value.
         """

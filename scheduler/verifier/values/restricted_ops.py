@@ -132,7 +132,7 @@ class _DimensionEntries:
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
     def record_dimension_entries(self, name: str, entries: AxisEntries) -> None:
-        """Record an operand's entries of a dimension; raise `NodeMismatchError` if an earlier operand has others."""
+        """Store an operand's entries of a dimension; raise `NodeMismatchError` if another operand's differ."""
         self.entries_by_dimension[name] = (
             _unify_entries(self.entries_by_dimension[name], entries, name)
             if name in self.entries_by_dimension
@@ -140,7 +140,7 @@ class _DimensionEntries:
         )
 
     def record_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
-        """Store the entries of an operand's leading axes in `common_entries`; raise if an earlier one has others."""
+        """Store an operand's entries of the leading axes in `common_entries`; raise if others differ from them."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
                 common_entries[i] = _unify_entries(common_entries[i], part, f"leading axis {i}")

@@ -46,7 +46,7 @@ PLANTS = {
 def test_a_fault_in_generated_text_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     good, bad, chain_name = PLANTS[name]
     chain, planted = CHAINS[chain_name], []
-    write: Callable[..., str] = row_prologue.write_prologue
+    write: Callable[..., str] = row_prologue.write_prologue_struct
 
     def write_with_fault(*args: object) -> str:
         text = write(*args)
@@ -55,7 +55,7 @@ def test_a_fault_in_generated_text_is_found(name: str, monkeypatch: pytest.Monke
         return text.replace(good, bad)
 
     single = run_graph(chain.graph(False), False)
-    monkeypatch.setattr(row_prologue, "write_prologue", write_with_fault)
+    monkeypatch.setattr(row_prologue, "write_prologue_struct", write_with_fault)
     with pytest.raises((AssertionError, StepError), match=r"Not equal to tolerance|touches memory that is not its own"):
         assert_equal_runs(run_graph(chain.graph(False), True), single, chain.tolerance)
     assert planted, "the text of the fault is not generated"

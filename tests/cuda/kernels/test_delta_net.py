@@ -12,7 +12,7 @@ from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate, KernelLimits, find_kernel_limits
 from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
-from hocket.backends.cupy.kernels.recurrent.delta_segments import Segments, choose_segments
+from hocket.backends.cupy.kernels.recurrent.delta_segments import PromptSegments, choose_prompt_segments
 from hocket.backends.cupy.kernels.recurrent.delta_tokens import STEP_SOURCES
 
 from ...given.devices.attention import CANDIDATE_LIMITS
@@ -381,8 +381,8 @@ def test_segments_fill_the_device_and_leave_a_token() -> None:
         (8192, 32, None),
         (1024, 8, None),
     ):
-        found = choose_segments(tokens, blocks, binding.CHUNK_TOKENS)
-        assert found == (expected and Segments(expected[0], expected[1] // 32 * 32))
+        found = choose_prompt_segments(tokens, blocks, binding.CHUNK_TOKENS)
+        assert found == (expected and PromptSegments(expected[0], expected[1] // 32 * 32))
         assert found is None or found.count * found.tokens < tokens
 
 
@@ -416,6 +416,6 @@ def test_sizes_in_bytes_fit_a_block_of_a_device():
         of_scans = [
             chunk.compute_scan_shared_bytes(values, cluster)
             for values, cluster in product(binding.SLICE_ROWS, (1, binding.CLUSTER_SIZES[0]))
-            if chunk.tokens == binding.CHUNK_TOKENS or chunk.fits(values, cluster)
+            if chunk.tokens == binding.CHUNK_TOKENS or chunk.can_scan_fit_shared_memory(values, cluster)
         ]
         assert max(chunk.compute_prepare_bytes_of_value_heads(2), *of_scans) <= 227 * 1024

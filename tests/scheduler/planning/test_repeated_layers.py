@@ -15,7 +15,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph import PlanError
 from hocket.scheduler import Plan, load, parse_simulated_group, plan_for_group
 from hocket.scheduler.lowering.device_plan import build_device_plans
-from hocket.scheduler.lowering.unroll import find_repetition_kinds_of_instructions, unroll_kernel_calls
+from hocket.scheduler.lowering.unroll import find_short_repetition_of_each_instruction, unroll_kernel_calls
 from hocket.scheduler.planning import repeated_layers
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
@@ -168,7 +168,7 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
 
 def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
     short = plan_repeated_graph("decoder").device_plans[0].short
-    kinds = find_repetition_kinds_of_instructions(short.graph, short.program, short.shortened_graph)
+    kinds = find_short_repetition_of_each_instruction(short.graph, short.program, short.shortened_graph)
     first, last = kinds.index(0), len(kinds) - 1
     calls = [KernelCall("one", SourceLocation(""), (n,)) for n in range(len(kinds))]
     assert len(unroll_kernel_calls(short.graph, short.program, short.shortened_graph, calls)) == len(

@@ -34,7 +34,7 @@ def test_a_failed_undo_is_reported_to_the_owner_of_the_states_alone() -> None:
     own.run({})
     own._device_stages[0].rollback_log.undo_last_run = fail
     with own.store.device_lock:
-        own.store.device_lock.leave_launched(own.launch({}))
+        own.store.device_lock.leave_launched_run(own.launch({}))
     with ThreadPoolExecutor(1) as pool:  # takes the lock next, which undoes the launched run
         assert pool.submit(other.run, {}).result()["before"].tolist() == [0, 0, 0]
     for use in (lambda: own.run({}), lambda: own.launch({}), lambda: np.asarray(own.store.state("s"))):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....graph.dtypes import DType
-from ....fusion.hooks import Panels
+from ....fusion.hooks import ResultPanels
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
@@ -239,7 +239,7 @@ def has_batched_matmul_kernel(call: BoundInstruction) -> bool:
     return has_dense_rows or (w.is_dense_along(-2) and w.is_float)
 
 
-def find_batched_panels(call: BoundInstruction) -> Panels | None:
+def find_batched_panels(call: BoundInstruction) -> ResultPanels | None:
     """Return the panels in which `add_batched_matmul_step` computes a result.
 
     None means that the result is no dense matrix, or that the rows of one product are not consecutive in it.
@@ -247,7 +247,7 @@ def find_batched_panels(call: BoundInstruction) -> Panels | None:
     w, x, y = call.operand(0), call.operand(1), call.out
     if not (y.is_dense and y.is_float and y.size) or _choose_longest_broadcast_axis(w, x) != len(x.shape) - 2:
         return None
-    return Panels(y.size // y.shape[-1], y.shape[-1], GROUP_ROWS)
+    return ResultPanels(y.size // y.shape[-1], y.shape[-1], GROUP_ROWS)
 
 
 def add_batched_matmul_step(

@@ -49,7 +49,7 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 @cache
 def list_iq1_entries_in_kernel_order() -> np.ndarray:
-    """Return the file numbers of all IQ1 code book entries, in the order in which kernels number them.
+    """Return the file numbers of all IQ1 code book entries, in the order in which kernels number the entries.
 
     A bin is 16 consecutive entries of this order. A second half is the levels of the last four columns of an entry. In
     this order a bin has at most two different second halves.
@@ -65,8 +65,7 @@ def list_iq1_entries_in_kernel_order() -> np.ndarray:
 
 
 def _compute_iq1_kernel_numbers() -> np.ndarray:
-    """Compute the number of each IQ1 entry in kernels, for the entries in the order of
-    `list_iq1_entries_in_kernel_order`.
+    """Compute the number of each IQ1 entry in kernels, in `list_iq1_entries_in_kernel_order`.
 
     A bin is 16 consecutive entries. The low 7 bits of a number are the bin of the entry, the other bits its place in
     the bin.

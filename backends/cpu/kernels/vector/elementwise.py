@@ -15,7 +15,7 @@ from .....ops.declaration.expression import Expression, linearise
 from .....ops.declaration.scalar import Scalar
 from .....ops.registry import REGISTRY
 from ....base import contiguous_strides
-from ....fusion.operand_views import Box, extend_to_shape
+from ....fusion.operand_views import Box, extend_box_view_to_shape
 from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import KernelArgs, declare_args
@@ -300,7 +300,7 @@ def _make_loop_args_of_results(
     whole_row_shape, boxes = row_kernel.whole_row_shape, row_kernel.boxes
     shape = whole_row_shape or results[0].shape
     placed = zip_longest(sources, row_kernel.operand_boxes)
-    operands = [o if box is None else extend_to_shape(o, box, shape) for o, box in placed]
+    operands = [o if box is None else extend_box_view_to_shape(o, box, shape) for o, box in placed]
     operands += results
     walk = None
     for apart in (False, True) if row_kernel.reads_strided else (False,):

@@ -253,7 +253,7 @@ def find_activation_rounding_error(dtype: DType, is_exact: bool) -> float | None
 def _split_activations_into_terms(
     launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
 ) -> tuple[Operand, LaunchWord]:
-    """Launch the split of activations into 16-bit terms that add up to them; clusters need the terms in tile order.
+    """Launch the split of each activation into 16-bit terms that sum to it, in tile order for clusters.
 
     Returns:
         The terms, and the launch word of the factors that undo the scales of rows (0: no scales).

@@ -17,7 +17,7 @@ MAX_PRODUCT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class DecayAndRateInstructions:
-    """The instruction indices of the computation of log decays and learning rates; `None` for an absent copy."""
+    """The instruction indices of the ops that compute log decays and learning rates; `None` for an absent copy."""
 
     shifted: int
     steps: int
@@ -57,13 +57,13 @@ def match_gates(flow: Dataflow, rule: int) -> DecayAndRateInstructions:
 
 
 def _find_dense_copy_for_only_reader(flow: Dataflow, reader: int) -> int | None:
-    """Return the instruction that makes a contiguous copy which only instruction `reader` reads, or `None`."""
+    """Return the contiguous copy that only instruction `reader` reads, by its index; `None` if there is none."""
     maker = flow.require_producer(reader, 0)
     return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
 
 
 def require_gate_operands(flow: Dataflow, gates: DecayAndRateInstructions, tokens: int, heads: int) -> None:
-    """Require that marks of padding are numbers of the tokens, and that weights are numbers of the heads.
+    """Require padding marks with one number per token, and gate weights with one number per head.
 
     Raises `NoKernelError` otherwise.
     """
@@ -84,7 +84,7 @@ def require_gate_operands(flow: Dataflow, gates: DecayAndRateInstructions, token
 
 @dataclass(frozen=True, slots=True)
 class GateProducts:
-    """Two matmuls of the same few rows with float32 weights: the logits of decays and the logits of rates.
+    """Two matmuls of the same few rows with float32 weights, which compute the logits of decays and of rates.
 
     `x`: the rows [tokens, columns]. `alpha`, `beta`: the weights [value heads, columns].
     """
@@ -105,7 +105,7 @@ NO_GATE_PRODUCTS: tuple[LaunchWord, ...] = (0,) * 5
 
 
 def match_gate_products(flow: Dataflow, gates: DecayAndRateInstructions) -> GateProducts:
-    """Match the matmuls that compute the logits of gates; raise `NoKernelError` if a kernel of gates cannot do so."""
+    """Match the matmuls that compute the logits of decays and rates; raise `NoKernelError` without a match."""
     require_supported(gates.dense_alpha is None and gates.dense_beta is None, "logits lie in groups")
     numbers = flow.require_producer(gates.shifted, 0), flow.require_producer(gates.logistic, 0)
     alpha, beta = map(flow.bound_instruction, numbers)

@@ -30,20 +30,23 @@ BEGIN_THREADS = 256
 TARGET_BLOCKS = 128
 """Blocks of the scans that run at once."""
 MIN_SEGMENTS, MAX_SEGMENTS, MIN_SEGMENT_CHUNKS = 6, 16, 8
-"""Segments from which they are faster by an estimate, the most segments, and the fewest chunks of a segment."""
+"""PromptSegments from which they are faster by an estimate, the most segments, and the fewest chunks of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """Segments of a prompt: `count` of `tokens` tokens each, and at least one token is left after them."""
+class PromptSegments:
+    """The division of a prompt into `count` segments of `tokens` tokens, which are scanned at the same time.
+
+    At least one token is left after the segments.
+    """
 
     count: int
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaScan:
-    """A scan of prepared chunks: operands, prepared keys and heads, and the fields of the first and last states.
+class PreparedChunkScan:
+    """A scan over token chunks whose keys and value heads are prepared: operands, and fields of first and last states.
 
     Sequence n ends with the stored state ``n * end_step``.
     """
@@ -56,8 +59,8 @@ class DeltaScan:
     fault_fields: tuple[LaunchWord, ...]
 
 
-def choose_segments(tokens: int, blocks: int, chunk_tokens: int) -> Segments | None:
-    """Choose the segments of a prompt that fill the device; `None` if they are too few or too short.
+def choose_prompt_segments(tokens: int, blocks: int, chunk_tokens: int) -> PromptSegments | None:
+    """Choose the segments of a prompt that keep all multiprocessors busy; `None` if they would be too few or too short.
 
     Args:
         tokens: Tokens of the prompt.
@@ -65,13 +68,19 @@ def choose_segments(tokens: int, blocks: int, chunk_tokens: int) -> Segments | N
         chunk_tokens: Tokens of a chunk.
     """
     count = min(MAX_SEGMENTS, TARGET_BLOCKS // blocks, (tokens - 1) // (chunk_tokens * MIN_SEGMENT_CHUNKS))
-    return Segments(count, (tokens - 1) // (chunk_tokens * count) * chunk_tokens) if count >= MIN_SEGMENTS else None
+    return (
+        PromptSegments(count, (tokens - 1) // (chunk_tokens * count) * chunk_tokens) if count >= MIN_SEGMENTS else None
+    )
 
 
-def launch_segments(
-    launches: LaunchBuilder, scan: DeltaScan, segments: Segments, chunk_bytes: tuple[int, int], chunk_tokens: int = 32
-) -> Iterator[DeltaScan]:
-    """Launch the kernels between scans, and yield the scans in order; the caller launches each scan.
+def launch_state_carries_between_segment_scans(
+    launches: LaunchBuilder,
+    scan: PreparedChunkScan,
+    segments: PromptSegments,
+    chunk_bytes: tuple[int, int],
+    chunk_tokens: int = 32,
+) -> Iterator[PreparedChunkScan]:
+    """Launch the kernels that carry states from segment to segment, and yield each scan for the caller to launch.
 
     Args:
         launches: Receives the launches.
@@ -100,13 +109,13 @@ def launch_segments(
     ]
     launches.add_launch(SEGMENTS_SOURCE["begin_segments"], (heads, count), BEGIN_THREADS, words)
 
-    def select(first: int, end: int, begin: tuple[LaunchWord, ...], end_states: Operand) -> DeltaScan:
+    def select(first: int, end: int, begin: tuple[LaunchWord, ...], end_states: Operand) -> PreparedChunkScan:
         """Return the scan of segments `first` to ``end - 1`` as sequences of their own."""
         tokens = rule.slice_tokens(first * segments.tokens, (end - first) * segments.tokens)
-        v, out = (_split_tokens(x, end - first, segments.tokens) for x in (tokens.v, tokens.out))
-        memory = _skip_chunks(scan, first * segments.tokens // chunk_tokens, chunk_bytes)
+        v, out = (_split_token_axis_into_segments(x, end - first, segments.tokens) for x in (tokens.v, tokens.out))
+        memory = _slice_prepared_memory_after_chunks(scan, first * segments.tokens // chunk_tokens, chunk_bytes)
         own = replace(rule, v=v, out=out)
-        return DeltaScan(own, memory, begin, (end_states, 0, end - first), 1, scan.fault_fields)
+        return PreparedChunkScan(own, memory, begin, (end_states, 0, end - first), 1, scan.fault_fields)
 
     of_changes = select(1, count - 1, (identity, 0, 1, 0, 0, 0), changes)
     v = of_changes.rule.v
@@ -121,20 +130,22 @@ def launch_segments(
     yield replace(
         scan,
         rule=rule.slice_tokens(done, rule.tokens - done),
-        memory=_skip_chunks(scan, done // chunk_tokens, chunk_bytes),
+        memory=_slice_prepared_memory_after_chunks(scan, done // chunk_tokens, chunk_bytes),
         begin_fields=(ends.slice_axis(0, count - 2, 1), 0, 1, 1, 0, 0),
     )
 
 
-def _split_tokens(x: Operand, segments: int, tokens: int) -> Operand:
-    """Return a view [segments, tokens, heads, elements] of an operand [..., segments * tokens, heads, elements]."""
+def _split_token_axis_into_segments(x: Operand, segments: int, tokens: int) -> Operand:
+    """Split the token axis: [..., segments * tokens, heads, elements] to [segments, tokens, heads, elements]."""
     steps = x.strides[-3:]
     tensor = replace(x.tensor, shape=(segments, tokens, *x.shape[-2:]), strides=(tokens * steps[0], *steps))
     return replace(x, tensor=tensor)
 
 
-def _skip_chunks(scan: DeltaScan, chunks: int, chunk_bytes: tuple[int, int]) -> tuple[Operand, Operand]:
-    """Return the prepared keys and heads of the chunks from `chunks` on."""
+def _slice_prepared_memory_after_chunks(
+    scan: PreparedChunkScan, chunks: int, chunk_bytes: tuple[int, int]
+) -> tuple[Operand, Operand]:
+    """Return the prepared keys and value heads without those of the first `chunks` chunks."""
     keys, heads = (
         x.slice_axis(0, chunks * n, x.shape[0] - chunks * n) for x, n in zip(scan.memory, chunk_bytes, strict=True)
     )

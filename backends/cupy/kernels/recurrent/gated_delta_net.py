@@ -25,7 +25,13 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count
 from ...device.device_limits import KIB, KernelCandidate
 from ...device.driver import CUDA_HEADER, KernelInstance, KernelSource
 from ..elementwise import as_float
-from .delta_segments import SEGMENTS_SOURCE, DeltaScan, Segments, choose_segments, launch_segments
+from .delta_segments import (
+    SEGMENTS_SOURCE,
+    PreparedChunkScan,
+    PromptSegments,
+    choose_prompt_segments,
+    launch_state_carries_between_segment_scans,
+)
 from .delta_tokens import COMPUTING_STEP_SOURCES, STEP_SOURCES, format_bool, launch_delta_rule_by_token
 from .states import (
     RECURRENT_HEADER,
@@ -113,13 +119,17 @@ class ChunkedDeltaRuleVariant:
             return stages * (stage + 16) + sums
         return 2 * stage + sums
 
-    def fits(self, values: int, cluster: int = 1) -> bool:
-        """Return whether a block of the scan fits into the largest shared memory of a device."""
+    def can_scan_fit_shared_memory(self, values: int, cluster: int = 1) -> bool:
+        """Return whether a block of the scan fits into the largest shared memory of any device."""
         return LaunchBuilder(len).can_allocate_shared_bytes(self.compute_scan_shared_bytes(values, cluster))
 
     def list_scan_names(self, cluster: int = 1) -> tuple[str, ...]:
         """List the names of the scan kernels that fit into a block of the largest devices."""
-        return tuple(self.format_scan_name(values, cluster) for values in SLICE_ROWS if self.fits(values, cluster))
+        return tuple(
+            self.format_scan_name(values, cluster)
+            for values in SLICE_ROWS
+            if self.can_scan_fit_shared_memory(values, cluster)
+        )
 
     def make_source(self, file: str, names: Sequence[str], *headers: str) -> KernelSource:
         """Make the source of kernels. Candidates are compiled only for devices that can measure them."""
@@ -210,15 +220,17 @@ def launch_delta_rule_by_chunks(
     grid, shared = (count, heads // together, sequences), chunk.compute_prepare_bytes_of_value_heads(together)
     launches.add_launch(chunk.prepare_kernel, grid, 4 * chunk.tokens, words, shared)
     end_fields = tuple(carried.make_fields_without_newer_snapshots(carried.snapshots - 1))
-    scan = DeltaScan(rule, memory, carried.begin_fields, end_fields, carried.snapshots, carried.fault_fields)
-    if values is None and (segments := _choose_segments(launches, rule, chunk)):
-        for part in launch_segments(launches, scan, segments, _count_chunk_bytes(rule, chunk), chunk.tokens):
+    scan = PreparedChunkScan(rule, memory, carried.begin_fields, end_fields, carried.snapshots, carried.fault_fields)
+    if values is None and (segments := _choose_parallel_prompt_segments(launches, rule, chunk)):
+        for part in launch_state_carries_between_segment_scans(
+            launches, scan, segments, _count_chunk_bytes(rule, chunk), chunk.tokens
+        ):
             _launch_scan(launches, part, chunk, SLICE_ROWS[0])
     else:
         _launch_scan(launches, scan, chunk, values or _choose_scan_block_rows(launches, rule, chunk))
 
 
-def _launch_scan(launches: LaunchBuilder, scan: DeltaScan, chunk: ChunkedDeltaRuleVariant, values: int) -> None:
+def _launch_scan(launches: LaunchBuilder, scan: PreparedChunkScan, chunk: ChunkedDeltaRuleVariant, values: int) -> None:
     """Launch a scan of prepared chunks in blocks of `values` state rows."""
     rule, heads = scan.rule, scan.rule.value_heads
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.adjacent_value_heads_per_key_head)
@@ -236,28 +248,28 @@ def _launch_scan(launches: LaunchBuilder, scan: DeltaScan, chunk: ChunkedDeltaRu
     launches.add_launch(chunk.select_scan_kernel(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
 
 
-def _choose_segments(
+def _choose_parallel_prompt_segments(
     launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant
-) -> Segments | None:
-    """Choose the segments of a prompt that are scanned at once; `None` if one scan of all tokens is better."""
+) -> PromptSegments | None:
+    """Choose the segments of a prompt to scan in parallel; `None` if one scan of all tokens is better."""
     blocks, rest = divmod(rule.value_size, SLICE_ROWS[0])
     fits = launches.can_allocate_shared_bytes(chunk.compute_scan_shared_bytes(SLICE_ROWS[0]))
     if rest or not fits or rule.sequences != 1 or rule.value_size != rule.key_size:
         return None
     if KernelCandidate.DELTA_SEGMENTS not in launches.limits.candidates:
         return None
-    return choose_segments(rule.tokens, blocks * rule.value_heads, chunk.tokens)
+    return choose_prompt_segments(rule.tokens, blocks * rule.value_heads, chunk.tokens)
 
 
 def _choose_scan_cluster_size(launches: LaunchBuilder, chunk: ChunkedDeltaRuleVariant, values: int, slices: int) -> int:
     """Choose the number of blocks in a cluster of the scan; the blocks process different row slices of one state."""
-    if not launches.limits.has_warpgroups or not chunk.fits(values, CLUSTER_SIZES[0]):
+    if not launches.limits.has_warpgroups or not chunk.can_scan_fit_shared_memory(values, CLUSTER_SIZES[0]):
         return 1
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1)
 
 
 def choose_chunk_variant(launches: LaunchBuilder, rule: DeltaRuleOperands, is_exact: bool) -> ChunkedDeltaRuleVariant:
-    """Choose the kernels of a prompt: with long chunks if the device uses this candidate and the prompt is long."""
+    """Choose the chunk kernels of a prompt: long chunks if the device enables them and the prompt is long."""
     chunk = ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, is_exact)
     is_long = rule.tokens >= MIN_LONG_CHUNKED_TOKENS and not rule.has_channel_decay
     long_chunk = replace(chunk, tokens=LONG_CHUNK_TOKENS)
@@ -304,7 +316,7 @@ def _bind_gated_delta_net(launches: LaunchBuilder, call: BoundInstruction) -> No
 
 
 def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: DeltaRuleOperands, exact: bool) -> None:
-    """Launch the delta rule of an instruction, with its states: in chunks of tokens if possible, else token by token.
+    """Launch the gated delta rule of an instruction: in chunks of tokens if possible, else token by token.
 
     If the instruction has snapshots, the last tokens are always processed one by one.
 

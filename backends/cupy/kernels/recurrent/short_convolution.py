@@ -65,7 +65,7 @@ def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetInputs:
-    """The operands of the delta rule, which the kernel `delta_inputs` computes.
+    """The operands q, k, v, g and beta of the delta rule, which the kernel `delta_inputs` computes.
 
     - `q`, `k`: queries and keys [B, T, key heads, size].
     - `v`: values [B, T, value heads, size].
@@ -164,7 +164,7 @@ DeltaNetLauncher = Callable[[LaunchBuilder, DeltaNetSources, DeltaNetInputs], No
 
 
 def launch_delta_net_inputs(launches: LaunchBuilder, sources: DeltaNetSources, inputs: DeltaNetInputs) -> None:
-    """Launch the computation of the delta rule's operands.
+    """Launch the kernel that computes the operands of the delta rule: convolution, SiLU, norms and gates.
 
     Args:
         launches: Receives the launch.
@@ -218,7 +218,7 @@ def launch_gated_rms_norm(
 
 
 def _fuse_delta_net_inputs_and_logits(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the same instructions, and the matmuls that compute the logits of gates."""
+    """Fuse the ops that compute the delta rule's operands with the matmuls of the decay and rate logits."""
     require_supported(launches.limits.computes_operands, "gates compute no logits")
     return fuse_delta_net_inputs(launches, flow, number, match_gate_products)
 
@@ -230,7 +230,7 @@ def fuse_delta_net_inputs(
     match_products: Callable[[Dataflow, DecayAndRateInstructions], GateProducts | None] = lambda flow, gates: None,
     launch: DeltaNetLauncher = launch_delta_net_inputs,
 ) -> Sequence[int]:
-    """Fuse all instructions between the linear layers and the delta rule, which compute the rule's operands."""
+    """Fuse the ops between the linear layers and the delta rule: convolution, SiLU, norms of q and k, and gates."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
     rule = find_delta_rule(flow, silu)
     require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
@@ -259,7 +259,7 @@ def fuse_delta_net_inputs(
     fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
     matched = _MatchedConvolution(both, flow.bound_instruction(conv), state_update, gates)
-    launch(launches, _require_sources(flow, matched, inputs, (silu, q, k), fault, products), inputs)
+    launch(launches, _collect_delta_net_sources(flow, matched, inputs, (silu, q, k), fault, products), inputs)
     chain = [
         number,
         last,
@@ -276,7 +276,7 @@ def fuse_delta_net_inputs(
 
 @dataclass(frozen=True, slots=True)
 class _MatchedConvolution:
-    """The matched instructions of a short convolution and its state, which supply operands of the fused kernel.
+    """The instructions of a matched short convolution and of its state update, by index.
 
     `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
     """
@@ -288,12 +288,12 @@ class _MatchedConvolution:
 
 
 def find_delta_rule(flow: Dataflow, activation: int) -> int:
-    """Return the index of the delta rule that reads an activation; `activation` itself without one."""
+    """Return the index of the delta rule that reads an activation; without one, the index of the activation."""
     readers = flow.require_readers(activation)
     return next((n for n in readers if flow.bound_instruction(n).op == "gated_delta_net"), activation)
 
 
-def _require_sources(
+def _collect_delta_net_sources(
     flow: Dataflow,
     chain: _MatchedConvolution,
     inputs: DeltaNetInputs,
@@ -301,7 +301,7 @@ def _require_sources(
     fault: Sequence[LaunchWord],
     products: GateProducts | None,
 ) -> DeltaNetSources:
-    """Return the operands of the matched instructions before the delta rule.
+    """Collect the operands of the matched instructions before the delta rule, in the form that the fused kernel reads.
 
     Raises `NoKernelError` if an operand has a layout that kernels do not support.
 
