@@ -252,7 +252,7 @@ def _is_valid_repetition(
 
 @dataclass(frozen=True, eq=False)
 class ShortenedGraph:
-    """A deep graph, and its short form with the first `short_count` repetitions only.
+    """A graph with many repetitions (the deep graph), and a short graph with the first `short_count` of them.
 
     The planner works on the short graph in place of the deep one. Repetition r of the deep graph corresponds to
     repetition ``r % short_count`` of the short graph, which has equal structure. The names of the nodes of the short
@@ -332,7 +332,7 @@ class ShortenedGraph:
 
 @dataclass(frozen=True, eq=False)
 class DeviceNodeRepetitions:
-    """Assigns the nodes in the graph of a device to the repetitions of a shortened graph.
+    """Maps each node of a device's graph to the repetition of the shortened graph that it belongs to.
 
     `name_of_node` returns the name of the corresponding node of the short graph. It has a suffix if the device node
     converts a layout or computes an overlap chunk.

@@ -100,7 +100,7 @@ class CpuBackend(NumpyBackend):
         return find_native_or_emulated_amx() is None
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error that quantised activations cause; None for float32 arithmetic."""
+        """Return the relative error that quantised activations cause; None if a node computes in float32."""
         if node.op == "attention":
             from .kernels.attention.amx_matrices import compute_softmax_weight_rounding_error
 

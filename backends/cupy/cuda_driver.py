@@ -39,7 +39,7 @@ from .device.driver import (
     SingleStep,
     StartRead,
     flatten_steps,
-    share_multiprocessors,
+    has_shared_multiprocessors,
 )
 from .device.green_contexts import make_green_stream, require_divided_multiprocessors
 from .device.host_transfers import DeviceArray, HostTransfers, convert_cuda_errors
@@ -167,7 +167,7 @@ class CudaDriver:
         return self._transfers_by_device[str(on)]
 
     def _make_stream(self, on: Device, priority: int = 0) -> Any:
-        """Make a stream of the current device, on the multiprocessors of a part that has some of its own.
+        """Make a stream of the current device; the stream of a device part uses only the part's multiprocessors.
 
         The stream does not wait for the default stream: another part of the device may wait for this stream.
         """
@@ -214,7 +214,7 @@ class CudaDriver:
         memory. They count as peers if each has multiprocessors of its own. Otherwise a kernel that waits for another
         part may block that part's launch, because streams share queues and some launches need an idle device.
         """
-        if share_multiprocessors(devices):
+        if has_shared_multiprocessors(devices):
             return False
         cupy = self.cupy
         runtime, pairs = cupy.cuda.runtime, list(permutations(dict.fromkeys(d.index for d in devices), 2))
@@ -230,7 +230,7 @@ class CudaDriver:
         return True
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
-        if share_multiprocessors(devices):
+        if has_shared_multiprocessors(devices):
             return f"{self.library_name} joins no parts of one device"
         has_parts = len({device.index for device in devices}) < len(devices)
         return load_nccl(self.cupy, _nccl, self.library_name, has_parts)

@@ -68,7 +68,7 @@ def plan_scratch(expression: Expression, operand_shapes: Sequence[Shape | None])
         shapes.append((*whole[:-1], 1) if is_reduction else shape)
         dead = [s for s in {*sources} & buffers.keys() if expression.last_readers[s] == number]
         if not is_reduction:
-            _release(dead, buffers, planned, free)
+            _release_scratch_buffers(dead, buffers, planned, free)
         if number not in expression.steps_without_operands and sources and number < len(expression.steps) - 1:
             reusable = free.setdefault(shapes[-1], [])
             if not reusable:
@@ -76,14 +76,14 @@ def plan_scratch(expression: Expression, operand_shapes: Sequence[Shape | None])
                 planned.append(shapes[-1])
             buffers[number] = reusable.pop()
         if is_reduction:
-            _release(dead, buffers, planned, free)
+            _release_scratch_buffers(dead, buffers, planned, free)
     return ScratchPlan((*planned,), buffers)
 
 
-def _release(
+def _release_scratch_buffers(
     steps: Sequence[int], buffers: Mapping[int, int], shapes: Sequence[Shape], free: dict[Shape, list[int]]
 ) -> None:
-    """Add the buffers of finished steps to `free`, the reusable buffers by shape."""
+    """Add the scratch buffers of finished steps to `free`, the buffers by shape that later steps can reuse."""
     for step in steps:
         free.setdefault(shapes[buffers[step]], []).append(buffers[step])
 

@@ -130,7 +130,7 @@ def require_writable(path: str | Path, inputs: Iterable[str | Path] = ()) -> Non
 
 
 def is_same_file(path: str | Path, other: str | Path) -> bool:
-    """Whether `replacing` at one path would replace the existing file at the other path."""
+    """Return whether two paths lead to the same existing file, so that writing one replaces the other."""
     return os.path.isfile(other) and os.path.realpath(path) == os.path.realpath(other)
 
 

@@ -285,7 +285,7 @@ def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph
 
 
 def find_short_repetition_of_each_instruction(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return for each instruction of the short program the repetition of the short graph that it belongs to.
+    """Return for each instruction of the short program its repetition in the short graph, also called kind.
 
     A kind stands for several repetitions of the full graph.
     """

@@ -11,7 +11,7 @@ from ..costs.timeline import compute_device_end_seconds
 from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.pipeline_actions import PipelineAction, PipelineOrder
 from ..lowering.device_plan import find_collective_group_of_each_device
-from ..verifier.communication.pipeline_order import find_collective_of_all_devices, find_pipeline_order_faults
+from ..verifier.communication.pipeline_order import find_collective_that_forbids_pipelining, find_pipeline_order_faults
 
 MIN_PIPELINE_SPEEDUP = 1.1
 """The least predicted speedup for which prefill chunks or micro-batches are pipelined."""
@@ -56,7 +56,7 @@ def count_pipeline_stages(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan; it is 1 if all devices share a collective."""
     return (
         1
-        if any(find_collective_of_all_devices([device_plan.program for device_plan in plan.device_plans]))
+        if any(find_collective_that_forbids_pipelining([device_plan.program for device_plan in plan.device_plans]))
         else len(_list_stage_devices(plan))
     )
 

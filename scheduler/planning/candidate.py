@@ -74,7 +74,7 @@ class Candidate:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
-    def with_strongest_correction(self, time_ratio: float) -> Candidate:
+    def with_correction_if_stronger(self, time_ratio: float) -> Candidate:
         """Return the candidate with its uncorrected estimate multiplied by `time_ratio`.
 
         The candidate is returned unchanged if an earlier correction was at least as strong, that is, its factor was not
@@ -213,7 +213,7 @@ def choose_plan_with_fewest_missing_bytes(
         if best.seconds > 0:
             off = built_candidate.seconds / best.seconds * (best.correction_factor or 1.0)
             left = [
-                candidate.with_strongest_correction(off) if candidate.has_same_estimate_bias_as(best) else candidate
+                candidate.with_correction_if_stronger(off) if candidate.has_same_estimate_bias_as(best) else candidate
                 for candidate in left
             ]
         if built_candidate.plan is not None and built_candidate.plan.cost.overlapped_seconds:

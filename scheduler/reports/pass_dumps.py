@@ -314,11 +314,11 @@ def _format_distinct_programs(plan: Plan, text: Callable[[Program], str]) -> str
     devices: dict[str, list[str]] = {}
     for device_plan in plan.device_plans:
         devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))
-    return _join_device_texts(devices)
+    return _format_texts_with_device_names(devices)
 
 
-def _join_device_texts(devices: Mapping[str, Sequence[str]]) -> str:
-    """Return each text once, after the names of its devices."""
+def _format_texts_with_device_names(devices: Mapping[str, Sequence[str]]) -> str:
+    """Join texts, each after the names of the devices that share it."""
     return "\n\n".join(f"{' '.join(names)}: {text}" for text, names in devices.items())
 
 
@@ -365,7 +365,7 @@ def _format_fused_kernels(plan: Plan) -> str:
         if isinstance(device_plan.backend, GeneratesFusedKernels):
             text = format_fusion(device_plan.program, device_plan.backend.describe_fusion(device_plan.program))
         devices.setdefault(text, []).append(str(device_plan.device))
-    return _join_device_texts(devices)
+    return _format_texts_with_device_names(devices)
 
 
 PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(

@@ -73,7 +73,7 @@ class RollbackLog:
 
     @cached_property
     def undo_last_run(self) -> Callable[[], object]:
-        """Undoes the last run. It is compiled once, because every text that ends early needs it."""
+        """The function that undoes the last run; it is compiled once, at its first use."""
         undo = self._program.build_undo_program(len(self._program.instructions))
         return self._bound.compile_program(self._number, undo, SingleDeviceComm())
 

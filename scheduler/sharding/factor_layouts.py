@@ -44,7 +44,7 @@ from .axes import Factor
 
 @dataclass(frozen=True, slots=True)
 class FactorShard:
-    """The layout of a value that `factor` shards: each device has the entries of its own indices of the factor."""
+    """The layout of a value that is sharded by `factor`: each device has the entries of its own range of indices."""
 
     factor: Factor
     is_partial = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...base import Comm, Device
-from ..device.driver import CollectiveLibrary, Driver, share_multiprocessors
+from ..device.driver import CollectiveLibrary, Driver, has_shared_multiprocessors
 from ..kernels.collective import MAX_DEVICES
 
 MIN_LIBRARY_BYTES = 8 << 20
@@ -70,7 +70,7 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
         return f"they are more than {MAX_DEVICES}"
     if len({device.rank for device in devices}) > 1:
         return "they are of several processes"
-    if share_multiprocessors(devices):
+    if has_shared_multiprocessors(devices):
         return "kernels of parts of one device must not wait for each other on multiprocessors that they share"
     return ""
 

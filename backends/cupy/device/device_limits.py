@@ -26,7 +26,7 @@ WARPGROUP_CAPABILITIES = frozenset(("90",))
 
 
 class KernelCandidate(StrEnum):
-    """Kernels that no GPU has measured yet.
+    """Alternative kernels that are off by default, because no GPU has measured them yet.
 
     - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
     - `PRODUCT_ROLES`: `multiply_by_roles` in place of `clustered` with one term.

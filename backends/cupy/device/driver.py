@@ -236,7 +236,7 @@ def as_host_array(view: Any) -> Array:
     return view if isinstance(view, np.ndarray) else np.array(view)
 
 
-def share_multiprocessors(devices: Sequence[Device]) -> bool:
+def has_shared_multiprocessors(devices: Sequence[Device]) -> bool:
     """Return whether some of `devices` are parts of one physical device that share its multiprocessors.
 
     Parts of one division, such as ``cuda:0/64.0`` and ``cuda:0/64.1``, have multiprocessors of their own.
@@ -278,7 +278,7 @@ class Driver(Protocol):
         """Count the multiprocessors of a device."""
 
     def require_multiprocessors(self, on: Device) -> None:
-        """Raise `BackendError` unless a part can have multiprocessors of its own; see `DividesMultiprocessors`."""
+        """Raise `BackendError` unless the device part `on` can have multiprocessors of its own (a green context)."""
 
     def alloc(self, nbytes: int, on: Device) -> Any:
         """Allocate a zeroed buffer, aligned to at least 16 bytes. Raises `BackendError` if memory is exhausted."""

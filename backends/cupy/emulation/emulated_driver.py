@@ -219,7 +219,7 @@ class EmulatedDriver:
         return [end - start for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
-        """Do nothing: launches are synchronous."""
+        """Do nothing, because emulated launches have already ended when they return."""
 
 
 class _EmulatedLaunch:

@@ -62,30 +62,30 @@ THREADS, LANES = 128, 32
 """Threads of a thread block; a warp rounds one quantisation block."""
 
 
-def launch_rounding(launches: LaunchBuilder, x: Operand, out: Operand, dtype: DType) -> None:
-    """Launch the rounding of dense float32 numbers `x` to the values of blocks of `dtype`; the result is float32."""
+def launch_rounding_to_block_values(launches: LaunchBuilder, x: Operand, out: Operand, dtype: DType) -> None:
+    """Launch the rounding of dense float32 numbers to values that blocks of `dtype` can store, as float32."""
     count = math.prod(out.shape) // dtype.block
     if count:
         blocks = count_blocks(count, THREADS // LANES)
         launches.add_launch(KERNELS[dtype], blocks, THREADS, [count, x, out])
 
 
-def select_store_kernel(dtype: DType, ids: str = "i32") -> KernelInstance:
+def select_block_store_kernel(dtype: DType, ids: str = "i32") -> KernelInstance:
     """Return the kernel that rounds rows and stores their blocks; `ids` is the C++ type of row numbers."""
     require_supported(dtype in BLOCK_TYPE_NAMES, f"kernels that store blocks of {dtype} are missing")
     return STORE_SOURCE[f"store_blocks<{RULES[dtype]}, {ids}>"]
 
 
-def choose_store_threads(columns: int) -> int:
+def choose_block_store_threads(columns: int) -> int:
     """Choose the threads of a thread block that stores a row of `columns` numbers: a warp for each block, up to 8."""
     return 32 * max(1, min(8, columns // 32))
 
 
 def launch_block_store(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
-    """Launch the rounding of float32 numbers `x` to the blocks of `out`, which has the same shape."""
-    kernel = select_store_kernel(out.dtype)
+    """Launch the quantisation of float32 numbers `x` to the blocks of `out`, which has the same shape."""
+    kernel = select_block_store_kernel(out.dtype)
     axes = build_merged_tiling_iteration_axes(out.shape[:-1], [as_row_starts(out), as_row_starts(x)])
     words: list[LaunchWord] = [1, out.shape[-1], 0, x.strides[-1], *axes.axes_struct_fields]
     words += [*axes.make_address_and_stride_fields(0, out), *([0] * (1 + MAX_ITERATION_AXES))]
     words += [*axes.make_address_and_stride_fields(1, x), 0, 0]
-    launches.add_launch(kernel, axes.element_count, choose_store_threads(out.shape[-1]), words)
+    launches.add_launch(kernel, axes.element_count, choose_block_store_threads(out.shape[-1]), words)

@@ -280,7 +280,7 @@ def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
     if not (x.is_float and x.is_dense):
         launch_cast(launches, x, out)
         x = out
-    return blocks.launch_rounding(launches, x, out, dtype)
+    return blocks.launch_rounding_to_block_values(launches, x, out, dtype)
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {"sigmoid": (_fuse_times_sigmoid,), "silu": (_fuse_times_silu,)}

@@ -52,12 +52,12 @@ def launch_broadcast_and_convert(launches: LaunchBuilder, x: Operand, out: Opera
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
     if x.dtype.is_quantised:
-        x, out = _as_words(x), _as_words(out)
+        x, out = _view_bytes_as_integers(x), _view_bytes_as_integers(out)
     launch_elementwise(launches, SOURCE[f"copied<{_find_bits_type(x)}>"], [x], out, [])
 
 
-def _as_words(x: Operand, dtype: DType = DType.I16) -> Operand:
-    """Return a view of the bytes of `x` as integers of `dtype`; its last axis is dense."""
+def _view_bytes_as_integers(x: Operand, dtype: DType = DType.I16) -> Operand:
+    """Return a view of the bytes of `x`, with a dense last axis, as integers of `dtype`."""
     nbytes = dtype.storage.itemsize
     shape = (*x.shape[:-1], x.dtype.count_bytes(x.shape[-1]) // nbytes)
     strides = (*(x.dtype.count_bytes(step) // nbytes for step in x.strides[:-1]), 1)
@@ -176,7 +176,7 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
         width = math.prod((keys, *row))
         out = launches.allocate_scratch((*table.shape, width), pool.dtype)
         flat = _with_shape_and_strides(pool, (count, width), (width, 1))
-        words = tuple(_as_words(rows, DType.F32) for rows in (flat, out))
+        words = tuple(_view_bytes_as_integers(rows, DType.F32) for rows in (flat, out))
         _bind_get_rows(launches, replace(call, op="get_rows", src=(words[0], table), dst=(words[1],)))
         strides = contiguous_strides((*leading, blocks * keys, *row))
         seen = blocks * keys if mask is None else mask.shape[-1]
@@ -240,7 +240,10 @@ def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     words += launches.add_fault_message(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
     id_type, columns = ID_TYPE_NAMES[ids.dtype], out.shape[-1]
     if out.dtype.is_quantised:
-        kernel, threads = blocks.select_store_kernel(out.dtype, id_type), blocks.choose_store_threads(columns)
+        kernel, threads = (
+            blocks.select_block_store_kernel(out.dtype, id_type),
+            blocks.choose_block_store_threads(columns),
+        )
     else:
         kernel, threads = SOURCE[f"scatter<{CUDA_TYPE_NAMES[out.dtype]}, {id_type}>"], _choose_copy_threads(columns)
     launches.add_launch(kernel, axes.element_count, threads, words)

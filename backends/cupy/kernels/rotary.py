@@ -197,7 +197,7 @@ MAX_SHARED_COLUMNS = 8192
 
 @dataclass(frozen=True, slots=True)
 class _NormRopeStoreInstructions:
-    """The indices of the instructions of a head pattern: operations on attention heads that one kernel computes.
+    """The instruction indices of a fused pattern on attention heads: norm, RoPE, and store into a KV cache.
 
     In order, they are RMS norm, multiplication by a weight vector, RoPE, and store into a KV cache. The last one saves
     the old cache row for a rollback. An absent instruction is `None`.
@@ -211,7 +211,7 @@ class _NormRopeStoreInstructions:
 
     @property
     def instruction_numbers(self) -> list[int]:
-        """The indices of the instructions that the program has of this pattern, in order."""
+        """The indices of the instructions that are present, in program order."""
         chain = (self.norm, self.factor, self.rope, self.store, self.save)
         return [n for n in chain if n is not None]
 
@@ -254,7 +254,7 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 @dataclass(frozen=True, slots=True)
 class _HeadPatternLaunch:
-    """One prepared launch of the kernel for a head pattern.
+    """One prepared launch of the kernel that fuses norm, RoPE and cache store of attention heads.
 
     It has one thread block for each row of x. `words` are the fields of the C struct `Head`. The operands are stored
     for the check that they do not overlap.

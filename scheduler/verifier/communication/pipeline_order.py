@@ -81,8 +81,8 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
         )
 
 
-def find_collective_of_all_devices(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a fault if all devices take part in one collective, because runs of such a plan cannot be pipelined.
+def find_collective_that_forbids_pipelining(programs: Sequence[Program]) -> Iterator[str]:
+    """Yield a fault if one collective joins all devices, because runs of such a plan cannot be pipelined.
 
     In a pipeline, devices must work on different runs at the same time. Only the first such collective is reported.
     """

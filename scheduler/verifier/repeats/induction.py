@@ -50,7 +50,7 @@ def find_common_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
 
 def make_plan_before_unrolling(plan: Plan, shortened: ShortenedGraph) -> Plan:
-    """Return the plan of the short graph, made of the devices' graphs and programs before they are unrolled.
+    """Return the plan of the short graph, with the graph and program that each device has before unrolling.
 
     Args:
         plan: The plan of the deep graph.
@@ -144,7 +144,7 @@ def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
 
 
 def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
-    """Return the corresponding node in the first repetition for which the same repetition of the short graph stands.
+    """Find the node at the same position in the first deep repetition that corresponds to the same short one.
 
     Corresponding nodes have the same position in their repetitions. If the short graph has n repetitions, repetition k
     stands for k, k + n, k + 2n and so on in the deep graph. Example: with n = 2, a node of repetition 5 corresponds to

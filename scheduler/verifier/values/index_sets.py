@@ -213,7 +213,7 @@ def _clear_entry_number_digits(entries: Entries, digits: IgnoredDigits) -> Entri
 
 
 def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
-    """Return the digits that two values both ignore, because neither value depends on them.
+    """Return the ignored digits (parts of an entry number that do not affect the value) that two values share.
 
     A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
     """
@@ -310,7 +310,7 @@ def is_valid_broadcast(
 
 
 def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
-    """Convert digits of a factor to digits of the product axis, by larger strides.
+    """Convert ignored digits of a factor axis to digits of the product axis: strides grow by `inner_size`.
 
     A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
 

@@ -18,7 +18,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import dependent_launch, green_contexts
-from hocket.backends.cupy.device.driver import share_multiprocessors
+from hocket.backends.cupy.device.driver import has_shared_multiprocessors
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.hip_driver import HipBackend
 from hocket.backends.device_name import DeviceName
@@ -82,10 +82,10 @@ def test_devices_without_multiprocessors_are_not_divided_by_them():
 
 def test_parts_of_one_division_share_no_multiprocessors():
     two, other = parts_of(2), Device("cuda", 1)
-    assert not share_multiprocessors([*two, other])
-    assert share_multiprocessors([two[0], parts_of(2, 32)[1]]), "their groups overlap"
-    assert share_multiprocessors([two[0], Device("cuda", 0)])
-    assert share_multiprocessors([replace(part, multiprocessors=None) for part in two])
+    assert not has_shared_multiprocessors([*two, other])
+    assert has_shared_multiprocessors([two[0], parts_of(2, 32)[1]]), "their groups overlap"
+    assert has_shared_multiprocessors([two[0], Device("cuda", 0)])
+    assert has_shared_multiprocessors([replace(part, multiprocessors=None) for part in two])
 
 
 def test_a_plan_for_divided_devices_comes_back_from_json():

@@ -192,7 +192,7 @@ def _make_convert_kv_tile_to_matrices(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_range_of_visible_halves(union):
-    """Return the range (first, end) of the halves of a tile with visible keys; `union` has a bit for each such key."""
+    """Find the halves of a key tile that have visible keys; return (first, end), from a bit mask of the keys."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE

@@ -65,7 +65,7 @@ def store_visible_key_bits_per_8_tokens(mask, step, tokens, s, keys, to):
 
 @subroutine
 def find_set_bit_range_rounded_to_eights(bits):
-    """Return the range (first, end) of the set bits of `bits`, rounded outwards to multiples of eight."""
+    """Find the range (first, end) that contains all set bits of `bits`, rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
     ) // MATRIX_ROWS * MATRIX_ROWS

@@ -144,7 +144,7 @@ def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
     (kind, *units), first, y = split_gated_unit_operands(call), products[0], call.out
     require_supported(kind in GATED, "the unit has no kernel")
     require_supported(
-        all(has_matmul_kernel(p) and _share_activations_weight_type_and_shape(p, first) for p in products)
+        all(has_matmul_kernel(p) and _has_same_activations_weight_type_and_shape(p, first) for p in products)
         and y.is_dense,
         "products differ",
     )
@@ -219,7 +219,7 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
     consumers.register_quantised_rows(steps, records)
 
 
-def _share_activations_weight_type_and_shape(product: BoundInstruction, first: BoundInstruction) -> bool:
+def _has_same_activations_weight_type_and_shape(product: BoundInstruction, first: BoundInstruction) -> bool:
     """Return whether two matmuls have the same activations, and weights of one type and shape."""
     w, v = product.operand(0), first.operand(0)
     return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)

@@ -115,7 +115,10 @@ AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 
 def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
     call = call if call.optional_operand(5) is None else gather_key_blocks(launches, call)
-    q, k, v = as_float(launches, call.operand(0)), *(_as_cells(launches, call.operand(i)) for i in (1, 2))
+    q, k, v = (
+        as_float(launches, call.operand(0)),
+        *(_convert_cache_unless_readable(launches, call.operand(i)) for i in (1, 2)),
+    )
     mask, sinks = (None if (o := call.optional_operand(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
     *leading, tokens, heads, size = q.shape
@@ -137,8 +140,8 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
     bound.add_attention_launches((q, k, v, mask, call.out), leading)
 
 
-def _as_cells(launches: LaunchBuilder, x: Operand) -> Operand:
-    """Return `x` itself if kernels of attention read its cells or blocks, else a float32 copy."""
+def _convert_cache_unless_readable(launches: LaunchBuilder, x: Operand) -> Operand:
+    """Return keys or values unchanged if attention kernels can read their dtype, else a float32 copy."""
     blocks = x.dtype in BLOCK_TYPE_NAMES and not x.has_packed_layout
     return x if x.dtype in CELL_DTYPES or blocks else as_float(launches, x)
 
