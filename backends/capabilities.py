@@ -115,7 +115,7 @@ class SupportsZeroCopyWeights(Protocol):
 
 @runtime_checkable
 class HasRowIndependentProducts(Protocol):
-    """A backend whose matrix products may give a row of activations the same bits for any number of rows."""
+    """A backend that can make a row of a matrix product independent of the number of rows, bit by bit."""
 
     def has_row_independent_products(self) -> bool:
         """Return whether matrix products on this machine give a row the same bits for any number of rows."""

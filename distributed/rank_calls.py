@@ -75,7 +75,7 @@ def list_rank_calls_by_name(targets: Sequence[HasRankCalls]) -> dict[str, Callab
 
 
 def make_rank_call_name(target: object, method: Callable[..., object]) -> str:
-    """Make the name by which all ranks identify a method call: the class, the method and the object's `rank_label`.
+    """Make the name of a method call that is equal on all ranks: the class, the method and the object's `rank_label`.
 
     The `rank_label` of an object tells it from others of the same class.
     """

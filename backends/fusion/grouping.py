@@ -82,7 +82,7 @@ class _GroupSearch:
         return self.traced[number]
 
     def grow_group(self, first: int) -> ExpressionGroup | None:
-        """Grow a group from one instruction while joins save memory traffic; return None if no neighbour joins."""
+        """Grow a group from one instruction while joins save memory traffic; return None if it stays alone."""
         call = self.trace(first)
         neighbours = {} if call is None else self._find_neighbours(first, call)
         if call is None or not neighbours:

@@ -106,7 +106,7 @@ The entries of a buffer are in order and do not overlap.
 
 
 def _find_slice_of_overlapping_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the sorted list `producers` whose byte ranges overlap a memory region."""
+    """Return the slice of the sorted list `producers` that holds the overlaps with a memory region."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 

@@ -67,7 +67,7 @@ def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
 def extend_box_view_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
     """Return a view with the whole shape from an operand that has only the elements of a box.
 
-    Elements outside of the box have no memory and must not be read. The address is the first element of the box.
+    Memory exists only for the elements in the box. No reader may touch others. The address is the first element of the box.
     """
     return replace(operand, tensor=replace(operand.tensor, shape=shape))
 
@@ -101,7 +101,7 @@ def with_shape_and_strides(operand: Operand, shape: Shape, strides: Shape) -> Op
 
 
 def find_strides_of_reshape(own_shape: Shape, own_strides: Sequence[int], shape: Shape) -> Shape | None:
-    """Find the strides of a strided array after a reshape without a copy; None if no strides can express the reshape.
+    """Find the strides of a strided array after a reshape without a copy; None if the reshape needs a copy.
 
     Axes of size 1 have stride 0.
     """

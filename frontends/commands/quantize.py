@@ -136,7 +136,7 @@ def _print_changed_dtypes_and_missing_importances(plan: ConversionPlan) -> None:
 
 
 def group_unfitting_tensors_by_dtypes(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:
-    """Group the conversions whose tensor cannot get the required dtype, by the pair of required and actual dtype."""
+    """Group the conversions that cannot make the required dtype, by the pair of required and actual dtype."""
     groups: dict[tuple[DType, DType], list[TensorConversion]] = {}
     for c in plan.list_unfitting_conversions():
         groups.setdefault((c.required, c.dtype), []).append(c)

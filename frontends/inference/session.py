@@ -275,9 +275,7 @@ class Session:
 
     def bind_chunks(self, prefill: PipelinedPrefill) -> list[tuple[Executor, Mapping[str, npt.NDArray[Any]]]]:
         """Bind the plans of all chunks of a prefill for pipelined runs; return each executor with its inputs."""
-        return [
-            (self.pipelined_executor(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)
-        ]
+        return list(zip(map(self.pipelined_executor, prefill.steps), prefill.inputs, strict=True))
 
     def has_bound_pipelines(self, prefill: PipelinedPrefill) -> bool:
         """Whether the plans of all chunks of a prefill are already bound to this session for pipelined runs."""
@@ -409,10 +407,7 @@ class Session:
         return self._pipelines[step]
 
     def tracing(self, trace: Trace | None = None) -> AbstractContextManager[Trace]:
-        """Trace the time of every instruction of the runs in this context.
-
-        The first run raises `PlanError` if a backend cannot measure times.
-        """
+        """Trace instruction times of runs in this context; the first run raises `PlanError` if a backend cannot."""
         return trace_runs(self.set_trace, self.trace, trace)
 
     def set_trace(self, trace: Trace | None) -> None:

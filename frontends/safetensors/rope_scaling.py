@@ -119,7 +119,7 @@ def read_rope_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pair]
 
 
 def _read_rope_context_factor(config: JsonObject, rope: JsonObject) -> float:
-    """Return the factor by which RoPE extends the context: ``factor``, or the context divided by the original one."""
+    """Return the factor of RoPE's context extension: ``factor``, or the context divided by the original one."""
     context = config.require_positive_integer("max_position_embeddings")
     return rope.get_finite_number("factor", context / rope.require_positive_integer("original_max_position_embeddings"))
 

@@ -40,10 +40,10 @@ from .running_requests import (
     decode_to_logits_or_candidates,
     gather_next_and_known_tokens,
     is_prefix_being_read,
-    is_same_decode_step_expected_next,
     make_token_event,
     reserve_cells_and_select_preempted,
     start_request,
+    will_repeat_decode_step,
 )
 from .step_history import SMOOTHING, StepHistory
 from .step_runner import StepOutput, StepRunner, count_window_slots
@@ -91,8 +91,7 @@ class Engine:
         self._max_tokens = pool.context + fills_context
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[int, RunningRequest] = {}
-        self._reads_next = True
-        self._request_seconds, self._sums = 0.0, EngineTotals()
+        self._reads_next, self._request_seconds, self._sums = True, 0.0, EngineTotals()
         self.last_end: RetainedSlotSequence | None = None
         """The sequence of the request that has ended last."""
         self._events: list[Event] = []
@@ -233,9 +232,8 @@ class Engine:
             match = self._cache.find_slot_for_prompt(known, free, partial(count_window_slots, self._running))
             if request.uses_cache and is_prefix_being_read(request.prompt, match.tokens, self._running.values()):
                 continue
-            if not self._cache.has_room_for_request(
-                match, request.prompt, request.params.limit, len(queued.sent_tokens)
-            ):
+            limit, sent = request.params.limit, len(queued.sent_tokens)
+            if not self._cache.has_room_for_request(match, request.prompt, limit, sent):
                 return
             self._queue.remove(queued)
             try:
@@ -343,9 +341,7 @@ class Engine:
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
-            is_followed = not self._queue and is_same_decode_step_expected_next(
-                decoding, self._running, self._max_tokens
-            )
+            is_followed = not self._queue and will_repeat_decode_step(decoding, self._running, self._max_tokens)
             rows = decode_to_logits_or_candidates(self._pool, decoding, self._running, is_followed=is_followed)
         except HocketError as error:
             yield from self._retry_decode_one_by_one(decoding, error)

@@ -82,9 +82,9 @@ class SourceAndTargetSlots:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSlotTokens:
-    """The tokens of a slot, of which it has evaluated the first `length`.
+    """The tokens of a slot; the first `length` of them are evaluated.
 
-    The last token of a text may follow them, which was sampled and never evaluated.
+    A last token that was sampled but never evaluated may follow them.
     """
 
     tokens: tuple[int, ...]

@@ -269,7 +269,7 @@ def decode_to_logits_or_candidates(
     return pool.decode(tokens, before) if candidates is None else candidates
 
 
-def is_same_decode_step_expected_next(
+def will_repeat_decode_step(
     decoding: Sequence[RunningRequest], running: Mapping[int, RunningRequest], max_tokens: int
 ) -> bool:
     """Whether all running requests decode in this step, and are expected to decode in the next step, too.

@@ -258,7 +258,7 @@ class EngineThread(ServedModel):
         return future
 
     def _run_actions_of_free_slots(self) -> None:
-        """Run the queued actions whose slots are free, unless states are lost; drop cancelled actions."""
+        """Run the queued actions of free slots, unless states are lost; drop cancelled actions."""
         if self._slot_actions and (why := self._pool.lost_states_reason):
             self._restart((), why, None)
         for action in tuple(self._slot_actions):

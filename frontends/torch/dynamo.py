@@ -132,7 +132,7 @@ class LazilyCompiledGraph:
 def _with_results_sharing_memory(
     runner: Callable[[CallArguments], Any], aliases: ResultAliases | None
 ) -> Callable[[CallArguments], Any]:
-    """Return a runner whose results share memory with its arguments and each other as `aliases` say."""
+    """Return a runner; its results share memory with its arguments and each other as `aliases` says."""
     return (lambda args: aliases.share_memory(args, runner(args))) if aliases else runner
 
 

@@ -43,7 +43,7 @@ _TAIL_COEFFICIENTS = (
 )
 
 
-def _copy_to_out_if_given(result: Any, out: Array | None) -> Any:
+def _copy_to_optional_out(result: Any, out: Array | None) -> Any:
     """Copy `result` to `out` and return `out`; return `result` itself if `out` is None."""
     if out is None:
         return result
@@ -54,14 +54,14 @@ def _copy_to_out_if_given(result: Any, out: Array | None) -> Any:
 def _compute_normal_cdf(x: Array, out: Array | None) -> Any:
     """Compute ``erfc(-x / sqrt(2)) / 2``. It takes libm in float64, and a polynomial in float32."""
     if np.asarray(x).dtype != np.float32:
-        return _copy_to_out_if_given(0.5 * erfc(np.asarray(x) * -math.sqrt(0.5)), out)
+        return _copy_to_optional_out(0.5 * erfc(np.asarray(x) * -math.sqrt(0.5)), out)
     size = np.minimum(np.abs(x), np.float32(20))  # where the tail is 0; an infinity would become NaN
     t = 1 / (1 + size * np.float32(0.25))
     tail = np.full_like(t, _TAIL_COEFFICIENTS[0])
     for coefficient in _TAIL_COEFFICIENTS[1:]:
         tail = tail * t + np.float32(coefficient)
     tail *= t * np.exp(size * size * np.float32(-0.5))
-    return _copy_to_out_if_given(np.where(x < 0, tail, 1 - tail), out)
+    return _copy_to_optional_out(np.where(x < 0, tail, 1 - tail), out)
 
 
 def _compute_fma_rounded_once(x: Any, y: Any, z: Any, out: Array | None) -> Any:
@@ -71,7 +71,7 @@ def _compute_fma_rounded_once(x: Any, y: Any, z: Any, out: Array | None) -> Any:
     exact sum. Boldo and Melquiond, 2008.
     """
     if all(np.asarray(a).dtype != np.float32 for a in (x, y, z)):
-        return _copy_to_out_if_given(x * y + z, out)
+        return _copy_to_optional_out(x * y + z, out)
     if np.ndim(z) == 0 and z == 0 and np.signbit(z):  # adding -0 changes no number
         return np.multiply(x, y, out=out)
     product, wide = np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)
@@ -81,27 +81,27 @@ def _compute_fma_rounded_once(x: Any, y: Any, z: Any, out: Array | None) -> Any:
     is_even = (total.view(np.int64) & 1) == 0
     is_inexact = np.isfinite(error) & (error != 0)
     odd = np.where(is_even & is_inexact, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
-    return _copy_to_out_if_given(odd.astype(np.float32), out)
+    return _copy_to_optional_out(odd.astype(np.float32), out)
 
 
 def _compute_ieee_maximum(x: Any, y: Any, out: Array | None) -> Any:
     """Compute the maximum of IEEE 754, 2019. It is NaN if one number is NaN, and +0 is larger than -0."""
     larger = np.maximum(x, y)
     is_zero = (larger == 0) & np.equal(x, y)
-    return _copy_to_out_if_given(np.where(is_zero, np.add(x, y), larger), out)
+    return _copy_to_optional_out(np.where(is_zero, np.add(x, y), larger), out)
 
 
 def _compute_ieee_minimum(x: Any, y: Any, out: Array | None) -> Any:
     """Compute the minimum of IEEE 754, 2019: NaN if one number is NaN, and -0 is smaller than +0."""
     smaller = np.minimum(x, y)
     is_zero = (smaller == 0) & np.equal(x, y)
-    return _copy_to_out_if_given(np.where(is_zero, np.negative(np.add(np.negative(x), np.negative(y))), smaller), out)
+    return _copy_to_optional_out(np.where(is_zero, np.negative(np.add(np.negative(x), np.negative(y))), smaller), out)
 
 
 def _compute_round_half_away(x: Any, out: Array | None) -> Any:
     size = np.abs(x)
     whole = np.trunc(size)
-    return _copy_to_out_if_given(np.copysign(whole + (size - whole >= 0.5), x), out)
+    return _copy_to_optional_out(np.copysign(whole + (size - whole >= 0.5), x), out)
 
 
 def _compute_dot(x: Array, y: Array, out: Array | None) -> Any:
@@ -132,10 +132,10 @@ NUMPY_FUNCTIONS: Mapping[str, NumpyFunction] = MappingProxyType(
         "maximum": _compute_ieee_maximum,
         "minimum": _compute_ieee_minimum,
         "round_half_away": _compute_round_half_away,
-        "erf": lambda x, out: _copy_to_out_if_given(error_function(x), out),
+        "erf": lambda x, out: _copy_to_optional_out(error_function(x), out),
         "softplus": lambda x, out: np.logaddexp(0.0, x, out=out),
         "normal_cdf": _compute_normal_cdf,
-        "where": lambda truth, x, y, out: _copy_to_out_if_given(np.where(truth, x, y), out),
+        "where": lambda truth, x, y, out: _copy_to_optional_out(np.where(truth, x, y), out),
         "row_dot": _compute_dot,
         "row_sum": partial(_reduce_rows_by_ufunc, np.add, 0),
         "row_product": partial(_reduce_rows_by_ufunc, np.multiply, 1),

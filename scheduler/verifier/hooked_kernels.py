@@ -89,7 +89,7 @@ def _find_body_fault(body: Sequence[Instruction], panel_columns: int) -> str | N
 
 
 def _find_dependence_on_other_panels(kernel: FusedExpression, out: Tensor, panel_columns: int) -> str | None:
-    """Return why a stage may read other panels of the body's result `out`; None if it does not."""
+    """Return why a stage may read other panels of the body's result `out`; None if it reads only its own."""
     if math.prod(kernel.shape) != math.prod(out.shape):
         return "has another number of elements than the body"
     if kernel.boxes:

@@ -103,7 +103,7 @@ def _bind_group(steps: StepTableBuilder, flow: Dataflow, group: ExpressionGroup)
 
 
 def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook: StepHook, blocks: int) -> bool:
-    """Add the step of an expression group whose kernel calls a hook; return False if it cannot loop over whole rows.
+    """Add the step of a group that calls a hook in its kernel; return False if it cannot loop over whole rows.
 
     Args:
         steps: The steps.
@@ -205,7 +205,7 @@ def _bind_hooked_body(
 def find_quantised_read_forms(
     steps: StepTableBuilder, call: BoundInstruction, size: tuple[int, int]
 ) -> ResultReadForms | None:
-    """Find the quantised forms in which matmuls read a result [size]; None if no matmul reads it quantised."""
+    """Find the quantised forms in which matmuls read a result [size]; None if all matmuls read it unquantised."""
     rows, columns = size
     found: dict[tuple[Tensor, int], Operand] = {}
     is_shared = False

@@ -98,7 +98,7 @@ def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns
 def _add_last_producer_to_prologue(
     flow: Dataflow, composition: GroupComposition, readers: Sequence[int]
 ) -> GroupComposition | None:
-    """Add the last producer of an operand, in program order, to a prologue; None if none can be added."""
+    """Add the last producer of an operand, in program order, to a prologue; None if all producers stay outside."""
     if len(composition.calls) >= MAX_PROLOGUE_INSTRUCTIONS:
         return None
     producers = {p for call in composition.calls.values() for p in call.producers if p is not None}

@@ -46,7 +46,7 @@ class PromptSegments:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChunkScan:
-    """A scan over token chunks whose keys and value heads are prepared: operands, and fields of first and last states.
+    """A scan over token chunks with prepared keys and value heads: operands, and fields of first and last states.
 
     Sequence n ends with the stored state ``n * end_step``.
     """
@@ -145,7 +145,7 @@ def _split_token_axis_into_segments(x: Operand, segments: int, tokens: int) -> O
 def _slice_prepared_memory_after_chunks(
     scan: PreparedChunkScan, chunks: int, chunk_bytes: tuple[int, int]
 ) -> tuple[Operand, Operand]:
-    """Return the prepared keys and value heads without those of the first `chunks` chunks."""
+    """Return the prepared keys and value heads after the first `chunks` chunks."""
     keys, heads = (
         x.slice_axis(0, chunks * n, x.shape[0] - chunks * n) for x, n in zip(scan.memory, chunk_bytes, strict=True)
     )
