@@ -67,7 +67,7 @@ def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
 def extend_box_view_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
     """Return a view with the whole shape from an operand that has only the elements of a box.
 
-    Memory exists only for the elements in the box. No reader may touch others. The address is the first element of the box.
+    Memory exists only for the elements in the box. No reader may touch others. The address is the box's first element.
     """
     return replace(operand, tensor=replace(operand.tensor, shape=shape))
 
