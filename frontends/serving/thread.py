@@ -369,12 +369,13 @@ class EngineThread(ServedModel):
         return False
 
     def _send_events(self, events: list[Event]) -> None:
-        """Send events to the receivers of their requests.
+        """Send events to the receivers of their requests; `status` counts the events before a receiver sees them.
 
         All receivers are looked up under one lock; then they are called without the lock.
         """
         if not events:
             return
+        self._note_status()
         with self._receivers_lock:
             calls = [
                 (self._receivers.pop(event.request, None), event)

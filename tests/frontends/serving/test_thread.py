@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty
+from threading import Lock
 from types import SimpleNamespace
 
 from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
-from hocket.frontends.serving.requests import Event, QueueFullError
+from hocket.frontends.serving.requests import EndEvent, Event, QueueFullError, RequestTiming
 from hocket.frontends.serving.slots import SlotPool
 from hocket.frontends.serving.thread import EngineThread, PendingSlotAction
 
@@ -36,6 +37,16 @@ def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
     engine._engine, engine._orders = SimpleNamespace(has_work=False), queue
     assert engine._execute_queued_orders_unless_ended()
     assert queue.waits == [True, False, False]
+
+
+def test_the_receiver_of_an_event_sees_status_that_counts_it() -> None:
+    """A client that read the metrics after its answer had missed the tokens of the last step."""
+    thread, seen = EngineThread.__new__(EngineThread), list[object]()
+    thread._engine, thread._receivers_lock = SimpleNamespace(status="after the step"), Lock()
+    thread._status = "before the step"
+    thread._receivers = {"a": lambda _: seen.append(thread.status)}
+    thread._send_events([EndEvent("a", "length", RequestTiming())])
+    assert seen == ["after the step"]
 
 
 def test_every_step_that_is_prepared_is_reported() -> None:
