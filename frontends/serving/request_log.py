@@ -7,8 +7,12 @@ engine has read for it. A step also has its events, and a checksum of the logits
 
 from __future__ import annotations
 
+import errno
 import json
+import select
+import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO
 
@@ -28,6 +32,8 @@ from .requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, T
 from .step_runner import StepRunner
 
 LOG_FORMAT = "hocket-log-2"
+MAX_READER_WAIT_SECONDS = 1.0
+"""Longest wait for the reader of a pipe, per line. The engine waits meanwhile; then the log ends."""
 
 
 class TimeAndChecksumTape:
@@ -126,7 +132,9 @@ class TapedPool:
 
 
 class RequestLog:
-    """Writes the lines of a request log to a file. After a write error, nothing more is written.
+    """Writes the lines of a request log to a file or a pipe. After a write error, nothing more is written.
+
+    A line that could be written in part only is the last one; `replay` leaves it out.
 
     Args:
         file: The file, from `open_log`.
@@ -142,19 +150,38 @@ class RequestLog:
         """Append a record as one line."""
         if self._file is None:
             return
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            _write_whole_line(self._file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
-            self.close()
+            with suppress(OSError):  # the first error counts
+                self._file.close()
+            self._file = None
             self._on_error(error.strerror or type(error).__name__)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file. Some file systems report only now that they could not write."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._on_error(error.strerror or type(error).__name__)
+
+
+def _write_whole_line(file: BinaryIO, line: bytes) -> None:
+    """Write a line to an unbuffered file, in parts if the file takes only a part of it at once.
+
+    Raises:
+        OSError: The file cannot be written, or the reader of a pipe takes nothing for `MAX_READER_WAIT_SECONDS`.
+    """
+    until = time.monotonic() + MAX_READER_WAIT_SECONDS
+    while line:
+        count: int | None = file.write(line)
+        if count is None:  # a full pipe
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([], [file], [], left)[1]:
+                raise TimeoutError(errno.ETIMEDOUT, f"its reader takes nothing for {MAX_READER_WAIT_SECONDS:g} s")
+        line = line[count or 0 :]
 
 
 class LoggedEngine(Engine):

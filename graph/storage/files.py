@@ -81,7 +81,8 @@ def write_text(path: str | Path, text: str) -> None:
 def open_log(path: str | Path) -> BinaryIO:
     """Open a file to append lines, without a buffer; a new file is for its owner only.
 
-    If a crash has cut the last line, a line end is added, so that the next write begins a new line.
+    If a crash has cut the last line, a line end is added, so that the next write begins a new line. A write to a full
+    pipe does not wait for its reader; it returns None, or the number of bytes that it could write.
 
     Raises:
         OSError: The file cannot be written; the error names `path`.
@@ -92,6 +93,8 @@ def open_log(path: str | Path) -> BinaryIO:
                 open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE))
             )
             known = os.fstat(file.fileno())
+            if stat.S_ISFIFO(known.st_mode):
+                os.set_blocking(file.fileno(), False)
             if stat.S_ISREG(known.st_mode) and known.st_size:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":

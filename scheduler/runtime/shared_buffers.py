@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
+
+from ...graph.errors import StatesLostError
+from .state_view import LostStates
 
 
 class WeightCopies:
@@ -45,14 +49,25 @@ class WeightCopies:
 class SharedIntermediateValueArena:
     """The memory for intermediate values on one device, which several plans share if they run one at a time.
 
-    It grows to the size of the largest plan.
+    It grows to the size of the largest plan. `users` are the lost states of all stores that share it.
     """
 
     def __init__(self) -> None:
         self.nbytes, self._buffer = 0, None
+        self.users: WeakSet[LostStates] = WeakSet()
 
     def grow_buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
         """Return a buffer of at least `nbytes` bytes: the present one, or else a new one from `alloc`."""
         if nbytes > self.nbytes or self._buffer is None:
             self.nbytes, self._buffer = nbytes, alloc()
         return self._buffer
+
+    def abandon_buffer(self, error: StatesLostError) -> None:
+        """Never use the present buffer again, because a device that has not stopped may still write to it.
+
+        Plans that are bound to the buffer are refused by `error`. Plans of later stores get a new buffer.
+        """
+        for lost_states in list(self.users):
+            lost_states.record(error)
+        self.nbytes, self._buffer = 0, None
+        self.users.clear()

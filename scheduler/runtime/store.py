@@ -15,7 +15,7 @@ from ...distributed import SINGLE_PROCESS, World
 from ...distributed.rank_group import DevicePlacement
 from ...graph.array_checks import as_array_for_spec, as_block_bytes
 from ...graph.attrs import quote_node_name
-from ...graph.errors import PlanError
+from ...graph.errors import PlanError, StatesLostError
 from ...graph.graph import Graph
 from ...graph.node import view_constant_array
 from ...graph.old_names import RenamedAttribute, warn_of_old_name
@@ -135,9 +135,7 @@ class Store:
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
             theirs = other._device_buffers[number]
-            theirs.buffer_by_leaf.update(
-                {key: entry for key, entry in mine.buffer_by_leaf.items() if key[0] == "weight"}
-            )
+            theirs.buffer_by_leaf |= {key: one for key, one in mine.buffer_by_leaf.items() if key[0] == "weight"}
         weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
         return other
@@ -154,7 +152,8 @@ class Store:
         """
         other = self.share_weights()
         for number, mine in self._device_buffers.items():
-            other._device_buffers[number].arena = mine.arena
+            arena = other._device_buffers[number].arena = mine.arena
+            arena.users |= {self.lost_states, other.lost_states}
         return other
 
     @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
@@ -236,6 +235,13 @@ class Store:
                 self.state(name)[...] = 0
             if self._has_whole_states:
                 self.lost_states.reason = ""
+
+    def record_lost_states(self, error: StatesLostError) -> None:
+        """Record that a run has lost the states. While a device may still write, the arena is not used either."""
+        self.lost_states.record(error)
+        if not error.can_begin_anew and not error.is_of_earlier_run:
+            for device in self._device_buffers.values():
+                device.arena.abandon_buffer(error)
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -29,20 +29,26 @@ class ModelSlotDrafter:
         """The tokens that each slot has read, without drafts."""
         self._states: dict[int, SlotStates] = {}
         """The recurrent states of each slot after these tokens, if the model has such states."""
+        self._last_drafts: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+        """By slot the last text that got drafts, and its drafts."""
 
     def draft_tokens(self, known: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
         """Propose the most probable next tokens of some slots.
 
-        A slot gets no drafts until the small model has read its tokens. A call reads at most one prompt chunk.
+        A slot gets no drafts until the small model has read its tokens. A call reads at most one prompt chunk. A text
+        that had drafts in the last call gets the same ones without a run. This happens when a run was refused, and the
+        engine repeats the step for each slot alone.
 
         Args:
             known: All tokens of each slot.
         """
+        repeated = {slot: [*self._last_drafts[slot][1]] for slot in known if self._has_drafts_of(slot, known[slot])}
+        known = {slot: tokens for slot, tokens in known.items() if slot not in repeated}
         for slot, tokens in known.items():
             self._keep_common_prefix(slot, tokens)
         ready = self._read_chunk_and_select_ready_slots(known)
         if not ready:
-            return {}
+            return repeated
         self._undo_drafts_in_recurrent_states(ready)
         rows = self.own_pool.append_tokens(
             {slot: list(known[slot][len(self._read[slot]) :]) for slot in ready},
@@ -52,11 +58,15 @@ class ModelSlotDrafter:
         for slot in ready:
             self._record_read_tokens(slot, known[slot])
         drafts = {slot: [int(logits[-1].argmax())] for slot, logits in rows.items()}
+        self._last_drafts |= {slot: (known[slot], drafts[slot]) for slot in ready}
         for _ in range(1, self.max_tokens):
             before = {slot: (*known[slot], *drafts[slot][:-1]) for slot in ready}
             for slot, logits in self.own_pool.decode({slot: drafts[slot][-1] for slot in ready}, before).items():
                 drafts[slot].append(int(logits.argmax()))
-        return drafts
+        return repeated | {slot: [*tokens] for slot, tokens in drafts.items()}
+
+    def _has_drafts_of(self, slot: int, tokens: tuple[int, ...]) -> bool:
+        return slot in self._last_drafts and self._last_drafts[slot][0] == tokens
 
     @property
     def catch_up_bucket(self) -> int:
@@ -115,5 +125,5 @@ class ModelSlotDrafter:
 
     def rebind_plans_and_forget_slots(self) -> None:
         """Bind all plans anew at their next use, and forget all tokens, after a failure of a device."""
-        self._read, self._states = [()] * self.own_pool.slots, {}
+        self._read, self._states, self._last_drafts = [()] * self.own_pool.slots, {}, {}
         self.own_pool.rebind_plans_and_zero_states()

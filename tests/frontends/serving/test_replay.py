@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from hocket.frontends.generation.lazy_grammar import LazyJsonGrammar
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.inference.saved_state import write_state_atomically
+from hocket.frontends.serving import request_log
 from hocket.frontends.serving.replay import read_complete_log_lines
 from hocket.frontends.serving.request_log import (
     LoggedEngine,
@@ -307,6 +311,37 @@ def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
         finally:
             service.close(0)
     assert errors == ["No space left on device"]
+
+
+def test_a_log_to_a_full_pipe_waits_for_its_reader_and_then_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to a full pipe had been repeated for ever, and no request went on."""
+    os.mkfifo(tmp_path / "pipe")
+    errors: list[str] = []
+    log = RequestLog(open_log(tmp_path / "pipe"), errors.append, {})
+    records = [{"text": f"{n}" * 50_000} for n in range(8)]
+    with open(tmp_path / "pipe", "rb") as reader:
+        writer = threading.Thread(target=lambda: [log.write(record) for record in records])
+        writer.start()
+        assert [json.loads(reader.readline()) for _ in records] == records
+        writer.join()
+        assert not errors
+        monkeypatch.setattr(request_log, "MAX_READER_WAIT_SECONDS", 0.01)
+        for record in records:
+            log.write(record)
+    assert errors == ["its reader takes nothing for 0.01 s"]
+
+
+def test_a_log_that_cannot_be_written_is_reported_when_it_is_closed() -> None:
+    """The error of some network file systems comes late, and had ended the thread of the engine."""
+
+    def fail() -> NoReturn:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    errors: list[str] = []
+    RequestLog(cast(BinaryIO, SimpleNamespace(close=fail)), errors.append, {}).close()
+    assert errors == ["Disk quota exceeded"]
 
 
 def mask_first_token(grammar: Grammar | LazyJsonGrammar | None) -> object:

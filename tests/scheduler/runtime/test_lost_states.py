@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -87,24 +88,65 @@ def test_a_launched_run_ends_before_the_loss_by_another_view_is_reported(has_fol
     assert whole.run({"x": x, "ids": [2]})["y"].sum() == -8
 
 
-def test_memory_to_which_a_device_may_still_write_is_not_used_again() -> None:
-    """It had been said to be good after zeros. Then the device added 1 to the zeros of another executor."""
-    s, gate = hocket.state("s", (4, 8)), threading.Event()
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Yield an event for which a device waits in vain until the end of the test."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def make_executor_of_stuck_device(gate: threading.Event) -> Executor:
+    """Return an executor whose first device fails, and whose second one does not stop before an event."""
+    s = hocket.state("s", (4, 8))
     new = ops.add(s, ops.mul_mat(hocket.weight("w", (8, 8)), hocket.input("x", (4, 8))))
     graph = hocket.Graph({"y": ops.scale(s, scale=1.0)}, {s: new})
     plan = hocket.plan(graph, ["numpy:0", "numpy:1"], split_mode="tensor")
-    store = hocket.load(plan, {"w": np.eye(8)}).store
-    executor, feed = Executor(plan, store, timeout=0.05), {"x": np.ones((4, 8))}
+    executor = Executor(plan, hocket.load(plan, {"w": np.eye(8)}).store, timeout=0.05)
     executor._output_runners |= {0: fail, 1: gate.wait}
-    try:
-        with pytest.raises(StatesLostError, match=r"no power; and numpy:1 does not stop: states are lost, load anew$"):
-            executor.run(feed)
-        for use in (store.zero_states, lambda: executor.run(feed), lambda: Executor(plan, store).run(feed)):
-            with pytest.raises(StatesLostError, match=r"does not stop: states are lost, load anew\)$") as caught:
-                use()
-            assert not caught.value.can_begin_anew
-    finally:
-        gate.set()
+    return executor
+
+
+FEED = {"x": np.ones((4, 8))}
+
+
+def list_arenas(executor: Executor) -> list[Any]:
+    """Return the arena of each device to which an executor is bound."""
+    devices = executor.plan.device_plans
+    return [
+        buffer
+        for number, buffers in executor._bound_plan._buffers.items()
+        for spec, buffer in zip(devices[number].program.buffers, buffers, strict=True)
+        if spec.kind == "arena"
+    ]
+
+
+def test_memory_to_which_a_device_may_still_write_is_not_used_again(gate: threading.Event) -> None:
+    """It had been said to be good after zeros. Then the device added 1 to the zeros of another executor."""
+    executor = make_executor_of_stuck_device(gate)
+    plan, store = executor.plan, executor.store
+    with pytest.raises(StatesLostError, match=r"no power; and numpy:1 does not stop: states are lost, load anew$"):
+        executor.run(FEED)
+    for use in (store.zero_states, lambda: executor.run(FEED), lambda: Executor(plan, store).run(FEED)):
+        with pytest.raises(StatesLostError, match=r"does not stop: states are lost, load anew\)$") as caught:
+            use()
+        assert not caught.value.can_begin_anew
+
+
+def test_an_arena_to_which_a_device_may_still_write_is_used_by_no_other_store(gate: threading.Event) -> None:
+    """Other stores had shared it without an error, so a late write changed their results."""
+    executor = make_executor_of_stuck_device(gate)
+    plan, store = executor.plan, executor.store
+    earlier = Executor(plan, store.share_weights_and_arena())
+    assert [*map(id, list_arenas(earlier))] == [*map(id, list_arenas(executor))]
+    with pytest.raises(StatesLostError):
+        executor.run(FEED)
+    with pytest.raises(StatesLostError, match=r"does not stop: states are lost, load anew\)$"):
+        earlier.run(FEED)
+    later, last = (Executor(plan, store.share_weights_and_arena()) for _ in range(2))
+    assert [later.run(FEED)["y"][0, 0] for _ in range(2)] == [0, 1]
+    assert not {*map(id, list_arenas(later))} & {*map(id, list_arenas(executor))}
+    assert [*map(id, list_arenas(later))] == [*map(id, list_arenas(last))]
 
 
 def test_a_loss_on_a_rank_after_a_failure_of_ranks_is_their_error(monkeypatch: pytest.MonkeyPatch) -> None:

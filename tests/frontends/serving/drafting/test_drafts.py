@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, GenerationRequest
 from hocket.frontends.serving.slot_files import SlotFiles
 from hocket.frontends.serving.slots import SlotPool
+from hocket.graph.errors import BackendError
 
 from ....given.models.goldens import TINY, path_of
 from ....given.serving.engine_runs import BATCH, CONTEXT, make_pool, prompt_of
@@ -241,3 +243,30 @@ def test_drafts_end_before_the_context_and_are_few() -> None:
         pool.decode({0: token}, {0: known})
         assert not pool.list_evaluated_draft_tokens(0)
         known.append(token)
+
+
+def test_a_refused_step_is_repeated_without_runs_of_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model had lost its recurrent states, and had read the whole prompt again."""
+    pool = make_drafting_pool("qwen35", "qwen35", 3, slots=2)
+    monkeypatch.setattr(pool, "drafter", ModelSlotDrafter(pool.drafter.own_pool, 3))
+    prompt, runs = prompt_of("qwen35")[:9], list[str]()
+    for name in ("read_prompt", "append_tokens"):
+        run = getattr(pool.drafter.own_pool, name)
+        monkeypatch.setattr(
+            pool.drafter.own_pool, name, lambda *a, n=name, run=run, **k: [runs.append(n), run(*a, **k)][1]
+        )
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise BackendError("refused")
+
+    token = int(pool.read_prompt(0, prompt, []).argmax())
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "append_tokens", refuse)
+        with pytest.raises(BackendError, match="refused"):
+            pool.decode({0: token}, {0: prompt})
+    assert runs == ["read_prompt", "append_tokens", "append_tokens", "append_tokens"]
+    runs.clear()
+    pool.decode({0: token}, {0: prompt})
+    assert not runs
+    drafts = [*pool.list_evaluated_draft_tokens(0)]
+    assert drafts == ModelSlotDrafter(pool.drafter.own_pool, 3).draft_tokens({1: (*prompt, token)})[1]
