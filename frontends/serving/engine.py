@@ -314,7 +314,7 @@ class Engine:
             return
         self._move_request_to_shrink_window(decoding)
         self.requests_in_step = (reading.request.id, *(one.request.id for one in decoding))
-        start = self._clock()
+        start, planned = self._clock(), self._pool.planning_seconds
         try:
             tokens, before = gather_next_and_known_tokens(decoding, self._running)
             rows = self._pool.read_prompt_and_decode(reading.slot, chunk, tokens, before)
@@ -324,7 +324,8 @@ class Engine:
             yield from self._read_chunk(reading, chunk)
             yield from self._decode(decoding)
             return
-        seconds = self._clock() - start
+        seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
+        self._times.record_mixed(len(chunk), len(decoding), seconds - planning)
         decode_seconds = min(seconds, self._times.get_decode_seconds(len(decoding)))
         self._sums.add_decode_step(decode_seconds)
         self._sums.prompt_seconds += seconds - decode_seconds

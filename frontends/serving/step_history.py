@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...graph.lazy_dataclass import dataclass as lazy_dataclass
@@ -127,12 +126,3 @@ class StepHistory:
 def update_running_mean(means: dict[int, float], key: int, seconds: float) -> None:
     """Update the running mean of seconds of a key. The first measurement is the mean."""
     means[key] = seconds if key not in means else means[key] + SMOOTHING * (seconds - means[key])
-
-
-def predict_seconds_of_size(measured: Mapping[int, float], size: int) -> float:
-    """Predict the seconds of a run of `size` tokens, from the measured seconds of the nearest size.
-
-    A run of fewer tokens takes as long as the nearest one; a run of more tokens takes longer in proportion.
-    """
-    nearest = size if size in measured else min(measured, key=lambda known: abs(math.log2(known / size)))
-    return measured[nearest] * max(size / nearest, 1.0)

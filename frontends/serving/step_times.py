@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..inference.prefill_chunks import next_power_of_two
 from .running_requests import RunningRequest
-from .step_history import predict_seconds_of_size, update_running_mean
+from .step_history import update_running_mean
 from .step_runner import StepRunner
 from .windows.mixed_steps import MAX_MIXED_TOKENS
 from .windows.slot_windows import MIN_PROMPT_TOKENS
@@ -29,6 +29,8 @@ class StepTimes:
         self._pool, self._mixes_steps = pool, mixes_steps
         self._max_gap_seconds, self._idle_chunk_seconds = max_gap_seconds, idle_chunk_seconds
         self._chunk_seconds, self._decode_seconds = dict[int, float](), dict[int, float]()
+        self._planned_seconds: dict[int, float] = {}
+        """The seconds of chunks by their plans."""
 
     def record_chunk(self, tokens: int, seconds: float) -> None:
         """Record the seconds of a step that has read `tokens` prompt tokens."""
@@ -37,6 +39,19 @@ class StepTimes:
     def record_decode(self, requests: int, seconds: float) -> None:
         """Record the seconds of a step that has decoded a token of each of `requests` requests."""
         update_running_mean(self._decode_seconds, next_power_of_two(requests), seconds)
+
+    def record_mixed(self, tokens: int, requests: int, seconds: float) -> None:
+        """Record the seconds of a mixed step: the share of the chunk, as predicted, is the time of a chunk.
+
+        So the sizes of chunks follow the measured times also while all steps are mixed.
+
+        Args:
+            tokens: The prompt tokens of the step.
+            requests: The number of requests that have decoded a token.
+            seconds: The duration of the step.
+        """
+        chunk = self._predict_chunk_seconds(next_power_of_two(max(tokens, MIN_PROMPT_TOKENS)))
+        self.record_chunk(tokens, seconds * chunk / (chunk + self.get_decode_seconds(requests)))
 
     def get_decode_seconds(self, requests: int) -> float:
         """Return the mean seconds of a decode step of about `requests` requests; 0 before the first one."""
@@ -53,11 +68,11 @@ class StepTimes:
         """
         if decoding:
             step = self.get_decode_seconds(decoding)
-            budget = min(max(step, self._predict_nearest_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
+            budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
         else:
             budget = self._idle_chunk_seconds
         size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
-        while size * 2 <= self._pool.batch and self._predict_nearest_chunk_seconds(size * 2) <= budget:
+        while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
             size *= 2
         return min(size, self._pool.batch)
 
@@ -81,11 +96,21 @@ class StepTimes:
         slots = [one.slot for one in decoding]
         return self._pool.predict_seconds_saved_by_mixing(slots, reading.slot, len(chunk), longest) > 0.0
 
-    def _predict_nearest_chunk_seconds(self, size: int) -> float:
-        """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
+    def _predict_chunk_seconds(self, size: int) -> float:
+        """Predict the seconds of a prompt chunk of `size` tokens.
 
-        Before the first measurement, the prediction comes from the plan of the chunk.
+        The prediction is the measured time of the nearest size, times the ratio of the plans of both sizes. Before the
+        first measurement, it comes from the plan alone.
         """
+        if size in self._chunk_seconds:
+            return self._chunk_seconds[size]
+        planned = self._predict_planned_seconds(size)
         if not self._chunk_seconds:
-            return self._pool.predict_prompt_seconds(size)
-        return predict_seconds_of_size(self._chunk_seconds, size)
+            return planned
+        nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
+        return self._chunk_seconds[nearest] * planned / self._predict_planned_seconds(nearest)
+
+    def _predict_planned_seconds(self, size: int) -> float:
+        if size not in self._planned_seconds:
+            self._planned_seconds[size] = self._pool.predict_prompt_seconds(size)
+        return self._planned_seconds[size]
