@@ -97,7 +97,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def make_executor_of_stuck_device(gate: threading.Event) -> Executor:
-    """Return an executor whose first device fails, and whose second one does not stop before an event."""
+    """Return an executor with two devices: the first one fails, and the second one does not stop before an event."""
     s = hocket.state("s", (4, 8))
     new = ops.add(s, ops.mul_mat(hocket.weight("w", (8, 8)), hocket.input("x", (4, 8))))
     graph = hocket.Graph({"y": ops.scale(s, scale=1.0)}, {s: new})
