@@ -261,10 +261,7 @@ class Engine:
         return EndEvent(request.id, reason, queued.measure_timing_and_token_counts(now), message)
 
     def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
-        """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
-
-        A step moves at most one request, which takes a few milliseconds.
-        """
+        """Move one request, which takes a few ms, if the decoding requests then fit into a smaller window of slots."""
         if (move := choose_move_to_shrink_window(decoding, self._running, self._pool.slots)) is not None:
             outside, target = move
             self._cache.move_running_request(outside.slot, target, len(outside.tokens))
