@@ -31,7 +31,7 @@ from .prefix_cache import PrefixCache
 from .requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, TokenEvent
 from .step_runner import StepRunner
 
-LOG_FORMAT = "hocket-log-2"
+LOG_FORMAT = "hocket-log-3"
 MAX_READER_WAIT_SECONDS = 1.0
 """Longest wait for the reader of a pipe, per line. The engine waits meanwhile; then the log ends."""
 

@@ -243,15 +243,15 @@ def test_slot_files_are_a_part_of_the_day(
     ("text", "reason"),
     [
         ("", "is empty"),
-        ("no log\n", "line 1 is no record of hocket-log-2"),
+        ("no log\n", "line 1 is no record of hocket-log-3"),
         (
             '{"log": "hocket-log-1", "options": {"model": null}}\n',
-            "line 1 begins a log of 'hocket-log-1', and this hocket replays hocket-log-2; "
+            "line 1 begins a log of 'hocket-log-1', and this hocket replays hocket-log-3; "
             "replay it with the hocket that wrote it, and give each version its own file",
         ),
-        ('{"log": "hocket-log-2"}\n', "line 1 is no header (KeyError('options'))"),
-        ('{"log": "hocket-log-2", "options": {"model": 3}}\n', "model is 3; it must be the path of a file or None"),
-        ('{"log": "hocket-log-2", "options": {"model": null, "draft": "x"}}\n', "has unknown options"),
+        ('{"log": "hocket-log-3"}\n', "line 1 is no header (KeyError('options'))"),
+        ('{"log": "hocket-log-3", "options": {"model": 3}}\n', "model is 3; it must be the path of a file or None"),
+        ('{"log": "hocket-log-3", "options": {"model": null, "draft": "x"}}\n', "has unknown options"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(
@@ -267,7 +267,7 @@ def test_a_file_of_another_kind_is_refused(
     [
         {"order": "submit"},
         {"order": "submit", "request": {"id": 3}},
-        {"log": "hocket-log-2", "options": {"model": None}, "model_digest": "x", "version": 3, "fingerprint": 4},
+        {"log": "hocket-log-3", "options": {"model": None}, "model_digest": "x", "version": 3, "fingerprint": 4},
         {"order": "dance"},
         {"times": 3, "events": []},
         {"times": [], "order": "erase", "slot": "x"},
