@@ -11,6 +11,8 @@ from typing import TypeAlias
 import numpy as np
 
 from .dtypes import DType
+from .spec import MAX_SIZE
+from .validation import ArgumentKind
 
 Attr: TypeAlias = "bool | int | float | str | bytes | DType | tuple[Attr, ...] | None"
 Attrs: TypeAlias = Mapping[str, Attr]
@@ -19,6 +21,35 @@ NO_ATTRS: Attrs = MappingProxyType({})
 MAX_DEPTH = 8
 """The largest depth of nested tuples in one attribute."""
 
+
+def is_plain_attribute(value: object, depth: int = 0) -> bool:
+    """Return whether a value is plain data: a 64-bit number, text, bytes, a `DType`, None, or a tuple of them."""
+    if isinstance(value, tuple):
+        return depth < MAX_DEPTH and all(is_plain_attribute(v, depth + 1) for v in value)
+    if type(value) is int:
+        return abs(value) <= MAX_SIZE
+    return value is None or type(value) in (bool, float, str, bytes, DType)
+
+
+def are_attributes_plain(attrs: Attrs) -> bool:
+    """Return whether each name of `attrs` is text, and each value is plain data (`is_plain_attribute`)."""
+    return all(isinstance(name, str) and is_plain_attribute(value) for name, value in attrs.items())
+
+
+def describe_attribute_fault(attrs: object) -> str:
+    """Describe the first attribute with a value that is not plain data; empty if there is none, or no mapping."""
+    if not isinstance(attrs, Mapping) or not all(isinstance(name, str) for name in attrs):
+        return ""
+    wrong = [name for name, value in attrs.items() if not is_plain_attribute(value)]
+    return f"attribute {quote_word(wrong[0])} has a value that a graph cannot keep" if wrong else ""
+
+
+ATTRS_KIND = ArgumentKind(
+    "a mapping from names to numbers of 64 bits, text, bytes, a DType, None, or tuples of them",
+    lambda v: isinstance(v, Mapping) and are_attributes_plain(v),
+    describe_attribute_fault,
+)
+"""The argument kind of the attributes of a node."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
 _WITH_FLOATS = frozenset({float, tuple})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from .attrs import MAX_DEPTH, Attr, quote_node_name, quote_word
+from .attrs import quote_node_name, quote_word
 from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
 from .node import LEAF_OPS, Node
-from .spec import MAX_SIZE, check_spec
+from .spec import check_spec
 from .validation import CALLABLE, MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, list_of, validate_arguments
 
 GraphRule = Callable[[Graph], Iterator[str]]
@@ -73,22 +73,6 @@ def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
                 yield f"%{node.label}: {spec} needs {spec.nbytes} bytes of data, got {got}"
 
 
-def attributes_are_plain(graph: Graph) -> Iterator[str]:
-    """Check that each attribute is plain data: a 64-bit number, text, bytes, a `DType`, None, or a tuple of them."""
-    for node in graph.nodes:
-        for name, value in node.attrs.items():
-            if not _is_plain_attribute(value):
-                yield f"%{node.label}: attribute {quote_word(name)} has a value that a graph cannot keep"
-
-
-def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
-    if isinstance(value, tuple):
-        return depth < MAX_DEPTH and all(_is_plain_attribute(v, depth + 1) for v in value)
-    if type(value) is int:
-        return abs(value) <= MAX_SIZE
-    return value is None or type(value) in (bool, float, str, bytes, DType)
-
-
 def operands_precede_users_and_results_exist(graph: Graph) -> Iterator[str]:
     """Check that operands come before their users, and that outputs and updates are results of nodes of the graph."""
     before: set[Node] = set()
@@ -118,7 +102,6 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     specs_have_legal_shapes,
     updates_match_states,
     constants_hold_their_bytes,
-    attributes_are_plain,
 )
 REFERENCES = (operands_precede_users_and_results_exist, references_exist)
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .array_checks import as_real_number_array
-from .attrs import NO_ATTRS, Attrs, format_attribute, quote_node_name, quote_word
+from .attrs import ATTRS_KIND, NO_ATTRS, Attrs, are_attributes_plain, format_attribute, quote_node_name, quote_word
 from .dtypes import DTYPE_BY_NAME, DType, DTypeLike
 from .errors import GraphError
 from .lazy_dataclass import dataclass
-from .spec import Spec, make_spec
+from .spec import MAX_SIZE, Spec, make_spec
 from .validation import (
     MAX_MESSAGE_CHARACTERS,
     NONE,
@@ -62,6 +62,7 @@ class Node:
             and type(self.specs) is tuple
             and OPERANDS.issuperset(map(type, self.src))
             and RESULTS.issuperset(map(type, self.specs))
+            and are_attributes_plain(self.attrs)
         ):
             for part, kind in NODE_ARGUMENT_KINDS.items():
                 require(GraphError, "Node", part, getattr(self, part), kind)
@@ -108,14 +109,14 @@ class Value:
     index: int = 0
 
     def __new__(cls, node: object = None, index: object = 0) -> Value:
-        if isinstance(node, Node) and isinstance(index, int) and 0 <= index < len(node.results):
+        if isinstance(node, Node) and type(index) is int and 0 <= index < len(node.results):
             return node.results[index]
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.node, Node):
             raise GraphError(f"Value: node is {format_value(self.node)}; it must be a Node, as hocket.input(...).node")
-        if not isinstance(self.index, int):
+        if type(self.index) is not int or abs(self.index) > MAX_SIZE:
             raise GraphError(f"Value: index is {format_value(self.index)}; it must be the number of a result")
 
     def __eq__(self, other: object) -> bool:
@@ -267,7 +268,7 @@ NODE_ARGUMENT_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "op": TEXT,
         "src": tuple_of(instance_of(Value) | NONE, "a tuple of values, or None where one is left out"),
-        "attrs": instance_of(Mapping),
+        "attrs": ATTRS_KIND,
         "specs": tuple_of(instance_of(Spec), "a tuple of specs"),
         "name": TEXT,
     }

@@ -31,8 +31,7 @@ class Spec:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        of_integers = isinstance(self.shape, tuple) and INTEGER.issuperset(map(type, self.shape))
-        if not of_integers and not (isinstance(self.shape, tuple) and all(isinstance(n, int) for n in self.shape)):
+        if not isinstance(self.shape, tuple) or not INTEGER.issuperset(map(type, self.shape)):
             raise GraphError(f"Spec: shape is {format_value(self.shape)}; it must be a tuple of integers")
         if not isinstance(self.dtype, DType):
             raise GraphError(

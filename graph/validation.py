@@ -23,13 +23,21 @@ MAX_MESSAGE_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class ArgumentKind:
-    """A kind of argument: a test function, and a description of accepted arguments for error messages."""
+    """A kind of argument: a test function, and a description of accepted arguments for error messages.
+
+    `describe_fault` describes the fault inside an argument of the right class; it is empty for other arguments.
+    """
 
     description: str
     accepts: Callable[[Any], bool]
+    describe_fault: Callable[[Any], str] = lambda value: ""
 
     def __or__(self, other: ArgumentKind) -> ArgumentKind:
-        return ArgumentKind(f"{self.description} or {other.description}", lambda v: self.accepts(v) or other.accepts(v))
+        return ArgumentKind(
+            f"{self.description} or {other.description}",
+            lambda v: self.accepts(v) or other.accepts(v),
+            lambda v: self.describe_fault(v) or other.describe_fault(v),
+        )
 
 
 def indefinite_article(word: str) -> str:
@@ -172,7 +180,9 @@ def require(error: type[HocketError], subject: str, name: str, value: object, ki
         HocketError: The value is of another kind; the class is `error`.
     """
     if not kind.accepts(value):
-        raise error(f"{subject}: {name} is {format_value(value)}; it must be {kind.description}")
+        fault = kind.describe_fault(value)
+        problem = f": {fault}" if fault else f" is {format_value(value)}; it must be {kind.description}"
+        raise error(f"{subject}: {name}{problem}")
 
 
 def describe_call_mismatch(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str:

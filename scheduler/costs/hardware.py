@@ -122,7 +122,9 @@ class Hardware:
     source: str = BUILT_IN_SOURCE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "machine", int(self.machine))  # plans are written as JSON
+        for name in self.__slots__:  # plans are written as JSON, which has no numbers of NumPy
+            if hasattr(number := getattr(self, name), "item"):
+                object.__setattr__(self, name, number.item())
 
     @property
     def solo_hardware(self) -> Hardware:

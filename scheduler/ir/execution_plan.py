@@ -42,6 +42,7 @@ from ..costs.timeline import (
     is_timeline_sequential,
 )
 from ..lowering.device_plan import DevicePlan as DevicePlan
+from .field_types import describe_field_fault
 from .formatting import format_bytes
 from .layout import Layout
 
@@ -52,8 +53,12 @@ ShardedFactors = frozenset[tuple[str, int, int, int]]
 """The sharded factors, each described by a leaf that has it: (leaf, axis, segment, position in the segment)."""
 LAYOUTS_KIND = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from names to layouts")
 """The argument kind of `Plan.leaves` and `Plan.outputs`."""
-PLAN_KIND = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
-"""The argument kind of a plan."""
+PLAN_KIND = ArgumentKind(
+    "a Plan",
+    lambda v: isinstance(v, Plan) and not v._field_fault,
+    lambda v: v._field_fault if isinstance(v, Plan) else "",
+)
+"""The argument kind of a plan; the types of all of its records are right."""
 MAX_SHARE = 2.0**63
 """The largest accepted share of `tensor_split`."""
 PLAN_ARGUMENT_KINDS = {
@@ -152,6 +157,11 @@ class Plan:
     stages = RenamedAttribute("timeline")
     together = RenamedAttribute("pipelined_timeline")
 
+    @cached_property
+    def _field_fault(self) -> str:
+        """The first field of the plan, or of a record in it, with a value of a wrong type; empty if there is none."""
+        return describe_field_fault(self)
+
     @property
     def group(self) -> list[tuple[Backend, Device]]:
         """The device group of the plan: the backend and the device of each device plan.
@@ -215,6 +225,7 @@ class Plan:
         """Return how many collectives, messages included, the first device calls in one run."""
         return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
+    @validate_arguments(PlanError, self=PLAN_KIND)
     def digest(self) -> str:
         """Return the SHA-256 digest of the device plans and layouts, which equal plans share.
 
@@ -224,7 +235,7 @@ class Plan:
 
         return compute_digest_of_executed_plan_parts(self)
 
-    @validate_arguments(PlanError, steps=BOOL)
+    @validate_arguments(PlanError, self=PLAN_KIND, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
         """Return a report that explains the plan: cost, considered alternatives, memory and timeline.
 
@@ -235,7 +246,9 @@ class Plan:
 
         return explain_plan(self, steps=steps)
 
-    @validate_arguments(PlanError, before=PLAN_KIND | NONE, tokens=integer_between(1) | NONE, title=TEXT)
+    @validate_arguments(
+        PlanError, self=PLAN_KIND, before=PLAN_KIND | NONE, tokens=integer_between(1) | NONE, title=TEXT
+    )
     def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
         """Return an HTML page that shows the plan with its graph, memory and timeline.
 

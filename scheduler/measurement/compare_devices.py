@@ -26,7 +26,7 @@ from ...graph.node import Node, Value, input
 from ...graph.validation import ANY, TEXT, instance_of, integer_between, mapping_of, pair_of, validate_arguments
 from ...ops import op_of
 from ...ops.text import dump
-from ..ir.execution_plan import PLAN_ARGUMENT_KINDS, Plan
+from ..ir.execution_plan import PLAN_ARGUMENT_KINDS, PLAN_KIND, Plan
 from ..planning.planner import plan_for_group
 from ..runtime.executor import Executor
 from ..runtime.store import Store
@@ -106,7 +106,7 @@ class NodeComparer:
 
     @validate_arguments(
         PlanError,
-        plan=instance_of(Plan),
+        plan=PLAN_KIND,
         store=instance_of(Store),
         weights=instance_of(Mapping),
         other=pair_of(BACKEND_KIND, instance_of(Device)),

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ...graph.errors import PlanError
-from ...graph.validation import instance_of, validate_arguments
+from ...graph.validation import validate_arguments
 from ...ops.collectives import COLLECTIVES
-from ..ir.execution_plan import Plan
+from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.formatting import format_bytes, format_seconds
 
 
-@validate_arguments(PlanError, before=instance_of(Plan), after=instance_of(Plan))
+@validate_arguments(PlanError, before=PLAN_KIND, after=PLAN_KIND)
 def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
     """Return the differences between two plans as lines about leaves, collectives, memory and time.
 

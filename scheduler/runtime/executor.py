@@ -31,7 +31,7 @@ from ...graph.validation import (
     require,
     validate_arguments,
 )
-from ..ir.execution_plan import Plan
+from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.layout import Replicate
 from .bound_plan import BoundPlan
 from .device_locks import DeviceLock
@@ -79,7 +79,7 @@ class Executor:
 
     @validate_arguments(
         PlanError,
-        plan=instance_of(Plan),
+        plan=PLAN_KIND,
         store=instance_of(Store),
         timeout=number_between(0, MAX_TIMEOUT_SECONDS),
         wire=TRANSFER_DTYPE_KIND,
@@ -403,7 +403,7 @@ class LaunchedRun:
             self._executor._wait_and_undo_launched_run(finish)
 
 
-@validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))
+@validate_arguments(PlanError, plan=PLAN_KIND, weights=instance_of(Mapping))
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) -> Executor:
     """Load `weights` to the devices of `plan`, and return an executor that can run the plan.
 

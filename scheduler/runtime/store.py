@@ -22,7 +22,8 @@ from ...graph.old_names import RenamedAttribute, warn_of_old_name
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
-from ..ir.execution_plan import Plan
+from ..ir.execution_plan import PLAN_KIND, Plan
+from ..ir.field_types import record_kind
 from ..ir.formatting import format_bytes
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape, find_layout_error
 from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
@@ -75,7 +76,7 @@ class Store:
         PlanError,
         name=TEXT,
         spec=instance_of(Spec),
-        layout=instance_of(Replicate, Shard, Local, description="a layout of a leaf"),
+        layout=record_kind(Replicate, Shard, Local, description="a layout of a leaf"),
     )
     def bind(
         self,
@@ -252,7 +253,7 @@ class Store:
         """Return the bytes in use on each device of this process, by kind: weight, state and arena."""
         return [d.compute_bytes_by_kind() for d in self._device_buffers.values()]
 
-    @validate_arguments(PlanError, plan=instance_of(Plan))
+    @validate_arguments(PlanError, plan=PLAN_KIND)
     def require_devices(self, plan: Plan) -> None:
         """Raise `PlanError` unless `plan` is for the devices of this store."""
         theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
@@ -262,7 +263,7 @@ class Store:
                 f"and the store for {own:.{2 * MAX_MESSAGE_CHARACTERS}}; make a store for it"
             )
 
-    @validate_arguments(PlanError, plan=instance_of(Plan))
+    @validate_arguments(PlanError, plan=PLAN_KIND)
     def buffers(self, plan: Plan) -> dict[int, list[Any]]:
         """Return the buffers of a plan's program on each device of this process; allocate missing ones.
 

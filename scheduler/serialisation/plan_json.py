@@ -17,11 +17,11 @@ from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.graph import assign_names
 from ...graph.node import Node
 from ...graph.spec import Spec
-from ...graph.validation import TEXT, instance_of, validate_arguments
+from ...graph.validation import TEXT, validate_arguments
 from ...ops import verify
 from ..costs.device_catalogue import DATA_SHEETS, DataSheet
 from ..costs.simulated_devices import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
-from ..ir.execution_plan import Plan
+from ..ir.execution_plan import PLAN_KIND, Plan
 from ..ir.layout import Layout, Local, Shard, compute_local_shape
 from ..lowering.device_plan import DevicePlan
 from ..verifier.plan_verifier import verify_plan
@@ -29,7 +29,7 @@ from .plan_data import PLAN_FORMAT, executable_parts_to_data, plan_to_data, unve
 from .program_data import require_nonnegative_integer, require_nonnegative_number, require_text
 
 
-@validate_arguments(PlanError, plan=instance_of(Plan))
+@validate_arguments(PlanError, plan=PLAN_KIND)
 def plan_to_json(plan: Plan) -> str:
     """Return a plan as the text of one JSON object, which `plan_from_json` reads."""
     document = plan_to_data(plan, _device_to_data)

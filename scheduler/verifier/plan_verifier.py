@@ -23,9 +23,10 @@ from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
 from ...graph.node import Node, Value
+from ...graph.validation import validate_arguments
 from ...ops import REGISTRY, op_of, verify
 from ...ops.collectives import COLLECTIVES
-from ..ir.execution_plan import DevicePlan, Plan
+from ..ir.execution_plan import PLAN_KIND, DevicePlan, Plan
 from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
 from .fused_kernels import find_fusion_faults
@@ -53,6 +54,7 @@ from .values.index_sets import (
 from .values.value_numbering import ValueNumbering
 
 
+@validate_arguments(PlanError, plan=PLAN_KIND)
 def verify_plan(plan: Plan) -> None:
     """Verify that a plan computes the user's graph; raise `PlanError` with the first fault."""
     for why in find_plan_faults(plan):

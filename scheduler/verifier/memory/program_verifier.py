@@ -18,6 +18,7 @@ from ....graph.node import Node, Value
 from ....graph.validation import instance_of, validate_arguments
 from ....ops import op_of
 from ....ops.elementwise.binary import cont
+from ...ir.field_types import record_kind
 from .buffer_contents import (
     BufferContents,
     ViewCache,
@@ -34,7 +35,7 @@ LEAF_OPS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
 
 
-@validate_arguments(PlanError, graph=instance_of(Graph), program=instance_of(Program), backend=BACKEND_KIND)
+@validate_arguments(PlanError, graph=instance_of(Graph), program=record_kind(Program), backend=BACKEND_KIND)
 def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
     """Verify that a program computes its graph; raise `PlanError` with the first fault.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,8 @@ from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_fr
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open_model import open_model
+from hocket.scheduler.ir.execution_plan import PinnedNodes
+from hocket.scheduler.ir.layout import Local, Shard
 
 from ..models.goldens import FIXTURES
 
@@ -87,6 +91,21 @@ def tokenizer() -> Tokenizer:
     return tokenizer_from_metadata(open_model(None).gguf.metadata)
 
 
+def hollow_records(plan: Any) -> Iterator[Any]:
+    """Yield a program, a device plan and plans of the right classes, with None in a field of one of their records."""
+    one, *others = plan.device_plans
+    first, *later = one.program.instructions
+    tensor = dataclasses.replace(first.dst[0], strides=None)
+    for instructions in (None, (dataclasses.replace(first, dst=(tensor,)), *later)):
+        program = dataclasses.replace(one.program, instructions=instructions)
+        device_plan = dataclasses.replace(one, program=program)
+        yield from (program, device_plan, dataclasses.replace(plan, device_plans=(device_plan, *others)))
+    for field in ("leaves", "outputs"):
+        yield dataclasses.replace(plan, **{field: dict.fromkeys(getattr(plan, field), Shard(None, None))})
+    yield dataclasses.replace(plan, pinned_nodes=(PinnedNodes(None, None, None),))
+    yield dataclasses.replace(plan, sharded_factors=frozenset({None}))
+
+
 @cache
 def relatives() -> tuple[Any, ...]:
     """Objects of the right classes from another graph, plan, group, store or model."""
@@ -124,4 +143,5 @@ def relatives() -> tuple[Any, ...]:
     ended.close()
     theirs = (open_model(FIXTURES / "qwen3/model.gguf"), Sampling(bias=((10**6, 1.0),)), hocket.Token(1, "a", -1.0))
     executors = (executor("cpu:0"), hocket.load(plans[4], WEIGHTS))
-    return (*parts, *values, *plans, *stores, *layouts, *fields, *machines, *steps, ended, *theirs, *executors)
+    wrong = (*hollow_records(plans[1]), Shard(None, None), Local(None))
+    return (*parts, *values, *wrong, *plans, *stores, *layouts, *fields, *machines, *steps, ended, *theirs, *executors)

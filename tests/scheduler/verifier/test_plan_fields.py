@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import pytest
 
-from hocket.scheduler import verifier
+from hocket.graph.errors import HocketError
+from hocket.graph.validation import format_value
+from hocket.scheduler import plan_to_json, verifier, verify_program
+from hocket.scheduler.verifier.plan_verifier import verify_plan
 
 from ...given.plans.campaign import (
     FEW,
@@ -21,7 +28,7 @@ from ...given.plans.campaign import (
     sites_of,
     truth,
 )
-from ...given.plans.mutations import put
+from ...given.plans.mutations import FieldSite, put
 from ...given.plans.oracle import run_faults
 
 
@@ -82,6 +89,54 @@ def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_rig
     assert not tally.missed
     assert not tally.raised
     assert tally.refused
+
+
+HUGE = 2**100
+WRONG_TYPES = (
+    *(object(), 1j, [], [1], np.zeros(2), b"1", {1, 2}, (object(),), {1: object()}, {"a": object()}, frozenset({1})),
+    *(None, "1", 1.5, math.nan, True, HUGE, 10**5000),
+)
+"""Values of types that no field has, and values that are right for some fields only."""
+
+
+def find_values_of_wrong_types(hint: str) -> list[object]:
+    """Return the values of `WRONG_TYPES` that a field with this annotation does not accept."""
+    right = {"str": ["1"], "float": [1.5, HUGE], "None": [None]}
+    accepted = [value for word in hint.split(" | ") for value in right.get(word, ())]
+    return [value for value in WRONG_TYPES if not any(value is other for other in accepted)]
+
+
+def test_a_value_of_a_wrong_type_in_any_field_is_refused_with_the_names_of_record_and_field():
+    silent: list[str] = []
+    for field, names in fields().items():
+        site = sites_of(names[0])[0][field][-1]
+        for value in find_values_of_wrong_types(site.hint):
+            for answer in find_refusals(names[0], site, value):
+                if not {*field.split(".")} <= {*re.findall(r"\w+", answer)} or "\n" in answer:
+                    silent.append(f"{field}={format_value(value)}: {answer}")
+    assert not silent
+
+
+def find_refusals(name: str, site: FieldSite, value: object) -> list[str]:
+    """Return the errors of public functions for a plan with a value in a field, as text; empty without an error."""
+    try:
+        plan = put(plan_by_name(name), site.path, value)
+    except HocketError as why:  # the constructor of the record refuses it
+        return [str(why)]
+    calls = [partial(verify_plan, plan), partial(plan_to_json, plan), plan.explain]
+    if site.path[2:3] == (("field", "program"),):
+        wrong = plan.device_plans[site.path[1][1]]
+        calls.append(partial(verify_program, wrong.graph, wrong.program, wrong.backend))
+    return list(map(find_refusal, calls))
+
+
+def find_refusal(call: Callable[[], object]) -> str:
+    """Return the error of hocket that a call raises as text; empty if it raises none."""
+    try:
+        call()
+    except HocketError as why:
+        return str(why)
+    return ""
 
 
 def test_the_oracle_finds_a_plan_that_runs_wrong():
