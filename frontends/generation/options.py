@@ -37,7 +37,7 @@ MESSAGES_KIND = TEXT | list_of(instance_of(Mapping), "a sequence of mappings wit
 
 
 class Options(TypedDict, total=False):
-    """Options of a generation. The defaults are the defaults of ``hocket run``."""
+    """Options of a generation. All defaults except `schema_lenient` are the defaults of ``hocket run``."""
 
     max_tokens: int
     """Largest number of new tokens; -1: until the context is full (128)."""
@@ -70,7 +70,7 @@ class Options(TypedDict, total=False):
     json_schema: str | Mapping[str, object]
     """JSON schema of the text; needs the package llguidance."""
     schema_lenient: bool
-    """Ignore unsupported keywords of the schema with a warning; False: refuse them (False)."""
+    """Ignore unsupported keywords of the schema with a warning; False: refuse them (True)."""
     context_shift: bool
     """Whether to drop the older half of a full context and continue (False)."""
 
@@ -116,7 +116,7 @@ def resolve_options(
         raise ModelError("generate: got a grammar and a JSON schema; give one")
     if tokenizer is None and (texts := [*rules, *(["stop"] if stop else [])]):
         raise ModelError(f"generate: the model has no vocabulary, so {texts[0]} has no meaning; leave it out")
-    lenient = options.get("schema_lenient", False)
+    lenient = options.get("schema_lenient", True)
     grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if tokenizer is not None and rules else None
     if grammar is not None and grammar.ignored_keywords_warning:
         warnings.warn(grammar.ignored_keywords_warning, stacklevel=4)
