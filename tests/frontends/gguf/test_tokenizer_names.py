@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import cache
+from hashlib import sha256
 
 import pytest
 from tokenizers import Regex
@@ -60,6 +62,68 @@ PUBLISHED = {
     "afmoe": (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", *PRE_TOKENIZERS["afmoe"].patterns[1:]),
 }
 
+CHARACTERS = (
+    "abcxyzIMGABZstdmrevl",
+    "ABCXYZÀÉΩ",
+    "'’",
+    "0123456789",
+    "½²١٣Ⅷ",
+    " ",
+    "   \t\n\r\xa0\u2028\u3000",
+    '.,!?;:-_/\\()[]{}<>|^~`$+=#@*&%"',
+    "日本你好ぁァ가ㄱㄅ",
+    "नमस्तेไทยລາວကខក្",
+    "\u0301\u0300\u20e3\u094d",
+    "éßσςǅʰªµ",
+    "…“”—、。，！",
+    "😀👍\U00010400\U0001e900",
+    "\u200b\u00ad\ufeff\x00\x7f\x1c",
+    "▁▁",
+    ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "'RE"),
+    ["<sentinel:1>", "IMGIMGABZ", "https://x.y/a_b", "\r\n", "\n\n", "  ", " a", "1234567"],
+)
+"""Kinds of characters and short texts that the rules treat differently."""
+DIGESTS = {
+    # Equal to the words of `unicode_regex_split` in llama.cpp b11434, with the regexes of `llama-vocab.cpp`.
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 glm5 "
+    "chatglm-bpe": "9ff5342ae2aec115",
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": "34d123bf28931355",
+    "qwen35": "cebdd439471daa64",
+    "ufakzeka": "a484964e30d4fc9b",
+    "laguna": "968c6fb86f9bd5d1",
+    "minicpm5": "a8fb9f2cded8247b",
+    "jais-2": "fc1e616d020d13ae",
+    "exaone-moe": "888b1bcf709d2058",
+    "spark2_5": "f8660dcbd9e34200",
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": "4fcfb3746665bf39",
+    "bailingmoe bailingmoe2 llada-moe": "34d123bf28931355",
+    "seed-coder": "0369cd41c4903adc",
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": "bae28daf58c4f666",
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4 modern-bert jina-es jina-de "
+    "jina-v1-en jina-v2-code jina-v2-es jina-v2-de roberta-bpe": "9ecb4a4996d6a6a3",
+    "chameleon": "a69616c670d9797a",
+    "falcon": "9ba03a11c0bc6235",
+    "default": "408a2720aaa08103",
+    "poro-chat bloom gpt3-finnish": "5624de6329588090",
+    "viking": "4ad91ae627c8efe1",
+    "gemma4 granite-embed-multi-311m sarvam-moe": "7670b68295bd5fb1",
+    "whitespace": "f409bcc885d845b7",
+    # Equal to the words by the regexes of the models, which `llama-vocab.cpp` and `unicode.cpp` quote, in Oniguruma.
+    # llama.cpp itself replaces them by simpler ones. For granite-embed-multi-97m it has only the simpler one, which
+    # gives the same words for texts without cased letters outside ASCII.
+    "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m": "ad93b7141f38a8b1",
+    "tiny_aya cohere2moe": "eb1a153061e14100",
+    "youtu": "e599cea36152eb93",
+    "tekken": "e4bfb5b25f0b9fd6",
+    "kimi-k2": "eae53b1838b76537",
+    "deepseek-llm": "8745fbb11e1ef9c9",
+    "deepseek-coder": "4fdec423f6612e95",
+    "afmoe": "5c6e5de0f3aed5d0",
+    "superbpe": "77523f929b51ef3f",
+    "mmbert": "d59c2045fdab79a6",
+}
+"""The SHA-256 prefix of the words of 10,000 texts, by the names of a rule; computed with both programs."""
+
 
 def split_by(patterns: tuple[str, ...]) -> PreTokenizer:
     return Sequence([Split(Regex(pattern), "isolated") for pattern in patterns])
@@ -84,6 +148,29 @@ def test_every_name_of_llama_cpp_is_known() -> None:
 @pytest.mark.parametrize(("name", "text"), GOLDEN_WORDS)
 def test_each_name_splits_text_into_the_words_of_its_models(name: str, text: str) -> None:
     assert words(split_by(PRE_TOKENIZERS[name].patterns), text) == GOLDEN_WORDS[name, text].split("|")
+
+
+@cache
+def list_seeded_texts() -> list[str]:
+    """Return 10,000 short texts of one to three kinds of characters, or of all kinds, without NUL."""
+    dice, texts = random.Random(0), []
+    for _ in range(11_000):
+        kinds = dice.sample(CHARACTERS, dice.randrange(1, 4)) if dice.random() < 0.5 else CHARACTERS
+        texts.append("".join(dice.choice(dice.choice(kinds)) for _ in range(dice.randrange(1, 14))))
+    return [text for text in texts if "\x00" not in text][:10_000]
+
+
+@pytest.mark.parametrize("names", DIGESTS)
+def test_each_name_splits_ten_thousand_texts_as_llama_cpp_or_the_published_regex(names: str) -> None:
+    (patterns,) = {PRE_TOKENIZERS[name].patterns for name in names.split()}
+    splitter, digest = split_by(patterns), sha256()
+    for text in list_seeded_texts():
+        digest.update(("\x01".join(words(splitter, text)) + "\x02").encode())
+    assert digest.hexdigest().startswith(DIGESTS[names])
+
+
+def test_each_name_is_compared_on_ten_thousand_texts() -> None:
+    assert sorted(" ".join(DIGESTS).split()) == sorted(PRE_TOKENIZERS)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
