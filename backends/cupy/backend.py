@@ -221,7 +221,7 @@ class RecordedProgram:
         self.program, self.on, self.driver = program, on, driver
         self._buffers, self._comm = buffers, comm
         self._owned_buffers: list[Any] = list(buffers)  # launches hold addresses, no references
-        self._constants: dict[bytes, int] = {}
+        self._constants: dict[tuple[str, bytes], int] = {}
         self._fault_buffer = self._upload_array_for_program_lifetime(np.zeros(FAULT_RECORD.shape, np.int64))
         self._read_fault = driver.make_reader([self._fault_buffer], [FAULT_RECORD])
         self._builder = LaunchBuilder(
@@ -405,8 +405,8 @@ class RecordedProgram:
         return buffer
 
     def _upload_deduplicated_constant(self, array: Array) -> int:
-        """Upload a constant and return its device address. Equal constants share one address."""
-        key = array.tobytes()
+        """Upload a constant and return its device address. Equal constants of one dtype share one address."""
+        key = array.dtype.str, array.tobytes()
         if key not in self._constants:
             self._constants[key] = self.driver.address(self._upload_array_for_program_lifetime(array))
         return self._constants[key]

@@ -124,7 +124,11 @@ class LaunchBuilder:
         return operand
 
     def upload_constant(self, array: npt.NDArray[Any]) -> Operand:
-        """Upload a constant array to device memory and return it as a contiguous operand."""
+        """Upload a constant array to device memory and return it as a contiguous operand.
+
+        Equal arrays of one dtype share an address. Counters that kernels reset to zeros are arrays of `numpy.uint32`,
+        as no other constant is.
+        """
         dtype = _DTYPES[array.dtype.str.lstrip("<|")]
         data = np.ascontiguousarray(array)
         return _make_dense_operand(self.upload_array(data), data.shape, dtype, 0)

@@ -49,17 +49,6 @@ __device__ __forceinline__ void wgmma_commit() {
 #endif
 }
 
-// The next number of a word: 0, 1, ...  Who gets one sees what those before did until then, also in other blocks.
-__device__ __forceinline__ u32 take_number(u32 *word) {
-#ifdef HOCKET_EMULATED
-    return emulation::take_number(word);
-#else
-    u32 number;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(number) : "l"(word) : "memory");
-    return number;
-#endif
-}
-
 // d += a b for a of 64 x 16, whose rows lie in shared memory, and b of 16 x N, whose columns lie as those rows do
 // (wgmma.m64nNk16): of warp w of the group, with g = lane / 4 and t = lane % 4, d[r] is of row 16 w + g + 8 (r / 2 % 2) and
 // column 8 (r / 4) + 2 t + r % 2.  `wgmma_first` is d = a b.

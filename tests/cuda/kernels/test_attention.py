@@ -206,6 +206,7 @@ MANY_SPLIT = case(264, 1, 1, 300, 16)
 SPLIT = case(64, 1, 1, 600, 64, mask="", inputs="infinities")
 WIDE = case(66, 1, 1, 70, 256)
 HALVES = case(33, 2, 2, 75, 64, mask="", inputs="infinities", cells="f16")
+CELL_SPLITS = case(1, 4, 1, 1100, 64, cells="f16")  # two bunches of splits
 FEW_HALVES = case(3, 2, 2, 150, 64, mask="", inputs="infinities", cells="f16")
 MANY_HALVES = case(70, 1, 1, 300, 128, cells="bf16")
 ALL_HALVES = case(130, 1, 1, 600, 128, cells="f16")
@@ -388,6 +389,31 @@ FAULTS = {
         "for (int i = 0; i < TERMS; i++) {\n                    const u32 weights",
         "for (int i = 0; i < TERMS - 1; i++) {\n                    const u32 weights",
         FEW_HALVES,
+    ),
+    "splits are added before they are there": (
+        CELLS_CU,
+        "u32 &number) {\n    __syncthreads();",
+        "u32 &number) {",
+        CELL_SPLITS,
+    ),
+    "the last split of a bunch is left out": (
+        CELLS_CU,
+        "if (p >= count) break;",
+        "if (p + 1 >= count) break;",
+        CELL_SPLITS,
+    ),
+    "a part keeps its own top": (
+        CELLS_CU,
+        "by = grown(parts[p].x - top)",
+        "by = grown(parts[p].x - parts[0].x)",
+        CELL_SPLITS,
+    ),
+    "bunches lie over each other": (CELLS_CU, "row.number * bunches + own", "row.number * bunches", CELL_SPLITS),
+    "bunches begin with the first split": (
+        CELLS_CU,
+        "(int)a.splits, first, count,",
+        "(int)a.splits, 0, count,",
+        CELL_SPLITS,
     ),
     "queries are read before all columns are there": (
         WIDE_CU,

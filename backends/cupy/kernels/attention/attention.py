@@ -32,6 +32,7 @@ from .kinds import (
     CELL_ROWS,
     CELL_SOURCES,
     FEW_ROWS_SOURCES,
+    MAX_BUNCH_SPLITS,
     MIN_TILED_ROWS,
     TILED_SOURCES,
     KeyTiledVariant,
@@ -48,6 +49,8 @@ On an H200, 512 tokens of 16 heads on 4 of 256 take 181 microseconds over 8,192 
 """
 TARGET_MULTIPROCESSORS = 132
 """Multiprocessors of the GPU for which the work of few rows is balanced."""
+NO_BUNCH_FIELDS: Sequence[LaunchWord] = (1, 0, 0, 0)
+"""The fields of `_AttentionBinder._make_bunch_fields` if another launch combines the splits, or there is one split."""
 MAX_GRID_SIZE = 65535
 MAX_VALUE_COLUMNS = 512
 """The most value columns that a block of few rows adds."""
@@ -292,6 +295,24 @@ class _AttentionBinder:
         count = s.batch * s.tokens * s.query_heads * splits
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
+    def _make_bunch_fields(self, splits: int, sums: list[LaunchWord]) -> list[LaunchWord]:
+        """Return the fields of the C struct `Cells` by which `attend_cells` combines its key splits.
+
+        Adjacent splits are a bunch. The last block of a bunch adds its splits, and the last block of all adds the
+        bunches. Few splits are their own bunches.
+
+        Args:
+            splits: Number of splits of the keys.
+            sums: The scratch of `_allocate_partial_sums` for these splits.
+        """
+        s = self.shape
+        size = count_blocks(splits, count_blocks(splits, MAX_BUNCH_SPLITS)) if splits > MAX_BUNCH_SPLITS else 1
+        bunches = count_blocks(splits, size)
+        row_blocks = count_blocks(s.rows_per_key_head, CELL_ROWS) * s.key_heads
+        counters = np.zeros(s.batch * row_blocks * (bunches + 1), np.uint32)  # the kernel resets them to zeros
+        sums = self._allocate_partial_sums(bunches) if size > 1 else sums
+        return [size, *sums, self.launches.upload_constant(counters)]
+
     def _launch_combine_splits(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
         """Launch the kernel that combines the partial results of all key splits. Launch nothing for one split."""
         if splits > 1:
@@ -321,12 +342,16 @@ class _AttentionBinder:
                 count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS
             )
         sums = self._allocate_partial_sums(splits)
+        bunches = NO_BUNCH_FIELDS if fast is None or splits == 1 else self._make_bunch_fields(splits, sums)
         for batch in _iterate_one_axis_batches(leading, operands):
             q, k, v, _, out = batch
             words = self._make_argument_words(batch, splits, sums)
+            combines = False
             if fast is not None and _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8):
                 row_blocks = count_blocks(s.rows_per_key_head, CELL_ROWS) * s.key_heads
-                kernel, shared, more = CELL_SOURCES[fast][fast.name], fast.shared_bytes, [_is_vector_loadable(q, 8)]
+                combines = splits > 1 and _is_vector_loadable(out, 4)
+                kernel, shared = CELL_SOURCES[fast][fast.name], fast.shared_bytes
+                more = [_is_vector_loadable(q, 8), *(bunches if combines else NO_BUNCH_FIELDS)]
             else:
                 used = kind if _is_vector_loadable(k, 4) and _is_vector_loadable(v, 4) else anyhow
                 rows, shared, more = used.choose_rows_per_block(s.rows_per_key_head), 0, []
@@ -343,7 +368,8 @@ class _AttentionBinder:
             self.launches.add_launch(
                 kernel, (splits, row_blocks, out.shape[0]), ATTENTION_THREADS, [*words, *more], shared_bytes=shared
             )
-            self._launch_combine_splits(batch, words, splits)
+            if not combines:
+                self._launch_combine_splits(batch, words, splits)
         return None
 
     def _launch_key_tiled(self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:

@@ -4,7 +4,13 @@
 struct Cells {
     Args a;
     i64 dense;  // queries come in eights
+    // Of splits that are neighbours, so many make a bunch; of each bunch of a row: values added up, highest score and sum of
+    // weights.  Of each row group, key head and batch a number for every bunch, and one more; null if another launch adds up.
+    i64 bunch;  // if it is 1, sums of bunches are those of splits
+    float *sums, *state;
+    u32 *numbers;
 };
+constexpr int MOST_PARTS = 12;                    // of a bunch, and bunches; all of them are on their way at once
 constexpr int OWN = 16;                           // rows of a block, and keys that a warp takes at a time
 constexpr int BLOCK = 8 * OWN + 4;                // floats of sums of 8 columns; those that threads read lie in different banks
 constexpr int UP = 14;                            // weights are so many times doubled, that what they lack is no denormal half
@@ -14,6 +20,70 @@ constexpr float DOWN = 1.0f / (float)(1 << UP);
 __device__ __forceinline__ u32 column(const uint4 &one, const uint4 &two, int i) {
     const u32 x[4] = {one.x, one.y, one.z, one.w}, y[4] = {two.x, two.y, two.z, two.w};
     return i % 2 ? x[i / 2] >> 16 | (y[i / 2] & 0xffff0000u) : (x[i / 2] & 0xffffu) | y[i / 2] << 16;
+}
+
+// Whether this block is the last of `count` that come here; then it sees what the others left.
+__device__ __forceinline__ bool comes_last(u32 *word, int count, u32 &number) {
+    __syncthreads();
+    if (threadIdx.x == 0) number = take_number(word);
+    __syncthreads();
+    if ((int)number + 1 < count) return false;
+    if (threadIdx.x == 0) *word = 0;
+    return true;
+}
+// Adds up parts of the rows of a block, in order: `count` of the `of_row` that each row has, from `first` on.  `put` gets the
+// number of a row, a column, the sums of four, the highest score and the sum of weights.
+template <class Put>
+__device__ __forceinline__ void add_parts(const Cells &x, int batch, int group, int first_row, const float *sums, const float *state, int of_row, int first, int count, Put put) {
+    const Args &a = x.a;
+    const int fours = (int)a.width / 4, rows = min(OWN, (int)(a.tokens * a.shared) - first_row);
+    for (int i = threadIdx.x; i < rows * fours; i += THREADS) {
+        const int r = i / fours, c = 4 * (i - r * fours);
+        const Row row = row_of(a, batch, group, first_row + r);
+        const i64 begin = row.number * of_row + first;
+        float2 parts[MOST_PARTS];
+        float4 values[MOST_PARTS];
+#pragma unroll
+        for (int p = 0; p < MOST_PARTS; p++) {
+            const i64 at = begin + min(p, count - 1);
+            parts[p] = *(const float2 *)(state + 2 * at), values[p] = *(const float4 *)(sums + at * a.width + c);
+        }
+        float top = LOWEST, total = 0.0f;
+#pragma unroll
+        for (int p = 0; p < MOST_PARTS; p++) top = fmaxf(top, parts[p].x);
+        float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int p = 0; p < MOST_PARTS; p++) {
+            if (p >= count) break;
+            const float by = grown(parts[p].x - top);
+            total = fmaf(by, parts[p].y, total);
+            y.x = fmaf(by, values[p].x, y.x), y.y = fmaf(by, values[p].y, y.y);
+            y.z = fmaf(by, values[p].z, y.z), y.w = fmaf(by, values[p].w, y.w);
+        }
+        put(row, c, y, top, total);
+    }
+}
+// The blocks of a row group and key head share its keys out, so that one of them has to add up what they leave: the last of
+// each bunch its splits, the last of all bunches these.
+__device__ __forceinline__ void add_splits(const Cells &x, int batch, int group, int first_row, u32 &number) {
+    const Args &a = x.a;
+    const int bunches = ((int)a.splits + (int)x.bunch - 1) / (int)x.bunch, own = blockIdx.x / (int)x.bunch;
+    const int first = own * (int)x.bunch, count = min((int)x.bunch, (int)a.splits - first);
+    u32 *numbers = x.numbers + ((i64)batch * gridDim.y + blockIdx.y) * (bunches + 1);
+    if (x.bunch > 1) {
+        if (!comes_last(numbers + own, count, number)) return;
+        add_parts(x, batch, group, first_row, a.sums, a.state, (int)a.splits, first, count, [&](const Row &row, int c, float4 y, float top, float total) {
+            const i64 at = row.number * bunches + own;
+            *(float4 *)(x.sums + at * a.width + c) = y;
+            if (c == 0) *(float2 *)(x.state + 2 * at) = make_float2(top, total);
+        });
+    }
+    if (!comes_last(numbers + bunches, bunches, number)) return;
+    add_parts(x, batch, group, first_row, x.sums, x.state, bunches, 0, bunches, [&](const Row &row, int c, float4 y, float top, float total) {
+        const float share = share_of(a, row.head, top, total);
+        float *target = a.out.at + batch * a.out.batch + row.token * a.out.row + row.head * a.out.head;
+        *(float4 *)(target + c) = make_float4(y.x * share, y.y * share, y.z * share, y.w * share);
+    });
 }
 
 // Blocks are splits; row groups, key heads; batches.  Lanes have keys g, of which they have columns 8 t of each 32, in the
@@ -197,4 +267,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
         }
         if (a.splits > 1 && threadIdx.x == 0) keep_state(a, row, split_number, as_natural, total);
     }
+    SHARED(number, u32);
+    if (x.numbers) add_splits(x, batch, group, first_row, number);
 }

@@ -21,6 +21,8 @@ CELL_ROWS = 16
 """Query rows of a block of `attend_cells`, and keys that a warp processes at a time."""
 RING_BYTES = 8 * 8 + 2 * 4
 """Bytes of `attend_roles` for rings of two stages: two mbarriers for a stage of keys or values, and a note for keys."""
+MAX_BUNCH_SPLITS = 12
+"""Key splits that `attend_cells` adds at once as a bunch; so many bunches hold more than the most key splits."""
 TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 """Terms of the cell dtype that together are as precise as float32."""
 
@@ -251,7 +253,8 @@ class FewRows16BitTensorCoreVariant:
         return max(queries, sums)
 
     def make_source(self) -> KernelSource:
-        return KernelSource("attention_cells.cu", (self.name,), before=(*ATTENTION_HEADERS, "attention_powers.cuh"))
+        before = (*ATTENTION_HEADERS, "attention_powers.cuh", "numbers.cuh")
+        return KernelSource("attention_cells.cu", (self.name,), before=before)
 
     def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType | None) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""

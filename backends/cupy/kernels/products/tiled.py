@@ -77,13 +77,13 @@ def _make_tiled_source(dtype: DType | None, *names: str) -> KernelSource:
 
 
 def _make_warpgroup_source(dtype: DType, *names: str) -> KernelSource:
-    before = (*_list_tiled_headers(dtype), "tiled.cu", "wgmma.cuh")
+    before = (*_list_tiled_headers(dtype), "tiled.cu", "wgmma.cuh", "numbers.cuh")
     return KernelSource("warpgroups.cu", names, before, architectures=("sm_90a",))
 
 
 def _make_cluster_source(t: DType) -> KernelSource:
     names = (f"{kernel}<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2) for kernel in ("split_tiles", "clustered"))
-    before = (*_list_tiled_headers(t), "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
+    before = (*_list_tiled_headers(t), "tiled.cu", "wgmma.cuh", "numbers.cuh", "warpgroups.cu", "cluster.cuh")
     return KernelSource("clusters.cu", tuple(names), before, architectures=("sm_90a",))
 
 
@@ -365,7 +365,7 @@ def launch_tiled_tensor_core_matmul(
         more = [0, 0]
         if shares > 1:
             left = launches.allocate_scratch((math.prod(grid), tile.rows * tile.entries))
-            more = [left, launches.upload_constant(np.zeros(grid[:2], np.int32))]  # kernels reset it to zeros
+            more = [left, launches.upload_constant(np.zeros(grid[:2], np.uint32))]  # kernels reset it to zeros
     elif shares > 1:
         parts = launches.allocate_scratch((shares, count, rows))
     to: list[LaunchWord] = [

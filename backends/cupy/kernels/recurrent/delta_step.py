@@ -30,7 +30,7 @@ def _fuse_delta_rule_and_inputs(
     Several blocks read the old rows of a channel. The last of them writes the new rows, so that these may lie there.
     """
     require_supported(launches.limits.computes_operands, "the delta rule computes no operands")
-    require_supported(launches.limits.has_warpgroups, "blocks take numbers by the header of warpgroups")
+    require_supported(launches.limits.has_warpgroups, "its kernels are compiled for devices with warpgroups")
     convolution = match_short_convolution(flow, number)
     rule_number = find_delta_rule(flow, convolution.activation)
     call = flow.bound_instruction(rule_number)
@@ -62,7 +62,7 @@ def _fuse_delta_rule_and_inputs(
         carried = bind_states_and_prepare_memory(launches, call, rule.sequences, rule.tokens)
         launches.number = before
         require_supported(not launches.items, "the states are prepared by another launch")
-        counters = launches.upload_constant(np.zeros(rule.sequences * inputs.k.shape[-2], np.int32))
+        counters = launches.upload_constant(np.zeros(rule.sequences * inputs.k.shape[-2], np.uint32))
         words = [*sources.make_struct_fields(inputs), counters]  # the kernel resets the counters to zeros
         launch_delta_rule_by_token(
             launches, rule, carried.begin_fields, carried, carried.stored_snapshots, saved, words
