@@ -25,7 +25,7 @@ from .kernels import (
     sorting,
     token_sampling,
 )
-from .kernels.attention import attention
+from .kernels.attention import attention, heads
 from .kernels.products import experts, matmul, products, same_rows
 from .kernels.recurrent import delta_step, gated_delta_net, recurrences, short_convolution
 
@@ -52,6 +52,7 @@ KERNEL_FAMILIES: tuple[ModuleType, ...] = (
     gated_delta_net,
     recurrences,
     attention,
+    heads,
     collective,
 )
 """The modules of kernels, by family. Each module defines `SOURCES`, all sources that it alone launches.

@@ -144,7 +144,10 @@ def build_reader_table(program: Program, operand: Callable[[Tensor], Operand]) -
         i = program.instructions[number]
         src = tuple(None if t is None else operand(t) for t in i.src)
         dst = tuple(map(operand, i.dst))
-        return BoundInstruction(i.op, src, dst, i.attrs, lambda: readers.find_reader_instructions(number))
+        scratch = None if i.scratch is None else operand(i.scratch)
+        return BoundInstruction(
+            i.op, src, dst, i.attrs, lambda: readers.find_reader_instructions(number), scratch=scratch
+        )
 
     final_reads = [*program.outputs.values(), *(t for _, back in program.undo for t in back.src if t is not None)]
     readers = ReaderTable(program, bind, [operand(t).region for t in final_reads])

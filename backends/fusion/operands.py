@@ -168,6 +168,8 @@ class BoundInstruction:
     attrs: Attrs
     find_readers: Callable[[], Sequence[BoundInstruction] | None] = lambda: None
     """Returns all instructions that read the result; None if the result is retained or is an output of the program."""
+    scratch: Operand | None = None
+    """The scratch memory of the instruction, as bytes."""
 
     @property
     def out(self) -> Operand:

@@ -16,8 +16,9 @@ FusionBinder = Callable[[LaunchBuilder, Dataflow, int], Sequence[int]]
 """A function that binds a fused pattern: instructions with a fixed dataflow that one launch computes.
 
 It adds the launches of the pattern that begins with instruction `number`, and returns the indices of all its
-instructions. The launches write no value that only these instructions read, and use no scratch. The function raises
-`NoKernelError` for another pattern, or without a suitable kernel.
+instructions. The launches write no value that only these instructions read. They use no scratch, or that of one of
+these instructions (`LaunchBuilder.begin_scratch_of_member`). The function raises `NoKernelError` for another pattern,
+or without a suitable kernel.
 """
 
 
@@ -38,10 +39,11 @@ def bind_largest_fusion(
     best: tuple[Sequence[int], list[SingleStep]] = (), []
     for bind in fused.get(flow.bound_instruction(number).op, ()):
         faults = len(launches.faults)
-        launches.number, launches.scratch_bytes = number, 0
+        launches.number = number
+        launches.begin_scratch_of_member(None)
         try:
             numbers = bind(launches, flow, number)
-            require_supported(not launches.scratch_bytes, "a chain has no scratch")
+            require_supported(launches.scratch_bytes <= launches.scratch_limit, "a fusion has less scratch")
             require_supported(flow.can_group(numbers), "something else has to run between the instructions")
         except NoKernelError as why:
             log.debug("%s %d: %s", bind.__name__, number, why)

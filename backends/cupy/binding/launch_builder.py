@@ -39,6 +39,7 @@ class LaunchBuilder:
         scratch_address: Address of the scratch memory of the current instruction.
         number: Index of the current instruction in the program.
         scratch_bytes: Scratch bytes that the current instruction has allocated so far.
+        scratch_limit: Scratch bytes that a fusion may allocate; see `begin_scratch_of_member`.
         items: Launches and exchanges so far.
         faults: Instruction index and message of each fault.
         fault_address: Address of the fault record, into which a kernel writes an illegal number and its fault.
@@ -50,6 +51,7 @@ class LaunchBuilder:
     scratch_address: int = 0
     number: int = 0
     scratch_bytes: int = 0
+    scratch_limit: int = 0
     items: list[SingleStep] = field(default_factory=list)
     faults: list[tuple[int, str]] = field(default_factory=list)
     fault_address: int = 0
@@ -122,6 +124,17 @@ class LaunchBuilder:
         operand = _make_dense_operand(self.scratch_address + self.scratch_bytes, shape, dtype, self.scratch_bytes)
         self.scratch_bytes += -(-operand.tensor.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         return operand
+
+    def begin_scratch_of_member(self, scratch: Operand | None) -> None:
+        """Let a fusion allocate the scratch memory of one of its instructions.
+
+        Lowering keeps this memory apart from all values of the fusion that lie in memory.
+
+        Args:
+            scratch: The scratch memory, or `None` if the fusion has none.
+        """
+        self.scratch_bytes = 0
+        self.scratch_address, self.scratch_limit = (0, 0) if scratch is None else (scratch.address, scratch.size)
 
     def upload_constant(self, array: npt.NDArray[Any]) -> Operand:
         """Upload a constant array to device memory and return it as a contiguous operand.

@@ -36,7 +36,7 @@ SOURCE = KernelSource(
         *(f"{kernel}<{CUDA_TYPE_NAMES[t]}>" for kernel in ("place_head", "place_heads") for t in CELL_DTYPES),
         "timesteps",
     ),
-    ("cells.cuh",),
+    ("cells.cuh", "heads.cuh"),
 )
 SOURCES = (SOURCE,)
 
@@ -253,7 +253,7 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadPatternLaunch:
+class HeadPatternLaunch:
     """One prepared launch of the kernel that fuses norm, RoPE and cache store of attention heads.
 
     It has one thread block for each row of x. `words` are the fields of the C struct `Head`. The operands are stored
@@ -268,10 +268,28 @@ class _HeadPatternLaunch:
     written_operands: Sequence[Operand]
 
 
+def _split_rows_into_heads(x: Operand, columns: int) -> Operand:
+    """Return a view of rows with an axis for heads of `columns` columns; the rows if no such heads fill a row."""
+    t = x.tensor
+    if not columns or t.shape[-1] % columns:
+        return x
+    shape = (*t.shape[:-1], t.shape[-1] // columns, columns)
+    return replace(
+        x, tensor=replace(t, shape=shape, strides=(*t.strides[:-1], columns * t.strides[-1], t.strides[-1]))
+    )
+
+
 def _build_head_pattern_launch(
-    launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions
-) -> _HeadPatternLaunch:
-    """Prepare the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
+    launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions, stored_columns: int = 0
+) -> HeadPatternLaunch:
+    """Prepare the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel.
+
+    Args:
+        launches: Uploads the constants.
+        flow: The dataflow of the program.
+        chain: The instructions of the pattern.
+        stored_columns: Columns of a head of rows that are stored as they are; 0 for whole rows.
+    """
     calls = {
         name: flow.bound_instruction(n)
         for name in _NormRopeStoreInstructions.__slots__
@@ -283,7 +301,7 @@ def _build_head_pattern_launch(
         if "norm" in calls
         else calls["rope"].operand(0)
         if "rope" in calls
-        else last.operand(1)
+        else _split_rows_into_heads(last.operand(1), stored_columns)
     )
     out, columns = last.out, x.shape[-1]
     require_supported(x.is_float and out.dtype in CELL_DTYPES and out.is_dense, "heads do not lie densely")
@@ -336,7 +354,7 @@ def _build_head_pattern_launch(
     ]
     words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
     read = [o for o in (x, w, positions, ids) if o is not None]
-    return _HeadPatternLaunch(
+    return HeadPatternLaunch(
         out.dtype, axes.element_count, columns, words, read, [o for o in (out, saved) if o is not None]
     )
 
@@ -384,8 +402,20 @@ def _match_optional_norm_rope_and_store(flow: Dataflow, store: int) -> _NormRope
     return _NormRopeStoreInstructions(rope=rope, store=store, save=save)
 
 
-def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse all head patterns of an attention into one launch: for queries, and for the cache stores of keys and values.
+@dataclass(frozen=True, slots=True)
+class AttentionHeadPatterns:
+    """The head patterns of an attention instruction: of its queries, keys and values, in this order.
+
+    `instruction_numbers` are all instructions of the patterns; `attention` is the instruction that reads them.
+    """
+
+    attention: int
+    instruction_numbers: Sequence[int]
+    launches: Sequence[HeadPatternLaunch]
+
+
+def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> AttentionHeadPatterns:
+    """Match all head patterns of an attention and prepare their launches: queries, cache stores of keys and values.
 
     A head pattern is a chain of RMS norm, RoPE and cache store; see `_NormRopeStoreInstructions`.
     """
@@ -397,7 +427,10 @@ def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow,
     assert query.rope is not None
     attention = flow.require_sole_reader(query.rope, "attention")
     chains = [query, *(_match_optional_norm_rope_and_store(flow, flow.require_producer(attention, k)) for k in (1, 2))]
-    head_launches = [_build_head_pattern_launch(launches, flow, chain) for chain in chains]
+    call = flow.bound_instruction(attention)
+    head_launches = [
+        _build_head_pattern_launch(launches, flow, chain, call.operand(k).shape[-1]) for k, chain in enumerate(chains)
+    ]
     require_supported(
         head_launches[0].dtype is DType.F32 and head_launches[1].dtype is head_launches[2].dtype,
         "caches differ in type",
@@ -405,16 +438,21 @@ def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow,
     for one, other in permutations(head_launches, 2):
         for out in one.written_operands:
             require_no_alias(out, [*other.read_operands, *other.written_operands])
-    columns, ends = max(m.columns for m in head_launches), [*accumulate(m.rows for m in head_launches)]
-    words = [*ends[:2], *(word for m in head_launches for word in m.words)]
+    return AttentionHeadPatterns(attention, [n for chain in chains for n in chain.instruction_numbers], head_launches)
+
+
+def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
+    """Fuse all head patterns of an attention into one launch."""
+    found = match_attention_heads(launches, flow, first)
+    columns, ends = max(m.columns for m in found.launches), [*accumulate(m.rows for m in found.launches)]
     launches.add_launch(
-        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[head_launches[1].dtype]}>"],
+        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[found.launches[1].dtype]}>"],
         ends[-1],
         choose_row_threads(columns),
-        words,
+        [*ends[:2], *(word for m in found.launches for word in m.words)],
         4 * columns,
     )
-    return [n for chain in chains for n in chain.instruction_numbers]
+    return found.instruction_numbers
 
 
 def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:

@@ -14,7 +14,7 @@ from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
-from hocket.graph import DType, Graph, Value, input, state, weight
+from hocket.graph import DType, Graph, Value, constant, input, state, weight
 from hocket.scheduler import load, plan_for_group
 
 from ..random_rows import random_rows
@@ -211,11 +211,26 @@ def norm_and_rope(
     return graph
 
 
-def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str = "normal") -> Callable[[bool], Graph]:
-    """Queries and keys through norm and RoPE, keys and values into caches, all of them to attention."""
+def attending(
+    tokens: int,
+    normed: bool,
+    dtype: str,
+    size: int = 24,
+    mode: str = "normal",
+    cells: int = 9,
+    read: int = 0,
+    queries: int = 4,
+) -> Callable[[bool], Graph]:
+    """Queries and keys through norm and RoPE, keys and values into caches, all of them to attention.
+
+    It reads the first cells; others are stored that are `cells / 9` apart.
+    """
 
     def graph(forbidden: bool) -> Graph:
         positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
+        if cells > 9:
+            table = constant(np.arange(9, dtype=np.int32).reshape(9, 1) * (cells // 9))
+            ids = ops.reshape(ops.get_rows(table, ids), shape=(tokens,))
 
         def rotate_heads(name: str, heads: int) -> Value:
             x = input(name, (1, tokens, heads, size))
@@ -223,13 +238,14 @@ def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str =
             return ops.rope(x, positions, n_dims=size // 16 * 16, mode=mode)
 
         def store_in_cache(name: str, y: Value) -> Value:
-            cache = state(name, (9, 2 * size), dtype)
+            cache = state(name, (cells, 2 * size), dtype)
             rows = ops.reshape(y, shape=(tokens, 2 * size))
             caches[cache] = new = ops.set_rows(cache, rows, ids, name=f"new_{name}")
-            return ops.reshape(new, shape=(1, 9, 2, size))
+            new = ops.slice_(new, axis=0, start=0, stop=read or cells)
+            return ops.reshape(new, shape=(1, read or cells, 2, size))
 
         caches: dict[Value, Value] = {}
-        q, k, v = rotate_heads("q", 4), rotate_heads("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
+        q, k, v = rotate_heads("q", queries), rotate_heads("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
         y = ops.attention(q, store_in_cache("keys", k), store_in_cache("values", v), scale=0.2)
         return both(y, k, forbidden, caches)
 

@@ -25,6 +25,7 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count
 from ..blocks import BLOCK_TYPE_NAMES
 from ..elementwise import CELL_DTYPES, READ_TYPE_NAMES, as_float
 from ..moves import gather_key_blocks
+from .key_splits import TARGET_BLOCKS, TARGET_MULTIPROCESSORS, TARGET_WARPGROUP_BLOCKS, AttentionShape
 from .kinds import (
     ATTENTION_THREADS,
     ATTENTION_WARPS,
@@ -34,82 +35,19 @@ from .kinds import (
     FEW_ROWS_SOURCES,
     MAX_BUNCH_SPLITS,
     MIN_TILED_ROWS,
+    PLACING_CELL_SOURCES,
     TILED_SOURCES,
+    FewRows16BitTensorCoreVariant,
     KeyTiledVariant,
     Pipelined16BitCacheVariant,
 )
 from .kinds import SOURCES as SOURCES
 
-TARGET_BLOCKS, MAX_KEY_SPLITS = 512, ATTENTION_THREADS
-"""Blocks that keep any device busy when blocks share keys; and the most splits: in the end a thread weighs each."""
-TARGET_WARPGROUP_BLOCKS = 96
-"""Blocks that keep a device busy with warpgroup tiles. One such block fills a multiprocessor.
-
-On an H200, 512 tokens of 16 heads on 4 of 256 take 181 microseconds over 8,192 cells in 128 blocks, 245 in 512.
-"""
-TARGET_MULTIPROCESSORS = 132
-"""Multiprocessors of the GPU for which the work of few rows is balanced."""
 NO_BUNCH_FIELDS: Sequence[LaunchWord] = (1, 0, 0, 0)
 """The fields of `_AttentionBinder._make_bunch_fields` if another launch combines the splits, or there is one split."""
 MAX_GRID_SIZE = 65535
 MAX_VALUE_COLUMNS = 512
 """The most value columns that a block of few rows adds."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The sizes of an attention instruction.
-
-    `heads_per_key_head` query heads share one of `key_heads` key heads. There are `key_count` keys of `key_columns`
-    columns, and as many values of `value_columns` columns. The mask has `mask_heads` heads.
-    """
-
-    batch: int
-    tokens: int
-    heads_per_key_head: int
-    key_heads: int
-    key_count: int
-    key_columns: int
-    value_columns: int
-    mask_heads: int
-
-    @property
-    def rows_per_key_head(self) -> int:
-        """The number of query rows for each key head: tokens times query heads per key head."""
-        return self.tokens * self.heads_per_key_head
-
-    @property
-    def query_heads(self) -> int:
-        """The number of query heads."""
-        return self.heads_per_key_head * self.key_heads
-
-    def choose_key_splits(self, row_blocks: int, keys_per_step: int, target_blocks: int = TARGET_BLOCKS) -> int:
-        """Choose into how many parts the keys are split; thread blocks process the parts at the same time.
-
-        Args:
-            row_blocks: Blocks along the query rows.
-            keys_per_step: Keys that a block processes at once.
-            target_blocks: Number of blocks that keeps the device busy.
-        """
-        splits = count_blocks(target_blocks, max(1, self.batch * self.key_heads * row_blocks))
-        return max(1, min(MAX_KEY_SPLITS, splits, count_blocks(self.key_count, keys_per_step)))
-
-    def choose_balanced_key_splits(self, row_blocks: int, keys_per_step: int) -> int:
-        """Choose the number of key splits that leaves the fewest multiprocessors idle at the end.
-
-        The smallest candidate gives each multiprocessor two blocks. The largest has twice as many splits.
-        """
-        count = max(1, self.batch * self.key_heads * row_blocks)
-        min_splits = max(1, 2 * TARGET_MULTIPROCESSORS // count)
-        min_splits, max_splits = (
-            max(1, min(MAX_KEY_SPLITS, n * min_splits, count_blocks(self.key_count, keys_per_step))) for n in (1, 2)
-        )
-
-        def compute_wave_overhead(splits: int) -> float:
-            waves = splits * count / TARGET_MULTIPROCESSORS
-            return round(math.ceil(waves) / waves, 2)
-
-        return min(range(min_splits, max_splits + 1), key=compute_wave_overhead)
 
 
 AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
@@ -118,15 +56,20 @@ AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
 
 def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
     call = call if call.optional_operand(5) is None else gather_key_blocks(launches, call)
-    q, k, v = (
-        as_float(launches, call.operand(0)),
-        *(_convert_cache_unless_readable(launches, call.operand(i)) for i in (1, 2)),
-    )
+    q = as_float(launches, call.operand(0))
+    k, v = (_convert_cache_unless_readable(launches, call.operand(i)) for i in (1, 2))
+    if 0 not in call.out.shape:
+        bound, mask = _make_attention_binder(launches, call, k, v)
+        bound.add_attention_launches((q, k, v, mask, call.out), q.shape[:-3])
+
+
+def _make_attention_binder(
+    launches: LaunchBuilder, call: BoundInstruction, k: Operand, v: Operand
+) -> tuple[_AttentionBinder, Operand | None]:
+    """Return the binder of an attention instruction with keys `k` and values `v`, and its mask with a head axis."""
     mask, sinks = (None if (o := call.optional_operand(i)) is None else as_float(launches, o) for i in (3, 4))
     one_mask = call.attrs["mask_heads"] == "one"
-    *leading, tokens, heads, size = q.shape
-    if 0 in call.out.shape:
-        return
+    *leading, tokens, heads, size = call.operand(0).shape
     keys, groups, width = v.shape[-3:]
     shape = AttentionShape(
         math.prod(leading),
@@ -139,8 +82,26 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
         1 if mask is None or one_mask else mask.shape[-3],
     )
     mask = None if mask is None else _add_mask_head_axis(mask) if one_mask else _swap_axes(mask, -3, -2)
-    bound = _AttentionBinder(launches, call, shape, sinks)
-    bound.add_attention_launches((q, k, v, mask, call.out), leading)
+    return _AttentionBinder(launches, call, shape, sinks), mask
+
+
+def launch_attention_with_heads(launches: LaunchBuilder, call: BoundInstruction, heads: Sequence[LaunchWord]) -> None:
+    """Launch the attention of one token over 16-bit caches, whose blocks also compute and store its heads.
+
+    Args:
+        launches: Receives the launch.
+        call: The attention. Its queries are not in memory.
+        heads: The fields of three C structs `Head`: for queries, keys and values.
+
+    Raises:
+        NoKernelError: The kernel does not support the attention.
+    """
+    k, v, out = call.operand(1), call.operand(2), call.out
+    masks = [o for o in (call.optional_operand(3), call.optional_operand(4)) if o is not None]
+    require_supported(0 not in out.shape and call.optional_operand(5) is None, "keys are empty, or in blocks")
+    require_supported(all(o.is_float for o in masks), "a mask or sinks are of another type")
+    bound, mask = _make_attention_binder(launches, call, k, v)
+    bound.launch_cells_with_heads((k, v, mask, out), heads)
 
 
 def _convert_cache_unless_readable(launches: LaunchBuilder, x: Operand) -> Operand:
@@ -230,9 +191,9 @@ class _SplitKeyValueHalvesScratch:
         return [self.k, self.v, self.k_units, self.v_units]
 
 
-def _find_common_dtype(operands: AttentionOperands) -> DType | None:
+def _find_common_dtype(keys_and_values: tuple[Operand, Operand]) -> DType | None:
     """Return the dtype of keys and values, or `None` if their dtypes differ."""
-    _, k, v, *_ = operands
+    k, v = keys_and_values
     return k.dtype if k.dtype is v.dtype else None
 
 
@@ -261,7 +222,7 @@ class _AttentionBinder:
 
     def add_attention_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Add the launches of the attention: a tiled variant if there are many query rows, else another variant."""
-        s, cells = self.shape, _find_common_dtype(operands)
+        s, cells = self.shape, _find_common_dtype(operands[1:3])
         kinds = (t for t in TILED_SOURCES if t.is_enabled(self.launches.limits))
         tiled = next((t for t in kinds if t.can_process(s.key_columns, s.value_columns, cells)), None)
         if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
@@ -325,22 +286,18 @@ class _AttentionBinder:
 
     def _launch_fastest_few_rows_variant(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch the fastest variant for few query rows, then the combination of the key splits."""
-        s, cells = self.shape, _find_common_dtype(operands)
+        s, cells = self.shape, _find_common_dtype(operands[1:3])
         fitting = [f for f in FEW_ROWS_SOURCES if f.can_process(s.key_columns, s.value_columns, cells)]
         if not fitting:
             q, *caches, mask, out = operands
             k, v = (as_float(self.launches, x) for x in caches if x is not None)
             return self._launch_fastest_few_rows_variant((q, k, v, mask, out), leading)
         kind, anyhow = fitting[0], fitting[-1]
-        fast = next((c for c in CELL_SOURCES if c.can_process(s.key_columns, s.value_columns, cells)), None)
-        if fast is None:
-            splits = s.choose_key_splits(
-                count_blocks(s.rows_per_key_head, kind.choose_rows_per_block(s.rows_per_key_head)), 32 * ATTENTION_WARPS
-            )
+        if (fast := self._find_cell_variant(cells)) is None:
+            row_blocks = count_blocks(s.rows_per_key_head, kind.choose_rows_per_block(s.rows_per_key_head))
+            splits = s.choose_key_splits(row_blocks, 32 * ATTENTION_WARPS)
         else:
-            splits = s.choose_balanced_key_splits(
-                count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS
-            )
+            splits = self._choose_cell_splits()
         sums = self._allocate_partial_sums(splits)
         bunches = NO_BUNCH_FIELDS if fast is None or splits == 1 else self._make_bunch_fields(splits, sums)
         for batch in _iterate_one_axis_batches(leading, operands):
@@ -351,7 +308,7 @@ class _AttentionBinder:
                 row_blocks = count_blocks(s.rows_per_key_head, CELL_ROWS) * s.key_heads
                 combines = splits > 1 and _is_vector_loadable(out, 4)
                 kernel, shared = CELL_SOURCES[fast][fast.name], fast.shared_bytes
-                more = [_is_vector_loadable(q, 8), *(bunches if combines else NO_BUNCH_FIELDS)]
+                more = [_is_vector_loadable(q, 8), *(bunches if combines else NO_BUNCH_FIELDS), 0]
             else:
                 used = kind if _is_vector_loadable(k, 4) and _is_vector_loadable(v, 4) else anyhow
                 rows, shared, more = used.choose_rows_per_block(s.rows_per_key_head), 0, []
@@ -371,6 +328,47 @@ class _AttentionBinder:
             if not combines:
                 self._launch_combine_splits(batch, words, splits)
         return None
+
+    def launch_cells_with_heads(
+        self, operands: tuple[Operand, Operand, Operand | None, Operand], heads: Sequence[LaunchWord]
+    ) -> None:
+        """Launch `attend_cells` for one token; its blocks also compute the heads.
+
+        Args:
+            operands: Keys, values, mask and result, each with one leading axis of size 1.
+            heads: The fields of three C structs `Head`.
+        """
+        s, (k, v, _, out) = self.shape, operands
+        kind = self._find_cell_variant(_find_common_dtype((k, v)))
+        require_supported(kind is not None and len(out.shape) == 4, "other kernels read the caches")
+        assert kind is not None
+        require_supported(
+            s.batch == s.tokens == 1 and s.heads_per_key_head <= CELL_ROWS and s.key_columns % 8 == 0,
+            "there is more than one token, or a key head has many heads",
+        )
+        require_supported(
+            _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8) and _is_vector_loadable(out, 4),
+            "rows are not aligned",
+        )
+        splits = self._choose_cell_splits()
+        sums = self._allocate_partial_sums(splits)
+        bunches = NO_BUNCH_FIELDS if splits == 1 else self._make_bunch_fields(splits, sums)
+        views = [0, 0, 0, 0, 1, *(w for o in operands for w in _make_view_fields_or_zeros(o))]  # queries are dense
+        words = [*views, *self._leading_words, splits, *self._trailing_words, *sums, 1, *bunches, *heads]
+        kernel = PLACING_CELL_SOURCES[kind][kind.name_with_heads]
+        self.launches.add_launch(
+            kernel, (splits, s.key_heads), ATTENTION_THREADS, words, shared_bytes=kind.shared_bytes_with_heads
+        )
+
+    def _find_cell_variant(self, cells: DType | None) -> FewRows16BitTensorCoreVariant | None:
+        """Find the variant of `attend_cells` for few query rows over caches of the dtype `cells`, or None."""
+        s = self.shape
+        return next((c for c in CELL_SOURCES if c.can_process(s.key_columns, s.value_columns, cells)), None)
+
+    def _choose_cell_splits(self) -> int:
+        """Choose the number of key splits of `attend_cells`."""
+        s = self.shape
+        return s.choose_balanced_key_splits(count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS)
 
     def _launch_key_tiled(self, kind: KeyTiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch a variant for many query rows that processes the keys in tiles, with the launches before and after it.

@@ -1,7 +1,7 @@
 // Few rows over keys and values that are kept in 16 bits: tensor cores multiply them as they come from memory, since few
 // rows meet each of them.  Queries and weights are sums of cells, as near as float32.
 
-struct Cells {
+template <class Cell> struct Cells {
     Args a;
     i64 dense;  // queries come in eights
     // Of splits that are neighbours, so many make a bunch; of each bunch of a row: values added up, highest score and sum of
@@ -9,6 +9,7 @@ struct Cells {
     i64 bunch;  // if it is 1, sums of bunches are those of splits
     float *sums, *state;
     u32 *numbers;
+    typename Heads<Cell>::Words heads;
 };
 constexpr int MOST_PARTS = 12;                    // of a bunch, and bunches; all of them are on their way at once
 constexpr int OWN = 16;                           // rows of a block, and keys that a warp takes at a time
@@ -34,8 +35,7 @@ __device__ __forceinline__ bool comes_last(u32 *word, int count, u32 &number) {
 // Adds up parts of the rows of a block, in order: `count` of the `of_row` that each row has, from `first` on.  `put` gets the
 // number of a row, a column, the sums of four, the highest score and the sum of weights.
 template <class Put>
-__device__ __forceinline__ void add_parts(const Cells &x, int batch, int group, int first_row, const float *sums, const float *state, int of_row, int first, int count, Put put) {
-    const Args &a = x.a;
+__device__ __forceinline__ void add_parts(const Args &a, int batch, int group, int first_row, const float *sums, const float *state, int of_row, int first, int count, Put put) {
     const int fours = (int)a.width / 4, rows = min(OWN, (int)(a.tokens * a.shared) - first_row);
     for (int i = threadIdx.x; i < rows * fours; i += THREADS) {
         const int r = i / fours, c = 4 * (i - r * fours);
@@ -65,21 +65,22 @@ __device__ __forceinline__ void add_parts(const Cells &x, int batch, int group, 
 }
 // The blocks of a row group and key head share its keys out, so that one of them has to add up what they leave: the last of
 // each bunch its splits, the last of all bunches these.
-__device__ __forceinline__ void add_splits(const Cells &x, int batch, int group, int first_row, u32 &number) {
+template <class Cell>
+__device__ __forceinline__ void add_splits(const Cells<Cell> &x, int batch, int group, int first_row, u32 &number) {
     const Args &a = x.a;
     const int bunches = ((int)a.splits + (int)x.bunch - 1) / (int)x.bunch, own = blockIdx.x / (int)x.bunch;
     const int first = own * (int)x.bunch, count = min((int)x.bunch, (int)a.splits - first);
     u32 *numbers = x.numbers + ((i64)batch * gridDim.y + blockIdx.y) * (bunches + 1);
     if (x.bunch > 1) {
         if (!comes_last(numbers + own, count, number)) return;
-        add_parts(x, batch, group, first_row, a.sums, a.state, (int)a.splits, first, count, [&](const Row &row, int c, float4 y, float top, float total) {
+        add_parts(a, batch, group, first_row, a.sums, a.state, (int)a.splits, first, count, [&](const Row &row, int c, float4 y, float top, float total) {
             const i64 at = row.number * bunches + own;
             *(float4 *)(x.sums + at * a.width + c) = y;
             if (c == 0) *(float2 *)(x.state + 2 * at) = make_float2(top, total);
         });
     }
     if (!comes_last(numbers + bunches, bunches, number)) return;
-    add_parts(x, batch, group, first_row, x.sums, x.state, bunches, 0, bunches, [&](const Row &row, int c, float4 y, float top, float total) {
+    add_parts(a, batch, group, first_row, x.sums, x.state, bunches, 0, bunches, [&](const Row &row, int c, float4 y, float top, float total) {
         const float share = share_of(a, row.head, top, total);
         float *target = a.out.at + batch * a.out.batch + row.token * a.out.row + row.head * a.out.head;
         *(float4 *)(target + c) = make_float4(y.x * share, y.y * share, y.z * share, y.w * share);
@@ -89,8 +90,9 @@ __device__ __forceinline__ void add_splits(const Cells &x, int batch, int group,
 // Blocks are splits; row groups, key heads; batches.  Lanes have keys g, of which they have columns 8 t of each 32, in the
 // order in which they have those of queries, and values 2 t, of which they have columns 8 g of each 64: one load brings
 // eight numbers.
-template <class Cell, int D, int E>
-__global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant__ Cells x) {
+template <class Cell, int D, int E, bool PLACES = false>
+__global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant__ Cells<Cell> x) {
+    static_assert(PLACES == Heads<Cell>::PLACES, "its heads are made elsewhere");
     constexpr int TERMS = Pair<Cell>::TERMS, FRAGMENTS = D / 16;
     const Args &a = x.a;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -116,6 +118,8 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
     SHARED(states, float2[WARPS][OWN]);
     uint4 *queries = (uint4 *)room;
     u16 *rows = (u16 *)(queries + TERMS * FRAGMENTS * 32);
+    float *const heads = (float *)(rows + TERMS * OWN * D);  // queries, if they are made here
+    if (PLACES) Heads<Cell>::place(x.heads, group, count, OWN * WARPS, (int)a.splits, heads, D);
 
     const auto own_bias = [&](int r) { return bias_of(a, batch, row_of(a, batch, group, first_row + r)); };
     const Bias bias[2] = {own_bias(g), own_bias(g + 8)};
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
 #pragma unroll
     for (int r = warp; r < OWN; r += WARPS) {
         const Row row = row_of(a, batch, group, first_row + r);
-        const float *from = row.real ? query_of(a, batch, row) : nullptr;
+        const float *from = !row.real ? nullptr : PLACES ? heads + r * D : query_of(a, batch, row);
         const float u = split_row<Cell, TERMS, 1>(from, a.q.column, x.dense, size, 32, lane, D, r, rows, OWN * D, true);
         if (lane == 0) units[r] = u * (float)a.scale * (cap > 0.0f ? 1.0f : LOG2_E);
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .....graph.dtypes import DType
 from .....graph.spec import Spec
-from ...device.device_limits import KernelCandidate, KernelLimits
+from ...device.device_limits import DEFAULT_SHARED_BYTES, KernelCandidate, KernelLimits
 from ...device.driver import KernelSource
 from ..blocks import BLOCK_TYPE_NAMES
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES, READ_TYPE_NAMES
@@ -244,17 +244,35 @@ class FewRows16BitTensorCoreVariant:
         return f"attend_cells<{CUDA_TYPE_NAMES[self.cells]}, {self.size}, {self.width}>"
 
     @property
+    def name_with_heads(self) -> str:
+        """The name of the kernel that also computes the heads of one token."""
+        return self.name.replace(">", ", true>")
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of shared memory of a block for its queries, as terms and as fragments of tensor cores."""
+        return 4 * TERMS_BY_DTYPE[self.cells] * CELL_ROWS * self.size
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of dynamic shared memory of a block."""
-        queries, sums = (
-            4 * TERMS_BY_DTYPE[self.cells] * CELL_ROWS * self.size,
-            4 * ATTENTION_WARPS * self.width // 8 * (8 * CELL_ROWS + 4),
-        )
-        return max(queries, sums)
+        return max(self.query_bytes, 4 * ATTENTION_WARPS * self.width // 8 * (8 * CELL_ROWS + 4))
 
-    def make_source(self) -> KernelSource:
-        before = (*ATTENTION_HEADERS, "attention_powers.cuh", "numbers.cuh")
-        return KernelSource("attention_cells.cu", (self.name,), before=before)
+    @property
+    def shared_bytes_with_heads(self) -> int:
+        """Bytes of dynamic shared memory of a block that computes its queries, which are float32 numbers first.
+
+        A few bytes more than any launch may have let the declared bytes fit, too.
+        """
+        count = max(self.shared_bytes, self.query_bytes + 4 * CELL_ROWS * self.size)
+        return count + 16 if count == DEFAULT_SHARED_BYTES else count
+
+    def make_source(self, computes_heads: bool = False) -> KernelSource:
+        """Make the source of the kernel, or of the kernel that also computes the heads of one token."""
+        heads = ("heads.cuh", "placed_heads.cuh") if computes_heads else ("read_heads.cuh",)
+        before = (*ATTENTION_HEADERS, "attention_powers.cuh", "numbers.cuh", *heads)
+        name = self.name_with_heads if computes_heads else self.name
+        return KernelSource("attention_cells.cu", (name,), before=before)
 
     def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType | None) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
@@ -277,6 +295,8 @@ CELL_SOURCES = {
         for sizes in ((64, 64), (128, 128), (192, 128), (256, 256))
     )
 }
+PLACING_CELL_SOURCES = {c: c.make_source(computes_heads=True) for c in CELL_SOURCES}
+"""Sources of the kernels that also compute the heads of one token and store them in the caches."""
 _PIPELINED_SIZES = (
     (64, 64, 64, True, 128, 256, 3),
     (128, 128, 64, False, 128, 256, 2),
@@ -316,7 +336,13 @@ _AUXILIARY_KERNELS = (
     *_COMBINE_KERNELS,
 )
 AUXILIARY_SOURCE = KernelSource("attention_around.cu", _AUXILIARY_KERNELS, before=ATTENTION_HEADERS)
-SOURCES = (*FEW_ROWS_SOURCES.values(), *CELL_SOURCES.values(), *TILED_SOURCES.values(), AUXILIARY_SOURCE)
+SOURCES = (
+    *FEW_ROWS_SOURCES.values(),
+    *CELL_SOURCES.values(),
+    *PLACING_CELL_SOURCES.values(),
+    *TILED_SOURCES.values(),
+    AUXILIARY_SOURCE,
+)
 
 
 def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
