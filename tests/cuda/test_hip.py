@@ -198,7 +198,7 @@ def gfx90a(monkeypatch, tmp_path):
 
 
 def test_a_source_is_compiled_for_the_device_and_cached(gfx90a, monkeypatch):
-    source = KernelSource("rotary.cu", ("timesteps",))
+    source = KernelSource("rotary.cu", ("timesteps",), ("cells.cuh", "heads.cuh"))
     image, lowered = hip_driver.HipDriver().compile_source(source, 0)
     assert image.startswith(b"\x7fELF")
     assert lowered["timesteps"].encode() in image
@@ -207,7 +207,7 @@ def test_a_source_is_compiled_for_the_device_and_cached(gfx90a, monkeypatch):
 
 
 def test_a_kernel_without_a_name_is_an_error(gfx90a, monkeypatch):
-    source = KernelSource("rotary.cu", ("timesteps",))
+    source = KernelSource("rotary.cu", ("timesteps",), ("cells.cuh", "heads.cuh"))
     monkeypatch.setattr(hip_driver, "load_or_compile_cubin", lambda *_: (b"", {}))
     with pytest.raises(BackendError, match=r"does not say what timesteps of rotary\.cu is called; install ROCm 7"):
         hip_driver.HipDriver().compile_source(source, 0)

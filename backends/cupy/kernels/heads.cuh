@@ -87,12 +87,8 @@ struct WarpTeam {
         return total;
     }
 };
-// Makes head `number` in `row`, which is shared memory; `put` gets each column of it once it is turned.
-template <class Cell, class Team, class Put>
-__device__ __forceinline__ void make_head(const Head<Cell> &a, i64 number, float *row, Team team, Put put) {
-    const i64 *const steps[] = {a.x.step, a.positions.step};
-    const Places<2> p = places(a.axes, steps, number);
-    const float *x = a.x.at + p.at[0];
+// Brings head `number` to `row`, which is shared memory, divided and multiplied.
+template <class Cell, class Team> __device__ __forceinline__ void bring_head(const Head<Cell> &a, const float *x, float *row, Team team) {
     const auto bring = [&](i64 c) { return row[c] = x[c * a.step]; };
     if (a.w) {  // each thread for the entries that it has brought
         const float factor = 1.0f / sqrtf(team.squares(a.columns, bring) / (float)a.columns + (float)a.eps);
@@ -101,26 +97,34 @@ __device__ __forceinline__ void make_head(const Head<Cell> &a, i64 number, float
         for (i64 c = team.thread(); c < a.columns; c += team.threads()) bring(c);
     }
     team.sync();
-    for (i64 j = team.thread(); j < a.turns.pairs; j += team.threads())
-        a.turns.pair(j, a.positions.at + p.at[1], [&](i64 c) { return row[c]; }, put);
+}
+// Turns the head in `row`; `put` gets each column of it.
+template <class Cell, class Team, class Put>
+__device__ __forceinline__ void turn_head(const Head<Cell> &a, const i32 *positions, const float *row, Team team, Put put) {
+    for (i64 j = team.thread(); j < a.turns.pairs; j += team.threads()) a.turns.pair(j, positions, [&](i64 c) { return row[c]; }, put);
     const i64 end = a.turns.low + 2 * a.turns.pairs;
     for (i64 c = team.thread(); c < a.columns; c += team.threads())
         if (c < a.turns.low || c >= end) put(c, row[c]);
 }
+template <class Cell> __device__ __forceinline__ Places<2> places_of(const Head<Cell> &a, i64 number) {
+    const i64 *const steps[] = {a.x.step, a.positions.step};
+    return places(a.axes, steps, number);
+}
 // Makes head `number` and puts it where it goes.
 template <class Cell, class Team> __device__ __forceinline__ void place(const Head<Cell> &a, i64 number, float *row, Team team) {
-    i64 to = number;
+    const Places<2> p = places_of(a, number);
+    bring_head(a, a.x.at + p.at[0], row, team);
+    float *const saved = a.saved + number * a.columns;
     if (a.ids) {
         const i64 id = a.ids[number / a.heads];
         if (id < 0 || id >= a.cache_rows) {
             if (team.thread() == 0) note_fault(a.fault, id);
             return;
         }
-        to = id * a.heads + number % a.heads;
+        number = id * a.heads + number % a.heads;
     }
-    Cell *out = a.out + to * a.columns;
-    float *const saved = a.saved + number * a.columns;
-    make_head(a, number, row, team, [&](i64 c, float value) {
+    Cell *out = a.out + number * a.columns;
+    turn_head(a, a.positions.at + p.at[1], row, team, [&](i64 c, float value) {
         if (a.saved) saved[c] = to_float(out[c]);
         put_cell(out + c, value);
     });

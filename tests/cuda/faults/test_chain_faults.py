@@ -38,6 +38,8 @@ NORM, NORM_OF_HEADS = "norm before products", "norm of large heads before a prod
 FLOAT_NORM, FLOAT_GATES = "norm before float products", "gates before a float unit"
 DELTA, DELTA_MANY = "delta rule and logits", "delta rule of several sequences"
 MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
+PLACED, LARGE_PLACED, SUM = "attention and its heads", "attention and its large heads", "a sum and its rows"
+CELLS, PLACED_HEADS = "attention_cells.cu", "placed_heads.cuh"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
     "the chosen stay to be chosen": ("routing.cu", "if (item[i] == first) item[i] = LAST;", "", ROUTER),
@@ -170,6 +172,24 @@ PLANTS = {
         HEADS,
     ),
     "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", ROTATED),
+    "values are placed as keys": (PLACED_HEADS, "put_into_cache(a.value,", "put_into_cache(a.key,", PLACED),
+    "every block stores the new key": (PLACED_HEADS, "if ((int)blockIdx.x == owner)", "if (true)", PLACED),
+    "the first block stores the new key": (PLACED_HEADS, "(int)(id / keys % splits) : 0", "0 : 0", PLACED),
+    "queries of the first key head": (PLACED_HEADS, "group * shared + r,", "r,", PLACED),
+    "the key of the first head": (PLACED_HEADS, "place(a, (i64)group,", "place(a, (i64)0,", PLACED),
+    "queries lie over each other": (PLACED_HEADS, "row = rows + r * columns;", "row = rows;", PLACED),
+    "a warp leaves queries out": (
+        PLACED_HEADS,
+        "r < shared; r += warps",
+        "r < min(shared, warps); r += warps",
+        LARGE_PLACED,
+    ),
+    "half of the squares of a long head": ("heads.cuh", "part ? total + sum : sum", "sum", LARGE_PLACED),
+    "a number is not reset": (CELLS, "if (threadIdx.x == 0) *word = 0;", "", PLACED),
+    "the last block but one adds splits": (CELLS, "(int)number + 1 < count", "(int)number + 2 < count", PLACED),
+    "bunches take one number": (CELLS, "comes_last(numbers + own,", "comes_last(numbers,", PLACED),
+    "key heads take one number": (CELLS, "gridDim.y + blockIdx.y)", "gridDim.y)", PLACED),
+    "rows of one summand": ("moves.cu", "y = a.y + id * a.columns;", "y = a.y;", SUM),
     "the norm of the first row": (
         "packed_few.cu",
         "numbers + token * Prologue::NUMBERS, brought",
@@ -226,7 +246,8 @@ def test_a_mistake_in_a_chain_is_found(name):
 REACHED = {
     "routing.cu": {ROUTER: (0,)},
     "dense.cu": {FLOAT: (3,), FLOAT_NORM: (0, 1)},
-    "rotary.cu": {HEADS: (0,)},
+    "heads.cuh": {HEADS: (0,), PLACED: (1,)},
+    "placed_heads.cuh": {PLACED: (0, 1)},
     "packed_few.cu": {NORM: (0,)},
     "computed_inputs.cuh": {DELTA: (0,)},
 }
@@ -241,7 +262,7 @@ def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS, NORM])
+@pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS, NORM, PLACED, LARGE_PLACED])
 def test_accesses_of_a_chain_are_in_order(chain):
     assert disorders(chain) == []
 

@@ -152,7 +152,7 @@ def test_what_does_not_compile_is_named():
 @pytest.mark.usefixtures("_compiler")
 def test_machine_code_is_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    source = KernelSource("rotary.cu", ("timesteps",))
+    source = KernelSource("rotary.cu", ("timesteps",), ("cells.cuh", "heads.cuh"))
     first = load_or_compile_cubin(source, "sm_90a")
     (cached_file,) = (tmp_path / "cubins").iterdir()
     monkeypatch.setattr(nvrtc, "compile", lambda *_: pytest.fail("it is compiled again"))

@@ -229,8 +229,8 @@ def attending(
     def graph(forbidden: bool) -> Graph:
         positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
         if cells > 9:
-            table = constant(np.arange(9, dtype=np.int32).reshape(9, 1) * (cells // 9))
-            ids = ops.reshape(ops.get_rows(table, ids), shape=(tokens,))
+            table = constant("cells", np.arange(9, dtype=np.int32).reshape(9, 1) * (cells // 9))
+            ids = ops.cast(ops.reshape(ops.get_rows(table, ids), shape=(tokens,)), dtype="i32")
 
         def rotate_heads(name: str, heads: int) -> Value:
             x = input(name, (1, tokens, heads, size))
@@ -250,6 +250,12 @@ def attending(
         return both(y, k, forbidden, caches)
 
     return graph
+
+
+def sum_and_rows(forbidden: bool) -> Graph:
+    """Some rows of a sum, in another order."""
+    total = ops.add(input("x", (9, 70)), input("z", (9, 70)))
+    return both(ops.get_rows(total, input("ids", (4,), "i32")), total, forbidden)
 
 
 def row(forbidden: bool) -> Graph:
@@ -356,8 +362,12 @@ CHAINS = {
     "heads into a cache of halves": Chain(norm_and_rope(3, True, True, dtype="f16"), (4, 7)),
     "a head into a cache of halves": Chain(norm_and_rope(1, True, True, dtype="bf16"), (3, 7)),
     "heads of attention": Chain(attending(3, True, "f32"), (5, 12)),
-    "heads of attention to halves": Chain(attending(1, True, "f16"), (3, 12)),
-    "turned heads of attention": Chain(attending(1, False, "bf16"), (5, 10)),
+    "heads of attention to halves": Chain(attending(3, True, "f16"), (5, 12)),
+    "turned heads of attention": Chain(attending(3, False, "bf16"), (7, 10)),
+    "attention and its heads": Chain(attending(1, True, "f16", 64, cells=900, read=896), (4, 14)),
+    "attention and its large heads": Chain(attending(1, True, "bf16", 256, "neox", 72, queries=8), (4, 14)),
+    "attention and its turned heads": Chain(attending(1, False, "f16", 128), (4, 10)),
+    "a sum and its rows": Chain(sum_and_rows, (1, 2)),
     "a row": Chain(row, (2, 3), forbids=False),
 }
 

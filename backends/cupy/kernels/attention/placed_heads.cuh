@@ -14,7 +14,9 @@ template <class Cell> struct Heads {
         if (warp == 1) put_into_cache(a.value, group, keys, splits, rows + columns);
         for (int r = warp; r < shared; r += warps) {
             float *row = rows + r * columns;
-            make_head(a.query, group * shared + r, row, WarpTeam(), [&](i64 c, float value) { row[c] = value; });
+            const Places<2> p = places_of(a.query, group * shared + r);
+            bring_head(a.query, a.query.x.at + p.at[0], row, WarpTeam());
+            turn_head(a.query, a.query.positions.at + p.at[1], row, WarpTeam(), [&](i64 c, float value) { row[c] = value; });
         }
         __syncwarp();
     }
