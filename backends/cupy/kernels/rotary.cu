@@ -42,7 +42,7 @@ template <class Cell> struct Heads {
     Head<float> query;
     Head<Cell> key, value;
 };
-template <class Cell> __global__ void __launch_bounds__(512) place_heads(const __grid_constant__ Heads<Cell> a) {
+template <class Cell> __global__ void __launch_bounds__(512, 3) place_heads(const __grid_constant__ Heads<Cell> a) {
     SHARED(room, float[32]);
     DYNAMIC_SHARED(row, float);
     if (blockIdx.x < a.keys) place_in_block(a.query, blockIdx.x, row, room);
