@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -196,7 +195,7 @@ MAX_SHARED_COLUMNS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class _NormRopeStoreInstructions:
+class NormRopeStoreInstructions:
     """The instruction indices of a fused pattern on attention heads: norm, RoPE, and store into a KV cache.
 
     In order, they are RMS norm, multiplication by a weight vector, RoPE, and store into a KV cache. The last one saves
@@ -274,13 +273,11 @@ def _split_rows_into_heads(x: Operand, columns: int) -> Operand:
     if not columns or t.shape[-1] % columns:
         return x
     shape = (*t.shape[:-1], t.shape[-1] // columns, columns)
-    return replace(
-        x, tensor=replace(t, shape=shape, strides=(*t.strides[:-1], columns * t.strides[-1], t.strides[-1]))
-    )
+    return replace(x, tensor=replace(t, shape=shape, strides=(*t.strides[:-1], columns * t.strides[-1], t.strides[-1])))
 
 
-def _build_head_pattern_launch(
-    launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions, stored_columns: int = 0
+def build_head_pattern_launch(
+    launches: LaunchBuilder, flow: Dataflow, chain: NormRopeStoreInstructions, stored_columns: int = 0
 ) -> HeadPatternLaunch:
     """Prepare the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel.
 
@@ -292,7 +289,7 @@ def _build_head_pattern_launch(
     """
     calls = {
         name: flow.bound_instruction(n)
-        for name in _NormRopeStoreInstructions.__slots__
+        for name in NormRopeStoreInstructions.__slots__
         if (n := getattr(chain, name)) is not None
     }
     last = calls.get("store") or calls["rope"]
@@ -359,100 +356,47 @@ def _build_head_pattern_launch(
     )
 
 
-def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions) -> Sequence[int]:
+def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: NormRopeStoreInstructions) -> Sequence[int]:
     """Launch a head pattern and return the indices of its instructions."""
-    head_launch = _build_head_pattern_launch(launches, flow, chain)
+    head_launch = build_head_pattern_launch(launches, flow, chain)
     kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
     threads = choose_row_threads(head_launch.columns)
     launches.add_launch(kernel, head_launch.rows, threads, head_launch.words, 4 * head_launch.columns)
     return chain.instruction_numbers
 
 
-def _match_norm_and_rope_pattern(flow: Dataflow, first: int) -> _NormRopeStoreInstructions:
+def match_norm_and_rope_pattern(flow: Dataflow, first: int) -> NormRopeStoreInstructions:
     """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE, with or without a cache store."""
     chain = match_normed_rope(flow, first)
-    return _NormRopeStoreInstructions(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
+    return NormRopeStoreInstructions(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
 
 def _fuse_norm_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RMS norm, multiplication by a weight vector and RoPE of heads, and a following store into a KV cache."""
-    return _launch_head_pattern(launches, flow, _match_norm_and_rope_pattern(flow, first))
+    return _launch_head_pattern(launches, flow, match_norm_and_rope_pattern(flow, first))
 
 
 def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RoPE of heads and the store into a KV cache."""
     store, save = _find_cache_store_and_row_save(flow, first)
     require_supported(store is not None, "it goes into no cache")
-    return _launch_head_pattern(launches, flow, _NormRopeStoreInstructions(rope=first, store=store, save=save))
+    return _launch_head_pattern(launches, flow, NormRopeStoreInstructions(rope=first, store=store, save=save))
 
 
-def _match_optional_norm_rope_and_store(flow: Dataflow, store: int) -> _NormRopeStoreInstructions:
+def match_optional_norm_rope_and_store(flow: Dataflow, store: int) -> NormRopeStoreInstructions:
     """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:
-        return _NormRopeStoreInstructions(store=store, save=save)
+        return NormRopeStoreInstructions(store=store, save=save)
     require_supported(_find_cache_store_and_row_save(flow, rope) == (store, save), "the rotated head has other readers")
     factor = flow.require_producer(rope, 0)
     if (
         flow.bound_instruction(factor).op == "mul"
         and flow.bound_instruction(norm := flow.require_producer(factor, 0)).op == "rms_norm"
     ):
-        return _match_norm_and_rope_pattern(flow, norm)
-    return _NormRopeStoreInstructions(rope=rope, store=store, save=save)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionHeadPatterns:
-    """The head patterns of an attention instruction: of its queries, keys and values, in this order.
-
-    `instruction_numbers` are all instructions of the patterns; `attention` is the instruction that reads them.
-    """
-
-    attention: int
-    instruction_numbers: Sequence[int]
-    launches: Sequence[HeadPatternLaunch]
-
-
-def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> AttentionHeadPatterns:
-    """Match all head patterns of an attention and prepare their launches: queries, cache stores of keys and values.
-
-    A head pattern is a chain of RMS norm, RoPE and cache store; see `_NormRopeStoreInstructions`.
-    """
-    query = (
-        _match_norm_and_rope_pattern(flow, first)
-        if flow.bound_instruction(first).op == "rms_norm"
-        else _NormRopeStoreInstructions(rope=first)
-    )
-    assert query.rope is not None
-    attention = flow.require_sole_reader(query.rope, "attention")
-    chains = [query, *(_match_optional_norm_rope_and_store(flow, flow.require_producer(attention, k)) for k in (1, 2))]
-    call = flow.bound_instruction(attention)
-    head_launches = [
-        _build_head_pattern_launch(launches, flow, chain, call.operand(k).shape[-1]) for k, chain in enumerate(chains)
-    ]
-    require_supported(
-        head_launches[0].dtype is DType.F32 and head_launches[1].dtype is head_launches[2].dtype,
-        "caches differ in type",
-    )
-    for one, other in permutations(head_launches, 2):
-        for out in one.written_operands:
-            require_no_alias(out, [*other.read_operands, *other.written_operands])
-    return AttentionHeadPatterns(attention, [n for chain in chains for n in chain.instruction_numbers], head_launches)
-
-
-def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse all head patterns of an attention into one launch."""
-    found = match_attention_heads(launches, flow, first)
-    columns, ends = max(m.columns for m in found.launches), [*accumulate(m.rows for m in found.launches)]
-    launches.add_launch(
-        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[found.launches[1].dtype]}>"],
-        ends[-1],
-        choose_row_threads(columns),
-        [*ends[:2], *(word for m in found.launches for word in m.words)],
-        4 * columns,
-    )
-    return found.instruction_numbers
+        return match_norm_and_rope_pattern(flow, norm)
+    return NormRopeStoreInstructions(rope=rope, store=store, save=save)
 
 
 def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
@@ -460,12 +404,12 @@ def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, firs
     save = flow.bound_instruction(first)
     _, store = match_saved_state_update(flow, first, "set_rows")
     require_supported(_is_save_of_overwritten_row(save, flow.bound_instruction(store)), "it saves no single row")
-    return _launch_head_pattern(launches, flow, _NormRopeStoreInstructions(store=store, save=first))
+    return _launch_head_pattern(launches, flow, NormRopeStoreInstructions(store=store, save=first))
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {
-    "rms_norm": (_fuse_norm_rope_and_cache_store, _fuse_query_key_value_head_patterns),
-    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_cache_store, _fuse_query_key_value_head_patterns)),
+    "rms_norm": (_fuse_norm_rope_and_cache_store,),
+    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_cache_store,)),
     "get_rows": (_fuse_row_save_and_cache_store,),
 }
 BINDINGS: Mapping[str, OpBinder] = {

@@ -11,8 +11,8 @@ With 16-bit KV caches, few rows use tensor cores, too. Sequences are split over 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from .....graph.dtypes import DType
 from .....ops.declaration.attributes import float_attribute
 from .....ops.reduction.norms import alibi_slopes
 from ....fusion.operands import BoundInstruction, Operand, require_supported
-from ...binding.iteration_axes import build_merged_tiling_iteration_axes
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..blocks import BLOCK_TYPE_NAMES
 from ..elementwise import CELL_DTYPES, READ_TYPE_NAMES, as_float
@@ -42,16 +41,21 @@ from .kinds import (
     Pipelined16BitCacheVariant,
 )
 from .kinds import SOURCES as SOURCES
+from .operand_views import (
+    AttentionOperands,
+    add_mask_head_axis,
+    compute_broadcast_strides,
+    is_vector_loadable,
+    iterate_one_axis_batches,
+    make_view_fields_or_zeros,
+    swap_axes,
+)
 
 NO_BUNCH_FIELDS: Sequence[LaunchWord] = (1, 0, 0, 0)
 """The fields of `_AttentionBinder._make_bunch_fields` if another launch combines the splits, or there is one split."""
 MAX_GRID_SIZE = 65535
 MAX_VALUE_COLUMNS = 512
 """The most value columns that a block of few rows adds."""
-
-
-AttentionOperands = tuple[Operand, Operand, Operand, Operand | None, Operand]
-"""q [n, t, h, d], k [n, s, h, d], v [n, s, h, e], mask [n, t, m, s] and out [n, t, h, e]."""
 
 
 def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
@@ -81,7 +85,7 @@ def _make_attention_binder(
         width,
         1 if mask is None or one_mask else mask.shape[-3],
     )
-    mask = None if mask is None else _add_mask_head_axis(mask) if one_mask else _swap_axes(mask, -3, -2)
+    mask = None if mask is None else add_mask_head_axis(mask) if one_mask else swap_axes(mask, -3, -2)
     return _AttentionBinder(launches, call, shape, sinks), mask
 
 
@@ -108,66 +112,6 @@ def _convert_cache_unless_readable(launches: LaunchBuilder, x: Operand) -> Opera
     """Return keys or values unchanged if attention kernels can read their dtype, else a float32 copy."""
     blocks = x.dtype in BLOCK_TYPE_NAMES and not x.has_packed_layout
     return x if x.dtype in CELL_DTYPES or blocks else as_float(launches, x)
-
-
-def _add_mask_head_axis(mask: Operand) -> Operand:
-    """Return a view of a mask [..., t, s] with a head axis of size 1: [..., t, 1, s]."""
-    t = mask.tensor
-    shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
-    return replace(mask, tensor=replace(t, shape=shape, strides=strides))
-
-
-def _swap_axes(x: Operand, one: int, other: int) -> Operand:
-    shape, strides = list(x.shape), list(x.strides)
-    for axes in (shape, strides):
-        axes[one], axes[other] = axes[other], axes[one]
-    return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
-
-
-def _iterate_one_axis_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
-    """Yield the operands in batches with at most one leading axis; it is one batch if the leading axes can merge."""
-    there = [o for o in operands if o is not None]
-    heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
-    axes = build_merged_tiling_iteration_axes(leading, heads)
-    sizes = axes.sizes or (1,)
-    for index in np.ndindex(sizes[:-1]):
-        variants = iter(
-            _slice_batch(o, sizes[-1], s[-1] if s else 0, sum(i * n for i, n in zip(index, s, strict=False)))
-            for o, s in zip(there, axes.operand_strides, strict=True)
-        )
-        q, k, v, mask, out = (None if o is None else next(variants) for o in operands)
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        assert out is not None
-        yield q, k, v, mask, out
-
-
-def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
-    """Return a view of one batch of `x`: `count` entries, `step` elements apart, after `skipped` elements."""
-    t, skipped = x.tensor, x.dtype.count_bytes(skipped)
-    tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
-    return replace(x, address=x.address + skipped, tensor=tensor)
-
-
-def _make_view_fields_or_zeros(x: Operand | None) -> list[LaunchWord]:
-    """Return the fields of the C struct `View`: address and four strides; zeros for `None`."""
-    return [0] * 5 if x is None else [x, *_compute_broadcast_strides(x)]
-
-
-def _compute_broadcast_strides(x: Operand) -> list[int]:
-    """Return the strides of an operand for broadcasting: its strides, but 0 along axes with one entry."""
-    return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
-
-
-def _is_vector_loadable(x: Operand, columns: int) -> bool:
-    """Return whether `columns` adjacent columns of any row can be loaded at once by a vector load."""
-    *steps, last = _compute_broadcast_strides(x)
-    if x.dtype.is_quantised:
-        return last == 1
-    nbytes = min(16, x.dtype.count_bytes(columns))
-    aligned = x.address % nbytes == 0 and all(x.dtype.count_bytes(s) % nbytes == 0 for s in steps)
-    return last == 1 and x.shape[-1] % columns == 0 and aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +151,7 @@ class _AttentionBinder:
         scale, cap = (float(float_attribute(call.attrs, n)) for n in ("scale", "softcap"))
         bias = float(float_attribute(call.attrs, "max_bias"))
         slopes = launches.upload_constant(alibi_slopes(shape.query_heads, bias).astype(np.float32)) if bias > 0 else 0
-        self._leading_words: list[LaunchWord] = [0, 0] if sinks is None else [sinks, *_compute_broadcast_strides(sinks)]
+        self._leading_words: list[LaunchWord] = [0, 0] if sinks is None else [sinks, *compute_broadcast_strides(sinks)]
         self._leading_words += [
             slopes,
             shape.tokens,
@@ -241,7 +185,7 @@ class _AttentionBinder:
             sums: The scratch of `_allocate_partial_sums`.
         """
         return [
-            *(w for o in operands for w in _make_view_fields_or_zeros(o)),
+            *(w for o in operands for w in make_view_fields_or_zeros(o)),
             *self._leading_words,
             splits,
             *self._trailing_words,
@@ -300,17 +244,17 @@ class _AttentionBinder:
             splits = self._choose_cell_splits()
         sums = self._allocate_partial_sums(splits)
         bunches = NO_BUNCH_FIELDS if fast is None or splits == 1 else self._make_bunch_fields(splits, sums)
-        for batch in _iterate_one_axis_batches(leading, operands):
+        for batch in iterate_one_axis_batches(leading, operands):
             q, k, v, _, out = batch
             words = self._make_argument_words(batch, splits, sums)
             combines = False
-            if fast is not None and _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8):
+            if fast is not None and is_vector_loadable(k, 8) and is_vector_loadable(v, 8):
                 row_blocks = count_blocks(s.rows_per_key_head, CELL_ROWS) * s.key_heads
-                combines = splits > 1 and _is_vector_loadable(out, 4)
+                combines = splits > 1 and is_vector_loadable(out, 4)
                 kernel, shared = CELL_SOURCES[fast][fast.name], fast.shared_bytes
-                more = [_is_vector_loadable(q, 8), *(bunches if combines else NO_BUNCH_FIELDS), 0]
+                more = [is_vector_loadable(q, 8), *(bunches if combines else NO_BUNCH_FIELDS), 0]
             else:
-                used = kind if _is_vector_loadable(k, 4) and _is_vector_loadable(v, 4) else anyhow
+                used = kind if is_vector_loadable(k, 4) and is_vector_loadable(v, 4) else anyhow
                 rows, shared, more = used.choose_rows_per_block(s.rows_per_key_head), 0, []
                 row_blocks = (
                     count_blocks(s.rows_per_key_head, rows)
@@ -347,13 +291,13 @@ class _AttentionBinder:
             "there is more than one token, or a key head has many heads",
         )
         require_supported(
-            _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8) and _is_vector_loadable(out, 4),
+            is_vector_loadable(k, 8) and is_vector_loadable(v, 8) and is_vector_loadable(out, 4),
             "rows are not aligned",
         )
         splits = self._choose_cell_splits()
         sums = self._allocate_partial_sums(splits)
         bunches = NO_BUNCH_FIELDS if splits == 1 else self._make_bunch_fields(splits, sums)
-        views = [0, 0, 0, 0, 1, *(w for o in operands for w in _make_view_fields_or_zeros(o))]  # queries are dense
+        views = [0, 0, 0, 0, 1, *(w for o in operands for w in make_view_fields_or_zeros(o))]  # queries are dense
         words = [*views, *self._leading_words, splits, *self._trailing_words, *sums, 1, *bunches, *heads]
         kernel = PLACING_CELL_SOURCES[kind][kind.name_with_heads]
         self.launches.add_launch(
@@ -399,7 +343,7 @@ class _AttentionBinder:
             if operands[3] is None
             else launches.allocate_scratch((s.batch, s.key_heads, row_tiles, tiles), DType.I32)
         )
-        for batch in _iterate_one_axis_batches(leading, operands):
+        for batch in iterate_one_axis_batches(leading, operands):
             q, k, v, mask, out = batch
             require_supported(
                 out.shape[0] * s.key_heads <= MAX_GRID_SIZE, f"{out.shape[0]} batches are too many for a grid"
@@ -418,8 +362,8 @@ class _AttentionBinder:
             with_tiles += [
                 kind.tile,
                 kind.visibility_tile_rows,
-                _is_vector_loadable(q, 8),
-                _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8),
+                is_vector_loadable(q, 8),
+                is_vector_loadable(k, 8) and is_vector_loadable(v, 8),
             ]
             if mask is not None:
                 masks = (out.shape[0] if step[0] else 1) * (s.key_heads if step[1] else 1)
@@ -435,7 +379,7 @@ class _AttentionBinder:
     def _compute_visibility_strides(self, mask: Operand, tiles: int) -> list[int]:
         """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
-        return [tiles * groups if _compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
+        return [tiles * groups if compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
 
     def _launch_split_into_halves(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
         """Launch the split of keys or values into two 16-bit halves and a scale per row.
@@ -450,7 +394,7 @@ class _AttentionBinder:
         s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
         count = x.shape[0] * s.key_heads * count_blocks(s.key_count, tile) * tile
         words = [
-            *_make_view_fields_or_zeros(x),
+            *make_view_fields_or_zeros(x),
             halves,
             units,
             s.key_count,
@@ -461,7 +405,7 @@ class _AttentionBinder:
             tile,
             count,
         ]
-        words += [lanes, _is_vector_loadable(x, 8)]
+        words += [lanes, is_vector_loadable(x, 8)]
         self.launches.add_launch(
             AUXILIARY_SOURCE[f"attention_split<{READ_TYPE_NAMES[x.dtype]}>"],
             count_blocks(count, ATTENTION_THREADS // lanes),

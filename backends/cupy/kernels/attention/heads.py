@@ -1,16 +1,81 @@
-"""Fusion of the attention of one token with the norm, RoPE and cache stores of its heads."""
+"""Fusions of the norm, RoPE and cache stores of all heads of an attention, with each other and with the attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, permutations
 
+from .....graph.dtypes import DType
 from ....fusion.dataflow import Dataflow, require_no_alias
 from ....fusion.operands import require_supported
 from ....fusion.patterns import ROPE_OPS
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder
-from ..rotary import match_attention_heads
+from ..elementwise import CUDA_TYPE_NAMES
+from ..rotary import (
+    SOURCE,
+    HeadPatternLaunch,
+    NormRopeStoreInstructions,
+    build_head_pattern_launch,
+    match_norm_and_rope_pattern,
+    match_optional_norm_rope_and_store,
+)
+from ..rows import choose_row_threads
 from .attention import launch_attention_with_heads
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeadPatterns:
+    """The head patterns of an attention instruction: of its queries, keys and values, in this order.
+
+    `instruction_numbers` are all instructions of the patterns; `attention` is the instruction that reads them.
+    """
+
+    attention: int
+    instruction_numbers: Sequence[int]
+    launches: Sequence[HeadPatternLaunch]
+
+
+def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> AttentionHeadPatterns:
+    """Match all head patterns of an attention and prepare their launches: queries, cache stores of keys and values.
+
+    A head pattern is a chain of RMS norm, RoPE and cache store; see `NormRopeStoreInstructions`.
+    """
+    query = (
+        match_norm_and_rope_pattern(flow, first)
+        if flow.bound_instruction(first).op == "rms_norm"
+        else NormRopeStoreInstructions(rope=first)
+    )
+    assert query.rope is not None
+    attention = flow.require_sole_reader(query.rope, "attention")
+    chains = [query, *(match_optional_norm_rope_and_store(flow, flow.require_producer(attention, k)) for k in (1, 2))]
+    call = flow.bound_instruction(attention)
+    head_launches = [
+        build_head_pattern_launch(launches, flow, chain, call.operand(k).shape[-1]) for k, chain in enumerate(chains)
+    ]
+    require_supported(
+        head_launches[0].dtype is DType.F32 and head_launches[1].dtype is head_launches[2].dtype,
+        "caches differ in type",
+    )
+    for one, other in permutations(head_launches, 2):
+        for out in one.written_operands:
+            require_no_alias(out, [*other.read_operands, *other.written_operands])
+    return AttentionHeadPatterns(attention, [n for chain in chains for n in chain.instruction_numbers], head_launches)
+
+
+def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
+    """Fuse all head patterns of an attention into one launch."""
+    found = match_attention_heads(launches, flow, first)
+    columns, ends = max(m.columns for m in found.launches), [*accumulate(m.rows for m in found.launches)]
+    launches.add_launch(
+        SOURCE[f"place_heads<{CUDA_TYPE_NAMES[found.launches[1].dtype]}>"],
+        ends[-1],
+        choose_row_threads(columns),
+        [*ends[:2], *(word for m in found.launches for word in m.words)],
+        4 * columns,
+    )
+    return found.instruction_numbers
 
 
 def _fuse_heads_and_attention(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
@@ -43,4 +108,6 @@ def _fuse_heads_and_attention(launches: LaunchBuilder, flow: Dataflow, first: in
     return [*found.instruction_numbers, found.attention]
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = dict.fromkeys(("rms_norm", *ROPE_OPS), (_fuse_heads_and_attention,))
+FUSED: Mapping[str, Sequence[FusionBinder]] = dict.fromkeys(
+    ("rms_norm", *ROPE_OPS), (_fuse_query_key_value_head_patterns, _fuse_heads_and_attention)
+)
