@@ -220,6 +220,7 @@ def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 def _fuse_sum_and_row_gather(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse a sum and the gather of some of its rows: no other row of the sum is computed."""
+    require_supported(launches.limits.computes_operands, "a gather computes no rows")
     gather = flow.require_sole_reader(number, "get_rows")
     total, call = flow.bound_instruction(number), flow.bound_instruction(gather)
     ids, out, (*leading, rows, columns) = call.operand(1), call.out, call.operand(0).shape

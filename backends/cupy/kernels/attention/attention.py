@@ -243,14 +243,15 @@ class _AttentionBinder:
         else:
             splits = self._choose_cell_splits()
         sums = self._allocate_partial_sums(splits)
-        bunches = NO_BUNCH_FIELDS if fast is None or splits == 1 else self._make_bunch_fields(splits, sums)
+        can_combine = fast is not None and splits > 1 and self.launches.limits.computes_operands
+        bunches = self._make_bunch_fields(splits, sums) if can_combine else NO_BUNCH_FIELDS
         for batch in iterate_one_axis_batches(leading, operands):
             q, k, v, _, out = batch
             words = self._make_argument_words(batch, splits, sums)
             combines = False
             if fast is not None and is_vector_loadable(k, 8) and is_vector_loadable(v, 8):
                 row_blocks = count_blocks(s.rows_per_key_head, CELL_ROWS) * s.key_heads
-                combines = splits > 1 and is_vector_loadable(out, 4)
+                combines = can_combine and is_vector_loadable(out, 4)
                 kernel, shared = CELL_SOURCES[fast][fast.name], fast.shared_bytes
                 more = [is_vector_loadable(q, 8), *(bunches if combines else NO_BUNCH_FIELDS), 0]
             else:
