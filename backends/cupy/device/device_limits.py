@@ -104,7 +104,8 @@ class KernelLimits:
     - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
     - `candidates`: the candidates that the device uses; see `ENABLED_CANDIDATES`.
     - `computes_operands`: whether kernels compute what other launches could compute: rows of products, logits of
-      gates, heads of attention, the sum of key splits, and gathered sums. Without it programs have the launches of the steps that were measured on H100 and H200.
+      gates, heads of attention, the sum of key splits, and gathered sums. Without it programs have the launches of
+      the steps that were measured on H100 and H200.
     """
 
     shared_bytes_per_block: int
