@@ -365,7 +365,7 @@ CHAINS = {
     "heads of attention to halves": Chain(attending(3, True, "f16"), (5, 12)),
     "turned heads of attention": Chain(attending(3, False, "bf16"), (7, 10)),
     "attention and its heads": Chain(attending(1, True, "f16", 64, cells=900, read=896), (4, 14)),
-    "attention and its large heads": Chain(attending(1, True, "bf16", 256, "neox", 72, queries=8), (4, 14)),
+    "attention and its large heads": Chain(attending(1, True, "bf16", 256, "neox", 72, queries=16), (4, 14)),
     "attention and its turned heads": Chain(attending(1, False, "f16", 128), (4, 10)),
     "a sum and its rows": Chain(sum_and_rows, (1, 2)),
     "a row": Chain(row, (2, 3), forbids=False),
@@ -385,7 +385,8 @@ MEMORY_REQUESTS = {
     "dense.cu: summed<bf16_bits>": (answers(DType.BF16, "gated", 512, 4, rows=64), 4162),
     "gated_delta_net.cu: delta_net<64, false, true, 8, 1, true>": (delta_layer(64, "tiled", True), 2496),
     "rotary.cu: place_heads<float>": (attending(1, True, "f32", 64, "neox"), 125),
-    "rotary.cu: place_heads<half_bits>": (attending(1, True, "f16", 64, "neox"), 125),
+    "rotary.cu: place_heads<half_bits>": (attending(3, True, "f16", 64, "neox"), 375),
+    "attention_cells.cu: attend_cells<half_bits, 64, 64, true>": (attending(1, True, "f16", 64, "neox"), 1000),
 }
 """The memory requests of chains in model-like sizes, by the kernel that they launch."""
 
