@@ -385,8 +385,8 @@ MEMORY_REQUESTS = {
     "dense.cu: summed<bf16_bits>": (answers(DType.BF16, "gated", 512, 4, rows=64), 4162),
     "gated_delta_net.cu: delta_net<64, false, true, 8, 1, true>": (delta_layer(64, "tiled", True), 2496),
     "rotary.cu: place_heads<float>": (attending(1, True, "f32", 64, "neox"), 125),
-    "rotary.cu: place_heads<half_bits>": (attending(3, True, "f16", 64, "neox"), 375),
-    "attention_cells.cu: attend_cells<half_bits, 64, 64, true>": (attending(1, True, "f16", 64, "neox"), 1000),
+    "rotary.cu: place_heads<half_bits>": (attending(3, True, "f16", 64, "neox"), 330),
+    "attention_cells.cu: attend_cells<half_bits, 64, 64, true>": (attending(1, True, "f16", 64, "neox"), 770),
 }
 """The memory requests of chains in model-like sizes, by the kernel that they launch."""
 
