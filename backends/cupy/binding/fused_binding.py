@@ -16,9 +16,9 @@ FusionBinder = Callable[[LaunchBuilder, Dataflow, int], Sequence[int]]
 """A function that binds a fused pattern: instructions with a fixed dataflow that one launch computes.
 
 It adds the launches of the pattern that begins with instruction `number`, and returns the indices of all its
-instructions. The launches write no value that only these instructions read. They use no scratch, or that of one of
-these instructions (`LaunchBuilder.begin_scratch_of_member`). The function raises `NoKernelError` for another pattern,
-or without a suitable kernel.
+instructions. The launches write no value that only these instructions read. They may use the scratch of one of these
+instructions (`LaunchBuilder.begin_scratch_of_member`). The function raises `NoKernelError` for another pattern, or
+without a suitable kernel.
 """
 
 

@@ -53,7 +53,7 @@ template <class Cell> struct Head {
 };
 // The threads that make a head, and how: those of a block, or of a warp, which has up to 256 columns.  Sums have one order for
 // each number of columns: that of as many warps as `choose_row_threads` says.
-struct BlockTeam {
+struct ByBlock {
     float *room;  // of `block_sum`
     static __device__ __forceinline__ u32 thread() { return threadIdx.x; }
     static __device__ __forceinline__ u32 threads() { return blockDim.x; }
@@ -67,7 +67,7 @@ struct BlockTeam {
         return block_sum(sum, room);
     }
 };
-struct WarpTeam {
+struct ByWarp {
     static __device__ __forceinline__ u32 thread() { return threadIdx.x % 32; }
     static __device__ __forceinline__ u32 threads() { return 32; }
     static __device__ __forceinline__ void sync() { __syncwarp(); }
@@ -88,22 +88,22 @@ struct WarpTeam {
     }
 };
 // Brings head `number` to `row`, which is shared memory, divided and multiplied.
-template <class Cell, class Team> __device__ __forceinline__ void bring_head(const Head<Cell> &a, const float *x, float *row, Team team) {
+template <class Cell, class Threads> __device__ __forceinline__ void bring_head(const Head<Cell> &a, const float *x, float *row, Threads by) {
     const auto bring = [&](i64 c) { return row[c] = x[c * a.step]; };
     if (a.w) {  // each thread for the entries that it has brought
-        const float factor = 1.0f / sqrtf(team.squares(a.columns, bring) / (float)a.columns + (float)a.eps);
-        for (i64 c = team.thread(); c < a.columns; c += team.threads()) row[c] = row[c] * factor * a.w[c * a.w_step];
+        const float factor = 1.0f / sqrtf(by.squares(a.columns, bring) / (float)a.columns + (float)a.eps);
+        for (i64 c = by.thread(); c < a.columns; c += by.threads()) row[c] = row[c] * factor * a.w[c * a.w_step];
     } else {
-        for (i64 c = team.thread(); c < a.columns; c += team.threads()) bring(c);
+        for (i64 c = by.thread(); c < a.columns; c += by.threads()) bring(c);
     }
-    team.sync();
+    by.sync();
 }
 // Turns the head in `row`; `put` gets each column of it.
-template <class Cell, class Team, class Put>
-__device__ __forceinline__ void turn_head(const Head<Cell> &a, const i32 *positions, const float *row, Team team, Put put) {
-    for (i64 j = team.thread(); j < a.turns.pairs; j += team.threads()) a.turns.pair(j, positions, [&](i64 c) { return row[c]; }, put);
+template <class Cell, class Threads, class Put>
+__device__ __forceinline__ void turn_head(const Head<Cell> &a, const i32 *positions, const float *row, Threads by, Put put) {
+    for (i64 j = by.thread(); j < a.turns.pairs; j += by.threads()) a.turns.pair(j, positions, [&](i64 c) { return row[c]; }, put);
     const i64 end = a.turns.low + 2 * a.turns.pairs;
-    for (i64 c = team.thread(); c < a.columns; c += team.threads())
+    for (i64 c = by.thread(); c < a.columns; c += by.threads())
         if (c < a.turns.low || c >= end) put(c, row[c]);
 }
 template <class Cell> __device__ __forceinline__ Places<2> places_of(const Head<Cell> &a, i64 number) {
@@ -111,20 +111,20 @@ template <class Cell> __device__ __forceinline__ Places<2> places_of(const Head<
     return places(a.axes, steps, number);
 }
 // Makes head `number` and puts it where it goes.
-template <class Cell, class Team> __device__ __forceinline__ void place(const Head<Cell> &a, i64 number, float *row, Team team) {
+template <class Cell, class Threads> __device__ __forceinline__ void place(const Head<Cell> &a, i64 number, float *row, Threads by) {
     const Places<2> p = places_of(a, number);
-    bring_head(a, a.x.at + p.at[0], row, team);
+    bring_head(a, a.x.at + p.at[0], row, by);
     float *const saved = a.saved + number * a.columns;
     if (a.ids) {
         const i64 id = a.ids[number / a.heads];
         if (id < 0 || id >= a.cache_rows) {
-            if (team.thread() == 0) note_fault(a.fault, id);
+            if (by.thread() == 0) note_fault(a.fault, id);
             return;
         }
         number = id * a.heads + number % a.heads;
     }
     Cell *out = a.out + number * a.columns;
-    turn_head(a, a.positions.at + p.at[1], row, team, [&](i64 c, float value) {
+    turn_head(a, a.positions.at + p.at[1], row, by, [&](i64 c, float value) {
         if (a.saved) saved[c] = to_float(out[c]);
         put_cell(out + c, value);
     });

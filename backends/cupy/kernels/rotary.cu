@@ -29,7 +29,7 @@ template <class Cell> __device__ __forceinline__ void place_in_block(const Head<
             for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) prefetch(a.w + c * a.w_step);
     }
     wait_for_earlier();
-    place(a, number, row, BlockTeam{room});
+    place(a, number, row, ByBlock{room});
 }
 template <class Cell> __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head<Cell> a) {
     SHARED(room, float[32]);

@@ -11,7 +11,7 @@ template <class Cell> struct Cells {
     u32 *numbers;
     typename Heads<Cell>::Words heads;
 };
-constexpr int MOST_PARTS = 12;                    // of a bunch, and bunches; all of them are on their way at once
+constexpr int PARTS_AT_ONCE = 12;                    // of a bunch, and bunches; all of them are on their way at once
 constexpr int OWN = 16;                           // rows of a block, and keys that a warp takes at a time
 constexpr int BLOCK = 8 * OWN + 4;                // floats of sums of 8 columns; those that threads read lie in different banks
 constexpr int UP = 14;                            // weights are so many times doubled, that what they lack is no denormal half
@@ -41,19 +41,19 @@ __device__ __forceinline__ void add_parts(const Args &a, int batch, int group, i
         const int r = i / fours, c = 4 * (i - r * fours);
         const Row row = row_of(a, batch, group, first_row + r);
         const i64 begin = row.number * of_row + first;
-        float2 parts[MOST_PARTS];
-        float4 values[MOST_PARTS];
+        float2 parts[PARTS_AT_ONCE];
+        float4 values[PARTS_AT_ONCE];
 #pragma unroll
-        for (int p = 0; p < MOST_PARTS; p++) {
+        for (int p = 0; p < PARTS_AT_ONCE; p++) {
             const i64 at = begin + min(p, count - 1);
             parts[p] = *(const float2 *)(state + 2 * at), values[p] = *(const float4 *)(sums + at * a.width + c);
         }
         float top = LOWEST, total = 0.0f;
 #pragma unroll
-        for (int p = 0; p < MOST_PARTS; p++) top = fmaxf(top, parts[p].x);
+        for (int p = 0; p < PARTS_AT_ONCE; p++) top = fmaxf(top, parts[p].x);
         float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int p = 0; p < MOST_PARTS; p++) {
+        for (int p = 0; p < PARTS_AT_ONCE; p++) {
             if (p >= count) break;
             const float by = grown(parts[p].x - top);
             total = fmaf(by, parts[p].y, total);

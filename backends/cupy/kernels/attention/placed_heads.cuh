@@ -15,15 +15,15 @@ template <class Cell> struct Heads {
         for (int r = warp; r < shared; r += warps) {
             float *row = rows + r * columns;
             const Places<2> p = places_of(a.query, group * shared + r);
-            bring_head(a.query, a.query.x.at + p.at[0], row, WarpTeam());
-            turn_head(a.query, a.query.positions.at + p.at[1], row, WarpTeam(), [&](i64 c, float value) { row[c] = value; });
+            bring_head(a.query, a.query.x.at + p.at[0], row, ByWarp());
+            turn_head(a.query, a.query.positions.at + p.at[1], row, ByWarp(), [&](i64 c, float value) { row[c] = value; });
         }
         __syncwarp();
     }
     static __device__ __forceinline__ void put_into_cache(const Head<Cell> &a, int group, int keys, int splits, float *row) {
         const i64 id = a.ids[0];
         const int owner = id >= 0 && id < a.cache_rows ? (int)(id / keys % splits) : 0;  // who says that it is none
-        if ((int)blockIdx.x == owner) ::place(a, (i64)group, row, WarpTeam());
+        if ((int)blockIdx.x == owner) ::place(a, (i64)group, row, ByWarp());
         __syncwarp();
     }
 };
