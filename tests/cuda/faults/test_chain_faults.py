@@ -174,7 +174,7 @@ PLANTS = {
     "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", ROTATED),
     "values are placed as keys": (PLACED_HEADS, "put_into_cache(a.value,", "put_into_cache(a.key,", PLACED),
     "nobody stores the new key": (PLACED_HEADS, "(int)(id / keys % splits) : 0", "-1 : 0", PLACED),
-    "queries of the first key head": (PLACED_HEADS, "group * shared + r,", "r,", PLACED),
+    "queries of the first key head": (PLACED_HEADS, "group * shared + r)", "r)", PLACED),
     "the key of the first head": (PLACED_HEADS, "place(a, (i64)group,", "place(a, (i64)0,", PLACED),
     "queries lie over each other": (PLACED_HEADS, "row = rows + r * columns;", "row = rows;", PLACED),
     "a warp leaves queries out": (
@@ -185,9 +185,7 @@ PLANTS = {
     ),
     "half of the squares of a long head": ("heads.cuh", "part ? total + sum : sum", "sum", LARGE_PLACED),
     "a number is not reset": (CELLS, "if (threadIdx.x == 0) *word = 0;", "", PLACED),
-    "the last block but one adds splits": (CELLS, "(int)number + 1 < count", "(int)number + 2 < count", PLACED),
-    "bunches take one number": (CELLS, "comes_last(numbers + own,", "comes_last(numbers,", PLACED),
-    "key heads take one number": (CELLS, "gridDim.y + blockIdx.y)", "gridDim.y)", PLACED),
+    "the last block but one adds splits": (CELLS, "(int)number + 1 != count", "(int)number + 2 != count", PLACED),
     "rows of one summand": ("moves.cu", "y = a.y + id * a.columns;", "y = a.y;", SUM),
     "the norm of the first row": (
         "packed_few.cu",
