@@ -103,7 +103,7 @@ class KernelLimits:
     - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
     - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
     - `candidates`: the candidates that the device uses; see `ENABLED_CANDIDATES`.
-    - `computes_operands`: whether kernels compute what other launches could compute: rows of products, logits of
+    - `computes_operands`: whether kernels do work that other launches could do: rows of products, logits of
       gates, heads of attention, the sum of key splits, and gathered sums. Without it programs have the launches of
       the steps that were measured on H100 and H200.
     """

@@ -167,8 +167,8 @@ PLANTS = {
     ),
     "keys take the place of values": (
         "rotary.cu",
-        "place(a.value, blockIdx.x - a.values",
-        "place(a.key, blockIdx.x - a.values",
+        "place_in_block(a.value, blockIdx.x - a.values",
+        "place_in_block(a.key, blockIdx.x - a.values",
         HEADS,
     ),
     "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", ROTATED),
