@@ -21,8 +21,7 @@ from ..frontends.flag_values import parse_natural, parse_positive
 from ..frontends.terminal.arguments import CommandParser, describe_os_error_with_remedy
 from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
-from ..ops import REGISTRY
-from .cases.case import DECLARATION_CHECK
+from .cases.case import DECLARATION_CHECK, get_tested_op
 from .cases.inputs import NoReference
 from .cases.model_cases import collect_case_texts, read_model_graphs
 from .checks.run_case import Outcome, Result
@@ -225,7 +224,7 @@ def _print_cold_speeds_and_limit_fractions(suite: Suite) -> int:
             c
             for n in names
             if not find_declaration_fault(n)
-            for c in op_speed.generate_large_case_per_dtypes(REGISTRY[n])
+            for c in op_speed.generate_large_case_per_dtypes(get_tested_op(n))
         ]
     )
     for case in cases:

@@ -15,7 +15,7 @@ from ..graph.attrs import format_attribute
 from ..graph.spec import Spec
 from ..graph.validation import describe_exception
 from ..ops import REGISTRY, Op
-from .cases.case import DECLARATION_CHECK, Case
+from .cases.case import DECLARATION_CHECK, Case, get_tested_op, list_tested_op_names
 from .cases.grow_shapes import FEW_ELEMENTS, LONG_AXIS, count_axes_with_distinct_ids, grow_cases_from_samples
 from .cases.inputs import select_relevant_input_kinds
 from .cases.operand_layouts import find_in_place_operand_and_duplicate, find_layout_by_name
@@ -195,7 +195,7 @@ def generate_cases_of_matching_ops(
         seed: seed of all random numbers.
         only: names of ops, in place of the pattern.
     """
-    for name in (*REGISTRY, *REGISTRY.package_entry_faults):
+    for name in (*list_tested_op_names(), *REGISTRY.package_entry_faults):
         is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
         if is_selected:
             for case in _generate_cases_or_failing_case(name, full):
@@ -207,7 +207,7 @@ def _generate_cases_or_failing_case(name: str, full: bool) -> Sequence[Case]:
     generate = generate_full_cases if full else select_quick_cases
     try:
         with convert_errors_to_declaration_faults(name):
-            return generate(REGISTRY[name])
+            return generate(get_tested_op(name))
     except DeclarationFaultError:
         return (Case(name, (), check=DECLARATION_CHECK),)
 
@@ -218,7 +218,7 @@ def find_declaration_fault(name: str) -> str:
         return REGISTRY.package_entry_faults[name]
     try:
         with convert_errors_to_declaration_faults(name):
-            select_quick_cases(REGISTRY[name])
+            select_quick_cases(get_tested_op(name))
     except DeclarationFaultError as why:
         return str(why)
     return ""

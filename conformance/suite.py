@@ -12,7 +12,7 @@ from ..backends import find_device
 from ..backends.base import Backend, Device
 from ..graph.errors import BackendError
 from ..ops import REGISTRY
-from .cases.case import DECLARATION_CHECK, Case, parse_test_case
+from .cases.case import DECLARATION_CHECK, Case, get_tested_op, list_tested_op_names, parse_test_case
 from .checks.run_case import Outcome, Result, run_case
 from .generate_cases import find_declaration_fault, generate_cases_of_matching_ops
 from .reports.expected_failures import ExpectedFailures, fail_required_unsupported, read_expected_failures
@@ -78,7 +78,7 @@ class Suite:
         try:
             matching = [
                 name
-                for name in (*REGISTRY, *REGISTRY.package_entry_faults)
+                for name in (*list_tested_op_names(), *REGISTRY.package_entry_faults)
                 if not self.op or re.fullmatch(self.op, name)
             ]
         except re.error as why:
@@ -131,7 +131,7 @@ def _run_random_shapes_of_op(name: str, suite: Suite) -> list[Result]:
     from .hypothesis_search import search_random_shapes  # imports hypothesis
 
     backend, device = find_device(suite.backend)
-    return list(search_random_shapes(REGISTRY[name], backend, device, suite.seed))
+    return list(search_random_shapes(get_tested_op(name), backend, device, suite.seed))
 
 
 def _run_in_processes(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterator[Result]:

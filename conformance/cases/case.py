@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 from zlib import crc32
 
 from ...graph.attrs import Attr, format_attribute
@@ -15,6 +16,7 @@ from ...graph.parse import parse_case
 from ...graph.spec import Spec
 from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
+from ...ops.composite.references import COMPOSITE_DECLARATIONS
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin", "overlap")
 INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
@@ -24,6 +26,20 @@ DECLARATION_CHECK = "declaration"
 
 _SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
 _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
+
+
+def list_tested_op_names() -> tuple[str, ...]:
+    """Return the names of all ops in the registry, followed by the names of the composite ops."""
+    return tuple(dict.fromkeys((*REGISTRY, *COMPOSITE_DECLARATIONS)))
+
+
+def get_tested_op(name: str) -> Op[Any]:
+    """Return the op with this name, or the declaration of the composite op.
+
+    Raises:
+        KeyError: there is neither.
+    """
+    return REGISTRY[name] if name in REGISTRY else COMPOSITE_DECLARATIONS[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +67,8 @@ class Case:
 
     @property
     def op_declaration(self) -> Op:
-        """The declared op in the registry."""
-        return REGISTRY[self.op]
+        """The declaration of the op, which may be a composite op."""
+        return get_tested_op(self.op)
 
     @cached_property
     def text_in_sample_format(self) -> str:
@@ -180,10 +196,10 @@ def parse_test_case(text: str) -> Case:
     if whole is None:
         raise GraphError(f"cannot read the case {text!r}; it looks like add(a=f32[2,3], b=f32[3], layout=permuted)")
     name, rest = whole[1], whole[2]
-    if name not in REGISTRY:
-        raise GraphError(
-            f"case {text!r}: there is no op {name!r}{did_you_mean(name, REGISTRY) or '; `hocket ops` lists them'}"
-        )
+    known = list_tested_op_names()
+    if name not in known:
+        hint = did_you_mean(name, known) or "; `hocket ops` lists them"
+        raise GraphError(f"case {text!r}: there is no op {name!r}{hint}")
     settings: dict[str, object] = {}
     while setting := _SETTING.search(rest):
         settings[setting[1]] = int(setting[2]) if setting[1] == "seed" else setting[2]
@@ -195,4 +211,4 @@ def parse_test_case(text: str) -> Case:
         specs = parse_case(rest)
     except GraphError as why:
         raise GraphError(f"case {text!r}: {why}") from None
-    return make_case(REGISTRY[name], specs, **settings)
+    return make_case(get_tested_op(name), specs, **settings)

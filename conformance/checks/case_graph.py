@@ -16,7 +16,7 @@ from ...backends.base import Backend, Device
 from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ...ops import verify
+from ...ops import COMPOSITE_OPS, REGISTRY, verify
 from ...scheduler import DevicePlan, lower_graph, verify_program
 from ..cases.case import Case
 from ..cases.grow_shapes import count_axes_with_distinct_ids
@@ -38,7 +38,7 @@ RESULT_PREFIX = "result."
 
 @dataclass(frozen=True, slots=True)
 class CaseGraph:
-    """A case as a graph with one node of the op.
+    """A case as a graph with one node of the op, or with the nodes that a composite op builds.
 
     `operand_layouts` has the layout of each operand in its leaf, and `leaf_names` the names of leaves of other operands
     in which an operand lies.
@@ -105,7 +105,7 @@ def build_case_graph(case: Case) -> CaseGraph:
             operands |= {name: layouts[name].view(leaves[one]) for name in pair}
             leaf_names[other] = one
     parts: dict[str, Any] = {**operands, **dict(case.attrs)}
-    built = op(**parts)
+    built = (op if case.op in REGISTRY else COMPOSITE_OPS[case.op])(**parts)
     results = (built,) if isinstance(built, Value) else built
     dying = (
         {n for _, n in op.inplace_pairs(case.attributes_with_defaults)} if case.layout in ("inplace", "twin") else set()
@@ -114,6 +114,19 @@ def build_case_graph(case: Case) -> CaseGraph:
     outputs |= {f"{LIVE_LEAF_PREFIX}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
     weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")
     return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights, leaf_names)
+
+
+def find_unsupported_reason(graph: Graph, backend: Backend, device: Device) -> str:
+    """Return the reason why the backend cannot run a node of a graph; the empty text if the backend can run all.
+
+    A view is always supported, because the planner turns it into strides.
+    """
+    for node in graph.nodes:
+        if not node.is_leaf and not REGISTRY[node.op].is_view:
+            support = backend.supports(node, device)
+            if not support.ok:
+                return support.reason or f"{node.op} is not supported"
+    return ""
 
 
 def build_verified_device_plan(graph: Graph, backend: Backend, device: Device) -> DevicePlan:

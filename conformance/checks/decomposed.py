@@ -9,7 +9,6 @@ import numpy as np
 from ...backends.base import Backend, Device
 from ...graph.graph import Graph
 from ...graph.node import input
-from ...ops import REGISTRY
 from ...ops.decompositions import DECOMPOSITIONS, list_applicable_decompositions
 from ...scheduler import load, plan_for_group
 from ..cases.case import Case
@@ -34,16 +33,6 @@ def build_decomposed_graph(case: Case) -> Graph:
     operands = {name: input(name, spec.shape, spec.dtype) for name, spec in case.operands}
     compose = DECOMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK_NAME}-")]
     return Graph({f"result{i}": value for i, value in enumerate(compose(operands, case.attributes_with_defaults))})
-
-
-def find_unsupported_decomposition_reason(case: Case, backend: Backend, device: Device) -> str:
-    """Return the reason why the backend cannot run the decomposition of a case; the empty text if the backend can."""
-    for node in build_decomposed_graph(case).nodes:
-        if not node.is_leaf and not REGISTRY[node.op].is_view:
-            support = backend.supports(node, device)
-            if not support.ok:
-                return support.reason or f"{node.op} is not supported"
-    return ""
 
 
 def run_decomposed(case: Case, operands: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:

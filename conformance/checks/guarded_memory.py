@@ -15,6 +15,7 @@ import numpy as np
 
 from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
 from ...graph.dtypes import DType
+from ...graph.node import view_constant_array
 from ...ops.quantisation import decode_array, encode_array
 from ...scheduler import DevicePlan, SingleDeviceComm
 from ..cases.operand_layouts import Array
@@ -98,6 +99,7 @@ class GuardedProgram:
         self.device: Device = device_plan.device
         self.program, self.regions = add_guard_zones(device_plan.program)
         self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
+        self._constants = {n.name: view_constant_array(n) for n in device_plan.graph.nodes if n.op == "constant"}
         self.buffers = [self._allocate_guarded_buffer(b, weights) for b in self.program.buffers]
         self._bytes = [self._view_buffer_with_guard_zones(n) for n in range(len(self.buffers))]
         self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
@@ -107,13 +109,14 @@ class GuardedProgram:
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
     def _allocate_guarded_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
-        """Allocate a buffer with a guard zone at its end, and load its weight. The arena has no guard zone."""
+        """Allocate a buffer with a guard zone at its end, and load its weight or constant; the arena has neither."""
         if spec.kind == "arena":
             return self.backend.alloc(spec.nbytes, self.device)
         buffer = self.backend.alloc(spec.nbytes + GUARD_BYTES, self.device)
-        if spec.kind == "weight":
+        loaded = {**weights, **self._constants}
+        if spec.name in loaded:
             assert spec.declared_spec is not None
-            self.backend.load(weights[spec.name], spec.declared_spec, buffer)
+            self.backend.load(loaded[spec.name], spec.declared_spec, buffer)
         return buffer
 
     def _view_buffer_with_guard_zones(self, number: int) -> Any:

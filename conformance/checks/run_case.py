@@ -19,7 +19,14 @@ from ..cases.case import Case
 from ..cases.inputs import NoReference, as_reference_array, generate_random_operands
 from ..cases.operand_layouts import Array
 from . import decomposed, zero_propagation
-from .case_graph import LIVE_LEAF_PREFIX, RESULT_PREFIX, CaseGraph, build_case_graph, build_verified_device_plan
+from .case_graph import (
+    LIVE_LEAF_PREFIX,
+    RESULT_PREFIX,
+    CaseGraph,
+    build_case_graph,
+    build_verified_device_plan,
+    find_unsupported_reason,
+)
 from .compare_arrays import ArrayDifference, compare_with_reference
 from .guarded_memory import NAN, WILD_BYTE, GuardedProgram
 from .metamorphic import AxisEntries, infer_result_specs, join_results_with_masks, split_case
@@ -120,7 +127,7 @@ class RunnableCase:
         """
         case = self.case
         if case.check.startswith(decomposed.CHECK_NAME):
-            if why := decomposed.find_unsupported_decomposition_reason(case, backend, device):
+            if why := find_unsupported_reason(decomposed.build_decomposed_graph(case), backend, device):
                 raise _UnsupportedCase(why)
             results = decomposed.run_decomposed(case, self.operands, backend, device)
         elif case.check == "reference" or case.check.startswith(zero_propagation.CHECK_NAME):
@@ -221,19 +228,9 @@ def replace_permitted_nonfinites_by_reference(case: Case, got: Array, expected: 
 
 def _choose_float32_or_backend_rounding_error(built: CaseGraph, backend: Backend) -> float:
     """Return the relative error of one operation: the float32 rounding, or a larger error that the backend declares."""
-    coarse = backend.tolerance(built.node) if isinstance(backend, DeclaresTolerance) else None
-    return max(F32_EPS, coarse or 0.0)
-
-
-def find_unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> str:
-    """Return the reason why the backend cannot run the node of a case; the empty text if the backend can.
-
-    A view is always supported, because the planner turns it into strides.
-    """
-    if built.case.op_declaration.is_view:
-        return ""
-    support = backend.supports(built.node, device)
-    return "" if support.ok else support.reason or "no reason given"
+    if not isinstance(backend, DeclaresTolerance):
+        return F32_EPS
+    return max(F32_EPS, *(backend.tolerance(node) or 0.0 for node in built.graph.nodes if not node.is_leaf))
 
 
 def run_three_times_guarded(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
@@ -243,7 +240,7 @@ def run_three_times_guarded(case: Case, units: Mapping[str, Array], backend: Bac
     must give the same bits. A write outside of the results is a fault.
     """
     built = build_case_graph(case)
-    if why := find_unsupported_reason(built, backend, device):
+    if why := find_unsupported_reason(built.graph, backend, device):
         raise _UnsupportedCase(why)
     try:
         device_plan = build_verified_device_plan(built.graph, backend, device)

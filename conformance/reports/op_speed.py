@@ -17,14 +17,14 @@ import numpy as np
 from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
 from ...graph.spec import Spec, make_spec
-from ...ops import Op
+from ...ops import REGISTRY, Op
 from ...ops.elementwise.binary import cont
 from ...ops.matrix.matmul import mul_mat
 from ...scheduler import DevicePlan
 from ..cases.case import Case, make_case
 from ..cases.grow_shapes import OpCall, grow_cases_from_samples, is_legal_call, resize_call, resolve_call_sizes
 from ..cases.inputs import generate_random_operands
-from ..checks.case_graph import build_case_graph, build_verified_device_plan
+from ..checks.case_graph import build_case_graph, build_verified_device_plan, find_unsupported_reason
 from ..checks.guarded_memory import GuardedProgram
 
 MAX_COPY_BYTES = 1 << 30
@@ -132,10 +132,9 @@ def measure_op_speed_with_cold_buffers(case: Case, backend: Backend, device: Dev
     Raises:
         BackendError: the device does not support the case.
     """
-    support = backend.supports(build_case_graph(case).node, device)
-    if not support.ok:
-        raise BackendError(f"{case} cannot run on {device}: {support.reason}")
     built = build_case_graph(case)
+    if why := find_unsupported_reason(built.graph, backend, device):
+        raise BackendError(f"{case} cannot run on {device}: {why}")
     device_plan = build_verified_device_plan(built.graph, backend, device)
     size = max(1, sum(device_plan.count_memory_bytes_by_kind().values()))
     cache = read_last_level_cache_bytes()
@@ -145,13 +144,13 @@ def measure_op_speed_with_cold_buffers(case: Case, backend: Backend, device: Dev
     runs = [_bind_plan_to_case(device_plan, built.encode_weights(leaves), leaves) for _ in range(copies)]
     seconds = _measure_run_seconds_with_cold_cache(runs)
     low, middle, high = np.percentile(seconds, [25, 50, 75])
-    op: Op[Any] = case.op_declaration
+    nodes = [node for node in built.graph.nodes if not node.is_leaf]
     return OpSpeed(
         case,
         float(middle),
         float(high - low),
-        op.count_bytes(built.node),
-        op.count_flops(built.node),
+        sum(REGISTRY[node.op].count_bytes(node) for node in nodes),
+        sum(REGISTRY[node.op].count_flops(node) for node in nodes),
         copies * size > cache,
     )
 

@@ -15,8 +15,7 @@ from ...graph.errors import HocketError
 from ...ops import REGISTRY, Op
 from ..cases.case import Case
 from ..cases.grow_shapes import grow_cases_from_samples
-from ..checks.case_graph import build_case_graph, build_verified_device_plan
-from ..checks.run_case import find_unsupported_reason
+from ..checks.case_graph import build_case_graph, build_verified_device_plan, find_unsupported_reason
 from ..generate_cases import DeclarationFaultError, convert_errors_to_declaration_faults
 
 
@@ -118,7 +117,7 @@ def _computes_all_cases_with_numpy(cases: Sequence[Case], backend: Backend, devi
 
 def _find_unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
     """Return the reason why a device does not support a case; the empty text if the device does."""
-    return find_unsupported_reason(build_case_graph(case), backend, device)
+    return find_unsupported_reason(build_case_graph(case).graph, backend, device)
 
 
 def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:

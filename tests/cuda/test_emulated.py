@@ -16,15 +16,16 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernel_table import BINDINGS, KERNEL_FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
+from hocket.conformance.cases.case import get_tested_op
 from hocket.conformance.checks.case_graph import build_case_graph, build_verified_device_plan
-from hocket.conformance.generate_cases import select_quick_cases
+from hocket.conformance.generate_cases import select_quick_cases, select_relevant_layouts
 from hocket.frontends.errors import ModelError
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 from hocket.graph import Graph, Spec, constant, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.ops import REGISTRY
+from hocket.ops import COMPOSITE_OPS, REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
 
@@ -48,6 +49,18 @@ def test_every_kernel_does_what_its_op_means(name):
         assert is_large or result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), (
             f"{case}: {result.outcome}: {result.why}"
         )
+
+
+@pytest.mark.long(cases=1)
+@needs_compiler
+@pytest.mark.parametrize("name", COMPOSITE_OPS)
+def test_the_kernels_of_a_composite_op_compute_its_reference(name):
+    backend = EmulatedBackend()
+    for number, text in enumerate(get_tested_op(name).samples[::2]):
+        case = parse_case(f"{name}({text})")
+        layouts = select_relevant_layouts(case)
+        result = run_case(case.with_settings(layout=layouts[number % len(layouts)]), backend, backend.device(0))
+        assert result.outcome is Outcome.PASS, f"{result.case}: {result.outcome}: {result.why}"
 
 
 def test_every_op_has_a_kernel():
