@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ....graph.dtypes import DType
+from ....graph.errors import BackendError
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
 from ...base import contiguous_strides
@@ -164,15 +165,20 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
     """Gather the keys and values of an attention over a pool of blocks to scratch memory, in their dtype.
 
     The result is the attention over keys in order. All kernels of attention then serve it.
+
+    Raises:
+        BackendError: a pool of 16-bit keys begins at an odd element; only an address tells this.
     """
     q, mask, table = call.operand(0), call.optional_operand(3), call.operand(5)
     *leading, blocks = table.shape
     rows = []
     for x in (call.operand(1), call.operand(2)):
         pool = x
-        # A copy of a pool with gaps would need scratch that was not asked for; the plan copies it instead.
+        # A copy of such a pool would need scratch that was not asked for; the plan copies a pool with gaps instead.
         require_supported(x.is_dense or x.has_packed_layout, "blocks of keys with gaps are not read")
-        if x.has_packed_layout or x.address % DType.F32.block_bytes:
+        if not x.has_packed_layout and x.address % DType.F32.block_bytes:
+            raise BackendError(f"attention: blocks of {x.dtype} keys begin at an odd element; cast them to f32")
+        if x.has_packed_layout:
             pool = launches.allocate_scratch(x.shape)
             launch_broadcast_and_convert(launches, as_float(launches, x), pool)
         count, keys, *row = pool.shape

@@ -6,12 +6,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import hocket
+from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.emulation.race_detector import list_races_between_launches
 from hocket.graph.dtypes import CACHE_DTYPES
-from hocket.ops.matrix.attention import attention
+from hocket.graph.errors import BackendError
+from hocket.ops.matrix.attention import BLOCK_KEYS, attention
 from hocket.scheduler import load, plan_for_group
 
 from ...given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
@@ -87,3 +90,16 @@ FAULTS = {
 def test_planted_faults_are_found(cache: str) -> None:
     built, _ = build_in_order_and_by_blocks(1, KEYS, cache, (64, 32))
     assert finding(*FAULTS[cache], lambda backend: has_reference_values(built, backend)) == WRONG_RESULTS
+
+
+def test_blocks_of_keys_at_an_odd_element_are_refused() -> None:
+    """The copy of such a pool would exceed the scratch of the plan."""
+    size = 2 * BLOCK_KEYS * 8
+    q, table = hocket.input("q", (1, 2, 1, 8)), hocket.input("table", (1, 2), "i32")
+    row, number = hocket.input("row", (1, size + 1)), hocket.input("number", (1,), "i32")
+    cells = ops.set_rows(hocket.state("k", row.shape, "f16"), row, number)
+    pool = ops.reshape(ops.slice_(cells, axis=1, start=1, stop=size + 1), shape=(2, BLOCK_KEYS, 1, 8))
+    graph = hocket.Graph({"y": ops.attention(q, pool, pool, table=table, scale=0.25, pool="blocks")})
+    inputs = {leaf.node.name: np.zeros(leaf.shape, leaf.dtype.storage) for leaf in (q, table, row, number)}
+    with pytest.raises(BackendError, match="blocks of f16 keys begin at an odd element; cast them to f32"):
+        run((graph, inputs, {}), EmulatedBackend())
