@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from hocket.backends import find_device
 from hocket.conformance import parse_case
@@ -22,6 +23,7 @@ def test_overlapping_operands_lie_one_element_apart():
     assert np.array_equal(operands["a"].reshape(-1)[1:], operands["b"].reshape(-1)[:-1])
 
 
+@pytest.mark.long
 def test_one_case_of_an_op_has_a_long_axis():
     for name in ("softmax", "top_k", "argsort", "get_rows", "mul_mat", "add", "concat", "lightning_indexer"):
         long = [c for c in generate_full_cases(REGISTRY[name]) if any(LONG_AXIS in s.shape for _, s in c.operands)]

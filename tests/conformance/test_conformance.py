@@ -208,6 +208,7 @@ def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
     assert limit("mul_mat(w=f32[5,16], x=f32[7,16])", 2.0**-8) > 1000 * short
 
 
+@pytest.mark.long
 def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
     """Python rarely collects cycles during a command, and emulated devices have a limit of mappings."""
 
@@ -307,6 +308,7 @@ def test_backends_of_ours_pass_the_quick_run(name, part):
     assert not failures(run_case(c, *find_device("reference:0")) for c in chosen)
 
 
+@pytest.mark.long
 def test_several_processes_have_the_results_of_one():
     settings = Suite(op="neg")
     one, two = ([(str(r.case), r.outcome) for r in run_cases_of_suite(replace(settings, jobs=jobs))] for jobs in (1, 2))
@@ -359,6 +361,7 @@ def test_common_traits_of_failures_are_not_reported_where_nothing_passes():
     assert (group.traits, list(group.describe_failures())) == ((), ["2 of 2 cases that ran fail"])
 
 
+@pytest.mark.long
 def test_no_backend_is_asked_to_run_a_view():
     suite = Suite(backend="cuda-emulated", op="permute", require="MUST")
     results = run_cases_of_suite(suite, selected=list(suite.generate_cases())[:10])
@@ -366,6 +369,7 @@ def test_no_backend_is_asked_to_run_a_view():
     assert find_unsupported_reason(build_case_graph(results[0].case).graph, *find_device("cuda-emulated")) == ""
 
 
+@pytest.mark.long
 def test_the_command_writes_reports_that_compare(tmp_path, capsys):
     one, two = tmp_path / "a.json", tmp_path / "b.json"
     arguments = ["--op", "add|neg", "--json", str(one), "--html", str(tmp_path / "x.html"), "--seed", "3"]

@@ -23,6 +23,7 @@ def take_graphs(count: int) -> Iterator[Graph]:
     return (graph for graph, _ in zip(make_random_graphs(0), range(count), strict=False))
 
 
+@pytest.mark.long
 def test_the_kernels_of_random_graphs_have_the_bits_of_their_ops():
     results = list(check_fused_kernels(take_graphs(25), *find_device("cpu")))
     assert [r for r in results if r.fault] == []
@@ -37,6 +38,7 @@ def test_the_kernels_of_each_fixture_have_the_bits_of_their_ops(name: str):
     assert [r for r in check_fused_kernels(graphs, *find_device("cpu")) if r.fault] == []
 
 
+@pytest.mark.long
 def test_a_kernel_that_rounds_less_often_is_found(monkeypatch: pytest.MonkeyPatch):
     right = elementwise.make_expression_kernel
 

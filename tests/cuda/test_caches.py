@@ -73,7 +73,7 @@ def test_rows_are_rounded_to_the_nearest(dtype: str) -> None:
     assert rounds_as_numpy(dtype, EmulatedBackend())
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "kind", "mask"), [("f16", "half", "0xffffe000u"), ("bf16", "bf16", "0xffff0000u")])
 def test_truncated_rows_are_found(dtype: str, kind: str, mask: str) -> None:
     good, truncating = f"to->bits = float_to_{kind}(x)", f"__uint_as_float(__float_as_uint(x) & {mask})"
@@ -97,7 +97,7 @@ def test_a_run_that_fails_leaves_a_state_as_it_was(dtype: str) -> None:
     assert np.array_equal(run.store.state("s"), before)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> None:
     """From CUDA to the CPU, which keeps the same numbers, and to float32."""
@@ -129,7 +129,7 @@ def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
     assert 2 * usual == exact
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_prompt_that_is_to_be_exact_rounds_nothing_to_the_type_of_its_caches(dtype: str) -> None:
     """As single tokens do not, over the same caches."""

@@ -112,7 +112,7 @@ def test_values_with_exchanged_axes_of_one_size_are_read_so(graph):
 
 
 @pytest.mark.nightly(cases=16)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 2560), (2, 512), (4, 256)])
 def test_a_norm_in_a_product_has_the_bits_of_its_own_kernel(dtype, tokens, columns, monkeypatch):
@@ -238,7 +238,7 @@ def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devic
     assert few < (0.7 if devices == 1 else 0.8) * many
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "launches"), [("4b", 164), ("80b", 60)])
 def test_a_token_of_a_model_takes_so_many_launches_on_an_h200(model, launches, tmp_path):
     """Qwen3.5-4B in Q4_K, and eight layers of Qwen3-Next-80B in Q4_0, with 8,192 cells."""

@@ -151,7 +151,7 @@ def test_every_kernel_waits_for_earlier_launches_before_all_else():
     assert all("wait_for_earlier();" in read_kernel_text(name.partition(":")[0]) for name in late)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "name", "asks"),
     [

@@ -357,6 +357,7 @@ def test_a_cuda_device_that_is_not_there_is_explained():
     assert "\n" not in message
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_library_is_built_once_and_again_when_it_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))

@@ -399,6 +399,7 @@ def test_a_part_ends_when_its_time_is_over(broken_part, monkeypatch):
     assert rows == [{"case": "start", "left out": "the time of the part is over"}]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_rows_are_saved_as_they_come(tmp_path, monkeypatch, capsys):
     words = [

@@ -82,7 +82,7 @@ gpu.main()
 
 
 @pytest.mark.nightly(cases=1)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("minutes", "cases"), [(min(TIME_PLANS), "first"), (min(TIME_PLANS), "all"), (max(TIME_PLANS), "all")]

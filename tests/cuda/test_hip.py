@@ -35,7 +35,7 @@ from ..given.plans.grouped import everything_that_fits, weights_of
 
 
 @pytest.mark.nightly(cases=20)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS))
 def test_every_kernel_does_in_waves_of_64_lanes_what_its_op_means(name):
@@ -52,6 +52,7 @@ def check_cases(backend, cases):
         assert is_large or result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.why}"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_emulated_devices_run_collectives_through_memory_of_the_host():
     x, up, down = input("x", (3, 32)), weight("up", (64, 32)), weight("down", (32, 64))
@@ -115,6 +116,7 @@ def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(c
     assert run.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("case", ["a few", "all_gather", "send"])
 def test_devices_run_collectives_with_rccl(case, cupy, monkeypatch):

@@ -21,7 +21,7 @@ STEPS = fit_efficiency.read_model_steps()
 
 
 @pytest.mark.nightly(cases=9)
-@pytest.mark.long(cases=4)
+@pytest.mark.long
 @pytest.mark.parametrize("step", STEPS, ids=[f"{s.kind}-{s.model}-{s.tokens}-on-{s.cells}" for s in STEPS])
 def test_a_step_is_predicted_within_a_fifth_of_the_measured_time(step):
     assert 1e6 * step.predict_plan().cost.total == pytest.approx(step.microseconds, rel=0.2)

@@ -157,6 +157,7 @@ def test_a_rank_that_is_done_waits_for_one_that_is_not():
     assert in_threads(2, lambda world: time.sleep(0.3 * world.rank)) == [None, None]
 
 
+@pytest.mark.long
 def test_a_wait_for_a_rank_that_has_ended_is_an_error():
     """The ranks have other flags: rank 0 prints a plan, and the others follow a server."""
 

@@ -52,7 +52,7 @@ def other(tmp_path):
     return path
 
 
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "on",
     [
@@ -69,6 +69,7 @@ def test_a_rank_with_one_other_byte_in_a_large_tensor_is_named(on, other):
     assert len(set(in_threads(2, run))) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", [SPLIT_GROUPS["tensor"], SPLIT_GROUPS["layer"]], ids=["tensor", "layer"])
 def test_ranks_with_copies_of_a_file_run(on, tmp_path):
     copy = tmp_path / "copy.gguf"
@@ -77,6 +78,7 @@ def test_ranks_with_copies_of_a_file_run(on, tmp_path):
     assert np.array_equal(one, two)
 
 
+@pytest.mark.long
 def test_bytes_of_one_file_that_all_ranks_map_are_read_once(monkeypatch):
     read = []
     monkeypatch.setattr(
@@ -142,6 +144,7 @@ def test_the_order_of_weights_in_memory_does_not_matter(split_mode):
     assert np.array_equal(one, two)
 
 
+@pytest.mark.long
 def test_cached_packed_weights_carry_the_digest_of_their_source(other, tmp_path, monkeypatch):
     """A rank that maps weights which it packed before reads nothing of its file, and is named all the same."""
     on = replace(SPLIT_GROUPS["tensor"], keep_packed=True)

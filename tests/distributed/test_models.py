@@ -41,7 +41,7 @@ def logits(session):
     return np.concatenate([*first, *session.evaluate([TOKENS[6:7]]), *session.evaluate([TOKENS[7:]])])
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("on", SPLITS.values(), ids=SPLITS)
 def test_ranks_compute_what_one_device_does(on):
     model = open_model(MODEL)

@@ -18,7 +18,7 @@ def run_script(moment, fault):
 
 @pytest.mark.nightly(cases=4)
 @needs_mpi
-@pytest.mark.long(cases=3)
+@pytest.mark.long
 @pytest.mark.parametrize("fault", MESSAGES)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
@@ -37,7 +37,7 @@ def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
 
 
 @needs_mpi
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 def test_a_script_with_a_rank_that_hangs_between_runs_ends():
     done = run_script("between runs", "hangs")
     assert done.code, done
@@ -59,7 +59,7 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
 
 @needs_mpi
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -16,6 +16,7 @@ from ..given.models.goldens import ROOT
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_an_example_runs(path):
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)

@@ -32,6 +32,7 @@ def test_the_blocks_of_a_page_print_what_stands_below_them(name, monkeypatch, up
         assert printed == page, "run this test with --update-golden"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in PAGES if CONSOLE.search((ROOT / name).read_text("utf-8"))])
 def test_the_commands_of_a_page_print_the_lines_below_them(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "data").symlink_to(ROOT / "data")

@@ -62,12 +62,14 @@ def contains(whole: object, part: object) -> bool:
     return whole == part
 
 
+@pytest.mark.long
 def test_the_python_blocks_print_what_stands_below_them(address: str) -> None:
     page = "\n".join(f"```{language}\n{text}```\n" for language, text in BLOCKS if language in ("python", "text"))
     page = page.replace(ADDRESS, address)
     assert as_it_prints(page) == page
 
 
+@pytest.mark.long
 def test_the_requests_get_the_answers_that_stand_below_them(address: str) -> None:
     commands = [(i, text) for i, (language, text) in enumerate(BLOCKS) if language == "sh" and text[:4] == "curl"]
     assert len(commands) == 5
@@ -85,6 +87,7 @@ def test_the_requests_get_the_answers_that_stand_below_them(address: str) -> Non
         assert contains(json.loads(run.stdout), json.loads(expected)), run.stdout
 
 
+@pytest.mark.long
 def test_the_commands_print_the_lines_below_them(
     capsys: pytest.CaptureFixture[str], monkeypatch, address: str, server_folder: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_the_commands_print_the_lines_below_them(
         assert {without_numbers(line) for line in lines} <= printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_a_client_runs(path, address: str) -> None:
     run = subprocess.run(
@@ -109,6 +113,7 @@ def test_a_client_runs(path, address: str) -> None:
     assert run.stdout.strip()
 
 
+@pytest.mark.long
 def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
     script = str(EXAMPLES / "curl.sh")
     run = subprocess.run(["sh", script, address], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)

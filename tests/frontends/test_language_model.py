@@ -28,6 +28,7 @@ def model():
         yield new_model
 
 
+@pytest.mark.long
 def test_what_docstrings_show_is_what_happens(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     space = {"hocket": hocket, "model": model, "np": np}
@@ -70,12 +71,14 @@ def test_alternatives_are_the_tokens_with_the_largest_logits(model, alone):
     assert next(model.tokens(prompt, max_tokens=1, **options)).alternatives == ()
 
 
+@pytest.mark.long
 def test_a_batch_gives_each_prompt_what_it_gets_alone(model):
     prompts = ["It is", "She was not", "Mr. Darcy"]
     options = {"max_tokens": 6, "seed": 3}
     assert model.generate_batch(prompts, **options) == ["".join(model.generate(p, **options)) for p in prompts]
 
 
+@pytest.mark.long
 def test_a_draft_changes_no_text_and_its_memory_counts(model):
     options = {"max_tokens": 12, "seed": 3}
     prompts = ["It is", "It is a truth", "She was not"]
@@ -106,6 +109,7 @@ def test_generations_that_overlap_do_not_disturb_each_other(model):
         assert list(texts) == alone
 
 
+@pytest.mark.long
 def test_a_prompt_that_goes_on_is_read_from_where_the_last_one_ended(monkeypatch):
     """The states of the recurrent layers are saved at multiples of 16 tokens."""
     read = []
@@ -144,6 +148,7 @@ def test_logits_and_scores_are_the_goldens():
         assert np.allclose(model.score(tokens), expected[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", ["numpy:0", "numpy:0,numpy:1"])
 def test_embeddings_are_what_the_output_matrix_reads(devices):
     """The matrix, times each token's vector, gives the logits; their mean is the embedding."""
@@ -238,6 +243,7 @@ def test_a_closed_model_says_so():
     assert "closed" in repr(model)
 
 
+@pytest.mark.long
 def test_embed_writes_what_the_model_embeds(capsys, monkeypatch):
     texts = ["a ball", "a dance"]
     with hocket.Model(TINY) as model:
@@ -251,6 +257,7 @@ def test_embed_writes_what_the_model_embeds(capsys, monkeypatch):
     assert "got no text; give some with -p" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [0, 1, 2, 3])
 def test_a_text_longer_than_a_batch_has_the_vector_of_a_batch_that_holds_it(tmp_path, kind):
     path = write_llama(tmp_path / "pooled.gguf", pooling=kind)
@@ -265,6 +272,7 @@ def test_a_text_longer_than_a_batch_has_the_vector_of_a_batch_that_holds_it(tmp_
             np.testing.assert_allclose(other, vectors[0], atol=2e-5)
 
 
+@pytest.mark.long
 def test_hidden_rows_of_parts_have_the_width_of_the_model(model):
     session = Session(open_model(TINY), sequences=2, context=64, batch=8)
     long, idle = session.evaluate([list(range(1, 30)), []], every_position=True, hidden=True)
@@ -272,6 +280,7 @@ def test_hidden_rows_of_parts_have_the_width_of_the_model(model):
     assert session.evaluate([[], [1]])[0].shape == (0, 2048)
 
 
+@pytest.mark.long
 def test_parts_that_follow_each_other_embed_as_one(model):
     text = "It is a truth universally acknowledged, that " * 20
     with hocket.Model(context=512) as whole, hocket.Model(context=512, batch=64, devices="cpu:0,cpu:1,cpu:2") as parts:
@@ -301,6 +310,7 @@ def test_an_error_names_the_tokens_and_the_limit_of_an_encoder(tmp_path):
             Session(open_model(path)).evaluate([[5] * length], hidden=True)
 
 
+@pytest.mark.long
 def test_a_context_that_shifts_begins_with_the_end_of_a_long_prompt(model):
     prompt = model.tokenize("It is a truth universally acknowledged, that " * 30)
     with hocket.Model(context=32, threads=1) as short:

@@ -88,6 +88,7 @@ print([seeded_graph(seed, names=HOSTILE_NAMES).digest() for seed in range(10)])
 """
 
 
+@pytest.mark.long
 def test_a_digest_depends_neither_on_addresses_nor_on_the_hash_seed():
     def run(seed: str, padding: str) -> str:
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}

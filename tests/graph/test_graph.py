@@ -207,6 +207,7 @@ def test_leaves_are_found_by_kind():
     assert (graph.inputs, graph.weights, graph.states, graph.leaves("constant")) == ((X,), (w,), (S,), (c,))
 
 
+@pytest.mark.long
 def test_a_chain_of_a_hundred_thousand_nodes_can_be_built_ordered_and_dropped():
     x = X
     for _ in range(100_000):

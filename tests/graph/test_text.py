@@ -63,6 +63,7 @@ def test_a_parsed_graph_obeys_the_same_rules(seed):
     ops.verify(from_json(to_json(graph)))
 
 
+@pytest.mark.long
 @many
 @given(st.text(), st.text(), st.text(), ATTRS)
 def test_any_op_name_attribute_and_value_survives(op, name, key, value):
@@ -293,6 +294,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @many
 @given(JSON, st.sampled_from(("name", "op", "src", "attrs", "specs", "nodes", "outputs", "updates")))
 def test_any_value_in_the_place_of_a_field_raises_nothing_but_graph_errors(value, field):

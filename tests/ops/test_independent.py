@@ -53,6 +53,7 @@ def test_solve_tri_is_scipys():
     assert_elements_close(ref("solve_tri", a, b), linalg.solve_triangular(a, b, lower=True), atol=1e-14)
 
 
+@pytest.mark.long
 def test_ssm_conv_is_scipys_correlation():
     signal = pytest.importorskip("scipy.signal")
     x, w = RNG.standard_normal((9, 4)), RNG.standard_normal((4, 3))

@@ -79,6 +79,7 @@ def test_a_system_part_fails_only_where_root_reaches_the_registry(ci_parts, pass
     assert ci_parts["install_part"](part, Commands(**passes), may_use_apt=may_use_apt).name == outcome
 
 
+@pytest.mark.long
 def test_a_command_that_fails_or_hangs_or_is_not_there_does_not_pass(ci_parts, capsys):
     run = ci_parts["run_command"]
     assert run(("sh", "-c", "exit 0"), 60)
@@ -181,6 +182,7 @@ def test_no_test_runs_again_beside_another_failure(crash_script, log, tmp_path: 
     assert crash_script["main"]([str(file)], pytest.fail) == 1
 
 
+@pytest.mark.long
 def test_a_test_that_aborts_alone_does_not_pass(crash_script):
     assert not crash_script["run_alone"]("no_such_file.py::test_x")
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
+import pytest
+
 from .files import ROOT, list_files, list_sources, parse_matching
 
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`(?!`)")
@@ -59,6 +61,7 @@ def list_unknown_names(tree: ast.AST) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_docstrings_name_things_that_exist() -> None:
     trees = parse_matching(NAME.pattern, list_sources())
     unknown = {path: names for path, tree in trees if (names := list_unknown_names(tree))}

@@ -108,6 +108,7 @@ def test_a_table_of_rules_is_read_as_it_is_written():
 PRESENT_RULES = imports.read_rules(imports.IMPORT_RULES.read_text("utf-8"))
 
 
+@pytest.mark.long
 def test_a_folder_imports_only_what_its_rule_permits():
     assert not imports.read_package().find_forbidden(PRESENT_RULES)
 
@@ -118,6 +119,7 @@ def test_nothing_is_imported_in_a_circle_except_where_it_is_known():
     assert not graph.find_circles(graph.imports - PRESENT_RULES.exceptions)
 
 
+@pytest.mark.long
 def test_every_exception_is_needed_and_their_number_is_known():
     """Without it a circle of modules or of rooms appears; one that is no longer needed leaves the table."""
     graph = imports.read_package()

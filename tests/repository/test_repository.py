@@ -174,6 +174,7 @@ def test_a_call_that_writes_a_file_is_seen(call):
     assert not writing_calls(ast.parse(others))
 
 
+@pytest.mark.long
 def test_one_module_writes_files():
     """It replaces plain files alone, follows links, and leaves no half of a file."""
     trees = parse_matching(POSSIBLY_WRITING, list_sources())
@@ -192,11 +193,13 @@ def test_no_python_file_is_longer_than_its_idea():
     assert not {name: lines for name, lines in long.items() if lines > LINES}
 
 
+@pytest.mark.long
 def test_every_module_of_the_package_says_what_it_is():
     """A docstring, unless the file is empty."""
     assert not [p for p in list_sources() if p.stat().st_size and not ast.get_docstring(ast.parse(p.read_bytes()))]
 
 
+@pytest.mark.long
 def test_what_is_needed_at_run_time_is_declared():
     """Every top-level import of the package is of the standard library, of ours, or of a dependency or extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -297,6 +300,26 @@ def test_no_test_asserts_how_many_seconds_something_takes():
     tests = [p for p in list_files() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in ("tests", "conformance")]
     trees = parse_matching(rf"\b({'|'.join(CLOCKS)})\(", tests)
     assert not {path: lines for path, tree in trees for lines in [timed_asserts(tree)] if lines}
+
+
+LEFT_TO_NIGHTLY = {
+    "test_the_quick_tests_of_llama_server_have_the_expected_outcomes",
+    "test_a_killed_rank_ends_all_with_one_line",
+}
+"""Test functions without a case in `.ci/run`. They need a checkout of llama.cpp, and MPI."""
+
+
+def test_every_function_has_a_case_in_each_run_on_a_change():
+    """The run without ``--all`` leaves long functions out, so the run on a change must try them all."""
+    tests = [path for path in list_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] == "tests"]
+    left_out = {
+        node.name
+        for _, tree in parse_matching(r"nightly\(cases=0\)", tests)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(decorator) == "pytest.mark.nightly(cases=0)" for decorator in node.decorator_list)
+    }
+    assert left_out == LEFT_TO_NIGHTLY
 
 
 def test_no_result_names_a_file_of_the_machine_it_was_measured_on():

@@ -220,6 +220,7 @@ def read_present_maxima() -> word_counts.Counts:
     return word_counts.read_maxima(word_counts.WORD_COUNTS.read_text("utf-8"))
 
 
+@pytest.mark.long
 def test_no_folder_has_more_findings_than_its_maximum():
     growth = word_counts.describe_growth(words.find_in_repository(), read_present_maxima())
     assert not growth, "\n".join(["see docs/glossary.md for the terms to use", *growth])

@@ -125,6 +125,7 @@ def refusal(text):
     return ""
 
 
+@pytest.mark.long
 def test_a_damaged_plan_is_refused_in_one_line():
     document = json.loads(plan_to_json(plan(mlp(), "cpu:0,cpu:1", split_mode="tensor")))
     rng = random.Random(5)

@@ -49,6 +49,7 @@ def text_alone(server: ServerProcess) -> str:
     return found
 
 
+@pytest.mark.long
 def test_clients_that_are_killed_leave_no_busy_slot(server: ServerProcess, text: str) -> None:
     """Some clients leave in a stream, some while they wait; the text of a client that stays is the same."""
     streams = [server.open_stream(n_predict=200) for _ in range(6)]
@@ -130,6 +131,7 @@ def test_malformed_bodies_are_one_line_and_reach_no_engine(server: ServerProcess
     assert server.count_busy_slots() == 0
 
 
+@pytest.mark.long
 def test_a_killed_server_ends_its_streams_and_is_started_again(text: str) -> None:
     with run_server() as first:
         port = first.port
@@ -147,6 +149,7 @@ def test_a_killed_server_ends_its_streams_and_is_started_again(text: str) -> Non
         assert second.post("/completion", COMPLETION).json()["content"] == text
 
 
+@pytest.mark.long
 def test_a_saved_slot_outlives_the_process(tmp_path: Path) -> None:
     """The talk goes on in another process with other devices: the same token, and no token is read again."""
     words = [*SERVER_WORDS, "--slot-save-path", str(tmp_path)]
@@ -166,6 +169,7 @@ def test_a_saved_slot_outlives_the_process(tmp_path: Path) -> None:
         assert continued["timings"]["cache_n"] == saved["n_saved"] == len(prompt) + 39
 
 
+@pytest.mark.long
 def test_a_log_outlives_a_killed_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with run_server(words=[*SERVER_WORDS, "--log-requests", str(log)]) as server:
@@ -188,6 +192,7 @@ def lose_device(server: ServerProcess) -> bytes:
     return data
 
 
+@pytest.mark.long
 def test_a_lost_device_ends_the_streams_and_a_fresh_process_serves_at_the_same_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,6 +219,7 @@ def test_a_lost_device_ends_the_streams_and_a_fresh_process_serves_at_the_same_p
     )
 
 
+@pytest.mark.long
 def test_a_device_that_is_lost_after_a_signal_starts_no_fresh_process() -> None:
     """A supervisor that stops the server waits for the end of this process."""
     with run_server(command=LOST_IN_DRAIN_COMMAND) as server:

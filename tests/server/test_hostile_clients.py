@@ -25,6 +25,7 @@ def open_shared_client() -> Iterator[TestClient]:
         yield client
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -119,6 +119,7 @@ def test_requests_that_find_no_slot_in_time_end() -> None:
         assert server.post("/completion", {"prompt": "hi"}).status_code == 503
 
 
+@pytest.mark.long
 def test_a_client_that_reads_nothing_is_cancelled() -> None:
     data = json.dumps({"prompt": "hi", "stream": True, "n_probs": 20}).encode()
     head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -189,6 +190,7 @@ def test_an_engine_that_ends_takes_its_streams_with_it() -> None:
 # ------------------------------------------------------------------------------------------------------------- shutdown
 
 
+@pytest.mark.long
 def test_running_requests_end_before_the_server() -> None:
     with serve(FakeService("x" * 200, slots=1, delay=0.01)) as server:
         with ExitStack() as connections:
@@ -281,6 +283,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_signals_end_a_server() -> None:
     root = Path(sys.modules["hocket"].__file__ or "").parent.parent

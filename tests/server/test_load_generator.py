@@ -114,6 +114,7 @@ def test_an_open_loop_starts_requests_while_others_run(stub: type[StubHandler]) 
     assert row["seconds"] < 10 * 64 * GAP_SECONDS
 
 
+@pytest.mark.long
 def test_a_talk_repeats_the_prompt_and_the_answers(stub: type[StubHandler]) -> None:
     serving.measure_load(serving.find_target("stub", stub.url, "native"), serving.LoadCase("T", 1), 1, "seed")
     prompts = [body["prompt"] for body in stub.bodies]
@@ -204,6 +205,7 @@ def test_fairness_is_that_of_the_worst_window() -> None:
     assert serving.find_lowest_fairness(late) == 0.5  # from 10 s on, client 1 gets nothing
 
 
+@pytest.mark.long
 def test_all_workloads_end_in_time(stub: type[StubHandler], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Every case runs at most once in a round, and the cases that would end too late are named."""
     for name in load.WORKLOADS:

@@ -66,6 +66,7 @@ def count_objects() -> Counter[str]:
     return Counter(name for name in names if name in COUNTED_TYPES)
 
 
+@pytest.mark.long
 def test_requests_leave_no_cycles() -> None:
     with serve(FakeService(delay=0.002)) as server:
         send_requests(server, 8)  # the first requests fill caches

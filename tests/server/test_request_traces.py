@@ -27,6 +27,7 @@ def read_trace(client: TestClient, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_trace_has_every_step_of_a_request() -> None:
     with open_client(None) as client:
         answer = client.post("/completion", json=BODY)
@@ -60,6 +61,7 @@ def test_a_trace_has_every_step_of_a_request() -> None:
         assert client.get(f"/requests/{name}/trace?format=xml").status_code == 400
 
 
+@pytest.mark.long
 def test_a_chat_and_a_stream_name_their_request() -> None:
     with open_client(None) as client:
         answer = client.post("/completion", json={**BODY, "stream": True})

@@ -34,6 +34,7 @@ def send_action(client: TestClient, slot: object, action: str, **body: object) -
     return client.post(f"/slots/{slot}?action={action}", json=body)
 
 
+@pytest.mark.long
 def test_a_slot_is_saved_restored_and_erased(client: TestClient, folder: Path) -> None:
     first = complete(client, id_slot=1)
     assert first["id_slot"] == 1
@@ -122,6 +123,7 @@ def test_a_full_disk_ends_the_save_alone(client: TestClient, folder: Path) -> No
     assert not [name for name in os.listdir(folder) if name.endswith(".part")]
 
 
+@pytest.mark.long
 def test_actions_need_a_folder() -> None:
     with open_client(None) as client:
         answer = send_action(client, 0, "save", filename="a")
@@ -139,6 +141,7 @@ def test_an_action_waits_for_the_end_of_its_request(client: TestClient) -> None:
     assert saved["n_saved"] == len(TEXT_TOKENS) + 59
 
 
+@pytest.mark.long
 def test_restores_of_a_busy_slot_hold_one_file_in_memory(
     client: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

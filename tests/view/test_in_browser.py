@@ -91,7 +91,7 @@ def press(page, *keys):
         ActionChains(page).send_keys(getattr(Keys, key, key)).perform()
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*PICTURED, "layer", "tensor", "both", "hostile", "measured"])
 def test_a_page_loads_without_a_complaint(at, name):
     page = at(name)

@@ -83,6 +83,7 @@ def head(shape: tuple[int, int, int], n_dims: int, mode: str, seen: str = "") ->
     return hocket.Graph({"y": y, **({"seen": ops.neg(others[seen])} if seen else {})})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seen", ["", "x", "normed", "scaled"])
 @pytest.mark.parametrize("mode", ["normal", "neox"])
 @pytest.mark.parametrize(("shape", "n_dims"), [((1, 4, 64), 64), ((1, 3, 48), 32), ((37, 2, 80), 66), ((9, 5, 16), 6)])

@@ -173,6 +173,7 @@ def add_positions(x: hocket.Value) -> hocket.Value:
     return ops.add(product("w", x, DType.F32, 24), hocket.weight("positions", (x.shape[1], 24)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "shape", "hooks"),
     [
@@ -242,6 +243,7 @@ def test_a_hook_of_whole_rows_leaves_no_thread_without_work() -> None:
     assert count_hooks(hocket.Graph({"y": ops.l2_norm(ops.mul_mat(w, x))})) == 0
 
 
+@pytest.mark.long
 def test_planning_a_product_that_each_layer_reads_is_linear() -> None:
     def plan(layers: int) -> None:
         x = hocket.input("x", (1, 64))

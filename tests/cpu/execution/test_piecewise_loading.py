@@ -124,6 +124,7 @@ def resident(file: Path) -> int:
     return nbytes
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps, which only Linux has")
 def test_little_of_a_file_is_in_memory_while_a_large_weight_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spec, path = Spec((1 << 15, 1024), DType.Q8_0), tmp_path / "weights"

@@ -57,7 +57,7 @@ def load_with_threads(graph: hocket.Graph, values: dict[str, np.ndarray], thread
     return hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40, 530])
 def test_threads_with_work_items_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
@@ -139,7 +139,7 @@ def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, t
 UNIT_TYPES = (DType.Q4_1, DType.Q5_0, DType.Q6_K, DType.MXFP4)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 262])
 @pytest.mark.parametrize("dtype", nightly_unless((DType.Q4_1, DType.Q6_K), UNIT_TYPES), ids=str)
@@ -158,7 +158,7 @@ def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DTy
         ]
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_three_terms_hold_what_float32_does():
     assert np.array_equal(terms.sum(0, dtype=np.float64), x.astype(np.float64), equal_nan=True)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 24, 33, 70, 545])
 @pytest.mark.parametrize("dtype", nightly_unless(TRIED, [*FORMATS, DType.BF16, DType.F16, DType.F32]), ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(72, 768), (16, 256), (300, 2304)])

@@ -70,7 +70,7 @@ class Prompt:
         assert not tickets.any(), "the last thread lays out new tickets"
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
 @pytest.mark.parametrize("dtype", nightly_unless(TRIED, [*FORMATS, DType.BF16, DType.F16, DType.F32]), ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])

@@ -34,6 +34,7 @@ def compute_in_order_and_by_blocks(tokens, keys, cache, sizes, threads, **attrs)
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("threads", [1, 3])

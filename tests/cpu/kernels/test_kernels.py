@@ -254,6 +254,7 @@ def test_a_folder_that_cannot_be_written_is_reported_in_one_line_once(tmp_path, 
     assert "file (Not a directory), so each start makes them anew; free space, or set HOCKET_CACHE_DIR" in messages[0]
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")

@@ -63,6 +63,7 @@ def find_best_errors(x: np.ndarray, scales: np.ndarray, weights: np.ndarray, dty
     return best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [d for d in LATTICES if d not in (DType.IQ1_M, DType.IQ1_S)], ids=str)
 def test_entries_and_signs_are_nearly_as_good_as_the_best_of_all(dtype):
     x = normal_rows(8, 512)
@@ -78,6 +79,7 @@ def test_entries_and_signs_are_nearly_as_good_as_the_best_of_all(dtype):
     assert error.sum() <= MAX_EXCESS * best.sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ERROR_BOUNDS, ids=str)
 def test_the_error_of_normal_numbers_is_below_a_bound_that_one_wrong_byte_per_block_exceeds(dtype):
     x = normal_rows()
@@ -88,6 +90,7 @@ def test_the_error_of_normal_numbers_is_below_a_bound_that_one_wrong_byte_per_bl
     assert weighted_nmse(dequantise(wrong.reshape(raw.shape), dtype), x) > ERROR_BOUNDS[dtype]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ERROR_BOUNDS, ids=str)
 def test_special_rows_are_stored_with_finite_scales(dtype):
     x = special_rows(dtype.block)
@@ -98,6 +101,7 @@ def test_special_rows_are_stored_with_finite_scales(dtype):
         assert np.abs(got[row] - x[row]).max() <= 0.2 * np.abs(x[row]).max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ERROR_BOUNDS, ids=str)
 def test_importances_lower_the_error_of_important_columns(dtype):
     x = normal_rows()

@@ -30,6 +30,7 @@ INTEGER_KEYS = ("q8_0", "q4_0")
 """Keys that meet queries of few tokens as integers."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(("graph_name", "dtype"), STATE_GRAPHS)
 def test_a_state_holds_what_its_type_can_hold(graph_name, dtype, devices):

@@ -34,6 +34,7 @@ IMPORTANCE_GAIN = 0.97
 """The largest ratio of weighted errors with and without importances."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DEFINED_DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [normal_rows, special_rows])
 def test_types_that_ggml_defines_have_its_bytes(dtype, rows):
@@ -52,6 +53,7 @@ def test_floats_are_rounded_to_nearest(dtype):
     assert quantise_rows(x, dtype).tobytes() == want.tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
 def test_the_error_of_normal_numbers_is_below_a_bound_that_one_wrong_byte_per_block_exceeds(dtype):
     x = normal_rows()

@@ -100,7 +100,7 @@ STOPPED = {
 
 
 @pytest.mark.nightly(cases=5)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, message = STOPPED[name]
@@ -119,7 +119,7 @@ MISPLACED = {
 
 
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", MISPLACED)
 def test_values_in_the_wrong_place_give_other_numbers(name):
     assert finding(FILE, *MISPLACED[name], is_right) == WRONG_RESULTS

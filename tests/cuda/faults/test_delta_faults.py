@@ -267,7 +267,7 @@ FAULTS = {
 
 
 @pytest.mark.nightly(cases=9)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
     assert find_symptom(*FAULTS[name])
@@ -306,7 +306,7 @@ def _long_from_one_token(monkeypatch):
 
 
 @pytest.mark.nightly(cases=3)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.usefixtures("_long_from_one_token")
 @pytest.mark.parametrize("name", LONG_FAULTS)
 def test_a_fault_of_long_chunks_is_found(name: str):
@@ -330,7 +330,7 @@ LONG_BARRIERS = {
 
 
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.usefixtures("_long_from_one_token")
 @pytest.mark.parametrize("name", [None, *LONG_BARRIERS])
 def test_each_barrier_of_long_chunks_is_needed(name: str | None, monkeypatch):
@@ -363,7 +363,7 @@ def many_chunks() -> Problem:
 
 
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", IN_CLUSTERS)
 def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
     monkeypatch.setattr(binding, "MIN_SCAN_BLOCKS", 8)  # four blocks for a head

@@ -84,7 +84,7 @@ def expected_result(kernel, x):
     return x
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_what_is_wrong_with_a_kernel_is_found_and_named(case, order):
@@ -237,7 +237,7 @@ PLANTS = (
 
 
 @pytest.mark.nightly(cases=4)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_a_mistake_in_a_kernel_of_ours_is_found(plant):
     backend = DriverBackend(FaultyDriver(plant.file, plant.old, plant.new))

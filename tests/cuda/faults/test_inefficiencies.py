@@ -124,6 +124,7 @@ def launches(model):
     return count_launches(plan(decode_graph(model), ("cuda-emulated:0",)))
 
 
+@pytest.mark.long
 def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
         graph, _ = read_step_graph_and_context(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)

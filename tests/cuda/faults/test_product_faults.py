@@ -273,7 +273,7 @@ STOP_MESSAGES = {
 
 
 @pytest.mark.nightly(cases=10)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, is_right = PLANTS[name]

@@ -61,6 +61,7 @@ def test_a_fault_in_generated_text_is_found(name: str, monkeypatch: pytest.Monke
     assert planted, "the text of the fault is not generated"
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=1)
 @pytest.mark.parametrize("dtype", PLANE_LAYOUTS, ids=str)
 def test_no_kernel_with_a_prologue_spills_registers(dtype: DType):

@@ -81,6 +81,7 @@ def launch(driver: EmulatedDriver, name: str, runs: int = 1) -> tuple[np.ndarray
     return memory[1].view(np.float32).copy(), expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIGHT)
 def test_without_a_mistake_nothing_is_found(name: str) -> None:
     for order in range(6):
@@ -101,7 +102,7 @@ def test_a_mistake_stops_the_launch_in_every_order(name: str, order: int) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.long(cases=3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", RACES)
 def test_accesses_without_an_order_are_found_although_results_may_be_right(name: str) -> None:
     driver = AccessLogDriver()

@@ -463,7 +463,7 @@ FAULTS = {
 
 
 @pytest.mark.nightly(cases=15)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):
     file, good, bad, found_by = FAULTS[name]

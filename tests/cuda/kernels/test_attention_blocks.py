@@ -64,6 +64,7 @@ def test_a_block_table_gives_the_bits_of_keys_in_order(cache: str, tokens: int) 
     assert not any("cast" in kernel for kernel in got[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 24])
 def test_accesses_are_ordered(tokens: int) -> None:
     """One sequence with several tiles of keys: the detector takes microseconds for each access."""
@@ -85,7 +86,7 @@ FAULTS = {
 
 
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("cache", FAULTS)
 def test_planted_faults_are_found(cache: str) -> None:
     built, _ = build_in_order_and_by_blocks(1, KEYS, cache, (64, 32))

@@ -133,6 +133,7 @@ def test_the_rows_that_a_convolution_keeps_take_the_place_of_the_old_ones(tokens
         assert difference(parts(64, 1, 2, 2, tokens), order, in_place=True) < LIMIT
 
 
+@pytest.mark.long
 def test_inputs_ask_memory_for_no_more_than_they_must():
     problem = parts(128, 2, 4, 1, 1)  # the launch knows addresses alone
     (launch,), _ = bind_inputs(problem)
@@ -185,7 +186,7 @@ PRODUCT_FAULTS = {
 
 
 @pytest.mark.nightly(cases=6)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*FAULTS, *PRODUCT_FAULTS])
 def test_a_fault_planted_in_the_inputs_is_found(name: str):
     file, good, bad = (FAULTS | PRODUCT_FAULTS)[name]

@@ -272,7 +272,7 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
 
 
 @pytest.mark.nightly(cases=5)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("size", binding.CHUNKED_KEY_SIZES)
@@ -294,7 +294,7 @@ def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact:
     assert all(np.array_equal(results[0], other) for other in results)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("size", "tokens"), [(64, 225), (64, 200), (128, 130)])
@@ -318,7 +318,7 @@ def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 LONG_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset((KernelCandidate.DELTA_LONG_CHUNKS,)))
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("size", "tokens"), [(64, 63), (64, 129), (128, 64), (128, 150), (128, 200), (64, 300)])
 def test_long_chunks_are_the_recurrence(size: int, tokens: int, exact: bool, long_chunks: None):
@@ -328,7 +328,7 @@ def test_long_chunks_are_the_recurrence(size: int, tokens: int, exact: bool, lon
     check(p, bound, EXACT if exact else FAST, ORDERS[tokens % 3])
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("exact", [True, False])
 def test_long_chunks_give_the_same_bits_for_all_slices_and_orders(exact: bool, long_chunks: None):
     p = problem(10, 64, 1, 2, 140, values=128)
@@ -402,6 +402,7 @@ def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, 
 # ---------------------------------------------------------------------------------------------------------- NVRTC
 
 
+@pytest.mark.long
 def test_a_step_of_128_keys_has_no_spills_and_80_registers_or_fewer():
     """That nothing else spills, test_nvrtc.py says."""
     needs(nvrtc.load_nvrtc)

@@ -60,6 +60,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=2)
 @needs_compiler
 @pytest.mark.parametrize(("good", "bad"), FAULTS)
@@ -82,7 +83,7 @@ def test_results_are_the_same_however_many_elements_a_thread_takes(size, monkeyp
     assert np.array_equal(result(), usual)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("to", ["1.0f", "-1.0f"])
 def test_xielu_is_right_though_expm1_is_off_by_its_last_bit(to):

@@ -80,6 +80,7 @@ def test_few_columns_of_rows_that_neighbour_are_added_up(rows, columns, tokens, 
     assert sum_is_right(rows, columns, tokens, dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -153,11 +154,13 @@ def test_columns_of_a_gated_unit_are_shared_out_among_warps(rows, columns):
     assert unit_is_right(rows, columns)
 
 
+@pytest.mark.long
 def test_a_row_past_the_last_of_a_gated_unit_is_found():
     edit = ("dense.cu", "if (warp % parts > 0 || !real) return;", "if (warp % parts > 0) return;")
     assert PAST_OUT in finding(*edit, lambda backend: unit_is_right(3, 1024, backend))
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize("name", OF_FEW)
 def test_a_mistake_in_a_product_of_few_rows_is_found(name):
@@ -166,7 +169,7 @@ def test_a_mistake_in_a_product_of_few_rows_is_found(name):
 
 
 @pytest.mark.nightly(cases=3)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     old, new, right = PLANTS[name]

@@ -116,6 +116,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_what_is_planted_in_machine_code_is_found():
     ((before, spills),) = compile_resource_rows(Planted(SOUND), "sm_90a").values()
@@ -129,6 +130,7 @@ def test_what_is_planted_in_machine_code_is_found():
         assert any(expected in why for why in findings), (what, before, now, spills)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_a_product_that_the_compiler_waits_for_is_found():
     """Registers that are touched while a product adds to them."""

@@ -148,6 +148,7 @@ def test_weights_of_16_bits_lose_no_more_than_their_terms(dtype, shape):
     assert (np.abs(run.run({"x": x})["y"] - want) <= (2.0**-16 if tokens > 4 else 2e-6) * size).all()
 
 
+@pytest.mark.long
 def test_views_of_packed_weights_are_read_as_float32():
     raw = random_rows(DType.Q4_K, 40, 512, RNG)
     x = RNG.standard_normal((3, 256)).astype(np.float32)

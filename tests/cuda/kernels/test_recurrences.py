@@ -93,7 +93,7 @@ PLANTS = {
 
 
 @pytest.mark.nightly(cases=3)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_recurrence_is_found(name):
     old, new, text = PLANTS[name]

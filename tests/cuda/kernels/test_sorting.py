@@ -167,7 +167,7 @@ STOP_MESSAGES = {
 
 
 @pytest.mark.nightly(cases=5)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_the_order_is_found(name):
     file, old, new, right = PLANTS[name]

@@ -49,7 +49,7 @@ class Noting(EmulatedDriver):
 
 
 @pytest.mark.nightly(cases=40)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tile", "shares", "kernel"),
     [
@@ -92,7 +92,7 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
     assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("multiprocessors", [1, 32])
 @pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 300), (129, 61, 513), (130, 72, 516)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
@@ -118,7 +118,7 @@ def test_blocks_of_a_persistent_kernel_are_resident_at_once():
 
 
 @pytest.mark.nightly(cases=23)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [256, 512])
 @pytest.mark.parametrize(
     ("limits", "kernel"),
@@ -141,6 +141,7 @@ def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, 
     assert (np.abs(results[0] - want) <= 2e-5 * size + 1e-30).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16, DType.Q8_0], ids=str)
 def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
     monkeypatch.setattr(tiled, "MIN_BF16_TILES", 0)

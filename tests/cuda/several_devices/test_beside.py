@@ -133,6 +133,7 @@ def find_disorders_beside():
     return faults
 
 
+@pytest.mark.long
 def test_all_accesses_beside_a_sum_are_in_order():
     assert find_disorders_beside() == []
 

@@ -196,7 +196,7 @@ def test_a_random_graph_sharded_wherever_possible_gives_the_bits_of_the_host(see
     assert over_peers == outputs()
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "llama-moe", "qwen3", "qwen35", "qwen35moe"])
 def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeypatch):
     folder = FIXTURES / name
@@ -384,12 +384,13 @@ def _all_right(limit=WAIT_SECONDS):
         )
 
 
+@pytest.mark.long
 def test_what_is_right_is_found_right():
     _all_right()
 
 
 @pytest.mark.nightly(cases=6)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "all_reduce_pushed<float>", "begin_run", "meet_all", "tell_one", "await_one")

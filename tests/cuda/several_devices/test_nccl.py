@@ -215,6 +215,7 @@ def test_a_device_that_does_not_come_to_the_first_run_costs_nothing_but_that_run
     rig.run()
 
 
+@pytest.mark.long
 def test_a_long_wait_for_the_device_itself_is_no_failure(nccl_backend):
     """Patience counts in collectives alone: it is over before the devices come to one."""
     backend, _ = nccl_backend

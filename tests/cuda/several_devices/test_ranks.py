@@ -75,6 +75,7 @@ def assert_close_results(results):
         np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_devices_of_two_ranks_run_nccl_in_one_graph(only_nccl):
     def run(world):
         executor = executor_of(plan_on(cuda_driver.CudaBackend(), (0, 1), "tensor"), world)
@@ -111,6 +112,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
     assert all(c.is_over for c in only_nccl.communicators if c.rank == 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [(0, 0, 0, 0), (0, 0, 1, 1)], ids=["one process", "two"])
 def test_groups_run_collectives_on_their_devices_and_send_messages_through_the_host(ranks, monkeypatch):
     real_method, through_host = RecordedProgram._bind_host_collective, []

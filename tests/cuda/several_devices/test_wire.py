@@ -89,6 +89,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):

@@ -37,6 +37,7 @@ def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "MemoryBandwidthTest", Known)
 
 
+@pytest.mark.long
 def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
     assert main(["bench", TINY, "-p", "16,0", "-n", "4", "-d", "0,8", "-t", "1,2", "-r", "3", "-o", "jsonl"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -51,6 +52,7 @@ def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
         assert (r["bandwidth"], r["share_of_bandwidth"]) == (bandwidth, pytest.approx(read / bandwidth))
 
 
+@pytest.mark.long
 def test_the_table_has_a_line_for_each_test(capsys: Capture) -> None:
     assert main(["bench", TINY, "-p", "8", "-n", "2", "-r", "1", "--devices", "cpu:0,cpu:1", "-t", "1"]) == 0
     head, rule, *lines = capsys.readouterr().out.splitlines()
@@ -86,6 +88,7 @@ def test_every_form_has_the_names_of_llama_bench(capsys: Capture) -> None:
     assert (of_csv["devices"], of_sql["devices"], of_sql["avg_ts"], of_sql["bandwidth"]) == ("it's", "it's", 12, None)
 
 
+@pytest.mark.long
 def test_several_sequences_are_measured_together_by_the_names_of_llama_batched_bench(capsys: Capture) -> None:
     words = ["bench", TINY, "-np", "3,1", "-p", "4", "-n", "2,0", "-r", "1", "-t", "1", "-b", "6", "-o", "jsonl"]
     assert main(words) == 0

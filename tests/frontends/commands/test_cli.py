@@ -33,6 +33,7 @@ LLAMA = str(path_of("llama"))
 # ---------------------------------------------------------------------------------------------------------- run
 
 
+@pytest.mark.long
 def test_the_embedded_model_writes_what_llama_cpp_writes(capsys: Capture) -> None:
     prompts = json.loads((TINY_GOLDENS / "prompts.json").read_text())
     greedy = json.loads((TINY_GOLDENS / "greedy_dequantized.json").read_text())
@@ -41,6 +42,7 @@ def test_the_embedded_model_writes_what_llama_cpp_writes(capsys: Capture) -> Non
         assert capsys.readouterr().out == prompt["text"] + golden["greedy_text"] + "\n"
 
 
+@pytest.mark.long
 def test_run_needs_no_arguments_and_tells_its_speed_in_one_line_on_stderr() -> None:
     done = hocket_process("run", "--temp", "0", "-n", "8")
     assert done.returncode == 0
@@ -51,6 +53,7 @@ def test_run_needs_no_arguments_and_tells_its_speed_in_one_line_on_stderr() -> N
     assert "cpu:0: weight " in line
 
 
+@pytest.mark.long
 def test_a_prompt_comes_from_a_file_or_from_stdin_without_its_last_line_break(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +98,7 @@ def test_the_text_ends_at_an_end_token_unless_a_flag_ignores_it(
     assert whole.startswith(run.DEFAULT_PROMPT + " she could not be")
 
 
+@pytest.mark.long
 def test_every_device_writes_the_same(capsys: Capture) -> None:
     written = []
     for device in ("cpu:0", "cpu:3", "reference:0"):
@@ -223,6 +227,7 @@ def test_perplexity_of_the_evaluation_text_equals_the_one_of_llama_cpp(capsys: C
     assert rows["nll"] == pytest.approx(math.log(rows["perplexity"]))
 
 
+@pytest.mark.long
 def test_perplexity_scores_the_second_half_of_each_chunk(capsys: Capture, tmp_path: Path) -> None:
     text = (TINY_GOLDENS / "heldout.txt").read_text(encoding="utf-8")[:300]
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")

@@ -108,6 +108,7 @@ def header_size(path: Path) -> int:
 # ------------------------------------------------------------------------------------------------- damaged files
 
 
+@pytest.mark.long
 def test_a_file_truncated_at_200_places_is_refused(tmp_path: Path) -> None:
     source = path_of("qwen35")
     data, rng, model = source.read_bytes(), random.Random(1), tmp_path / "model.gguf"
@@ -118,7 +119,7 @@ def test_a_file_truncated_at_200_places_is_refused(tmp_path: Path) -> None:
         assert run_damaged_model(model, measured=number % 4 == 0) == 2, place
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.nightly(cases=len(MODELS))
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", MODELS)

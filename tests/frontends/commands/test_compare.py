@@ -42,6 +42,7 @@ def test_the_divergence_is_the_mean_of_its_definition():
     assert compute_kl_divergence_per_row(first + 1e4, first).max() < 1e-2
 
 
+@pytest.mark.long
 def test_a_model_equals_itself_and_its_perplexity_is_the_one_of_the_command(text, capsys):
     row = compare(capsys, TINY, TINY, text)
     assert (row["kl_divergence"], row["max_kl_divergence"], row["same_top_token"]) == (0, 0, 1)
@@ -51,6 +52,7 @@ def test_a_model_equals_itself_and_its_perplexity_is_the_one_of_the_command(text
     assert (row["chunks"], row["positions"]) == (score["chunks"], score["scored"])
 
 
+@pytest.mark.long
 def test_fewer_bits_diverge_more(text, tmp_path, capsys):
     rows = []
     for name in ("q5_1", "q4_0"):

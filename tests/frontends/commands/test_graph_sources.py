@@ -127,6 +127,7 @@ def test_run_names_devices_that_it_leaves_free(capsys: Capture) -> None:
     assert "left free" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_integer_arrays_are_prompts_and_other_arrays_are_refused() -> None:
     with hocket.Model(context=64, threads=1) as model:
         ids = model.tokenize("It is a")

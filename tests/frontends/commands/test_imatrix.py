@@ -64,6 +64,7 @@ def run_refused_call(capsys: Capture, *words: object) -> str:
     return line
 
 
+@pytest.mark.long
 def test_sums_and_counts_are_the_ones_of_llama_imatrix(text, tmp_path):
     model, out = tmp_path / "model.gguf", tmp_path / "i.gguf"
     assert main(["quantize", TINY, str(model), "f32", "--allow-requantize", "-t", "1"]) == 0
@@ -128,6 +129,7 @@ def test_a_model_without_products_is_refused():
         watch.require_watched_values(Graph({"y": y}))
 
 
+@pytest.mark.long
 def test_chunks_in_two_runs_add_up_to_one_run(text, tmp_path):
     whole, first, both = (tmp_path / f"{name}.gguf" for name in ("whole", "first", "both"))
     common = (TINY, text, "-c", 64)
@@ -145,6 +147,7 @@ def test_chunks_in_two_runs_add_up_to_one_run(text, tmp_path):
     assert read_importance_sums(merged).counts[name].tolist() == (want.counts[name] * 4 / 3).tolist()
 
 
+@pytest.mark.long
 def test_the_matrix_serves_quantize_and_the_output_matrix_is_optional(text, tmp_path, capsys):
     out = tmp_path / "i.gguf"
     assert imatrix(TINY, text, "-o", out, "-c", 64, "--chunks", 1, "--process-output") == 0

@@ -86,6 +86,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", FLAGS_OF)
 def test_every_flag_of_llama_cpp_is_accepted_or_answered_with_a_remedy(command, capsys):
     known = options(command)
@@ -179,6 +180,7 @@ def test_a_model_is_named_with_or_without_a_flag(words, capsys):
         assert written[0] == written[1] == written[2]
 
 
+@pytest.mark.long
 def test_perplexity_takes_model_and_text_by_flags_in_any_order(capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged. " * 20, "utf-8")

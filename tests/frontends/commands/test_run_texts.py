@@ -55,6 +55,7 @@ def test_a_file_that_is_no_model_is_named_with_its_use(
         assert error.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_talk_has_a_template_tools_and_variables_of_its_own(capsys: Capture, tmp_path: Path) -> None:
     template, tools = tmp_path / "template.jinja", tmp_path / "tools.json"
     template.write_text("{{ tools[0].name }} {{ thinking }} {{ messages[0].content }}")

@@ -102,11 +102,13 @@ def run_refused(*flags: str) -> tuple[int, str]:
     return run.returncode, line
 
 
+@pytest.mark.long
 def test_a_server_names_its_address_and_is_healthy(server: ServeProcess) -> None:
     assert server.line == f"hocket: serves hocket-tiny-q8_0 at http://127.0.0.1:{server.port}\n"
     assert server.request("GET", "/health") == (200, '{"status":"ok"}')
 
 
+@pytest.mark.long
 def test_a_completion_has_the_text_of_hocket_run(server: ServeProcess) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "hocket", "run", TINY, "-p", STORY, "-n", "24", "--temp", "0", "-t", "1"],
@@ -168,12 +170,14 @@ def test_the_slot_of_a_client_that_has_left_is_free(server: ServeProcess) -> Non
     wait_until(lambda: '"is_processing":true' not in server.request("GET", "/slots")[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_with_exit_code_0(number: int) -> None:
     with run_serve() as server:
         assert server.end(number) == 0
 
 
+@pytest.mark.long
 def test_keys_of_a_file_are_needed(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\n\n  second \n", "utf-8")
@@ -232,6 +236,7 @@ def test_wrong_flags_of_a_process_end_with_2_and_one_line() -> None:
     assert (code, line.partition(";")[0]) == (2, "hocket serve: there is no flag '--prot'")
 
 
+@pytest.mark.long
 def test_a_dry_run_prints_memory_and_speed_and_loads_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled == [template]
 
 
+@pytest.mark.long
 def test_each_rendering_has_its_own_fuel() -> None:
     assert [render_content(COSTLY_TEMPLATE, str(i)) for i in range(3)] == [f"{i} 5" for i in range(3)]
     with pytest.raises(ModelError, match="does not come to an end"):

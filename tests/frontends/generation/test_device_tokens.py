@@ -100,6 +100,7 @@ def count_token_steps(session: Session) -> int:
     return sum(step.output_kind == "token" for step in session.planned_steps)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("device", DEVICES_THAT_CHOOSE)
 def test_a_device_chooses_the_tokens_that_the_host_chooses(device: str, open_empty_session: OpenEmptySession) -> None:
@@ -132,6 +133,7 @@ def test_every_fixture_continues_its_text_with_the_same_tokens(name: str) -> Non
     assert texts[1] == texts[0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("everywhere")
 def test_two_texts_of_one_session_may_alternate() -> None:
     """The device holds the tokens of the last step, which the other text has run."""
@@ -198,6 +200,7 @@ SAMPLED_ON_DEVICES = [
 """All on the CPU. On the others a text without and one with names of tokens, which have graphs of their own."""
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(("params", "device"), SAMPLED_ON_DEVICES, ids=str)
 def test_the_host_samples_from_candidates_as_from_all_logits(
@@ -237,6 +240,7 @@ def test_the_host_reads_all_logits_for_other_texts(params: dict[str, object]) ->
     assert {step.output_kind for step in session.planned_steps} == {"logits"}
 
 
+@pytest.mark.long
 @needs_compiler
 def test_candidates_are_few_bytes_in_few_launches() -> None:
     session = open_session("cuda-emulated:0")
@@ -345,6 +349,7 @@ def test_a_saved_session_has_no_next_token(tmp_path) -> None:
     assert not session.store.state("next_token").any()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("everywhere")
 def test_texts_of_several_prompts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []

@@ -86,6 +86,7 @@ def test_a_draft_of_other_tokens_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "has no block that guesses further tokens (MTP); name a draft model with -md" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_run_reports_the_count_of_accepted_draft_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     plain = ["run", TINY, "-p", "Once", "-n", "9", "--temp", "0", "--exact", "-c", "64"]
     assert main(plain) == 0

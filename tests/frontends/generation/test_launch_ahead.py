@@ -146,6 +146,7 @@ def without_launching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LaunchAheadDecoder, "_launch_following_step", lambda *_: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("host_memory")
 @pytest.mark.parametrize("use", USES)
 def test_texts_and_states_are_the_same_without_steps_ahead(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +160,7 @@ def test_texts_and_states_are_the_same_without_steps_ahead(use: Use, monkeypatch
 
 
 @needs_compiler
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize("use", USES)
 def test_a_device_that_works_late_gives_the_same(use: Use, late: LateStream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +178,7 @@ def test_the_states_of_every_fixture_are_restored(name: str, monkeypatch: pytest
     assert found == use_and_continue(leave_a_text, "numpy:0", path_of(name))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_next_step_is_launched_before_the_host_waits_for_a_token(late: LateStream) -> None:
     session = open_session("cuda-emulated:0")
@@ -190,6 +192,7 @@ def test_the_next_step_is_launched_before_the_host_waits_for_a_token(late: LateS
     assert late.log == expected
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_text_that_shares_the_device_launches_no_more_steps(late: LateStream) -> None:
     """The other user would undo each of them, so the device would do the same work twice."""
@@ -204,6 +207,7 @@ def test_a_text_that_shares_the_device_launches_no_more_steps(late: LateStream) 
     assert steps == [2, 2, 2, 2]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_read_that_is_not_in_the_order_of_the_stream_is_found(late: LateStream) -> None:
     texts = []
@@ -212,6 +216,7 @@ def test_a_read_that_is_not_in_the_order_of_the_stream_is_found(late: LateStream
     assert texts[0] != texts[1]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_saved_state_lacks_the_launched_step(late: LateStream, tmp_path: Path) -> None:
     session = open_session("cuda-emulated:0")
@@ -229,6 +234,7 @@ def test_a_saved_state_lacks_the_launched_step(late: LateStream, tmp_path: Path)
     assert rest == tokens[3:]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_fault_in_the_last_step_restores_the_states(late: LateStream) -> None:
     session, other = (open_session("cuda-emulated:0") for _ in range(2))
@@ -244,6 +250,7 @@ def test_a_fault_in_the_last_step_restores_the_states(late: LateStream) -> None:
     assert np.allclose(logits, expected_logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_fault_before_a_launched_step_says_that_states_are_lost(late: LateStream) -> None:
     session = open_session("cuda-emulated:0")
@@ -253,6 +260,7 @@ def test_a_fault_before_a_launched_step_says_that_states_are_lost(late: LateStre
     assert session.lengths == [4]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_an_interrupt_leaves_no_launched_step(late: LateStream) -> None:
     session, other = (open_session("cuda-emulated:0") for _ in range(2))

@@ -78,6 +78,7 @@ def sample_and_continue(
     return tokens, message, known, lengths, rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", MASKING_DEVICES)
 def test_texts_of_grammars_are_those_of_all_logits(device: str) -> None:
     session = open_small_session(device)
@@ -121,6 +122,7 @@ def test_plans_of_a_grammar_are_compiled_before_its_text() -> None:
     assert session.planned_steps == steps
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_mask_is_computed_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     late = make_emulation_late(monkeypatch)

@@ -70,7 +70,7 @@ def choose_settings(rng: np.random.Generator) -> Sampling:
     )
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["numpy:0", "cpu:0", pytest.param("cuda-emulated:0", marks=[needs_compiler])])
 def test_every_setting_and_seed_gives_the_text_of_the_host(device: str, undone: list[LaunchedRun]) -> None:
     """The device has sampled each token of the text, or else a launched step would have been undone."""
@@ -97,6 +97,7 @@ def test_another_token_of_the_device_is_undone(undone: list[LaunchedRun], monkey
     assert undone
 
 
+@pytest.mark.long
 def test_a_text_goes_on_with_all_logits_when_candidates_are_too_many(undone: list[LaunchedRun]) -> None:
     """All earlier tokens have a penalty; the context of more than 128 different ones does not fit the candidates."""
     sampling = Sampling(temperature=1.0, presence_penalty=0.5, repeat_last_n=-1, top_k=200)
@@ -112,6 +113,7 @@ def test_a_text_goes_on_with_all_logits_when_candidates_are_too_many(undone: lis
     assert kinds == {"logits", "sampled"}
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_next_sampled_step_is_launched_before_the_host_waits(late: LateStream) -> None:
     session = open_small_session("cuda-emulated:0", 1)

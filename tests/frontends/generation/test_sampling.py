@@ -141,6 +141,7 @@ def session(tiny: tuple[Model, Tokenizer]) -> Session:
     return Session(tiny[0], context=64)
 
 
+@pytest.mark.long
 def test_one_seed_gives_one_text_and_another_a_different_one(tiny: tuple[Model, Tokenizer]) -> None:
     def text(seed: int) -> list[int]:
         return list(
@@ -319,6 +320,7 @@ def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
     assert second.messages == whole.messages
 
 
+@pytest.mark.long
 def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversation]) -> None:
     conversation = talk(limit=24, context=64, pinned_tokens=0)
     for message in ("Is she happy?", "And he?", "Why?", "When?"):
@@ -328,6 +330,7 @@ def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversatio
         assert len(conversation.tokens) - conversation.session.lengths[0] in (0, 1)
 
 
+@pytest.mark.long
 def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_last(
     tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ def group(kind: str, **more: object) -> DeviceGroup:
     return DeviceGroup(cache_type_k=kind, cache_type_v=kind, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.nightly(cases=2)
 @pytest.mark.parametrize(
     ("kind", "worst"), [("q8_0", 1e-3), ("q4_0", 0.3), ("q4_1", 0.1), ("q5_0", 0.1), ("q5_1", 0.05), ("iq4_nl", 0.3)]
@@ -44,6 +44,7 @@ def test_blocks_hold_nearly_what_float32_does(kind: str, worst: float, tmp_path:
         assert np.array_equal(np.array(loaded.store.state("cache_v.0"))[:12], stored[:12])
 
 
+@pytest.mark.long
 def test_heads_are_distributed_with_their_blocks() -> None:
     """One of two on each device has the bits that it has on one device, and some numbers are put back as they were."""
     model, tokens = open_model(path_of("qwen3moe")), tokens_of("qwen3moe")[:12]

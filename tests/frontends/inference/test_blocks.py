@@ -33,6 +33,7 @@ def run_steps(session: Session):
     return [session.evaluate([rng.integers(0, vocabulary, n).tolist() for n in new]) for new in counts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -49,6 +50,7 @@ def test_sequences_in_blocks_have_the_bits_of_sequences_in_order(name, options):
         assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.long
 def test_layers_with_a_window_have_no_ring_in_a_pool_of_blocks():
     in_order, by_blocks = make_sessions("gemma3")
     assert in_order.cell_count("cache_k.0") < CONTEXT == by_blocks.cell_count("cache_k.0")

@@ -71,6 +71,7 @@ def read_by(session, prompts, new):
     return [np.concatenate(own) for own in rows]
 
 
+@pytest.mark.long
 @ON_SPLIT_LAYERS
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_results_are_those_of_one_device(name, on):
@@ -81,6 +82,7 @@ def test_exact_results_are_those_of_one_device(name, on):
     assert all(nmse(one, two) <= 1e-10 for one, two in zip(results, expected, strict=True))
 
 
+@pytest.mark.long
 @ON_SPLIT_LAYERS
 @pytest.mark.parametrize("name", MODELS)
 def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
@@ -135,6 +137,7 @@ def broken_batches(monkeypatch, on):
     return backend, in_batches(make_root_session("qwen35", on), 2, 2)
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=1)
 @ON_SPLIT_LAYERS
 def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
@@ -161,6 +164,7 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
     assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=1)
 @ON_SPLIT_LAYERS
 def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
@@ -189,6 +193,7 @@ def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
     assert all(one.tobytes() == two[2:3].tobytes() for one, two in zip(results, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=3)
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4,)), ((4,), (1, 3)), ((3, 1), (2, 2))])
 @pytest.mark.parametrize("name", ["qwen35", "gemma3"])
@@ -267,6 +272,7 @@ def test_an_abandoned_reader_leaves_nothing_pending():
 # ------------------------------------------------------------------------------------------------------ where it pays
 
 
+@pytest.mark.long
 def test_sequences_are_split_only_where_a_gain_is_predicted():
     root = Session(open_model(None), on=LAYERS, context=64)
     both = make_session_micro_batched_if_faster(root, 16, context=64)
@@ -281,6 +287,7 @@ def test_sequences_are_split_only_where_a_gain_is_predicted():
     assert isinstance(make_session_micro_batched_if_faster(tensor, 16, context=64), Session)
 
 
+@pytest.mark.long
 def test_the_commands_report_whether_sequences_are_split(capsys):
     layers = ("--devices", "cpu:0,cpu:1", "--split-mode", "layer")
     assert main(["plan", str(TINY), "-np", "16", "--ctx-size", "64", *layers]) == 0

@@ -62,6 +62,7 @@ RISKY = ("delta net", "ring caches")
 """The states of these cases differ with blocks and without, so each run tries both; of others it tries one."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "blocks"),
     [

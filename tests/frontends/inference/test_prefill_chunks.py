@@ -121,6 +121,7 @@ def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
     )._can_pipeline_chunks(12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypatch, on):
     backend = FaultyCpu()
@@ -157,6 +158,7 @@ def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
     assert list_allowed_chunk_sizes(max_tokens) == sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "fewest", "message"),
     [
@@ -184,6 +186,7 @@ def prompt_lines(capsys, *words):
     return [re.sub(r"\S+ [mu]s", "T", line) for line in lines if line.startswith("prompt: ")]
 
 
+@pytest.mark.long
 def test_what_gains_too_little_is_read_as_one_and_one_device_has_nothing_to_say(capsys, monkeypatch):
     monkeypatch.setattr(prefill_chunks, "MIN_CHUNK_TOKENS", MIN_CHUNK_TOKENS)
     monkeypatch.setattr(stage_times, "MIN_PIPELINE_SPEEDUP", 2.5)

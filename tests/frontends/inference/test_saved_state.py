@@ -39,7 +39,7 @@ def saved_state(tmp_path):
     return path, session.evaluate([TOKENS[6:]], every_position=True)[0]
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("group", DEVICE_GROUPS.values(), ids=DEVICE_GROUPS)
 def test_a_session_goes_on_over_any_number_of_devices(saved_state, group):
     path, expected = saved_state
@@ -51,7 +51,7 @@ def test_a_session_goes_on_over_any_number_of_devices(saved_state, group):
     assert nmse(got, expected) < 1e-11
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("group", DEVICE_GROUPS.values(), ids=DEVICE_GROUPS)
 def test_what_several_devices_save_one_can_load(saved_state, group, tmp_path):
     _, expected = saved_state
@@ -64,6 +64,7 @@ def test_what_several_devices_save_one_can_load(saved_state, group, tmp_path):
     assert nmse(got, expected) < 1e-11
 
 
+@pytest.mark.long
 @pytest.mark.nightly(cases=4)
 @pytest.mark.parametrize("model", ["deepseek4-moe", "deepseek2-moe", "glm5-next-moe", "qwen4exp-moe"])
 @pytest.mark.parametrize("context", [24, 64, 101])
@@ -141,7 +142,7 @@ def test_the_command_line_goes_on_where_it_stopped(tmp_path, capsys):
     assert "not a saved state" in capsys.readouterr().err
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_a_text_that_goes_on_later_is_the_text_in_one_go(tmp_path, capsys, temperature):
     """Also over other devices, and with text in between; the last token that was shown is not lost."""

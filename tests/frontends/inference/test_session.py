@@ -38,6 +38,7 @@ def alone(model: Model, tokens: list[int], on: DeviceGroup = FAST) -> npt.NDArra
     return Session(model, on=on).evaluate([tokens], every_position=True)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 def test_sequences_of_different_length_in_one_batch_equal_each_alone(name: str) -> None:
     model, tokens = open_with_tokens(name)
@@ -47,6 +48,7 @@ def test_sequences_of_different_length_in_one_batch_equal_each_alone(name: str) 
         assert nmse(got, alone(model, text)) <= noise(name)
 
 
+@pytest.mark.long
 def test_sequences_of_the_embedded_model_side_by_side_equal_each_alone() -> None:
     model = open_model(None)
     texts = [list(range(300, 340)), list(range(700, 711))]
@@ -71,6 +73,7 @@ def test_a_sequence_may_join_later_and_another_idle(name: str) -> None:
     assert nmse(last, want[-1:]) <= noise(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
     model, tokens = open_with_tokens(name)
@@ -81,6 +84,7 @@ def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
     assert all(step.tokens <= 8 for step in session.planned_steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 def test_a_reset_sequence_starts_anew_and_its_neighbour_goes_on(name: str) -> None:
     model, tokens = open_with_tokens(name)
@@ -109,6 +113,7 @@ def test_a_full_context_is_an_error_that_leaves_the_session_as_it_was(name: str)
     assert session.lengths == [16]
 
 
+@pytest.mark.long
 def test_plans_are_built_once_for_each_bucket() -> None:
     model = open_model(None)
     session = Session(model, on=FAST)

@@ -134,7 +134,7 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
 
 
 @pytest.mark.nightly(cases=5)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "devices", "blocks"),
     [

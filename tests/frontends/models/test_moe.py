@@ -179,7 +179,7 @@ def test_the_divisor_of_the_shares_has_the_lower_bound_of_llama_cpp() -> None:
 
 
 @pytest.mark.nightly(cases=5)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("name", MIXTURES)

@@ -49,6 +49,7 @@ def test_padded_steps_side_by_side_equal_one_batch(kind: str, tmp_path: Path) ->
     assert nmse(np.array(got), want) <= SAME
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", rwkv.KINDS)
 def test_devices_share_the_heads_and_a_saved_state_goes_on(kind: str, tmp_path: Path) -> None:
     model, want = open_model(rwkv.write_rwkv_model(kind, tmp_path / "model.gguf")), reference_logits(kind)
@@ -61,6 +62,7 @@ def test_devices_share_the_heads_and_a_saved_state_goes_on(kind: str, tmp_path: 
     assert nmse(one.evaluate([TOKENS[-1:]])[0], want[-1:]) <= 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [*rwkv.KINDS[:2], *(pytest.param(kind, marks=pytest.mark.nightly(cases=0)) for kind in rwkv.KINDS[2:])]
 )

@@ -35,7 +35,7 @@ def logits(one: Session, tokens: list[int]) -> F64:
     return one.evaluate([tokens], every_position=True)[0].astype(np.float64)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma4-mixed", "gpt-oss-moe", "lfm2-dense", "dots3note-moe"])
 def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, tmp_path: Path) -> None:
     model, window, tokens = open_with_tokens(name, tmp_path)
@@ -50,6 +50,7 @@ def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, 
     assert window in model.hyper.windows.values()
 
 
+@pytest.mark.long
 def test_sequences_that_turn_at_different_times_equal_each_alone(tmp_path: Path) -> None:
     model, _, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     wants = [logits(session(model, 256), tokens[at:])[-1] for at in (0, 40)]

@@ -135,7 +135,7 @@ def check_class(make, package, options, bound_sets, monkeypatch, min_sets=2):
     assert set_count >= min_sets, f"a graph is called with {set_count} sets of parameters"
 
 
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.nightly(cases=4)
 @needs_transformers
 def test_models_of_a_class_of_transformers_compute_with_their_own_parameters(torch_class, bound_sets, monkeypatch):
@@ -145,7 +145,7 @@ def test_models_of_a_class_of_transformers_compute_with_their_own_parameters(tor
     check_class(lambda: make_model(torch_class), "transformers", ONE_DEVICE, bound_sets, monkeypatch, min_sets)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.nightly(cases=2)
 @needs_transformers
 def test_devices_with_shards_see_the_changes_of_parameters(torch_class, bound_sets, monkeypatch):

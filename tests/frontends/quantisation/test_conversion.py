@@ -102,6 +102,7 @@ def test_a_damaged_weight_is_named_and_no_file_is_left(source, tmp_path, capsys)
         assert sorted(os.listdir(tmp_path)) == ["damaged.gguf", "model.gguf"]
 
 
+@pytest.mark.long
 def test_numbers_beyond_the_largest_one_of_nvfp4_are_refused(tmp_path, capsys):
     weight, name = np.ones((4, 64), np.float32), "blk.0.ffn_up.weight"
     words = ("q8_0", "--tensor-type", "ffn=nvfp4")
@@ -155,6 +156,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], **keys: int) -> Pa
     return path
 
 
+@pytest.mark.long
 def test_memory_is_bounded_by_parts_and_not_by_tensors(tmp_path):
     big = np.random.default_rng(0).standard_normal((4096, 2048)).astype(np.float32)
     path = write_tensors(tmp_path / "big.gguf", {"blk.0.ffn_up.weight": big})
@@ -167,6 +169,7 @@ def test_memory_is_bounded_by_parts_and_not_by_tensors(tmp_path):
     assert peak < parts * conversion.PART_ELEMENTS * 144 // 256 + 4 * (1 << 20) < big.nbytes // 2
 
 
+@pytest.mark.long
 def test_each_expert_has_its_own_importances(tmp_path, capsys):
     rng = np.random.default_rng(1)
     experts = rng.standard_normal((3, 16, 256)).astype(np.float32)
@@ -212,6 +215,7 @@ def test_importances_that_do_not_fit_are_refused(tmp_path, capsys):
     )
 
 
+@pytest.mark.long
 def test_few_bits_need_importances_except_in_a_dry_run(tmp_path, capsys):
     weight = np.random.default_rng(7).standard_normal((4, 256)).astype(np.float32)
     name, out = "blk.0.ffn_up.weight", tmp_path / "out.gguf"

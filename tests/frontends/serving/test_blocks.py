@@ -54,6 +54,7 @@ def require_no_lost_block(pool, engine):
     assert pool.allocator.free_count == pool.allocator.usable_count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saved_seconds", [0.0, 1.0])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("seed", range(4))

@@ -85,6 +85,7 @@ def test_requests_have_the_tokens_of_all_logits(device: str, monkeypatch: pytest
     assert found == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grammar", [None, "root ::= [a-z ]*"])
 def test_requests_over_a_pool_of_blocks_have_the_tokens_of_all_logits(
     grammar: str | None, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ def test_requests_over_a_pool_of_blocks_have_the_tokens_of_all_logits(
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_one_request_that_reads_all_logits_decides_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts of the others stay the same, in steps with it and in steps without it."""
     expected, _, _ = run_requests(open_pool("numpy:0"), make_requests())
@@ -183,6 +185,7 @@ def test_steps_of_the_same_requests_are_launched_ahead(device: str, monkeypatch:
     assert expected is None or found == expected
 
 
+@pytest.mark.long
 def test_a_request_that_comes_or_goes_undoes_the_launched_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot holds the tokens of its text alone, so another request can go on from them."""
     found = []
@@ -212,6 +215,7 @@ def test_a_request_that_comes_or_goes_undoes_the_launched_step(monkeypatch: pyte
     assert len(found[0][2]) == 20
 
 
+@pytest.mark.long
 def test_lost_states_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is recurrent, so a step that is repeated from lost states would give other texts."""
     expected, _, _ = run_requests(open_pool("numpy:0"), make_requests())
@@ -241,6 +245,7 @@ def test_lost_states_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert [list_tokens(events, request.id) for request in make_requests()] == expected
 
 
+@pytest.mark.long
 def test_a_step_that_cannot_be_launched_ahead_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _, _ = run_requests(open_pool("numpy:0"), make_requests())
     use_separate_memory(monkeypatch)
@@ -262,6 +267,7 @@ def test_a_step_that_cannot_be_launched_ahead_is_launched_again(monkeypatch: pyt
     assert found == expected
 
 
+@pytest.mark.long
 def test_grammars_give_the_texts_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request ends alone if its grammar fails, also if it shares its steps with others."""
     found = []

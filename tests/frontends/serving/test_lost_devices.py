@@ -40,6 +40,7 @@ def open_losing_client(failures: list[str]) -> Iterator[tuple[EngineThread, Test
             service.close(0.0)
 
 
+@pytest.mark.long
 def test_streams_end_with_an_error_and_later_requests_get_503(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[str] = []
     with open_losing_client(failures) as (service, client):
@@ -60,6 +61,7 @@ def test_streams_end_with_an_error_and_later_requests_get_503(monkeypatch: pytes
         assert client.get("/health").status_code == 503
 
 
+@pytest.mark.long
 def test_a_device_that_is_lost_while_vectors_are_computed_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[str] = []
     with open_losing_client(failures) as (service, _):
@@ -86,6 +88,7 @@ def test_a_lost_device_ends_the_service_of_an_encoder(monkeypatch: pytest.Monkey
         is_lost.clear()
 
 
+@pytest.mark.long
 def test_a_fault_that_does_not_stay_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is built anew, and the next request has its whole text."""
     failures: list[str] = []

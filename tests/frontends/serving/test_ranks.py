@@ -46,7 +46,7 @@ def make_alone(name: str) -> SlotPool:
     return SlotPool(Session(open_model(path_of(name)), on=TWO_DEVICES), SLOTS, context=CONTEXT, batch=BATCH)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "pool_tokens"), [("qwen35", 0), ("llama", 0), ("qwen35", CONTEXT)])
 def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str, pool_tokens: int) -> None:
     """Predicted times differ, and with them the chunks of prompts, so not all logits have a counterpart.
@@ -76,6 +76,7 @@ def test_a_schedule_on_two_ranks_has_the_bits_of_one_process(name: str, pool_tok
     assert len(common) >= 0.9 * len(alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen35"])
 def test_slots_are_saved_and_restored_on_ranks(name: str) -> None:
     """A state of two ranks is as in one process, and goes on there; a wrong one leaves the ranks as they are."""

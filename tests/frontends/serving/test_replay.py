@@ -92,6 +92,7 @@ def logged_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_day(tmp_path_factory.mktemp("day"))
 
 
+@pytest.mark.long
 def test_a_day_is_repeated_bit_by_bit(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert log.stat().st_mode & 0o777 == 0o600  # it has the texts of clients
     assert main(["replay", str(log)]) == 0
@@ -164,6 +165,7 @@ def test_the_first_difference_is_named(
     assert reason in out
 
 
+@pytest.mark.long
 def test_a_log_of_a_crash_is_repeated_to_its_end(log: Path, tmp_path: Path) -> None:
     broken = tmp_path / "log"
     broken.write_bytes(log.read_bytes()[:-30])
@@ -175,6 +177,7 @@ def test_a_log_of_a_crash_is_repeated_to_its_end(log: Path, tmp_path: Path) -> N
     assert main(["replay", str(broken)]) == 0
 
 
+@pytest.mark.long
 def test_a_failure_and_its_restart_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +207,7 @@ def test_a_failure_and_its_restart_are_repeated(
     assert "the step has failed (RuntimeError: planted) in the log, and not now" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_slot_files_are_a_part_of_the_day(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +301,7 @@ def test_a_damaged_header_is_one_line(
     assert len(capsys.readouterr().err.splitlines()) <= 1
 
 
+@pytest.mark.long
 def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")

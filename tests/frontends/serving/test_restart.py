@@ -132,6 +132,7 @@ def open_service(**hooks: Any) -> Iterator[EngineThread]:
 PROMPTS = tuple(range(3, 40)), tuple(range(60, 20, -1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", ["decode", "read_prompt"])
 def test_an_exception_in_a_step_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     """The other request has the text that it has alone, and later requests work."""
@@ -164,6 +165,7 @@ def test_an_exception_in_a_step_ends_its_request_alone(monkeypatch: pytest.Monke
         assert not service.engine_end_reason
 
 
+@pytest.mark.long
 def test_a_device_that_was_killed_is_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_service() as service:
         receiver = Receiver()
@@ -196,6 +198,7 @@ def test_a_device_that_was_killed_is_bound_anew(monkeypatch: pytest.MonkeyPatch)
         assert service.status.sums.restarts == 1
 
 
+@pytest.mark.long
 def test_a_fault_of_one_request_needs_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_service() as service:
         receiver, read = Receiver(), SlotPool.read_prompt
@@ -233,6 +236,7 @@ def test_an_engine_that_fails_again_and_again_ends(monkeypatch: pytest.MonkeyPat
             receiver.submit(service, "late", PROMPTS[0])
 
 
+@pytest.mark.long
 def test_a_device_that_stays_dead_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[str] = []
     with open_service(on_failure=failures.append) as service:
@@ -273,6 +277,7 @@ def test_a_request_that_is_repeated_keeps_its_draft_counts():
         assert (timing.cached_tokens, timing.drafted_tokens, timing.accepted_tokens) == (2, 7, 4)
 
 
+@pytest.mark.long
 def test_a_step_that_cannot_be_undone_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes undoes the launched step of another one. A fault of the undo had ended the new request."""
     monkeypatch.setattr(CpuBackend, "has_separate_memory", True, raising=False)
@@ -297,6 +302,7 @@ def test_a_step_that_cannot_be_undone_ends_no_request(monkeypatch: pytest.Monkey
         assert "no power" in restart
 
 
+@pytest.mark.long
 def test_an_idle_engine_heals_lost_states_before_a_restore() -> None:
     """Until a request came, a restore was refused, or its states were lost again."""
     restarts: list[str] = []

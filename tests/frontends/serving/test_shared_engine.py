@@ -80,6 +80,7 @@ def run_at_once(work: Callable[[int], object], count: int = THREADS) -> list[obj
         return list(pool.map(begin, range(count)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [SHORT_GREEDY, {**SHORT_GREEDY, "temperature": 1.5, "seed": 5}], ids=["greedy", "sampled"]
 )
@@ -235,6 +236,7 @@ def test_a_second_interrupt_within_a_step_ends_the_other_texts_with_an_error(tex
         assert "".join(model.generate(PROMPTS[0], **SHORT_GREEDY)) == texts_alone[0]
 
 
+@pytest.mark.long
 def test_a_garbage_collection_may_end_requests_at_any_moment(shared_model):
     """It closes generators of a reference cycle; a step had failed if it began within the list of the requests."""
     thresholds = gc.get_threshold()
@@ -282,6 +284,7 @@ def test_a_text_that_needs_more_memory_than_there_is_ends_alone(texts_alone, mon
         assert start + "".join(first) == texts_alone[0]
 
 
+@pytest.mark.long
 def test_a_full_context_is_an_error_unless_the_text_has_no_limit():
     with hocket.Model(context=16, threads=1) as model:
         prompt = [5, 6, 7, 8]
@@ -320,6 +323,7 @@ def test_a_model_with_one_reader_has_the_states_of_one_sequence():
         assert model.memory["cpu:0"]["state"] >= 2 * before
 
 
+@pytest.mark.long
 def test_calls_on_pipelined_devices_have_sessions_of_their_own(monkeypatch):
     monkeypatch.setattr(shared_engine, "count_useful_pipeline_stages", lambda plan: len(plan.device_plans))
     with hocket.Model(context=CONTEXT, devices="cpu:0,cpu:1", split_mode="layer", threads=1) as model:
@@ -327,6 +331,7 @@ def test_calls_on_pipelined_devices_have_sessions_of_their_own(monkeypatch):
         assert model._shared_engine is None
 
 
+@pytest.mark.long
 def test_threads_join_on_devices_that_share_each_matrix():
     with hocket.Model(context=CONTEXT, devices="cpu:0,cpu:1", split_mode="tensor", exact=True) as model:
         expected = ["".join(model.generate(prompt, **SHORT_GREEDY)) for prompt in PROMPTS[:2]]
@@ -343,6 +348,7 @@ def test_a_model_that_is_closed_as_a_text_begins_opens_no_engine(monkeypatch):
         assert model._shared_engine is None
 
 
+@pytest.mark.long
 def test_memory_shrinks_after_texts_have_ended(texts_alone):
     """The texts that go on, and later ones, are the same."""
     with open_model() as model:
@@ -365,6 +371,7 @@ def test_memory_shrinks_after_texts_have_ended(texts_alone):
         assert sum(kinds["state"] for kinds in model.memory.values()) < state_bytes / 4
 
 
+@pytest.mark.long
 def test_texts_go_on_after_a_step_that_cannot_be_undone(
     texts_alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def continue_in_place(pool: SlotPool, slot: int, tokens: list[int], rest: list[i
     return np.array(pool.read_prompt(slot, [tokens[-1], *rest], tokens[:-1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "split_mode"), [("cpu:0", "layer"), ("cpu:0,cpu:1,cpu:2", "layer"), ("cpu:0,cpu:1", "tensor")]
 )
@@ -99,6 +100,7 @@ def test_a_restored_talk_reads_no_token_again(name: str, devices: str, split_mod
     assert events[0].logprob == pytest.approx(float(logprob[events[0].token]), rel=0, abs=1e-6 + tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_restored_slot_is_copied_and_shortened_only_where_it_is_whole(name: str, tmp_path: Path) -> None:
     """Another slot may copy the restored tokens; a shorter beginning of a ring or a recurrent state is read again."""
@@ -141,6 +143,7 @@ def make_block_pool(name: str, pool_tokens: int = 2 * CONTEXT) -> BlockSlotPool:
     return BlockSlotPool(session, 3, pool_tokens=pool_tokens, context=CONTEXT, batch=BATCH)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_talk_is_restored_from_blocks_and_in_blocks(name: str, tmp_path: Path) -> None:
     """Blocks and regions have the same bits, so all four ways of a talk have the same tokens and probabilities."""
@@ -178,6 +181,7 @@ def test_retained_slots_give_their_blocks_to_requests(tmp_path: Path) -> None:
     assert pool.allocator.free_count == pool.allocator.usable_count
 
 
+@pytest.mark.long
 def test_layers_with_a_window_are_not_saved_from_blocks() -> None:
     server = Server(make_block_pool("gemma3"))
     server.generate(prompt_of("gemma3"), slot=0)
@@ -268,6 +272,7 @@ def test_a_damaged_file_changes_no_slot(make: Callable[[str], SlotPool], tmp_pat
     assert server.restore(0, tmp_path / "talk") == len(tokens) - 1
 
 
+@pytest.mark.long
 def test_a_file_that_ends_at_any_byte_is_one_line(tmp_path: Path) -> None:
     server = Server(make_pool("qwen35"))
     server.generate((3, 4, 5), slot=0)

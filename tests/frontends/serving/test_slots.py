@@ -138,6 +138,7 @@ def test_a_wiped_slot_holds_nothing_of_an_earlier_sequence(name: str) -> None:
     require_equal(decode(pool, 2, prompt, read(pool, 2, prompt)), logits_alone(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FIXTURE_MODELS)
 def test_slots_on_two_devices_are_the_sequence_alone_there(name: str) -> None:
     """The reference is a pool of one slot on the same devices, because shards have other roundings than one device."""

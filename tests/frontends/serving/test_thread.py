@@ -9,6 +9,8 @@ from queue import Empty
 from threading import Lock
 from types import SimpleNamespace
 
+import pytest
+
 from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.requests import EndEvent, Event, QueueFullError, RequestTiming
@@ -49,6 +51,7 @@ def test_the_receiver_of_an_event_sees_status_that_counts_it() -> None:
     assert seen == ["after the step"]
 
 
+@pytest.mark.long
 def test_every_step_that_is_prepared_is_reported() -> None:
     """The engine gives a sign of life after each step, because plans and kernels of all steps may take minutes."""
     pool = SlotPool(Session(open_model(path_of("llama"))), 4, context=64, batch=64)

@@ -150,6 +150,7 @@ def test_plans_in_json_and_pages_name_flags(tmp_path, capsys):
     assert {row["because"] for row in json.loads(capsys.readouterr().out)["placed"]} == {"--place output=cpu:1"}
 
 
+@pytest.mark.long
 def test_python_names_arguments_where_the_command_line_names_flags(capsys):
     with hocket.Model(context=16) as model:
         with pytest.raises(hocket.ModelError, match=r"^the text would have .*context=N.*context_shift=True$"):

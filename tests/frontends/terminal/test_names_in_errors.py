@@ -63,7 +63,7 @@ def list_flags_with_values(command: str) -> list[Any]:
 FLAGS = [(command, action) for command in COMMANDS for action in list_flags_with_values(command)]
 
 
-@pytest.mark.long(cases=4)
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "action"), FLAGS, ids=lambda v: v if isinstance(v, str) else v.option_strings[-1])
 def test_an_error_of_a_command_names_the_flag_or_the_file(command, action, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -189,6 +189,7 @@ KNOWN = Hardware(
 )
 
 
+@pytest.mark.long
 def test_what_a_clock_says_becomes_speeds_that_predict_it():
     """A clock that goes by some speeds gives these speeds back.  Where a prompt follows itself, it finds weights in
     caches; of attention and recurrences a first run takes three times as long."""
@@ -215,6 +216,7 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
     assert speeds.state_bandwidth == pytest.approx(KNOWN.bandwidth, rel=0.02)
 
 
+@pytest.mark.long
 def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
     """Check a clock with a cache that holds the last 110 MB, and reads them four times as quickly."""
     cache: list[tuple[object, int]] = []
@@ -350,6 +352,7 @@ def test_what_counts_of_times_is_their_middle():
     )
 
 
+@pytest.mark.long
 def test_devices_that_work_together_synchronise_as_quickly_as_their_sums():
     """A clock that lets each sum take 3 us and each message 30 us more than the work between."""
 
@@ -363,6 +366,7 @@ def test_devices_that_work_together_synchronise_as_quickly_as_their_sums():
     assert speeds.link_latency == pytest.approx(3e-6, rel=0.05)
 
 
+@pytest.mark.long
 def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
     """Check a clock with two devices on one processor, and half of the memory bandwidth lost to contention."""
 
@@ -396,6 +400,7 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     assert list(known.values()) == [CACHE_SPEEDS] * len(known)
 
 
+@pytest.mark.long
 def test_quick_measures_fewer_types_and_plans_say_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -76,6 +76,7 @@ def test_a_plan_for_an_own_machine_comes_back_from_json(tmp_path):
     assert "machines" not in plan_to_json(plan_for_group(graph, parse_simulated_group("rtx4090:2").group))
 
 
+@pytest.mark.long
 def test_commands_take_the_file(tmp_path, capsys):
     path = write(tmp_path, WHOLE)
     assert main(["plan", TINY, "--simulate", path]) == 0

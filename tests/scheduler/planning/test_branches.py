@@ -207,7 +207,7 @@ def count_leaf_bytes(plan: Plan) -> int:
 
 
 @pytest.mark.nightly(cases=11)
-@pytest.mark.long(cases=3)
+@pytest.mark.long
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine: str):

@@ -30,6 +30,7 @@ MANY = pytest.mark.parametrize("seed", SEEDS)
 # ------------------------------------------------------------------------------------------------------ scheduling
 
 
+@pytest.mark.long
 @given(graphs(), st.integers(0, 1 << 30), st.integers(1, 8), st.booleans())
 @settings(deadline=None, derandomize=True, max_examples=150)
 def test_every_plan_of_any_graph_is_verified(graph, seed, n, by_layers):

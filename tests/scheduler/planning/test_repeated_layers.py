@@ -61,6 +61,7 @@ def step_by_step(plan: Plan) -> Plan:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GRAPHS)
 def test_what_is_proven_of_a_short_plan_holds_of_the_long_one_step_by_step(name):
     plan = plan_repeated_graph(name)
@@ -140,6 +141,7 @@ def test_fused_kernels_of_an_unrolled_program_are_verified_when_it_is_loaded(mon
         load(plan, values_of(plan.graph, 1))
 
 
+@pytest.mark.long
 def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_why(monkeypatch):
     monkeypatch.setattr(
         repeated_layers, "build_device_plans", lambda graphs, group, of: build_device_plans(graphs, group)

@@ -36,6 +36,7 @@ def score_plan(plan, use):
     )
 
 
+@pytest.mark.long
 def test_layers_are_taken_where_micro_batches_keep_devices_busy_that_a_slow_link_joins(tmp_path):
     plan, _ = layout(tmp_path, "a100:4,ethernet", 16, layers=8)
     assert plan.reasons[0] == "judged by 16 sequences, each of a prompt of 512 tokens and 128 steps"
@@ -43,11 +44,13 @@ def test_layers_are_taken_where_micro_batches_keep_devices_busy_that_a_slow_link
     assert any(map(taken.match, plan.reasons)), plan.reasons
 
 
+@pytest.mark.long
 def test_models_are_sharded_where_links_are_fast(tmp_path):
     plan, _ = layout(tmp_path, "h200:4,nvlink", 16)
     assert any(reason.startswith("taken: cut") for reason in plan.reasons), plan.reasons
 
 
+@pytest.mark.long
 def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
     _, use = layout(tmp_path, "a100:2,ethernet", 16)
     graph, simulation = use.build_graph(16, 1), parse_simulated_group("a100:2,ethernet")

@@ -201,6 +201,7 @@ IDEAL = replace(BUSY, link_bandwidth=1e15, across_bandwidth=1e15, across_latency
 """Nor does it wait for messages."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("group_size", "through"), [(1, "4 devices"), (2, "4 teams of 2 devices")])
 def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(group_size, through):
     backend, plan_of = sequences_on(4, IDEAL, group_size)

@@ -38,7 +38,7 @@ from ...given.waits import WAIT_SECONDS, wait_until
 
 
 @pytest.mark.nightly(cases=8)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "mode"), [(1, "none"), (3, "tensor"), (3, "layer")])
 @pytest.mark.parametrize(
     ("name", "tokens"), [("llama", 1), ("llama", 7), ("qwen35", 1), ("qwen35", 7), ("qwen35moe", 1)]
@@ -142,6 +142,7 @@ def test_the_undo_log_of_a_step_is_in_the_table_of_memory():
 DECLARING = [op for op in REGISTRY.values() if op.overwrites is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", DECLARING, ids=lambda op: op.name)
 def test_an_op_changes_no_other_entries_than_it_declares(op):
     tried = 0
@@ -230,6 +231,7 @@ def test_an_interrupt_takes_the_step_back_too():
     assert bench.copy_states() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])
 def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
     model = load_model(open_gguf(path_of("qwen35")))
@@ -309,7 +311,7 @@ def faulty(monkeypatch):
     return backend
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "devices",
     [("cpu:0", "cpu:1"), pytest.param(("cpu:0",), marks=pytest.mark.nightly(cases=0))],

@@ -41,6 +41,7 @@ def at_once(work: Callable[[int], object]) -> list[object]:
         return list(pool.map(go, range(STARTS)))
 
 
+@pytest.mark.long
 def test_threads_that_plan_load_and_run_crash_nothing_and_get_right_numbers():
     """Run ``python tests/given/threads.py`` for the long version."""
     command = [sys.executable, threads.__file__, "--threads", "4", "--seconds", "1"]

@@ -166,7 +166,7 @@ def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
 
 
 @pytest.mark.nightly(cases=1)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
     _, trace = run_with_trace("reference", mode)
@@ -197,6 +197,7 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
     assert found[6] == sorted(Counter([1] * RUNS + [pid for pid, *_ in steps]).items())
 
 
+@pytest.mark.long
 def test_perfettos_importer_complains_of_what_is_no_trace(tmp_path):
     _, trace = run_with_trace("reference", "tensor")
     text = "".join(format_chrome_trace(trace))

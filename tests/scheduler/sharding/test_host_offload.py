@@ -147,6 +147,7 @@ def logits_and_memory_bytes_of_one_device():
     return logits, sum(one._layout_plan.count_memory_bytes_by_kind().values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
 def test_a_session_uses_the_host_for_what_does_not_fit(mode, monkeypatch, logits_and_memory_bytes_of_one_device):
     model = load_model(open_gguf(path_of("qwen35")))

@@ -82,6 +82,7 @@ def test_rows_of_blocks_are_scattered_whole(dtype):
     np.testing.assert_array_equal(parts[2], blocks[:, 1:4])
 
 
+@pytest.mark.long
 def test_shards_cover_and_lie_in_whole_blocks():
     shards = []
 
@@ -186,6 +187,7 @@ def test_the_order_of_devices_changes_rounding_only(seed):
         np.testing.assert_allclose(results[1][name], array, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 def test_what_is_whole_on_all_devices_is_the_same_bits_everywhere():
     compared = 0
     for seed in SEEDS:

@@ -98,7 +98,7 @@ def test_chunks_give_the_bits_of_the_whole(devices):
 
 
 @pytest.mark.nightly(cases=1)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [3, 2])
 def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices, monkeypatch):
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", 1)
@@ -138,6 +138,7 @@ def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_by_step(monkeypatch):
     plans, known = [], SequenceParallelChooser.shard_rows_if_saving
     monkeypatch.setattr(
@@ -173,6 +174,7 @@ def test_chunks_over_any_shares_give_what_one_device_gives(is_distributed, count
     assert not compare_results(run_results(plan, values), run_results(alone, values))
 
 
+@pytest.mark.long
 def test_stages_of_layers_take_their_sums_in_chunks():
     group = [(backend, backend.device(d)) for backend in [Overlapping()] for d in range(4)]
     plan = plan_for_group(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")

@@ -62,6 +62,7 @@ def test_the_plans_that_are_broken_run_right(name):
     assert run_faults(plan_by_name(name), truth(name)) is None
 
 
+@pytest.mark.long
 def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
     dice, tally = random.Random(5), CampaignCounts()
     checked = {field for field, text in read_documented_fields().items() if not text.startswith("free")} - {

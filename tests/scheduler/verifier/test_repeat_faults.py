@@ -248,6 +248,7 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
 }
 
 
+@pytest.mark.long
 def test_the_plan_in_which_faults_are_planted_has_none():
     assert list(find_plan_faults(plan_graph())) == []
 

@@ -87,6 +87,7 @@ def test_a_model_without_rank_head_refuses_in_one_line() -> None:
         )
 
 
+@pytest.mark.long
 def test_an_encoder_is_served_without_an_engine(tmp_path: Path) -> None:
     metadata = {key: value for key, value in build_metadata().items() if key != "tokenizer.chat_template"}
     count = len(metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ def test_a_new_text_in_a_slot_is_tried_at_once() -> None:
     assert choice.choose_slots([0], 0.5) == [0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafter", ["mtp", "model"])
 def test_plans_predict_when_drafts_pay(drafter: str, tmp_path: Path) -> None:
     """An MTP block takes a part of the time of the model; a draft model as large as the model takes all of it."""

@@ -49,7 +49,7 @@ def make_model_drafter(name: str, world: World, calls: RankCalls) -> Callable[[M
 
 
 @pytest.mark.nightly(cases=1)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", ["MTP of a hybrid", "small hybrid", "small attention model"])
 def test_a_schedule_with_drafts_on_two_ranks_has_the_bits_of_one_process_without(
     drafts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def make_drafting_pool(name: str, draft: str, draft_tokens: int, slots: int = DR
 
 
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("case", DRAFT_CASES)
 def test_a_schedule_with_drafts_has_the_bits_of_each_request_alone_without(
     case: str, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +132,7 @@ def test_wrong_drafts_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_drafted_steps([7, 1, 1, 1, 7, 1, 1, 1]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen35", "llama"])
 def test_a_slot_with_drafts_is_saved_as_one_without(name: str) -> None:
     """The states are those after the last sampled token, although the run has evaluated further ones."""
@@ -154,6 +155,7 @@ def test_a_slot_with_drafts_is_saved_as_one_without(name: str) -> None:
     assert drafted == run(make_pool(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_text_that_moves_to_a_slot_gets_no_drafts_of_the_text_before(name: str) -> None:
     """Its next token is the draft token that the other text has left in the slot."""
@@ -176,6 +178,7 @@ def test_a_text_that_moves_to_a_slot_gets_no_drafts_of_the_text_before(name: str
     assert np.array_equal(*logits)
 
 
+@pytest.mark.long
 def test_rejected_drafts_in_a_ring_are_not_read() -> None:
     """They overwrite further old cells, so a shorter beginning is read again a bit sooner."""
     prompt = (prompt_of("gemma3") * 2)[:150]
@@ -194,6 +197,7 @@ def test_rejected_drafts_in_a_ring_are_not_read() -> None:
     assert ("prompt", requests[1].prompt) in common
 
 
+@pytest.mark.long
 def test_accepted_tokens_are_counted_for_clients() -> None:
     body = {**BODY, "n_predict": 20}
     with open_client(None) as client:

@@ -70,7 +70,7 @@ def make_plain_pool(model: Model, slots: int = DRAFTED_SLOTS) -> SlotPool:
 
 
 @pytest.mark.nightly(cases=2)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("case", MTP_CASES)
 def test_a_schedule_with_mtp_drafts_has_the_bits_of_each_request_alone_without(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +112,7 @@ def test_the_row_after_a_prefix_is_found_and_no_other() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_text_that_moves_to_another_slot_keeps_its_drafts(tmp_path: Path) -> None:
     """The caches of the MTP blocks and the rows that they read move with it."""
     model = write_mtp_model("glm4moe-moe", tmp_path, 2, pull=1.0)
@@ -125,6 +126,7 @@ def test_a_text_that_moves_to_another_slot_keeps_its_drafts(tmp_path: Path) -> N
     assert pool.drafter.draft_tokens({0: known})[0] == drafts
 
 
+@pytest.mark.long
 def test_drafts_of_several_slots_are_those_of_each_slot_alone(tmp_path: Path) -> None:
     model = write_mtp_model("mimo2-moe", tmp_path, 3)
     texts = [
@@ -140,6 +142,7 @@ def test_drafts_of_several_slots_are_those_of_each_slot_alone(tmp_path: Path) ->
     assert all(len(tokens) == 4 for tokens in alone)
 
 
+@pytest.mark.long
 def test_a_slot_with_mtp_drafts_is_saved_as_one_without(tmp_path: Path) -> None:
     model = write_mtp_model("qwen35", tmp_path, 1)
     prompt = [*prompt_of("qwen35")[:64]]
@@ -160,6 +163,7 @@ def test_a_slot_with_mtp_drafts_is_saved_as_one_without(tmp_path: Path) -> None:
     assert not pool.list_evaluated_draft_tokens(1)
 
 
+@pytest.mark.long
 def test_a_server_drafts_with_the_model_itself(tmp_path: Path) -> None:
     path = str(with_blocks_ahead(tmp_path / "ahead.gguf", Path(TINY), 30.0).gguf.path)
     body = {**BODY, "n_predict": 20}
