@@ -53,6 +53,7 @@ def test_the_largest_numbers_come_before_nan(columns: int, k: int) -> None:
     assert np.array_equal(got, np.argsort(-x, axis=-1, kind="stable")[:, :k])
 
 
+@pytest.mark.long
 def test_a_query_with_nan_gives_nan_and_leaves_other_rows_alone() -> None:
     rng = np.random.default_rng(0)
     for tokens in (1, 4, 40):

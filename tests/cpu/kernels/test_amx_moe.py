@@ -85,7 +85,7 @@ def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns:
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", nightly_unless(TRIED, [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16]), ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
 def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: int, columns: int):

@@ -64,6 +64,7 @@ def test_the_error_of_normal_numbers_is_below_a_bound_that_one_wrong_byte_per_bl
     assert weighted_nmse(dequantise(wrong.view(np.uint8).reshape(raw.shape), dtype), x) > MAX_NMSE[dtype]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
 def test_special_rows_are_stored_with_finite_scales_and_small_errors(dtype):
     x = special_rows(dtype.block)
@@ -90,6 +91,7 @@ def test_importances_lower_the_error_of_important_columns(dtype):
     assert weighted_nmse(weighted, x, importance) < IMPORTANCE_GAIN * weighted_nmse(plain, x, importance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("importance", [np.zeros(1024), np.full(1024, 1e-30), np.full(1024, 1e30)], ids=str)
 def test_equal_importances_of_any_size_give_equal_bytes(importance):
     x = normal_rows(4)
@@ -105,6 +107,7 @@ def test_columns_without_importance_still_have_a_scale():
     assert weighted_nmse(got[:, :256], x[:, :256]) < 2 * MAX_NMSE[DType.Q4_K]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", KERNELS, ids=str)
 def test_rows_do_not_depend_on_each_other(dtype):
     x = normal_rows(5, 512)

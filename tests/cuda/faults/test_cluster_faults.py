@@ -125,6 +125,7 @@ def test_values_in_the_wrong_place_give_other_numbers(name):
     assert finding(FILE, *MISPLACED[name], is_right) == WRONG_RESULTS
 
 
+@pytest.mark.long
 def test_without_a_mistake_nothing_is_found():
     assert is_right(DriverBackend(EmulatedDriver()))
 

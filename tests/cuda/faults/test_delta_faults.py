@@ -313,6 +313,7 @@ def test_a_fault_of_long_chunks_is_found(name: str):
     assert find_symptom(long_chunks, *LONG_FAULTS[name], limits=LONG_LIMITS)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_long_from_one_token")
 def test_without_a_fault_of_long_chunks_nothing_is_found():
     assert not find_symptom(long_chunks, limits=LONG_LIMITS)
@@ -371,6 +372,7 @@ def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
     assert re.search(message, find_symptom(many_chunks, CLUSTERS, good, bad, LARGEST_LIMITS))
 
 
+@pytest.mark.long
 def test_without_a_fault_of_clusters_nothing_is_found(monkeypatch):
     monkeypatch.setattr(binding, "MIN_SCAN_BLOCKS", 8)
     assert not find_symptom(many_chunks, limits=LARGEST_LIMITS)

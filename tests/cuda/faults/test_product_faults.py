@@ -280,7 +280,7 @@ def test_a_mistake_in_a_product_is_found(name):
     assert re.search(STOP_MESSAGES.get(name, WRONG_RESULTS), finding(file, old, new, is_right))
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("is_right", dict.fromkeys(p[3] for p in PLANTS.values()))
 def test_without_a_mistake_nothing_is_found(is_right):
     assert is_right(DriverBackend(EmulatedDriver()))

@@ -41,7 +41,7 @@ PLANTS = {
 
 
 @pytest.mark.nightly(cases=3)
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_in_generated_text_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     good, bad, chain_name = PLANTS[name]

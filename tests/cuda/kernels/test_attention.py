@@ -127,7 +127,7 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
 
 
 @pytest.mark.nightly(cases=18)
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("choose", [by_warps, by_candidates])
 @pytest.mark.parametrize("case", BY_HALVES, ids=str)
 def test_attention_by_other_kernels_is_its_definition(case, choose):

@@ -55,6 +55,7 @@ def test_kernels_read_blocks_as_they_are(cache: str, tokens: int, sizes: tuple[i
     assert any("Block" in kernel for kernel in kernels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cache", [*BLOCK_CACHES, "f16", "f32"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_block_table_gives_the_bits_of_keys_in_order(cache: str, tokens: int) -> None:

@@ -112,6 +112,7 @@ def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch,
     return max(compute_worst_errors(outputs[name], expected_arrays[name])[0] for name in expected_arrays)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 17, 40])
 def test_inputs_of_the_rule_are_computed_in_one_launch(size: int, tokens: int):

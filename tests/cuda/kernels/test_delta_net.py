@@ -60,7 +60,7 @@ def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
         check(p, bound, STEPS, ORDERS[tokens % 3])
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @KINDS
 @SCANS
 @pytest.mark.parametrize(("size", "tokens"), [(128, 65), (128, 127), (64, 128), (128, 200), (64, 256), (64, 100)])
@@ -73,7 +73,7 @@ def test_by_chunks_the_rule_is_the_recurrence(
     check(p, bound, EXACT, ORDERS[tokens % 3])
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("size", [64, 128])
 def test_fast_chunks_are_as_exact_as_bfloat16(size: int, channels: bool):
@@ -88,6 +88,7 @@ def test_a_thousand_tokens_go_through_chunks(channels: bool):
     check(p, bind(p), EXACT)
 
 
+@pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("over", [-1, 0, 1])
 def test_around_the_crossover_all_is_well(over: int, channels: bool):
@@ -99,6 +100,7 @@ def test_around_the_crossover_all_is_well(over: int, channels: bool):
     check(p, bound, EXACT if chunked else STEPS)
 
 
+@pytest.mark.long
 @KINDS
 def test_decays_of_twenty_a_token_neither_overflow_nor_give_nan(channels: bool):
     """G reaches -1000 within a chunk: e^-G would not be a float."""
