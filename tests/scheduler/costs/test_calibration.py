@@ -189,7 +189,6 @@ KNOWN = Hardware(
 )
 
 
-@pytest.mark.long
 def test_what_a_clock_says_becomes_speeds_that_predict_it():
     """A clock that goes by some speeds gives these speeds back.  Where a prompt follows itself, it finds weights in
     caches; of attention and recurrences a first run takes three times as long."""
@@ -400,10 +399,7 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     assert list(known.values()) == [CACHE_SPEEDS] * len(known)
 
 
-@pytest.mark.long
-def test_quick_measures_fewer_types_and_plans_say_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_quick_measures_fewer_types_and_plans_say_so(monkeypatch: pytest.MonkeyPatch, capsys):
     calls = []
     monkeypatch.setattr(calibrate, "measure_speeds", lambda group, **options: calls.append(options) or SPEEDS)
     assert main(["calibrate"]) == main(["calibrate", "--quick"]) == 0
