@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.sharedctypes import Synchronized
 
 from ..backends.base import find_devices
 from ..backends.cpu.compilation.compiler import Kernel, compile_kernels_into_package
@@ -32,6 +33,7 @@ from ..graph.graph import Graph
 from ..graph.node import input, weight
 from ..ops import get_rows, mul_mat, rope, swiglu
 from ..scheduler import plan_for_group
+from ..scheduler.planning.gc_pause import pause_garbage_collection
 from .inference.device_group import ONE_DEVICE
 from .models import Step
 from .open_model import open_model
@@ -72,10 +74,10 @@ def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
             )
         graphs += [_build_embedding_ffn_output_graph(dtype, tokens) for tokens in STEP_TOKEN_COUNTS]
     graphs += [_build_rope_graph(mode) for mode in ("normal", "neox")]
-    for threads in (1, 2):
-        group = find_devices(["cpu:0"], threads)
-        for graph in graphs:
-            (device_plan,) = plan_for_group(graph, group).device_plans
+    group = find_devices(["cpu:0"], 2)
+    for graph in graphs:
+        (device_plan,) = plan_for_group(graph, group).device_plans
+        for threads in (1, 2):  # the program is the same
             yield from find_program_kernels(device_plan.program, threads)
 
 
@@ -112,6 +114,7 @@ def main(words: Sequence[str]) -> int:
 def compile_in_parallel_and_return_worst_status(kernels: Sequence[Kernel]) -> int:
     """Compile kernels in parallel, in one process per processor, and return the worst exit status.
 
+    Each process takes the next kernel when it has compiled one, because some take a hundred times as long as others.
     A kernel holds closures, which only a fork can pass to another process. Without fork this process compiles all of
     them.
     """
@@ -119,12 +122,24 @@ def compile_in_parallel_and_return_worst_status(kernels: Sequence[Kernel]) -> in
         compile_kernels_into_package(kernels)
         return 0
     count, fork = os.cpu_count() or 1, get_context("fork")
-    each = [fork.Process(target=compile_kernels_into_package, args=(kernels[i::count],)) for i in range(count)]
+    taken = fork.Value("i", 0)
+    each = [fork.Process(target=_compile_kernels_in_turn, args=(kernels, taken)) for _ in range(count)]
     for process in each:
         process.start()
     for process in each:
         process.join()
     return max(abs(process.exitcode or 0) for process in each)
+
+
+def _compile_kernels_in_turn(kernels: Sequence[Kernel], taken: Synchronized[int]) -> None:
+    """Compile kernels that no other process compiles; `taken` counts the kernels that some process has taken."""
+    while True:
+        with taken.get_lock():
+            number, taken.value = taken.value, taken.value + 1
+        if number >= len(kernels):
+            return
+        with pause_garbage_collection():  # Numba makes many objects that stay
+            compile_kernels_into_package(kernels[number : number + 1])
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +53,7 @@ def bind_program(
     addresses = [b.ctypes.data for b in buffers]
     flow, steps = _build_dataflow_at_addresses(program, addresses), StepTableBuilder(thread_pool.threads, comm)
     work: ReplayItems = []
-    for part in _split_into_compiled_segments(flow, steps):
+    for part in _split_into_compiled_segments(flow, _choose_fusions(flow), steps):
         if isinstance(part, int):
             quietly = np.errstate(all="ignore")
             work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
@@ -69,15 +71,8 @@ def bind_relocatable_program(program: Program, threads: int) -> tuple[Relocatabl
     """
     ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
     memory = PlaceholderMemory(make_placeholder_addresses(len(program.buffers) + 1)[-1])
-    parts = (
-        [
-            *_split_into_compiled_segments(
-                _build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory)
-            )
-        ]
-        if ours
-        else []
-    )
+    steps = StepTableBuilder(threads, table_memory=memory)
+    parts = [*_split_into_compiled_segments(*find_or_choose_fusions(program), steps)] if ours else []
     if len(parts) != 1 or isinstance(parts[0], int):
         return None, ()
     tables = build_relocatable_table(parts[0], threads, memory, [b.nbytes for b in program.buffers])
@@ -86,15 +81,12 @@ def bind_relocatable_program(program: Program, threads: int) -> tuple[Relocatabl
 
 def build_fused_dataflow(program: Program) -> Dataflow:
     """Build the dataflow of a program with the same fusions as `bind_program` chooses."""
-    flow = _build_placeholder_dataflow(program)
-    _choose_fusions(flow)
-    return flow
+    return find_or_choose_fusions(program)[0]
 
 
 def describe_program_fusion(program: Program) -> ProgramFusion:
     """Return the order and the generated kernels with which `bind_program` runs a program."""
-    flow = _build_placeholder_dataflow(program)
-    fusions = _choose_fusions(flow)
+    flow, fusions = find_or_choose_fusions(program)
     hooks = [hook.group for hooked in fusions.hooked_bodies for hook in hooked.hooks]
     groups = {group.instruction_numbers: group for group in (*fusions.expression_groups, *hooks)}
     return ProgramFusion(
@@ -110,6 +102,25 @@ class _Fusions(NamedTuple):
     patterns: dict[Sequence[int], FusedBinding]
     expression_groups: Sequence[ExpressionGroup]
     hooked_bodies: Sequence[HookedBody]
+
+
+_recent_fusions: deque[tuple[Dataflow, _Fusions]] = deque(maxlen=4)
+"""Dataflows at placeholder addresses with their fusions. A cold start plans a few programs before it binds them."""
+
+
+def find_or_choose_fusions(program: Program) -> tuple[Dataflow, _Fusions]:
+    """Return the dataflow of a program at placeholder addresses, grouped by its fusions, and these fusions.
+
+    Verification, binding and reports of a program share one choice, also if they have copies of the program.
+    """
+    parts = attrgetter("buffers", "instructions", "outputs", "undo")
+    for flow, fusions in [*_recent_fusions]:
+        if all(map(is_, parts(flow.reader_table.program), parts(program))):
+            return flow, fusions
+    flow = _build_dataflow_at_addresses(program, make_placeholder_addresses(len(program.buffers)))
+    fusions = _choose_fusions(flow)
+    _recent_fusions.append((flow, fusions))
+    return flow, fusions
 
 
 def _choose_fusions(flow: Dataflow) -> _Fusions:
@@ -130,8 +141,8 @@ def list_kernel_calls(
         threads: Thread count.
         in_python: Returns the source location of an instruction without a kernel.
     """
-    flow = _build_placeholder_dataflow(program)
-    parts = list(_split_into_compiled_segments(flow, StepTableBuilder(threads)))
+    flow, fusions = find_or_choose_fusions(program)
+    parts = list(_split_into_compiled_segments(flow, fusions, StepTableBuilder(threads)))
     together = flow.groups_by_instruction()
     for part in parts:
         if not isinstance(part, int):
@@ -156,16 +167,11 @@ def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
     """
     return (
         kernel
-        for part in _split_into_compiled_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads))
+        for part in _split_into_compiled_segments(*find_or_choose_fusions(program), StepTableBuilder(threads))
         if not isinstance(part, int)
         for step in part
         for kernel in step.kernels
     )
-
-
-def _build_placeholder_dataflow(program: Program) -> Dataflow:
-    """Build the dataflow of a program with buffers at placeholder addresses."""
-    return _build_dataflow_at_addresses(program, make_placeholder_addresses(len(program.buffers)))
 
 
 def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> Dataflow:
@@ -181,9 +187,10 @@ def _build_dataflow_at_addresses(program: Program, addresses: Sequence[int]) -> 
     return Dataflow(program, build_reader_table(program, operand))
 
 
-def _split_into_compiled_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
+def _split_into_compiled_segments(
+    flow: Dataflow, fusions: _Fusions, steps: StepTableBuilder
+) -> Iterator[list[TableStep] | int]:
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
-    fusions = _choose_fusions(flow)
     chains = fusions.patterns | {g.instruction_numbers: make_group_binding(flow, g) for g in fusions.expression_groups}
     chains |= {h.instruction_numbers: make_hooked_binding(flow, h, fusions.patterns) for h in fusions.hooked_bodies}
     for group in flow.list_groups():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from hocket.backends.base import find_devices
@@ -31,3 +34,27 @@ def test_a_first_run_of_a_usual_file_compiles_no_kernel():
                 model.graph(Step(1, tokens, 256, 256, 1, keys=KEYS, values=VALUES)), group
             ).device_plans
             assert {kernel.name for kernel in find_program_kernels(lane.program, 1)} <= ready, file
+
+
+IN_TURN = """
+import os, sys
+from pathlib import Path
+from time import sleep
+from hocket.frontends import precompile_kernels
+folder = Path(sys.argv[1])
+def compile_one(kernels):
+    (name,) = kernels
+    while name == "slow" and len([*folder.iterdir()]) < 5:
+        sleep(0.01)
+    (folder / name).write_text(str(os.getpid()))
+os.cpu_count, precompile_kernels.compile_kernels_into_package = lambda: 2, compile_one
+assert precompile_kernels.compile_in_parallel_and_return_worst_status(["slow", *"abcde"]) == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_slow_kernel_leaves_the_others_to_the_other_process(tmp_path):
+    subprocess.run([sys.executable, "-c", IN_TURN, str(tmp_path)], check=True, timeout=60)
+    processes = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert processes.keys() == {"slow", *"abcde"}
+    assert len({processes[name] for name in "abcde"} - {processes["slow"]}) == 1

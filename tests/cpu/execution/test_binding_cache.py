@@ -82,6 +82,13 @@ def test_a_cached_binding_computes_the_bits_of_a_new_one(folder: Path, threads: 
     assert np.array_equal(compute_outputs(threads), new)
 
 
+def test_verification_and_binding_share_one_choice_of_fusions(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    choose, flows = program_binding._choose_fusions, []
+    monkeypatch.setattr(program_binding, "_choose_fusions", lambda flow: flows.append(flow) or choose(flow))
+    compute_outputs(1)
+    assert len(flows) == 2, "one before the layout of memory, one of the program"
+
+
 def test_a_damaged_binding_is_built_again(folder: Path):
     whole = compute_outputs(1)
     (file,) = folder.iterdir()

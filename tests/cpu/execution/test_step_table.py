@@ -294,8 +294,8 @@ def test_threads_continue_with_their_heads_after_the_delta_rule(heads: int):
 
 def test_a_gated_norm_of_heads_needs_no_barrier_after_the_delta_rule():
     program = load_with_threads(delta_layer(8), values_of(delta_layer(8)), 2).plan.device_plans[0].program
-    flow = program_binding._build_placeholder_dataflow(program)
-    (steps,) = program_binding._split_into_compiled_segments(flow, StepTableBuilder(2))
+    found = program_binding.find_or_choose_fusions(program)
+    (steps,) = program_binding._split_into_compiled_segments(*found, StepTableBuilder(2))
     names = [(step.kernel.name.split(".")[0], step.has_barrier) for step in steps]
     assert names[-3:] == [("gated_delta_net", True), ("packed_matmul", True), ("packed_matmul", True)]
     assert len(names) == 7, "norms and gate are hooks of products, as is the rounding of their result"
