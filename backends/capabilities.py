@@ -301,12 +301,14 @@ class ProgramFusion:
     """How a backend runs a program: its instructions in the order of a run, and the generated kernels.
 
     `order` has one entry for each group of instructions that run together; single instructions are groups of one. The
-    instructions of a hooked kernel are one group.
+    instructions of a hooked kernel are one group. An entry of `joined` has groups that run one after the other; `order`
+    has one entry for all of them.
     """
 
     order: tuple[tuple[int, ...], ...]
     expressions: tuple[FusedExpression, ...]
     hooked: tuple[HookedKernel, ...] = ()
+    joined: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 @runtime_checkable

@@ -164,9 +164,13 @@ class Dataflow:
         """The group of each grouped instruction, by instruction number."""
         return {number: group for group in self.list_groups() for number in group}
 
+    def find_group(self, number: int) -> tuple[int, ...]:
+        """Return the group of an instruction."""
+        return self._order[self._position_by_instruction[number]]
+
     def can_join_fusion(self, number: int) -> bool:
         """Return whether an instruction may join a fusion: its order may change, and it is in no group yet."""
-        return number not in self.fixed_instructions and len(self._order[self._position_by_instruction[number]]) == 1
+        return number not in self.fixed_instructions and len(self.find_group(number)) == 1
 
     def can_group(self, numbers: Sequence[int]) -> bool:
         """Return whether these instructions can run as one group, after all instructions between them are moved away.

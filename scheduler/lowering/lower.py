@@ -385,23 +385,22 @@ class _ProgramBuilder:
             and the scratch tensor of each node that needs one.
         """
         owners: dict[Value, Lifetime] = {}
+        make_lifetime = self._make_lifetime_extended_to_fused_groups
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
-            owners[value] = self._make_lifetime_extended_to_fused_groups(self._count_stored_bytes(value), -1, last)
+            owners[value] = make_lifetime(self._count_stored_bytes(value), -1, last)
         for node in (*self.ordered_nodes, *(save.save_node for save in self._iterate_state_saves())):
             now = self.memory_slots.step_by_node[node]
             for value in node.results:
                 if value not in self.memory_slots.slot_of:
-                    owners[value] = self._make_lifetime_extended_to_fused_groups(
+                    owners[value] = make_lifetime(
                         self._count_stored_bytes(value), now, self.memory_slots.last_reading_step.get(value, now)
                     )
         others = [node for save in self._iterate_state_saves() for node in (save.save_node, save.restore_node)]
         needs = {n: nbytes for n in (*self.ordered_nodes, *others) if (nbytes := self.backend.scratch(n))}
         step, until = self.memory_slots.step_by_node, self.memory_slots.overlap_end_by_node
-        temporary = [
-            self._make_lifetime_extended_to_fused_groups(nbytes, step[n], until.get(n, step[n]))
-            for n, nbytes in needs.items()
-        ]
+        until = dict.fromkeys(needs, len(self.ordered_nodes)) if self.is_roomy else until
+        temporary = [make_lifetime(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()]
         arena = self._build_arena_unrollable_if_layers_repeat([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA_BUFFER, offset) for v, offset in zip(owners, arena.offsets, strict=False)}

@@ -15,6 +15,7 @@ Rules, named at the beginning of each fault:
 - in place: a result lies only on an operand with the same elements, and on no other result.
 - states: a generated kernel writes no state.
 - hooks: a kernel that runs stages panel by panel computes the same as its stages one by one (`hooked_kernels`).
+- joined: groups that run one after the other are one entry of the order (`joined_groups`); all rules hold for each.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ...graph.errors import PlanError
 from ...ops.collectives import COLLECTIVES
 from .fused_terms import SymbolicTerms, merge_tensor_axes
 from .hooked_kernels import find_hook_faults, split_hooked_kernels
+from .joined_groups import find_joined_group_faults, split_joined_groups
 from .memory.buffer_contents import compute_byte_extent
 from .run_contents import UnfusedRunContents
 
@@ -41,6 +43,10 @@ def verify_fused_kernels(program: Program, backend: GeneratesFusedKernels) -> No
 
 def find_fusion_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
     """Yield the reasons why fused kernels do not compute the results of a program's instructions."""
+    if faults := [*find_joined_group_faults(program, fusion)]:
+        yield from faults
+        return
+    fusion = split_joined_groups(fusion)
     if faults := [*find_hook_faults(program, fusion)]:
         yield from faults
         return

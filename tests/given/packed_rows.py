@@ -125,6 +125,7 @@ def multiply_in_tiles(
         l2_ahead=128,
         tickets=tickets.ctypes.data if threads > 1 else 0,
         first_column=0,
+        prologue=0,
         hooks=[0],
     )
     for thread in range(threads):

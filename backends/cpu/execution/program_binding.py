@@ -24,9 +24,11 @@ from ...kernel_sources import read_source_location_and_text
 from ...kernel_tables import find_op_package_binding
 from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
+from ..steps.prologues import join_steps
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
 from .expression_fusion import bind_op_alone, choose_expression_groups, to_fused_expression
 from .hook_fusion import choose_hooked_bodies, make_group_binding, make_hooked_binding, to_hooked_kernel
+from .joined_groups import JoinedGroups, choose_joined_groups
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import CompiledSegment, Replay, ReplayItems
 from .thread_pool import ThreadPool
@@ -93,15 +95,20 @@ def describe_program_fusion(program: Program) -> ProgramFusion:
         tuple(flow.list_groups()),
         tuple(map(to_fused_expression, groups.values())),
         tuple(map(to_hooked_kernel, fusions.hooked_bodies)),
+        tuple(fusions.joined_groups.values()),
     )
 
 
 class _Fusions(NamedTuple):
-    """The fusions of a program: hand-written ones by their instructions, groups of declared ops, bodies with hooks."""
+    """The fusions of a program: hand-written ones by their instructions, groups of declared ops, bodies with hooks.
+
+    `joined_groups` are groups that run one after the other, by the instructions of all of them.
+    """
 
     patterns: dict[Sequence[int], FusedBinding]
     expression_groups: Sequence[ExpressionGroup]
     hooked_bodies: Sequence[HookedBody]
+    joined_groups: dict[tuple[int, ...], JoinedGroups]
 
 
 _recent_fusions: deque[tuple[Dataflow, _Fusions]] = deque(maxlen=4)
@@ -126,7 +133,8 @@ def find_or_choose_fusions(program: Program) -> tuple[Dataflow, _Fusions]:
 def _choose_fusions(flow: Dataflow) -> _Fusions:
     """Choose all fusions of a program. The instructions of each become a group of `flow`."""
     patterns, groups = _choose_longest_fusions(flow), choose_expression_groups(flow)
-    return _Fusions(patterns, groups, choose_hooked_bodies(flow, groups, patterns))
+    hooked = choose_hooked_bodies(flow, groups, patterns)
+    return _Fusions(patterns, groups, hooked, choose_joined_groups(flow, patterns))
 
 
 def list_kernel_calls(
@@ -148,7 +156,7 @@ def list_kernel_calls(
         if not isinstance(part, int):
             for s in part:
                 numbers = together[s.instruction_number]
-                is_generated = isinstance(s.kernel.body, IrBody) or s.kernel_words
+                is_generated = isinstance(s.kernel.body, IrBody) or len(s.kernels) > 1
                 launches = len(numbers) if is_generated else 1
                 yield KernelCall(s.kernel.name, _locate_kernel_source(s.kernel), numbers, launches)
         elif (i := program.instructions[part]).op not in COLLECTIVES:
@@ -193,15 +201,19 @@ def _split_into_compiled_segments(
     """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
     chains = fusions.patterns | {g.instruction_numbers: make_group_binding(flow, g) for g in fusions.expression_groups}
     chains |= {h.instruction_numbers: make_hooked_binding(flow, h, fusions.patterns) for h in fusions.hooked_bodies}
-    for group in flow.list_groups():
-        steps.instruction_number = group[0]
-        if group in chains:
-            chains[group].bind(steps)
-        elif not _bind_instruction(steps, flow.bound_instruction(group[0])):
-            if taken := steps.take_steps():
-                yield taken
-            yield group[0]
-            steps.invalidate_values_in_regions([out.region for out in flow.bound_instruction(group[0]).dst])
+    for together in flow.list_groups():
+        first = len(steps.steps)
+        for group in fusions.joined_groups.get(together, (together,)):
+            steps.instruction_number = group[0]
+            if group in chains:
+                chains[group].bind(steps)
+            elif not _bind_instruction(steps, flow.bound_instruction(group[0])):
+                if taken := steps.take_steps():
+                    yield taken
+                yield group[0]
+                steps.invalidate_values_in_regions([out.region for out in flow.bound_instruction(group[0]).dst])
+        if together in fusions.joined_groups:
+            steps.steps[first:] = join_steps(steps.steps[first:])
     if taken := steps.take_steps():
         yield taken
 

@@ -1,8 +1,11 @@
-"""Hooks of steps: kernels that the kernel of a step calls for each panel of its result, some rows by some columns.
+"""Kernels that the kernel of a step calls: hooks for each panel of its result, and a prologue before its own work.
 
-A hook is a kernel ``(words, rows, columns) -> 0``. `rows` and `columns` are ranges: the first index in the upper half
-of the number, the count in the lower half. The argument block of a step lists its hooks at its end: their number, then
-for each hook the kernel address, the number of its words, and its words.
+A panel is some rows by some columns. A hook is a kernel ``(words, rows, columns) -> 0``. `rows` and `columns` are
+ranges: the first index in the upper half of the number, the count in the lower half. The prologue of a step consists of
+kernels of earlier steps, each with all of its work for the thread.
+
+The argument block of a step lists its hooks and its prologue at its end: their number, then for each kernel its
+address, the number of its words, and its words.
 """
 
 from __future__ import annotations
@@ -21,17 +24,32 @@ RANGE_FACTOR, RANGE_MASK = 1 << RANGE_BITS, (1 << RANGE_BITS) - 1
 
 
 @subroutine
-def call_hooks(a, word, first_row, rows, first_column, columns):
-    """Call the hooks in the argument block `a`, from `word` on, for a panel: some rows by some columns."""
+def call_listed_kernels(a, word, second, third):
+    """Call the kernels that word `word` of the argument block `a` begins to list, with these further arguments."""
     at = word + 1
     for _ in range(load_argument_word(a, word)):
-        call_kernel(
-            load_argument_word(a, at),
-            a + 8 * (at + 2),
-            first_row * RANGE_FACTOR + rows,
-            first_column * RANGE_FACTOR + columns,
-        )
+        call_kernel(load_argument_word(a, at), a + 8 * (at + 2), second, third)
         at += 2 + load_argument_word(a, at + 1)
+
+
+@subroutine
+def call_hooks(a, word, first_row, rows, first_column, columns):
+    """Call the hooks in the argument block `a`, from `word` on, for a panel: some rows by some columns."""
+    call_listed_kernels(a, word, first_row * RANGE_FACTOR + rows, first_column * RANGE_FACTOR + columns)
+
+
+@subroutine
+def call_prologue(a, word):
+    """Call the kernels of the prologue, which the argument block `a` lists from `word` on; 0 means no prologue."""
+    if word != 0:
+        call_listed_kernels(a, word, 0, 1)
+
+
+class PrologueWord(int):
+    """An argument word that says from which word on the block lists the prologue.
+
+    It is 0 until `prologues.join_steps` writes it. A kernel with such a word calls its prologue first.
+    """
 
 
 class KernelWord(int):

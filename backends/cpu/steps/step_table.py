@@ -20,7 +20,7 @@ from ...fusion.hooks import ResultPanels
 from ...fusion.operands import BoundInstruction, MemoryRegion, Operand
 from ..compilation.compiler import ALIGNMENT, Kernel
 from . import work_queue
-from .panel_hooks import KernelWord, StepHook
+from .panel_hooks import KernelWord, PrologueWord, StepHook
 from .partition import compute_even_bounds
 
 RUN_STATUS_REGION = MemoryRegion(0, -1, 0)
@@ -47,6 +47,9 @@ class ThreadWork:
     writes: Sequence[Operand]
 
 
+StepWords = npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class TableStep:
     """One step of a table: a kernel call with the argument words of each thread, None for a thread without work.
@@ -54,26 +57,30 @@ class TableStep:
     - `is_presplit`: the words of a thread state the part of the thread. Otherwise the kernel splits the work.
     - `has_barrier`: threads wait for each other before the step.
     - `instruction_number`: the instruction of the program to which the step belongs.
-    - `kernel_words`: the positions of words that are addresses of kernels, with these kernels. The words are 0 until
-      the table is built.
+    - `kernel_words`: for each thread the positions of words that are addresses of kernels, with these kernels. The
+      words are 0 until the table is built.
+    - `prologue_word`: the position of the `PrologueWord`; None if the kernel cannot call a prologue, or already does.
+    - `may_stop`: whether the step may stop the run.
     """
 
     kernel: Kernel
-    words: Sequence[npt.NDArray[np.int64] | None]
+    words: Sequence[StepWords | None]
     is_presplit: bool
     has_barrier: bool
     instruction_number: int
-    kernel_words: tuple[tuple[int, Kernel], ...] = ()
+    kernel_words: tuple[tuple[tuple[int, Kernel], ...], ...]
+    prologue_word: int | None = None
+    may_stop: bool = False
 
     @property
     def kernels(self) -> list[Kernel]:
-        """The kernel of the step and the kernels of its hooks."""
-        return [self.kernel, *(kernel for _, kernel in self.kernel_words)]
+        """The kernel of the step, and the different kernels that it calls."""
+        return [*dict.fromkeys([self.kernel, *(kernel for called in self.kernel_words for _, kernel in called)])]
 
     def set_kernel_words(self, get_word: Callable[[Kernel], int]) -> None:
         """Write the words that are addresses of kernels."""
-        for at, kernel in self.kernel_words:
-            for words in self.words:
+        for words, called in zip(self.words, self.kernel_words, strict=True):
+            for at, kernel in called:
                 if words is not None:
                     words[at] = get_word(kernel)
 
@@ -278,11 +285,10 @@ class StepTableBuilder:
             work_by_thread: list[ThreadWork | None] = [parts[ALL_THREADS]] * self.threads
         else:
             work_by_thread = [parts.get(thread) for thread in range(self.threads)]
-        words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
         is_presplit = is_presplit and ALL_THREADS not in parts
-        some = next(iter(parts.values())).words if parts else ()
-        called = tuple((at, word.kernel) for at, word in enumerate(some) if isinstance(word, KernelWord))
-        self.steps.append(TableStep(kernel, words, is_presplit, needs_barrier, self.instruction_number, called))
+        self.steps.append(
+            _make_table_step(kernel, work_by_thread, is_presplit, needs_barrier, self.instruction_number, stops)
+        )
         self.invalidate_values_in_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:
@@ -361,6 +367,25 @@ class StepTableBuilder:
             del self._derived_operands[key]
 
 
+def _make_table_step(
+    kernel: Kernel,
+    work_by_thread: Sequence[ThreadWork | None],
+    is_presplit: bool,
+    has_barrier: bool,
+    instruction_number: int,
+    may_stop: bool,
+) -> TableStep:
+    words = [None if part is None else np.array(part.words, np.int64) for part in work_by_thread]
+    listed = [() if part is None else part.words for part in work_by_thread]
+    called = tuple(
+        tuple((at, word.kernel) for at, word in enumerate(some) if isinstance(word, KernelWord)) for some in listed
+    )
+    places = {at for some in listed for at, word in enumerate(some) if isinstance(word, PrologueWord)}
+    return TableStep(
+        kernel, words, is_presplit, has_barrier, instruction_number, called, max(places, default=None), may_stop
+    )
+
+
 def view_with_layout_of(memory: Operand, value: Operand) -> Operand:
     """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
@@ -405,11 +430,13 @@ class FusedBinding:
     """The numbers of fused instructions, and the function that appends their steps; it always succeeds.
 
     `panels` are the panels of the result if the last kernel calls hooks; the last instruction has this result.
+    `is_repeated` says that each thread may compute the whole result for itself.
     """
 
     instruction_numbers: Sequence[int]
     bind: Callable[[StepTableBuilder], None]
     panels: ResultPanels | None = None
+    is_repeated: bool = False
 
 
 FusionMatcher = Callable[[Dataflow, int], FusedBinding]

@@ -133,6 +133,7 @@ class TimedMatmul:
                         l2_ahead=l2_ahead,
                         tickets=0,
                         first_column=0,
+                        prologue=0,
                         hooks=[0],
                     ),
                     np.int64,

@@ -133,7 +133,12 @@ def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, t
         unit = ["gated_matmul_few.multiply.q8_0.swiglu"]
     elif rows == 70 and WIDE:
         unit = ["gated_matmul_many.multiply.q8_0.swiglu"]
-    assert names == ["norms.scaled_rms_norm", *unit, "packed_matmul.multiply.q4_0"] * 2
+    norm = ["norms.scaled_rms_norm"]
+    if rows == 70:
+        unit = norm + unit
+    elif rows == 20:  # the norm and the gate are the prologue of the other matmul
+        unit = unit[1:]
+    assert names == [*unit, "packed_matmul.multiply.q4_0"] * 2
 
 
 UNIT_TYPES = (DType.Q4_1, DType.Q5_0, DType.Q6_K, DType.MXFP4)

@@ -19,6 +19,7 @@ from ...compilation.compiler import Kernel
 from ...compilation.kernel_args import declare_args
 from ...compilation.prefetch_distance import find_l1_and_l2_prefetch_distances
 from ...simd.vectors import load, load_int, zeros
+from ...steps.panel_hooks import PrologueWord, call_prologue
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.activation_quantisation import (
     ThreadResultTarget,
@@ -47,7 +48,7 @@ from .tile_loops import (
 
 ARGS = declare_args(
     "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing l1_ahead "
-    "l2_ahead rounding[*]"
+    "l2_ahead prologue rounding[*]"
 )
 ROUNDING_WORD = ARGS.first_word_index("rounding")
 """First word of `ThreadResultTarget.rounding_words`."""
@@ -71,6 +72,7 @@ def make_quantising_few_row_gated_kernel(form: PackedFormat, kind: str) -> Kerne
     )
 
     def body(a, thread, threads):
+        call_prologue(a, ARGS.prologue(a))
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, y, step = ARGS.used(a), ARGS.shared(a), ARGS.y(a), ARGS.step(a)
@@ -207,6 +209,7 @@ def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> Non
             passing=to.thread_stride_bytes,
             l1_ahead=l1_ahead,
             l2_ahead=l2_ahead,
+            prologue=PrologueWord(),
             rounding=to.rounding_words,
         )
         return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q[thread], slots.operand], to.writes)

@@ -21,7 +21,7 @@ from ...compilation.kernel_args import declare_args
 from ...compilation.prefetch_distance import find_l1_and_l2_prefetch_distances
 from ...simd.dot_tiles import make_dot_tile_intrinsics
 from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
-from ...steps.panel_hooks import call_hooks, list_hook_accesses, make_hook_words
+from ...steps.panel_hooks import PrologueWord, call_hooks, call_prologue, list_hook_accesses, make_hook_words
 from ...steps.partition import compute_even_bounds
 from ...steps.step_table import StepTableBuilder, ThreadWork
 from ...steps.work_queue import (
@@ -196,7 +196,7 @@ def make_multiply_unexpanded_rows(blocks: WeightTiling) -> Subroutine:
 
 ARGS = declare_args(
     "w stride between rows columns x pitch starts experts used shared y step scratch l1_ahead l2_ahead tickets "
-    "first_column hooks[*]"
+    "first_column prologue hooks[*]"
 )
 HOOKS_WORD = ARGS.first_word_index("hooks")
 
@@ -213,6 +213,7 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
     - `used` is the slots per token, `shared` the activation rows per token.
     - `scratch` has `WeightTiling.scratch_bytes` for each thread.
     - If `tickets` is not 0, threads take groups of the weight from a work queue (`work_queue.take_work_item`).
+    - `prologue` lists kernels that are called first (`panel_hooks`).
     - `hooks` are called for each panel of the result (`panel_hooks`). Without experts, rows of a panel are activation
       rows, and columns are weight rows; `first_column` is the number of the first one. Few rows are one panel.
     """
@@ -221,6 +222,7 @@ def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel
     max_leftover_rows, max_unexpanded_rows = blocks.max_leftover_rows, blocks.max_unexpanded_rows
 
     def body(a, thread, threads):
+        call_prologue(a, ARGS.prologue(a))
         w, stride, between, rows, columns = ARGS.w(a), ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         x, pitch, starts, experts = ARGS.x(a), ARGS.pitch(a), ARGS.starts(a), ARGS.experts(a)
         used, shared, l1_ahead, l2_ahead = ARGS.used(a), ARGS.shared(a), ARGS.l1_ahead(a), ARGS.l2_ahead(a)
@@ -370,6 +372,7 @@ def add_grouped_expert_matmul_step(
             l2_ahead=l2_ahead,
             tickets=tickets,
             first_column=first,
+            prologue=PrologueWord(),
             hooks=make_hook_words(hooks),
         )
         read, written = list_hook_accesses(hooks, first, last)

@@ -109,7 +109,8 @@ def _fuse_scaled_norm_before_matmul(flow: Dataflow, number: int) -> FusedBinding
     require_supported(whole is not None, "operands have no rows")
     assert whole is not None
     require_no_alias(y, [factors], [x])
-    return FusedBinding(chain, partial(_add_scaled_rms_norm, norm=norm, product=product, whole=whole))
+    bind = partial(_add_scaled_rms_norm, norm=norm, product=product, whole=whole)
+    return FusedBinding(chain, bind, is_repeated=True)
 
 
 def _add_scaled_rms_norm(
