@@ -326,7 +326,7 @@ def format_fusion(program: Program, fusion: ProgramFusion) -> str:
     """Return a table of the generated kernels that compute several instructions, and a line with their sums.
 
     ``saved`` is the memory traffic of single kernels that the fused kernel does without. A second table has the kernels
-    that run ops on each panel of their result.
+    that run ops on each panel of their result. A last line counts the joined groups.
     """
     rows = [("steps", "ops", "over", "results", "saved")]
     kernels = [kernel for kernel in fusion.expressions if len(kernel.instruction_numbers) > 1]
@@ -341,7 +341,10 @@ def format_fusion(program: Program, fusion: ProgramFusion) -> str:
     saved = format_bytes(sum(kernel.saved_bytes for kernel in kernels))
     head = f"{len(kernels)} fused kernels for {together} of {len(program.instructions)} steps, {saved} not moved"
     table = format_table(rows, "llllr") if kernels else []
-    return "\n".join([head, *table, *(_format_hooked_kernels(program, fusion) if fusion.hooked else [])])
+    hooked = _format_hooked_kernels(program, fusion) if fusion.hooked else []
+    matmuls = sum(len(joined) - 1 for joined in fusion.joined)
+    joined = ["", f"{len(fusion.joined)} norms run right before {matmuls} kernels that read them"] if matmuls else []
+    return "\n".join([head, *table, *hooked, *joined])
 
 
 def _format_hooked_kernels(program: Program, fusion: ProgramFusion) -> list[str]:
