@@ -57,7 +57,7 @@ def _can_join(flow: Dataflow, groups: JoinedGroups) -> bool:
 
 
 def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[int, ...]]:
-    """List the groups with matmuls of few rows, in any of which the result of instruction `number` is the activations.
+    """List the groups with matmuls of few rows that read the result of instruction `number` as activations.
 
     They are in the order of their result sizes. So the step of the largest one calls the others, and every thread has
     work in it. Each valid order of a program has the same list.

@@ -4,8 +4,8 @@ A panel is some rows by some columns. A hook is a kernel ``(words, rows, columns
 ranges: the first index in the upper half of the number, the count in the lower half. The prologue of a step consists of
 kernels of earlier steps, each with all of its work for the thread.
 
-The argument block of a step lists its hooks and its prologue at its end: their number, then for each kernel its
-address, the number of its words, and its words.
+The argument block of a step lists its hooks and its prologue at its end. A list has the number of kernels. Then it has
+for each kernel the address, the number of its words, and its words.
 """
 
 from __future__ import annotations

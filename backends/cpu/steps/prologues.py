@@ -1,4 +1,4 @@
-"""Prologues of steps: adjacent steps become one step, whose kernel first calls the kernels of the others.
+"""Prologues of steps: adjacent steps become one step, and the kernel of the last one first calls the others.
 
 A thread that need not wait between two steps runs one after the other in any case. So a prologue changes no result.
 """

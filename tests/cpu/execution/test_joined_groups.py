@@ -26,17 +26,19 @@ from hocket.scheduler.verifier.fused_kernels import find_fusion_faults
 
 from .test_hooks import RNG, load, random_values
 
-WIDTH = 192
+LAYER_COLUMNS = 192
 
 
 def make_layer(rows: int) -> hocket.Graph:
     """A norm that four matmuls of three types read: with a hook, with too few columns for each thread, and as unit."""
-    x = hocket.input("x", (rows, WIDTH))
-    h = ops.mul(ops.rms_norm(x, eps=1e-6), hocket.weight("scale", (WIDTH,)))
-    decay = ops.softplus(ops.add(ops.mul_mat(hocket.weight("decay", (16, WIDTH)), h), hocket.weight("bias", (16,))))
-    query = ops.mul_mat(hocket.weight("query", (544, WIDTH), DType.Q4_0), h)
-    gate, up = (ops.mul_mat(hocket.weight(name, (576, WIDTH), DType.Q8_0), h) for name in ("gate", "up"))
-    down = ops.mul_mat(hocket.weight("down", (WIDTH, 576), DType.Q8_0), ops.swiglu(gate, up))
+    x = hocket.input("x", (rows, LAYER_COLUMNS))
+    h = ops.mul(ops.rms_norm(x, eps=1e-6), hocket.weight("scale", (LAYER_COLUMNS,)))
+    decay = ops.softplus(
+        ops.add(ops.mul_mat(hocket.weight("decay", (16, LAYER_COLUMNS)), h), hocket.weight("bias", (16,)))
+    )
+    query = ops.mul_mat(hocket.weight("query", (544, LAYER_COLUMNS), DType.Q4_0), h)
+    gate, up = (ops.mul_mat(hocket.weight(name, (576, LAYER_COLUMNS), DType.Q8_0), h) for name in ("gate", "up"))
+    down = ops.mul_mat(hocket.weight("down", (LAYER_COLUMNS, 576), DType.Q8_0), ops.swiglu(gate, up))
     return hocket.Graph({"decay": decay, "query": ops.neg(query), "y": ops.add(down, x)})
 
 
@@ -59,7 +61,7 @@ def plan_layer(rows: int, threads: int = 2) -> tuple[Program, ProgramFusion]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_norm_and_its_matmuls_are_one_step_with_the_bits_of_several(rows: int, monkeypatch):
-    graph, x = make_layer(rows), RNG.standard_normal((rows, WIDTH))
+    graph, x = make_layer(rows), RNG.standard_normal((rows, LAYER_COLUMNS))
     values = random_values(graph)
     joined = [load(graph, values, threads).run({"x": x}) for threads in (1, 2, 3)]
     count = len(list_steps(plan_layer(rows)[0], 2))
