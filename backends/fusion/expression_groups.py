@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...graph.attrs import Attrs
 from ...ops.declaration.attributes import float_attribute
 from ...ops.declaration.expression import Expression, Step
 from ..base import contiguous_strides
@@ -19,105 +18,20 @@ from .dataflow import has_same_elements
 from .operand_views import (
     Box,
     Placement,
+    Repetition,
     Shape,
     find_strides_of_reshape,
     is_box_of_whole_shape,
-    place_whole,
     reshape_box,
-    reshape_repeated_operand,
     with_shape_and_strides,
 )
 from .operands import NoKernelError, Operand, compute_broadcast_strides, require_supported
+from .traced_instruction import Place, TracedInstruction, count_region_bytes
 
 MAX_GROUP_OPERANDS = 16
 """The most operands and results of a group: addresses that the loop over rows keeps."""
 MAX_GROUP_STEPS = 96
 """The most steps of a composed expression: longer kernels compile slowly."""
-
-
-@dataclass(frozen=True, eq=False)
-class TracedInstruction:
-    """An instruction of a declared op, traced to an expression, so that it can be fused with others.
-
-    Attributes:
-        expression: the expression of the op.
-        operands: operands of the expression; None for an absent one.
-        producers: for each operand, the last instruction before this one that writes into its memory, or None.
-        attributes: attributes of the instruction.
-        out: the result.
-        readers: the instructions that read the result; None if it is retained.
-        starts: the index of the result at which each operand begins; None if operands broadcast to the result.
-    """
-
-    expression: Expression
-    operands: Sequence[Operand | None]
-    producers: Sequence[int | None]
-    attributes: Attrs
-    out: Operand
-    readers: frozenset[int] | None
-    starts: Sequence[Shape] | None = None
-
-    @cached_property
-    def shape(self) -> Shape:
-        """The shape over which the expression is evaluated: the rows of a reduction, or the result."""
-        if not self.expression.depends_on_row_reduction_or_length:
-            return self.out.shape
-        return next(o.shape for o in self.operands if o is not None)
-
-    @cached_property
-    def size(self) -> int:
-        """The number of elements of `shape`."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def why_it_must_stay_alone(self) -> str | None:
-        """The reason why the instruction cannot be fused with others; None if it can be."""
-        out, expression = self.out, self.expression
-        if not self.size:
-            return "an op has no elements"
-        if self.readers is not None and not self.readers:
-            return "nobody reads a result"
-        if not (out.is_float and out.is_dense and out.declared_spec is None and out.size):
-            return "a result is not dense float32 in the arena"
-        if expression.steps_without_operands.issuperset(expression.results):
-            return "a result needs no operand"
-        return None
-
-    @cached_property
-    def moved_bytes(self) -> int:
-        """The bytes that an unfused kernel reads and writes; raises `NoKernelError` if there is none."""
-        read = [int(s.value) for s in self.expression.steps if s.function == "operand"]
-        views = {
-            (view.address, view.strides): view
-            for view in (
-                self.reshape_operand_view(k, self.shape) if self.starts is None else self.operand(k) for k in read
-            )
-        }
-        return count_region_bytes([*views.values(), self.out])
-
-    @cached_property
-    def _views(self) -> dict[tuple[int, Shape], Operand]:
-        return {}
-
-    def operand(self, index: int) -> Operand:
-        """Return operand number `index`, which must be present."""
-        operand = self.operands[index]
-        assert operand is not None
-        return operand
-
-    def compute_operand_placement(self, index: int, placement: Placement | None) -> Placement | None:
-        """Compute where an operand lies in the shape of the group; None stands for the whole shape."""
-        if self.starts is None:
-            return placement
-        operand = self.operand(index)
-        return (placement or place_whole(self.shape)).compute_operand_placement_at(self.starts[index], operand.shape)
-
-    def reshape_operand_view(self, index: int, shape: Shape) -> Operand:
-        """Return an operand as a view of `shape`; raise `NoKernelError` if strides cannot express that."""
-        operand = self.operand(index)
-        if (index, shape) not in self._views:
-            self._views[index, shape] = reshape_repeated_operand(operand, self.shape, shape)
-        return self._views[index, shape]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +65,21 @@ class ExpressionGroup:
         return math.prod(self.shape)
 
     @cached_property
+    def single_operands(self) -> frozenset[int]:
+        """The operands with one number for all columns of a row; a kernel reads it once per row."""
+        boxed = {int(s.value) for s in self.expression.steps if s.function == "operand" and s.sources}
+        return frozenset(n for n, o in enumerate(self.operands) if o.strides[-1:] == (0,) and n not in boxed)
+
+    @cached_property
+    def row_count(self) -> int:
+        """The number of rows for which a kernel reads `single_operands`: trailing axes with one number are a row."""
+        strides = [self.operands[n].strides for n in self.single_operands]
+        axis = len(self.shape)
+        while axis and all(s[axis - 1] == 0 for s in strides):
+            axis -= 1
+        return math.prod(self.shape[:axis])
+
+    @cached_property
     def moved_bytes(self) -> int:
         """The bytes that the fused kernel reads and writes. Each byte of an operand counts once."""
         return count_region_bytes([*self.operands, *self.results])
@@ -170,13 +99,14 @@ class GroupComposition:
     operands: list[Operand] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     inside_steps: list[tuple[int, ...]] = field(default_factory=list)
-    step_by_number: dict[tuple[int, Placement | None], int] = field(default_factory=dict)
+    step_by_number: dict[tuple[int, Place | None], int] = field(default_factory=dict)
     numbers_per_row: set[int] = field(default_factory=set)
     result_views: dict[tuple[int, bool], Operand] = field(default_factory=dict)
+    can_repeat: bool = False
 
-    def join(self, number: int, call: TracedInstruction) -> GroupComposition:
-        """Return a composition with one more instruction; raise `NoKernelError` if it cannot join."""
-        return _compose_over_any_shape({**self.calls, number: call}, self)
+    def join(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
+        """Return a composition with more instructions; raise `NoKernelError` if they cannot join."""
+        return _compose_over_any_shape({**self.calls, **calls}, self, self.can_repeat)
 
     def copy_for_adding_instructions(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
         """Return a copy to which steps can be added; `calls` are all of its instructions then."""
@@ -191,6 +121,7 @@ class GroupComposition:
             self.step_by_number.copy(),
             self.numbers_per_row.copy(),
             self.result_views.copy(),
+            self.can_repeat,
         )
 
     @cached_property
@@ -228,7 +159,7 @@ class GroupComposition:
     def build_group_for_any_order(self) -> ExpressionGroup:
         """Build the group with results in a canonical order, so that any valid program order gives an equal kernel."""
         whole, stored = (
-            GroupComposition(self.calls, self.shape),
+            GroupComposition(self.calls, self.shape, can_repeat=self.can_repeat),
             sorted(self.list_numbers_read_outside(), key=self._make_result_key),
         )
         for number in stored:
@@ -249,10 +180,10 @@ class GroupComposition:
             producers[number] = direct.union(*(producers[n] for n in direct))
         return producers
 
-    def add_with_producers(self, number: int, placement: Placement | None = None) -> None:
+    def add_with_producers(self, number: int, placement: Place | None = None) -> None:
         """Add the steps of an instruction, after the steps of its producers in the group; existing steps are reused.
 
-        With a placement, the result of the instruction is read in this place only.
+        With a placement, the result of the instruction is read in this place only, or repeatedly.
         """
         if (number, placement) in self.step_by_number:
             return
@@ -307,22 +238,24 @@ class GroupComposition:
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
 
-    def _add_box_test_step(self, placement: Placement | None) -> int:
+    def _add_box_test_step(self, placement: Place | None) -> int:
         """Add the step that tests whether the current element lies in the box of a placement; return its number."""
-        assert placement is not None
+        assert isinstance(placement, Placement)
         box = reshape_box(placement.shape, placement.box, self.shape)
         self.boxes += [] if box in self.boxes else [box]
         return self.steps.setdefault(Step("inside", (), self.boxes.index(box)), len(self.steps))
 
     def _find_or_add_operand_step(
-        self, number: int, call: TracedInstruction, index: int, placement: Placement | None
+        self, number: int, call: TracedInstruction, index: int, placement: Place | None
     ) -> int:
         """Return the step that supplies an operand: the step of its producer in the group, or a read from memory."""
         operand, maker = call.operand(index), call.producers[index]
         place = call.compute_operand_placement(index, placement)
         if maker in self.calls:
             assert maker is not None
-            if place is not None:
+            if isinstance(place, Repetition) or (place is None and self._is_read_repeatedly(maker, call, operand)):
+                place = Repetition(((operand.shape, call.shape), *(() if place is None else place.reshapes)))
+            elif place is not None:
                 self._require_axes_of_producer_result(maker, call, operand)
             self.add_with_producers(maker, place)
             self._require_whole_producer_result(maker, call, operand, place)
@@ -333,6 +266,9 @@ class GroupComposition:
             "something else lies there",
         )
         require_supported(operand.is_float, "an operand is not float32")
+        if isinstance(place, Repetition):
+            view = place.repeat_operand(operand, call.shape, self.shape)
+            return self._find_or_add_memory_read_step("operand", (), view)
         if place is not None:
             return self._add_placed_operand_step(call, operand, place)
         is_per_row = call.size != self.size
@@ -365,6 +301,19 @@ class GroupComposition:
         position = keys.index(key)
         return self.steps.setdefault(Step(function, inside, position), len(self.steps))
 
+    def _is_read_repeatedly(self, maker: int, call: TracedInstruction, operand: Operand) -> bool:
+        """Return whether an instruction repeats the result of an elementwise producer along axes of the group."""
+        producer = self.calls[maker]
+        if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length or operand.size >= call.size:
+            return False
+        is_per_row = producer.size * self.shape[-1] == self.size and self._reads_numbers_of_rows(call, operand)
+        return call.size == self.size and not is_per_row
+
+    def _reads_numbers_of_rows(self, call: TracedInstruction, operand: Operand) -> bool:
+        """Return whether an instruction reads one number for each row of the group."""
+        padded = (1,) * (len(call.shape) - len(operand.shape)) + operand.shape
+        return call.shape[-1:] == self.shape[-1:] and padded == (*call.shape[:-1], 1)
+
     def _require_axes_of_producer_result(self, maker: int, call: TracedInstruction, operand: Operand) -> None:
         """Require that an operand has the same axes as the result of its producer; raise `NoKernelError` otherwise."""
         out = self.calls[maker].out
@@ -372,7 +321,7 @@ class GroupComposition:
         require_supported(has_same_axes and (call.starts or call.shape == out.shape), "a part is reshaped")
 
     def _require_whole_producer_result(
-        self, maker: int, call: TracedInstruction, operand: Operand, place: Placement | None
+        self, maker: int, call: TracedInstruction, operand: Operand, place: Place | None
     ) -> None:
         """Require that an operand is the whole result of its producer; raise `NoKernelError` otherwise."""
         out = self.calls[maker].out
@@ -385,10 +334,7 @@ class GroupComposition:
         if maker not in self.numbers_per_row or call.size != self.size:
             require_supported(operand.size == call.size, "a result is repeated")
             return
-        padded = (1,) * (len(call.shape) - len(operand.shape)) + operand.shape
-        require_supported(
-            call.shape[-1:] == self.shape[-1:] and padded == (*call.shape[:-1], 1), "rows have other numbers"
-        )
+        require_supported(self._reads_numbers_of_rows(call, operand), "rows have other numbers")
 
     def _reshape_result_to_group(self, number: int, expression: Expression) -> Operand:
         """Return a result that the kernel writes as a view with the shape of the group."""
@@ -404,33 +350,37 @@ class GroupComposition:
         return self.result_views[number, is_per_row]
 
 
-def compose_instructions(calls: Mapping[int, TracedInstruction]) -> GroupComposition:
+def compose_instructions(calls: Mapping[int, TracedInstruction], *, can_repeat: bool = False) -> GroupComposition:
     """Compose the expressions of several instructions into one, over a common shape.
+
+    Args:
+        calls: The instructions.
+        can_repeat: Whether an elementwise producer may be smaller than the shape; it is computed for each reader.
 
     Raises:
         NoKernelError: the views of the values do not fit together.
     """
-    return _compose_over_any_shape(calls, None)
+    return _compose_over_any_shape(calls, None, can_repeat)
 
 
 def _compose_over_any_shape(
-    calls: Mapping[int, TracedInstruction], smaller: GroupComposition | None
+    calls: Mapping[int, TracedInstruction], smaller: GroupComposition | None, can_repeat: bool
 ) -> GroupComposition:
     """Compose instructions over the first of their shapes that works, the largest shape first.
 
-    `smaller` is the composition of all instructions but one. Its steps are kept if the other one is the last.
+    `smaller` is the composition of some of the instructions. Its steps are kept if one other is the last.
     """
     numbers = sorted(calls)
     size = max(call.size for call in calls.values())
     shapes = {calls[number].shape: None for number in numbers if calls[number].size == size}
     reasons: list[NoKernelError] = []
     for shape in sorted(shapes, key=len, reverse=True):
-        is_last_added = smaller is not None and smaller.shape == shape and numbers[-1] not in smaller.calls
+        is_last_added = smaller is not None and smaller.shape == shape and numbers[:-1] == sorted(smaller.calls)
         try:
             if smaller is not None and is_last_added:
                 composition = smaller.copy_for_adding_instructions(calls)
             else:
-                composition = GroupComposition(calls, shape)
+                composition = GroupComposition(calls, shape, can_repeat=can_repeat)
             for number in numbers[-1:] if is_last_added else composition.list_numbers_read_outside():
                 composition.add_with_producers(number)
             require_supported(composition.group.operands, "nothing is read")
@@ -439,8 +389,3 @@ def _compose_over_any_shape(
         else:
             return composition
     raise reasons[0]
-
-
-def count_region_bytes(operands: Sequence[Operand]) -> int:
-    """Return the sum of the bytes between the first and the last byte of each operand."""
-    return sum(o.region.high - o.region.low for o in operands)

@@ -7,17 +7,20 @@ work of the composed kernel, which passes over a row several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...ops.declaration.expression import Expression
 from .dataflow import Dataflow
-from .expression_groups import ExpressionGroup, GroupComposition, TracedInstruction, compose_instructions
+from .expression_groups import ExpressionGroup, GroupComposition, compose_instructions
 from .operands import NoKernelError
+from .traced_instruction import TracedInstruction
 
 STEP_COST_BYTES = 1024
 """The bytes that a core moves while it calls a kernel: about 50 ns."""
 MAX_GROUP_INSTRUCTIONS = 24
+MAX_READERS_OF_REPEATED_RESULTS = 4
+"""The most readers that join a group together with another one, because a result that they repeat is not written."""
 Rank = tuple[int, str, Sequence[tuple[int, int]], int]
 """The key of an instruction in the order of the search."""
 
@@ -29,12 +32,13 @@ class GroupingRules:
     Attributes:
         trace: returns the traced instruction of a number; None for one that must stay alone.
         has_kernel: returns whether a kernel can loop over the operands and results of a group.
-        price_expression: returns the price of an expression per element, in bytes of memory traffic.
+        price_expression: returns the prices of an expression per element and per row, in bytes of memory traffic; it
+            takes the operands with one number per row.
     """
 
     trace: Callable[[int], TracedInstruction | None]
     has_kernel: Callable[[ExpressionGroup], bool]
-    price_expression: Callable[[Expression], float]
+    price_expression: Callable[[Expression, frozenset[int]], tuple[float, float]]
 
 
 def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[ExpressionGroup]:
@@ -88,20 +92,23 @@ class _GroupSearch:
         if call is None or not neighbours:
             return None
         try:
-            members = compose_instructions({first: call})
+            members = compose_instructions({first: call}, can_repeat=True)
         except NoKernelError:
             return None
         saved_bytes = 0
         while len(members.calls) < MAX_GROUP_INSTRUCTIONS:
-            for number in sorted(neighbours, key=self.ranks.__getitem__):
-                joined = self._join_if_cheaper(members, number, neighbours[number])
-                if joined is not None:
-                    break
-            else:
+            candidates = [{n: neighbours[n]} for n in sorted(neighbours, key=self.ranks.__getitem__)]
+            joins = (
+                self._join_if_cheaper(members, calls) for calls in self._add_joins_with_readers(members, candidates)
+            )
+            joined = next(filter(None, joins), None)
+            if joined is None:
                 break
-            members, saved = joined
+            larger, saved = joined
             saved_bytes += saved
-            neighbours |= self._find_neighbours(number, neighbours[number])
+            for number in larger.calls.keys() - members.calls:
+                neighbours |= self._find_neighbours(number, larger.calls[number])
+            members = larger
             neighbours = {n: neighbours[n] for n in neighbours.keys() - members.calls}
         if len(members.calls) == 1:
             return None
@@ -112,27 +119,52 @@ class _GroupSearch:
         adjacent = {*self.flow.reader_table.find_known_readers_of_first_result(number), *call.producers}
         return {n: traced for n in adjacent if n is not None and (traced := self.trace(n)) is not None}
 
+    def _add_joins_with_readers(
+        self, members: GroupComposition, candidates: Sequence[Mapping[int, TracedInstruction]]
+    ) -> Iterator[Mapping[int, TracedInstruction]]:
+        """Yield the candidates for a join, then those with larger results together with other readers of the group.
+
+        A result that a larger value repeats is not written, so all of its readers must join.
+        """
+        yield from candidates
+        for candidate in candidates:
+            joining = dict(candidate)
+            size = max(call.size for call in joining.values())
+            for _ in range(MAX_READERS_OF_REPEATED_RESULTS):
+                calls = {**members.calls, **joining}
+                repeated = [call for call in calls.values() if call.size < size and call.readers is not None]
+                missing = {n for call in repeated for n in call.readers or ()} - calls.keys()
+                if not missing:
+                    break
+                first = min(missing, key=self.ranks.__getitem__)
+                if (call := self.trace(first)) is None:
+                    break
+                joining[first] = call
+            if len(joining) > len(candidate) and len(members.calls) + len(joining) <= MAX_GROUP_INSTRUCTIONS:
+                yield joining
+
     def _join_if_cheaper(
-        self, members: GroupComposition, number: int, call: TracedInstruction
+        self, members: GroupComposition, calls: Mapping[int, TracedInstruction]
     ) -> tuple[GroupComposition, int] | None:
-        """Join an instruction to a group; return the larger group, and the memory traffic in bytes that the join saves.
+        """Join instructions to a group; return the larger group, and the memory traffic in bytes that the join saves.
 
         The result is None if the join is impossible, or costs more than it saves.
         """
         try:
-            joined = members.join(number, call)
-            alone = self._estimate_cost_in_traffic_bytes(call.moved_bytes, call.size, call.expression)
+            joined = members.join(calls)
+            alone = sum(
+                call.moved_bytes + call.size * self.rules.price_expression(call.expression, frozenset())[0]
+                for call in calls.values()
+            )
         except NoKernelError:
             return None
         group, larger = members.group, joined.group
-        saved = STEP_COST_BYTES + self._price_group(group) + alone - self._price_group(larger)
+        saved = STEP_COST_BYTES * len(calls) + self._price_group(group) + alone - self._price_group(larger)
         if saved <= 0 or not self.rules.has_kernel(larger) or not self.flow.can_group(larger.instruction_numbers):
             return None
-        return joined, group.moved_bytes + call.moved_bytes - larger.moved_bytes
+        return joined, group.moved_bytes + sum(call.moved_bytes for call in calls.values()) - larger.moved_bytes
 
     def _price_group(self, group: ExpressionGroup) -> float:
-        return self._estimate_cost_in_traffic_bytes(group.moved_bytes, group.size, group.expression)
-
-    def _estimate_cost_in_traffic_bytes(self, moved_bytes: int, size: int, expression: Expression) -> float:
         """Estimate the cost of a kernel: its memory traffic in bytes, plus its arithmetic as bytes."""
-        return moved_bytes + size * self.rules.price_expression(expression)
+        per_element, per_row = self.rules.price_expression(group.expression, group.single_operands)
+        return group.moved_bytes + group.size * per_element + group.row_count * per_row

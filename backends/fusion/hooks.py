@@ -16,9 +16,10 @@ from operator import mul
 
 from ...ops.declaration.scalar import ROW_FUNCTIONS
 from .dataflow import Dataflow, has_same_elements
-from .expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
+from .expression_groups import ExpressionGroup, compose_instructions
 from .operand_views import Shape, find_strides_of_reshape, with_shape_and_strides
 from .operands import BoundInstruction, MemoryRegion, NoKernelError, Operand, require_supported
+from .traced_instruction import TracedInstruction
 
 Views = tuple[tuple[Operand, ...], tuple[Operand, ...]]
 """Views of the operands and of the results of a group."""

@@ -42,6 +42,33 @@ class Placement:
         return replace(operand, address=operand.address + 4 * first, tensor=tensor)
 
 
+@dataclass(frozen=True)
+class Repetition:
+    """The way in which the shape of a group repeats a value that is smaller.
+
+    Attributes:
+        reshapes: pairs of a shape in which a value is read, and the shape to which the reader repeats it. The first
+            pair belongs to the reader of the value itself, the last to an instruction over the whole group.
+    """
+
+    reshapes: tuple[tuple[Shape, Shape], ...]
+
+    def repeat_operand(self, operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
+        """Return a view of `shape` of an operand of the instruction that computes the value.
+
+        Args:
+            operand: The operand.
+            own_shape: The shape of the value.
+            shape: The shape of the group.
+
+        Raises:
+            NoKernelError: no strides describe this view.
+        """
+        for read_shape, reader_shape in self.reshapes:
+            operand, own_shape = reshape_repeated_operand(operand, own_shape, read_shape), reader_shape
+        return reshape_repeated_operand(operand, own_shape, shape)
+
+
 def place_whole(shape: Shape) -> Placement:
     """Return the placement of a value that fills the whole shape."""
     return Placement(shape, (0,) * len(shape), tuple((0, n) for n in shape))

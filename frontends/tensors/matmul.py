@@ -103,6 +103,7 @@ def attention(
         return squeeze(
             attention(unsqueeze(q, 0), unsqueeze(k, 0), unsqueeze(v, 0), mask, causal=causal, scale=scale), [0]
         )
+    k, v = _remove_repeated_heads(k, v)
     t, s, heads = q.shape[-2], k.shape[-2], q.shape[-3]
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
@@ -118,6 +119,28 @@ def attention(
     how = "each" if each else "one"
     out = ops.attention(q_first, k_first, v_first, seen_by, scale=float(scale), mask_heads=how)
     return reshape(as_tensor(permute_value(out, order)), (*batch, heads, t, v.shape[-1]))
+
+
+def _remove_repeated_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values without adjacent copies of each head, because `ops.attention` repeats heads itself."""
+    single = _find_heads_before_repetition(k), _find_heads_before_repetition(v)
+    if single[0] is None or single[1] is None or single[0].shape[-3] != single[1].shape[-3]:
+        return k, v
+    return single[0], single[1]
+
+
+def _find_heads_before_repetition(x: Tensor) -> Tensor | None:
+    """Return the tensor [..., heads, s, d] of which `x` repeats each head (expand, reshape); None if it does not."""
+    if x.value.node.op != "reshape" or x.exceeds_max_rank or x.rank < 3:
+        return None
+    (repeated,) = x.value.node.inputs
+    if repeated.node.op != "broadcast" or len(repeated.shape) != x.rank + 1:
+        return None
+    (source,) = repeated.node.inputs
+    *batch, heads, _, s, d = repeated.shape
+    if (*batch, s, d) != (*x.shape[:-3], *x.shape[-2:]) or source.shape != (*batch, heads, 1, s, d):
+        return None
+    return as_tensor(reshape_value(source, (*batch, heads, s, d)))
 
 
 def restrict_attention_mask(mask: Tensor, is_permitted: np.ndarray) -> Tensor:

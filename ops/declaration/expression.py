@@ -73,6 +73,16 @@ class Expression:
                 found.add(number)
         return found
 
+    def find_steps_of_operands(self, operands: frozenset[int]) -> frozenset[int]:
+        """Find the steps that depend only on these operands, given by their indices, and on numbers of the row."""
+
+        def is_leaf(step: Step) -> bool:
+            return step.function == "operand" and not step.sources and int(step.value) in operands
+
+        per_row = self.steps_with_one_number_per_row
+        numbers = {step: number for number, step in enumerate(self.steps)}
+        return frozenset(self._find_steps_computed_only_from(lambda s: is_leaf(s) or numbers[s] in per_row))
+
     @cached_property
     def depends_on_row_reduction_or_length(self) -> bool:
         """Whether an element of the result depends on its row, by a reduction, a number or the number of elements."""

@@ -49,6 +49,45 @@ def merge_tensor_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> A
     return tuple(axes)
 
 
+def compose_axes(outer: Axes, inner: Axes) -> Axes | None:
+    """Return the axes of a read through a repeated value, merged as far as possible.
+
+    Args:
+        outer: How a reader repeats the elements of the value: strides count elements. Axes with strides above 0 cover
+            all elements in order.
+        inner: The axes of an operand, element by element of the value.
+
+    Returns:
+        The axes of the operand for the reader; None if no strides express them.
+    """
+    left, axes, covered = [*inner], list[tuple[int, int]](), 1
+    for size, step in reversed(outer):
+        if step == 0:
+            axes.append((size, 0))
+            continue
+        if step != covered:
+            return None
+        covered *= size
+        while size > 1:
+            if not left:
+                return None
+            own, stride = left.pop()
+            part = min(own, size)
+            if own % part or size % part:
+                return None
+            if own > part:
+                left.append((own // part, part * stride))
+            axes.append((part, stride))
+            size //= part
+    merged: list[tuple[int, int]] = []
+    for size, stride in reversed(axes):
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    return None if left else tuple(merged)
+
+
 def merge_box_axes(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
     """Return (axis size, start, end) triples of a box, with whole inner axes merged into the axis before them."""
     axes: list[tuple[int, int, int]] = []
@@ -77,6 +116,8 @@ class SymbolicTerms:
     """For each instruction the term of its result, and whether it is one number per row."""
     placed: dict[tuple[int, Placement], int] = field(default_factory=dict)
     """For each instruction with a result that is read in a place, the term of the result there."""
+    repeated: dict[tuple[int, Axes], int] = field(default_factory=dict)
+    """For each instruction with a result that larger results repeat, the term of the result by its axes there."""
 
     def find_faults(self) -> Iterator[str]:
         try:
@@ -88,8 +129,6 @@ class SymbolicTerms:
         group = self.group
         is_view = bool(group.boxes) or all(t.shape == group.shape for t in group.operands)
         _require(is_view, "operands: a view has another shape")
-        for number in () if group.boxes else group.instruction_numbers:
-            self._compute_instruction_term(number)
         own = self._compute_kernel_step_terms()
         numbers = group.instruction_numbers  # values that only members read may lie at the same place
         needed = [n for n in numbers if self.contents.is_result_read_outside_group(n, numbers)]
@@ -100,6 +139,9 @@ class SymbolicTerms:
                 any(self._compute_instruction_term(n)[0] == own[step] for n in makers),
                 f"expression: the result at {place} is not what its instructions compute",
             )
+        read = {number for number, _ in (*self.placed, *self.repeated)}
+        for number in () if group.boxes else {*numbers} - read:
+            self._compute_instruction_term(number)
 
     def _compute_instruction_term(self, number: int) -> tuple[int, bool]:
         """Return the term that an instruction computes, and whether it is one number per row. Results are cached."""
@@ -187,13 +229,11 @@ class SymbolicTerms:
         return self._intern_memory_element_term_in_box(tensor, shape, box)
 
     def _trace_instruction_to_term(
-        self, number: int, instruction: Instruction, place: Placement | None = None
+        self, number: int, instruction: Instruction, place: Placement | None = None, repeats: Axes | None = None
     ) -> tuple[int, bool]:
         """Derive the term of a result from the declaration of the op; also return if it is one number per row.
 
-        With `place`, only the part of the result in this box is read.
-
-        With `place`, the result is read in this place only.
+        With `place`, the result is read in this place only. With `repeats`, it is repeated with these axes.
         """
         size = math.prod(self.group.shape)
         declared = REGISTRY[instruction.op].expression if instruction.op in REGISTRY else None
@@ -208,10 +248,11 @@ class SymbolicTerms:
         shape = next(t.shape for t in operands if t is not None) if has_rows else instruction.dst[0].shape
         columns = self.group.shape[-1] if self.group.shape else 1
         own_columns = shape[-1] if shape else 1
-        is_per_row = math.prod(shape) != size and place is None
-        if place is not None:
+        is_per_row = math.prod(shape) != size and place is None and repeats is None
+        if place is not None or repeats is not None:
             is_element = not has_rows and all(s.function != "row_count" for s in expression.steps)
             _require(is_element, "expression: a part of a row is read")
+            _require(repeats is None or declared.place is None, "expression: a value with parts is repeated")
         elif is_per_row:
             _require(math.prod(shape) * columns == size and not has_rows, "expression: an op has another size")
         elif has_rows:
@@ -222,7 +263,7 @@ class SymbolicTerms:
             if function == OPERAND:
                 child = self._compute_operand_placement(declared, instruction, int(value), place)
                 if child is None:
-                    terms.append(self._compute_operand_term(number, int(value), shape, is_per_row))
+                    terms.append(self._compute_operand_term(number, int(value), shape, is_per_row, repeats))
                 else:
                     terms.append(self._compute_placed_operand_term(number, int(value), child, declared.place is None))
                 depends = True
@@ -298,36 +339,48 @@ class SymbolicTerms:
             ]
         return self.placed[maker, place]
 
-    def _compute_operand_term(self, number: int, index: int, shape: tuple[int, ...], is_per_row: bool) -> int:
-        """Return the term of an operand: the term of its producer in the group, or a memory element."""
+    def _compute_operand_term(
+        self, number: int, index: int, shape: tuple[int, ...], is_per_row: bool, repeats: Axes | None
+    ) -> int:
+        """Return the term of an operand: the term of its producer in the group, or a memory element.
+
+        `shape` is the shape of the instruction, and `repeats` are the axes with which its result is repeated.
+        """
         tensor = self.program.instructions[number].src[index]
         assert tensor is not None
-        _require(tensor.dtype is DType.F32, f"operands: operand {index} of instruction {number} is not float32")
-        axes = merge_tensor_axes(tensor, shape)
+        label = f"operands: operand {index} of instruction {number}"
+        _require(tensor.dtype is DType.F32, f"{label} is not float32")
+        own_axes = merge_tensor_axes(tensor, shape)
+        axes = own_axes if repeats is None or own_axes is None else compose_axes(repeats, own_axes)
         if axes is None:
-            raise FusedKernelError(f"operands: operand {index} of instruction {number} is repeated as tiles")
+            raise FusedKernelError(f"{label} is repeated as tiles")
         content = self.contents.reads[number][index] or ()
         inside = {v[0] for _, _, v in content if isinstance(v, tuple) and v[0] in self.group.instruction_numbers}
         if not inside:
             return self._intern_memory_element_term(
                 tensor, self._repeat_row_number_over_columns(axes) if is_per_row else axes
             )
-        whole = len(content) == 1 and len(inside) == 1
-        _require(whole, f"operands: operand {index} of instruction {number} has several contents")
+        _require(len(content) == 1 and len(inside) == 1, f"{label} has several contents")
         (maker,) = inside
-        term, has_rows = self._compute_instruction_term(maker)
         (out,) = self.program.instructions[maker].dst
         rows = math.prod(out.shape)
         dense: Axes = ((rows, 1),) if rows > 1 else ()
-        if has_rows and not is_per_row:
-            dense = self._repeat_row_number_over_columns(dense)
-        same = (
-            tensor.offset == out.offset
-            and merge_tensor_axes(out) == (((rows, 1),) if rows > 1 else ())
-            and axes == dense
-        )
-        _require(same, f"operands: operand {index} of instruction {number} is another view of instruction {maker}")
+        is_whole = tensor.offset == out.offset and dense == merge_tensor_axes(out) == merge_tensor_axes(tensor)
+        if is_whole and not is_per_row and (repeats is not None or axes != dense) and not self._is_per_row(maker, axes):
+            if (maker, axes) not in self.repeated:
+                instruction = self.program.instructions[maker]
+                self.repeated[maker, axes] = self._trace_instruction_to_term(maker, instruction, None, axes)[0]
+            return self.repeated[maker, axes]
+        term, has_rows = self._compute_instruction_term(maker)
+        expected = self._repeat_row_number_over_columns(dense) if has_rows and not is_per_row else dense
+        _require(is_whole and axes == expected, f"{label} is another view of instruction {maker}")
         return term
+
+    def _is_per_row(self, maker: int, axes: Axes) -> bool:
+        """Return whether axes repeat the result of an instruction over the columns of each row and nothing else."""
+        rows, columns = math.prod(self.program.instructions[maker].dst[0].shape), (self.group.shape or (1,))[-1]
+        dense: Axes = ((rows, 1),) if rows > 1 else ()
+        return rows * columns == math.prod(self.group.shape) and axes == self._repeat_row_number_over_columns(dense)
 
     def _repeat_row_number_over_columns(self, axes: Axes) -> Axes:
         """Add an axis of stride 0 that repeats a number per row over the columns of the row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
 from ....ops.declaration.expression import Expression
@@ -10,9 +10,10 @@ from ....ops.declaration.interpreter import ScalarLanguageDeclaration
 from ....ops.registry import REGISTRY
 from ...capabilities import FusedExpression
 from ...fusion.dataflow import Dataflow
-from ...fusion.expression_groups import ExpressionGroup, TracedInstruction
+from ...fusion.expression_groups import ExpressionGroup
 from ...fusion.grouping import GroupingRules, find_expression_groups
 from ...fusion.operands import BoundInstruction
+from ...fusion.traced_instruction import TracedInstruction
 from ...kernel_tables import find_op_package_binding
 from ..kernels.kernel_table import BINDINGS
 from ..kernels.matmul.gated_units import GATED
@@ -32,7 +33,7 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
 
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(trace_instruction, flow), has_group_kernel, count_expression_steps_per_element)
+    rules = GroupingRules(partial(trace_instruction, flow), has_group_kernel, count_expression_steps)
     return find_expression_groups(flow, rules)
 
 
@@ -51,14 +52,27 @@ def to_fused_expression(group: ExpressionGroup) -> FusedExpression:
 
 
 @cache
-def count_expression_steps_per_element(expression: Expression) -> int:
-    """Count the steps that a kernel computes for each element of an expression, over all passes over a row."""
-    return sum(
-        TRANSCENDENTAL_PRICE if expression.steps[n].function in TRANSCENDENTAL_FUNCTIONS else ARITHMETIC_PRICE
-        for steps in ExpressionKernel(expression, ()).list_passes()
-        for n in steps
-        if expression.steps[n].function != "operand"
+def count_expression_steps(expression: Expression, single_operands: frozenset[int]) -> tuple[int, int]:
+    """Count the steps that a kernel computes for each element of an expression, over all passes over a row.
+
+    Args:
+        expression: The expression.
+        single_operands: The operands with one number per row.
+
+    Returns:
+        The steps per element, and the steps per row that depend only on single operands.
+    """
+    once = expression.find_steps_of_operands(single_operands)
+    steps = [n for some in ExpressionKernel(expression, ()).list_passes() for n in some - once]
+    return _price_steps(expression, steps), _price_steps(expression, once - expression.steps_with_one_number_per_row)
+
+
+def _price_steps(expression: Expression, numbers: Iterable[int]) -> int:
+    functions = (expression.steps[n].function for n in numbers)
+    prices = (
+        TRANSCENDENTAL_PRICE if f in TRANSCENDENTAL_FUNCTIONS else ARITHMETIC_PRICE for f in functions if f != "operand"
     )
+    return sum(prices)
 
 
 def trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:

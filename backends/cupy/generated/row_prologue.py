@@ -14,9 +14,10 @@ from ....ops.declaration.expression import Expression
 from ....ops.declaration.scalar import ROW_FUNCTIONS
 from ....ops.registry import REGISTRY
 from ...fusion.dataflow import Dataflow, require_no_alias
-from ...fusion.expression_groups import ExpressionGroup, GroupComposition, TracedInstruction, compose_instructions
+from ...fusion.expression_groups import ExpressionGroup, GroupComposition, compose_instructions
 from ...fusion.operand_views import find_strides_of_reshape
 from ...fusion.operands import NoKernelError, Operand, require_supported
+from ...fusion.traced_instruction import TracedInstruction
 from ...kernel_tables import find_op_package_binding
 from ..binding.launch_builder import LaunchWord
 from .expression_text import (
@@ -107,7 +108,7 @@ def _add_last_producer_to_prologue(
         if call is None or not flow.can_group([*composition.calls, number, *readers]):
             continue
         try:
-            larger = composition.join(number, call)
+            larger = composition.join({number: call})
         except NoKernelError:
             continue
         if _has_cuda_text(larger):

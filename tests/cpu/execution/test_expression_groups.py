@@ -189,6 +189,50 @@ def test_views_with_the_same_elements_in_the_same_order_join():
     assert list_fused_ops(hocket.Graph({"y": ops.mul(flat, hocket.weight("w", (COLUMNS,)))})) == ["rms_norm mul"]
 
 
+def make_channel_graph() -> hocket.Graph:
+    """Images with a factor and a shift per channel, as batch norm computes them: both read the factor."""
+    mean, variance, weight = (hocket.input(name, (6,)) for name in ("mean", "variance", "weight"))
+    factor = ops.mul(ops.div(weight, ops.sqrt(ops.sqr(variance))), weight)
+    factors, shifts = (ops.reshape(v, shape=(6, 1, 1)) for v in (factor, ops.sub(mean, ops.mul(mean, factor))))
+    return hocket.Graph({"y": ops.relu(ops.add(ops.mul(x(2, 6, 3, 5), factors), shifts))})
+
+
+def make_column_graph() -> hocket.Graph:
+    """Rows times ``1 + w`` with a weight per column, whose rows repeat it."""
+    return hocket.Graph({"y": ops.mul(x(), ops.scale(hocket.input("w", (COLUMNS,)), scale=1.0, bias=1.0))})
+
+
+def make_nested_graph() -> hocket.Graph:
+    """A number and a weight per column that a matrix repeats, and images that repeat the matrix."""
+    number, weight = ops.exp(hocket.input("n", ())), ops.abs(hocket.input("w", (6,)))
+    matrix = ops.add(ops.mul(hocket.input("m", (5, 6)), weight), number)
+    return hocket.Graph({"y": ops.sub(ops.reshape(ops.mul(x(2, 5, 6), matrix), shape=(60,)), number)})
+
+
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (make_channel_graph, "sqr sqrt div mul mul mul sub add relu"),
+        (make_column_graph, "scale mul"),
+        (make_nested_graph, "abs mul exp add mul sub"),
+    ],
+    ids=["channels", "columns", "nested"],
+)
+def test_producers_that_are_repeated_join_and_keep_all_bits(make, fused: str, monkeypatch: pytest.MonkeyPatch):
+    graph = make()
+    assert list_fused_ops(graph) == [fused]
+    (kernel,) = CpuBackend(1).describe_fusion(make_program(graph)).expressions
+    assert len(kernel.results) == 1
+    together = run(graph, {}, threads=2)["y"]
+    monkeypatch.setattr(program_binding, "choose_expression_groups", lambda flow: [])
+    assert_equal_bits(together, run(graph, {}, threads=1)["y"])
+
+
+def test_a_repeated_result_that_is_an_output_is_computed_once():
+    factor = ops.sqrt(hocket.input("w", (COLUMNS,)))
+    assert list_fused_ops(hocket.Graph({"y": ops.mul(x(), factor), "factor": factor})) == []
+
+
 @pytest.mark.parametrize(
     "read",
     [

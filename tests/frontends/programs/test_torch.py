@@ -85,6 +85,9 @@ def rows_cases():
         "shared heads": lambda x, m, i, t: F.scaled_dot_product_attention(
             x, x[:, :1], x[:, :1], x[0, 0] > 0, enable_gqa=True
         ),
+        "repeated heads": lambda x, m, i, t: F.scaled_dot_product_attention(
+            torch.cat([x, -x], 1), *(y[:, :, None].expand(2, 3, 2, 8, 8).reshape(2, 6, 8, 8) for y in (x, 0.5 * x))
+        ),
         "embedding": lambda x, m, i, t: F.embedding(i % 8, table) + F.one_hot(i % 5, 5),
         "gathered": lambda x, m, i, t: (
             m.gather(1, i % 6) + m.gather(0, i % 4) + m.take_along_dim(i[:1, :2] % 6, 1).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import hocket
@@ -15,6 +16,7 @@ from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph import DType
 from hocket.ops import REGISTRY
 from hocket.scheduler.verifier.fused_kernels import find_fusion_faults
+from hocket.scheduler.verifier.fused_terms import compose_axes
 
 from ...given.fusion_faults import FUSION_FAULTS, FusionFault
 from ...given.fusion_faults.programs import GRAPH_BUILDERS, build_fused_program
@@ -235,6 +237,56 @@ def test_each_planted_fault_of_a_kernel_is_found_by_its_rule(fault: str):
     rule, plant = NORM_FAULTS[fault]
     found = [*find_fusion_faults(*plant(*make_norm_program()))]
     assert any(f"{rule}: " in why for why in found), found
+
+
+def make_repeating_program() -> tuple[Program, ProgramFusion]:
+    """One kernel with factors per channel, which it computes from a weight per channel and repeats over the images."""
+    factors = ops.sqrt(ops.scale(hocket.input("w", (6,)), scale=2.0))
+    x = hocket.input("x", (2, 6, 3, 5))
+    return plan_program(hocket.Graph({"y": ops.mul(x, ops.reshape(factors, shape=(6, 1, 1)))}))
+
+
+REPEATED_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeated over other axes": lambda t: replace(t, strides=(0, 0, 1, 0)),
+    "repeated in tiles": lambda t: replace(t, strides=(0, 0, 0, 1)),
+    "not repeated": lambda t: replace(t, strides=contiguous_strides(t.shape)),
+    "of another channel": lambda t: replace(t, offset=t.offset + 4),
+}
+
+
+@pytest.mark.parametrize("fault", REPEATED_FAULTS)
+def test_an_operand_of_a_repeated_value_is_read_in_one_way(fault: str):
+    program, fusion = make_repeating_program()
+    (kernel,) = fusion.expressions
+    assert [*find_fusion_faults(program, fusion)] == []
+    (at,) = (n for n, tensor in enumerate(kernel.operands) if tensor.strides == (0, 1, 0, 0))
+    wrong = (*kernel.operands[:at], REPEATED_FAULTS[fault](kernel.operands[at]), *kernel.operands[at + 1 :])
+    assert any("expression: " in why for why in find_fusion_faults(program, change(fusion, operands=wrong)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_composed_axes_address_the_same_elements(seed: int):
+    rng = np.random.default_rng(seed)
+    shape = rng.integers(1, 4, rng.integers(0, 4))
+    strides = rng.integers(0, 50, len(shape))
+    value = sum((s * i for s, i in zip(strides, np.indices(shape), strict=True)), np.zeros(shape, int))
+    sizes, steps = [], []
+    for count in shape if rng.integers(2) else [value.size]:
+        sizes += [*rng.integers(1, 4, 1), count]
+        steps += [0, 1]
+    dense = np.cumprod([n if step else 1 for n, step in zip(sizes[::-1], steps[::-1], strict=True)][:-1])[::-1]
+    steps = [step * d for step, d in zip(steps, [*dense, 1], strict=True)] if sizes else []
+    outer = tuple((int(n), int(s)) for n, s in zip(sizes, steps, strict=True) if n > 1)
+    read = np.lib.stride_tricks.as_strided(
+        np.ascontiguousarray(value), [n for n, _ in outer], [value.itemsize * s for _, s in outer]
+    )
+    axes = compose_axes(outer, tuple((int(n), int(s)) for n, s in zip(shape, strides, strict=True) if n > 1))
+    assert axes is not None
+    found = sum(
+        (s * i for (_, s), i in zip(axes, np.indices([n for n, _ in axes]), strict=True)),
+        np.zeros([n for n, _ in axes], int),
+    )
+    assert np.array_equal(found.ravel(), read.ravel())
 
 
 def reorder(*order: tuple[int, ...]) -> Planted:

@@ -22,9 +22,10 @@ from .....ops.declaration.scalar import is_inside, where
 from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow
-from ....fusion.expression_groups import ExpressionGroup, TracedInstruction
+from ....fusion.expression_groups import ExpressionGroup
 from ....fusion.operand_views import Box
 from ....fusion.operands import BoundInstruction, Operand, require_supported
+from ....fusion.traced_instruction import TracedInstruction
 from ...compilation.compiler import kernel
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import LANES, gather_lanes, load_int, load_ints

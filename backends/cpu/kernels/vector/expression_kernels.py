@@ -20,7 +20,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .....ops.declaration.expression import Expression
+from .....ops.declaration.expression import OPERAND_FUNCTIONS, Expression
 from .....ops.declaration.scalar import COMPARISON_FUNCTIONS, ROW_FUNCTIONS
 from ...compilation.compiler import IrBody, Kernel
 from ...simd import vectors
@@ -227,9 +227,10 @@ class _RowKernelEmitter:
         expression = self.plan.expression
         self.addresses, self.row_values = addresses, {**numbers}
         for number, step in enumerate(expression.steps):
-            if step.function == "row_operand":
-                address = self.addresses[self.plan.operand_indices.index(int(step.value))]
-                self.row_values[number] = vectors.splat_from.body(self.b, address)
+            if step.function in OPERAND_FUNCTIONS and not step.sources:
+                index = self.plan.operand_indices.index(int(step.value))
+                if step.function == "row_operand" or self.plan.is_single[index]:
+                    self.row_values[number] = vectors.splat_from.body(self.b, self.addresses[index])
         self._emit_steps_computed_once_per_row()
         for number, step in enumerate(expression.steps):
             if step.function in ROW_FUNCTIONS:
@@ -386,8 +387,6 @@ class _RowKernelEmitter:
         """Emit code that loads 16 elements of an operand from `column` on; lanes out of the mask are not read."""
         b, index = self.b, self.plan.operand_indices.index(operand)
         is_single, address = self.plan.is_single[index], self.addresses[index]
-        if is_single and mask is None:
-            return vectors.splat_from.body(b, address)
         if not (is_single or (self.plan.is_strided and self.plan.is_strided[index])):
             if mask is None:
                 return self._load(address, column, count)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ....fusion.expression_groups import ExpressionGroup, TracedInstruction, compose_instructions
+from ....fusion.expression_groups import ExpressionGroup, compose_instructions
 from ....fusion.operands import NoKernelError
+from ....fusion.traced_instruction import TracedInstruction
 from ...steps.step_table import StepTableBuilder
 from .elementwise import RowKernel, add_row_step, can_loop_over_rows, make_expression_row_kernel
 
