@@ -26,6 +26,8 @@ def normalise_negative_indices(ids: Tensor, n: int) -> Tensor:
     if ids.constant is not None:
         known = np.asarray(ids.constant, np.int64)
         return constant_tensor(np.where(known < 0, known + n, known))
+    if ids.is_non_negative:
+        return ids
     return where(compare("lt", ids, 0), add(ids, n), ids)
 
 

@@ -62,7 +62,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return ``exp(x) / sum(exp(x))`` along an axis. A row of only -inf gives NaN."""
     if not prod(x.shape):
         return as_float(x)
-    return add(masked_softmax(x, axis), scale_and_shift(reduce_max_min_or_prod("max", x, axis, keepdim=True), 0.0))
+    return add(scale_and_shift(reduce_max_min_or_prod("max", x, axis, keepdim=True), 0.0), masked_softmax(x, axis))
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:

@@ -6,6 +6,7 @@ Without `axes` a function reduces all axes. With `keepdim` a reduced axis keeps 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isinf, prod
 
 from ... import ops
@@ -152,7 +153,7 @@ def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
         ids = sub(last.shape[-1] - 1, flip(from_end, [-1]))
     else:
         ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
-    return cast(move_axis(reshape(ids, last.shape), -1, axis), DType.I64)
+    return replace(cast(move_axis(reshape(ids, last.shape), -1, axis), DType.I64), is_non_negative=True)
 
 
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:

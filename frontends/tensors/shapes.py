@@ -6,6 +6,7 @@ A tensor with more than `MAX_RANK` axes has a flat graph value. Its consecutive 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -44,7 +45,8 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     if prod(whole) != size:
         raise ModelError(f"shape {list(shape)} does not hold the {size} elements of a tensor of {list(x.shape)}")
     known_array = None if x.constant is None else x.constant.reshape(whole)
-    return Tensor(reshape_value(x.value, limit_shape_to_max_rank(whole)), whole, x.is_bool, known_array)
+    value = reshape_value(x.value, limit_shape_to_max_rank(whole))
+    return Tensor(value, whole, x.is_bool, known_array, x.is_non_negative)
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -57,7 +59,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
     if order == list(range(x.rank)):
         return x
     if not x.exceeds_max_rank:
-        return Tensor(permute_value(x.value, order), shape, x.is_bool)
+        return Tensor(permute_value(x.value, order), shape, x.is_bool, is_non_negative=x.is_non_negative)
     # Axes that stay consecutive are merged; axes of one entry are dropped.
     real = [a for a in order if x.shape[a] != 1]
     ahead = dict(zip(sorted(real)[1:], sorted(real), strict=False))
@@ -170,7 +172,8 @@ def slice_range(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
     """Return the entries from `start` to `stop` (exclusive) of one axis."""
     if (start, stop) == (0, x.shape[x.normalise_axis(axis)]):
         return x
-    return apply_along_axis(x, axis, lambda value, at: ops.slice_(value, axis=at, start=start, stop=stop))
+    part = apply_along_axis(x, axis, lambda value, at: ops.slice_(value, axis=at, start=start, stop=stop))
+    return replace(part, is_non_negative=x.is_non_negative)
 
 
 def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Tensor:

@@ -25,13 +25,15 @@ class Tensor:
     """A graph value with the shape that the tensor has in PyTorch or ONNX.
 
     A graph value has at most `MAX_RANK` axes. For a shape with more axes, `value` is flat (rank 1). Booleans are stored
-    as 0 and 1 in f32, with `is_bool` set. `constant` is the array of a constant tensor, otherwise None.
+    as 0 and 1 in f32, with `is_bool` set. `constant` is the array of a constant tensor, otherwise None. With
+    `is_non_negative` no entry is below 0, so that it is no index from the end.
     """
 
     value: Value
     shape: tuple[int, ...]
     is_bool: bool = False
     constant: Array | None = None
+    is_non_negative: bool = False
 
     @property
     def rank(self) -> int:
@@ -150,7 +152,7 @@ def cast(x: Tensor, dtype: DType, is_bool: bool = False) -> Tensor:
         )
     if x.constant is not None and dtype is not DType.BF16:
         return constant_tensor(x.constant.astype(dtype.storage))
-    return Tensor(ops.cast(x.value, dtype=dtype), x.shape)
+    return Tensor(ops.cast(x.value, dtype=dtype), x.shape, is_non_negative=x.is_non_negative and dtype is DType.I64)
 
 
 _DTYPES_BY_WIDTH = (DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.BF16, DType.F32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -314,7 +314,8 @@ class _ProgramImporter:
             )
             data = known.float() if known.dtype in (_find_torch_dtype("float64"), _find_torch_dtype("bool")) else known
             leaf = self._add_or_share_weight(name or f"folded.{node.name}", data.contiguous())
-            self.values[node] = Tensor(leaf.value, leaf.shape, known.dtype == _find_torch_dtype("bool"))
+            is_bool, is_index = known.dtype == _find_torch_dtype("bool"), leaf.is_integer and bool((known >= 0).all())
+            self.values[node] = replace(leaf, is_bool=is_bool, is_non_negative=is_index)
         return self.values[node]
 
     # ------------------------------------------------------------------------------------------------------ results
