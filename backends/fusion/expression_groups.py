@@ -26,7 +26,7 @@ from .operand_views import (
     with_shape_and_strides,
 )
 from .operands import NoKernelError, Operand, compute_broadcast_strides, require_supported
-from .traced_instruction import Place, TracedInstruction, count_region_bytes
+from .traced_instruction import OperandPlacement, TracedInstruction, count_region_bytes
 
 MAX_GROUP_OPERANDS = 16
 """The most operands and results of a group: addresses that the loop over rows keeps."""
@@ -99,7 +99,7 @@ class GroupComposition:
     operands: list[Operand] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     inside_steps: list[tuple[int, ...]] = field(default_factory=list)
-    step_by_number: dict[tuple[int, Place | None], int] = field(default_factory=dict)
+    step_by_number: dict[tuple[int, OperandPlacement | None], int] = field(default_factory=dict)
     numbers_per_row: set[int] = field(default_factory=set)
     result_views: dict[tuple[int, bool], Operand] = field(default_factory=dict)
     can_repeat: bool = False
@@ -180,7 +180,7 @@ class GroupComposition:
             producers[number] = direct.union(*(producers[n] for n in direct))
         return producers
 
-    def add_with_producers(self, number: int, placement: Place | None = None) -> None:
+    def add_with_producers(self, number: int, placement: OperandPlacement | None = None) -> None:
         """Add the steps of an instruction, after the steps of its producers in the group; existing steps are reused.
 
         With a placement, the result of the instruction is read in this place only, or repeatedly.
@@ -238,7 +238,7 @@ class GroupComposition:
         require_supported(is_per_row, "it is evaluated over another shape")
         return True
 
-    def _add_box_test_step(self, placement: Place | None) -> int:
+    def _add_box_test_step(self, placement: OperandPlacement | None) -> int:
         """Add the step that tests whether the current element lies in the box of a placement; return its number."""
         assert isinstance(placement, Placement)
         box = reshape_box(placement.shape, placement.box, self.shape)
@@ -246,7 +246,7 @@ class GroupComposition:
         return self.steps.setdefault(Step("inside", (), self.boxes.index(box)), len(self.steps))
 
     def _find_or_add_operand_step(
-        self, number: int, call: TracedInstruction, index: int, placement: Place | None
+        self, number: int, call: TracedInstruction, index: int, placement: OperandPlacement | None
     ) -> int:
         """Return the step that supplies an operand: the step of its producer in the group, or a read from memory."""
         operand, maker = call.operand(index), call.producers[index]
@@ -321,7 +321,7 @@ class GroupComposition:
         require_supported(has_same_axes and (call.starts or call.shape == out.shape), "a part is reshaped")
 
     def _require_whole_producer_result(
-        self, maker: int, call: TracedInstruction, operand: Operand, place: Place | None
+        self, maker: int, call: TracedInstruction, operand: Operand, place: OperandPlacement | None
     ) -> None:
         """Require that an operand is the whole result of its producer; raise `NoKernelError` otherwise."""
         out = self.calls[maker].out

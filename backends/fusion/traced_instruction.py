@@ -10,9 +10,9 @@ from functools import cached_property
 from ...graph.attrs import Attrs
 from ...ops.declaration.expression import Expression
 from .operand_views import Placement, Repetition, Shape, place_whole, reshape_repeated_operand
-from .operands import Operand, require_supported
+from .operands import NoKernelError, Operand
 
-Place = Placement | Repetition
+OperandPlacement = Placement | Repetition
 """How the shape of a group reads a value that does not fill it: in one place, or repeatedly."""
 
 
@@ -86,11 +86,12 @@ class TracedInstruction:
         assert operand is not None
         return operand
 
-    def compute_operand_placement(self, index: int, placement: Place | None) -> Place | None:
+    def compute_operand_placement(self, index: int, placement: OperandPlacement | None) -> OperandPlacement | None:
         """Compute where an operand lies in the shape of the group; None stands for the whole shape."""
         if self.starts is None:
             return placement
-        require_supported(not isinstance(placement, Repetition), "a value with parts is repeated")
+        if isinstance(placement, Repetition):
+            raise NoKernelError("a value with parts is repeated")
         operand = self.operand(index)
         return (placement or place_whole(self.shape)).compute_operand_placement_at(self.starts[index], operand.shape)
 

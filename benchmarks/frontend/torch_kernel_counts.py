@@ -58,7 +58,7 @@ def list_hocket_kernels(exported: torch.export.ExportedProgram) -> list[tuple[Ke
 
 
 def count_hocket_kernels(exported: torch.export.ExportedProgram) -> dict[str, int]:
-    """Count the kernel calls of one run of a program on one CPU device, and those of NumPy among them."""
+    """Count the kernel calls of one run of a program on one CPU device, and the calls of NumPy among them."""
     calls = [call for call, _ in list_hocket_kernels(exported)]
     return {"hocket": len(calls), "numpy": sum(call.kernel == STAND_IN for call in calls)}
 
@@ -137,7 +137,7 @@ def _format_inductor_count(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Count what the file lacks, and write the results."""
+    """Make the counts that are not in the file, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("counts", type=Path, help="the file with one count per line")
     parser.add_argument("--models", nargs="*", default=list_models())

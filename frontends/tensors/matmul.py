@@ -130,7 +130,7 @@ def _remove_repeated_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find_heads_before_repetition(x: Tensor) -> Tensor | None:
-    """Return the tensor [..., heads, s, d] of which `x` repeats each head (expand, reshape); None if it does not."""
+    """Return the tensor [..., heads, s, d] before `x` repeats each head by an expand and a reshape, or else None."""
     if x.value.node.op != "reshape" or x.exceeds_max_rank or x.rank < 3:
         return None
     (repeated,) = x.value.node.inputs

@@ -58,7 +58,7 @@ def compose_axes(outer: Axes, inner: Axes) -> Axes | None:
         inner: The axes of an operand, element by element of the value.
 
     Returns:
-        The axes of the operand for the reader; None if no strides express them.
+        The axes of the operand for the reader; None if strides cannot express them.
     """
     left, axes, covered = [*inner], list[tuple[int, int]](), 1
     for size, step in reversed(outer):

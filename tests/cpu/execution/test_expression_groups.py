@@ -198,7 +198,7 @@ def make_channel_graph() -> hocket.Graph:
 
 
 def make_column_graph() -> hocket.Graph:
-    """Rows times ``1 + w`` with a weight per column, whose rows repeat it."""
+    """Rows times ``1 + w`` with a weight per column, which the rows repeat."""
     return hocket.Graph({"y": ops.mul(x(), ops.scale(hocket.input("w", (COLUMNS,)), scale=1.0, bias=1.0))})
 
 

@@ -255,7 +255,7 @@ REPEATED_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("fault", REPEATED_FAULTS)
-def test_an_operand_of_a_repeated_value_is_read_in_one_way(fault: str):
+def test_each_wrong_operand_of_a_repeated_value_is_found(fault: str):
     program, fusion = make_repeating_program()
     (kernel,) = fusion.expressions
     assert [*find_fusion_faults(program, fusion)] == []
