@@ -16,6 +16,7 @@ import argparse
 import ast
 import json
 import sys
+import textwrap
 import time
 import types
 import warnings
@@ -132,11 +133,12 @@ def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append([f"{len(counted)} counted", *sums, sum(row["inductor"] for row in both)])
     lines[-1].append(sum(row["generated_by_metrics"] for row in both) + extern)
     head = "class", "before", "now", "of these NumPy", "Inductor: calls in its code", "Inductor: by its metrics"
-    return (
+    text = (
         f"Kernels per forward: {sums[1]} in {len(counted)} of {len(rows)} classes; all had {START_COUNT} at first. At "
         f"most Inductor's count: {fewer} of {len(both)} classes by the calls in its code, and {fewer_by_metrics} by "
-        f"`metrics.generated_kernel_count` and calls of other libraries.\n\n{results.format_table(head, lines)}"
+        f"`metrics.generated_kernel_count` and calls of other libraries."
     )
+    return f"{textwrap.fill(text, 120)}\n\n{results.format_table(head, lines)}"
 
 
 def _format_inductor_counts(row: Mapping[str, Any]) -> list[str]:
