@@ -122,7 +122,7 @@ class _GroupSearch:
     def _add_joins_with_readers(
         self, members: GroupComposition, candidates: Sequence[Mapping[int, TracedInstruction]]
     ) -> Iterator[Mapping[int, TracedInstruction]]:
-        """Yield the candidates for a join, then those with larger results together with other readers of the group.
+        """Yield the candidates for a join, then larger candidates together with other readers of the group.
 
         A result that a larger value repeats is not written, so all of its readers must join.
         """

@@ -302,8 +302,7 @@ class _ProgramImporter:
             if self.values[node] is None:
                 raise ModelError(f"%{node.name} is a result that hocket does not compute; remove it from the program")
             return self.values[node]
-        known = self.constants[node]
-        if not _is_tensor(known):
+        if not _is_tensor(known := self.constants[node]):
             return known
         if known.numel() * known.element_size() <= MAX_CONSTANT_BYTES and str(known.dtype) != "torch.bfloat16":
             _to_dtype_and_boolean_flag(known.dtype, node, known=True)
@@ -314,8 +313,8 @@ class _ProgramImporter:
             )
             data = known.float() if known.dtype in (_find_torch_dtype("float64"), _find_torch_dtype("bool")) else known
             leaf = self._add_or_share_weight(name or f"folded.{node.name}", data.contiguous())
-            is_bool, is_index = known.dtype == _find_torch_dtype("bool"), leaf.is_integer and bool((known >= 0).all())
-            self.values[node] = replace(leaf, is_bool=is_bool, is_non_negative=is_index)
+            is_index = leaf.is_integer and bool((known >= 0).all())
+            self.values[node] = replace(leaf, is_bool=str(known.dtype) == "torch.bool", is_non_negative=is_index)
         return self.values[node]
 
     # ------------------------------------------------------------------------------------------------------ results
