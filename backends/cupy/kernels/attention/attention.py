@@ -90,7 +90,7 @@ def _make_attention_binder(
 
 
 def launch_attention_with_heads(launches: LaunchBuilder, call: BoundInstruction, heads: Sequence[LaunchWord]) -> None:
-    """Launch the attention of one token over 16-bit caches, whose blocks also compute and store its heads.
+    """Launch the attention of one token over 16-bit caches; its blocks also compute and store the heads.
 
     Args:
         launches: Receives the launch.
@@ -201,7 +201,7 @@ class _AttentionBinder:
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
     def _make_bunch_fields(self, splits: int, sums: list[LaunchWord]) -> list[LaunchWord]:
-        """Return the fields of the C struct `Cells` by which `attend_cells` combines its key splits.
+        """Return the fields of the C struct `Cells` that tell `attend_cells` how to combine key splits.
 
         Adjacent splits are a bunch. The last block of a bunch adds its splits, and the last block of all adds the
         bunches. Few splits are their own bunches.

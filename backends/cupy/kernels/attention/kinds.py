@@ -22,7 +22,7 @@ CELL_ROWS = 16
 RING_BYTES = 8 * 8 + 2 * 4
 """Bytes of `attend_roles` for rings of two stages: two mbarriers for a stage of keys or values, and a note for keys."""
 MAX_BUNCH_SPLITS = 12
-"""Key splits that `attend_cells` adds at once as a bunch; so many bunches hold more than the most key splits."""
+"""Key splits that `attend_cells` adds at once as a bunch. As many bunches hold more than the most key splits."""
 TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 """Terms of the cell dtype that together are as precise as float32."""
 
