@@ -306,7 +306,7 @@ def _parse_and_check_recent_tokens(
     session: Session | MicroBatchedSession, header: Mapping[str, object], lengths: Sequence[int]
 ) -> list[list[int]]:
     """Return the recent tokens of each sequence from the header of a saved state, after a check."""
-    history_count, rows = session.model.history_token_count, header["recent"]
+    history_count, rows = session.model.ngram_history_token_count, header["recent"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("it does not hold the last tokens of each sequence")
     if [len(row) for row in rows] != [min(n, history_count) for n in lengths]:

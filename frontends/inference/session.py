@@ -268,7 +268,9 @@ class Session:
         for part, gives in zip(parts, outputs, strict=True):
             pairs = list_sequence_token_pairs(part) if every_position else None
             batch = Batch(part, lengths, pairs, recent, tables=self.tables)
-            lengths, recent = advance_lengths_and_recent_tokens(part, lengths, recent, self.model.history_token_count)
+            lengths, recent = advance_lengths_and_recent_tokens(
+                part, lengths, recent, self.model.ngram_history_token_count
+            )
             steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
             inputs.append(self.model.inputs(steps[-1], batch))
         return PipelinedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
@@ -292,7 +294,7 @@ class Session:
 
     def advance_by_chunk(self, chunk: PrefillChunk) -> None:
         """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
-        count = self.model.history_token_count
+        count = self.model.ngram_history_token_count
         self.lengths, self.recent = advance_lengths_and_recent_tokens(chunk, self.lengths, self.recent, count)
 
     def require_evaluable_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:

@@ -132,8 +132,8 @@ class Model:
         return any(block.uses_half_precision_activation for block in self.hyper.blocks)
 
     @property
-    def history_token_count(self) -> int:
-        """Number of earlier tokens of each sequence that a `Batch` must contain; 0 without n-gram embeddings."""
+    def ngram_history_token_count(self) -> int:
+        """The number of previous tokens per sequence that n-gram embeddings read from a `Batch`; 0 without them."""
         return self.hyper.ngrams.hash_history_token_count if self.hyper.ngrams else 0
 
     def attention_window_tokens(self, cache: str) -> int:

@@ -25,8 +25,8 @@ from .layers.moe import ExpertLayerHyperparameters
 from .layers.ngram_embedding import NgramEmbedding
 
 
-class InputSource(Protocol):
-    """A part of a model that has graph inputs of its own, and builds their arrays for each batch."""
+class GraphInputProvider(Protocol):
+    """A part of a model with graph inputs of its own; it builds their arrays for each batch."""
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
 
@@ -139,7 +139,7 @@ class Hyperparameters:
         return max(taps, self.ngrams.convolution_history_token_count + 1) if self.ngrams else taps
 
     @cached_property
-    def input_sources(self) -> tuple[InputSource, ...]:
+    def input_sources(self) -> tuple[GraphInputProvider, ...]:
         """The parts of the model that build graph inputs of their own, such as ring caches and n-gram embeddings."""
         rings = map(RingRowNumberInput, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))

@@ -31,9 +31,9 @@ from .requests import (
     is_fault_of_request,
 )
 from .running_requests import (
+    DecodeBlockRotation,
     QueuedRequest,
     RunningRequest,
-    WindowBlockTurns,
     build_engine_status,
     choose_move_to_shrink_window,
     choose_token,
@@ -84,7 +84,7 @@ class Engine:
         mixes_steps: bool = True,
     ) -> None:
         self._pool, self._cache, self._clock = pool, cache, clock
-        self._queue_size, self._blocks = queue_size, WindowBlockTurns(max_window)
+        self._queue_size, self._blocks = queue_size, DecodeBlockRotation(max_window)
         self._times = StepTimes(
             pool, max_gap_seconds=max_gap_seconds, idle_chunk_seconds=idle_chunk_seconds, mixes_steps=mixes_steps
         )

@@ -105,7 +105,7 @@ class TapedPool:
 
     @property
     def planning_seconds(self) -> float:
-        """The seconds of plans and kernels since the start, which are recorded."""
+        """The seconds that the pool has spent on plans and kernels since its start, as the tape has them."""
         return self._tape.record_or_replay_seconds(lambda: self._pool.planning_seconds)
 
     def predict_prompt_seconds(self, size: int) -> float:
@@ -172,15 +172,18 @@ def _write_whole_line(file: BinaryIO, line: bytes) -> None:
     """Write a line to an unbuffered file, in parts if the file takes only a part of it at once.
 
     Raises:
-        OSError: The file cannot be written, or the reader of a pipe takes nothing for `MAX_READER_WAIT_SECONDS`.
+        OSError: The file cannot be written, or the reader of a pipe takes the line in no `MAX_READER_WAIT_SECONDS`.
     """
-    until = time.monotonic() + MAX_READER_WAIT_SECONDS
+    until, size = time.monotonic() + MAX_READER_WAIT_SECONDS, len(line)
+    poll = select.poll()
+    poll.register(file, select.POLLOUT)
     while line:
         count: int | None = file.write(line)
         if count is None:  # a full pipe
             left = until - time.monotonic()
-            if left <= 0 or not select.select([], [file], [], left)[1]:
-                raise TimeoutError(errno.ETIMEDOUT, f"its reader takes nothing for {MAX_READER_WAIT_SECONDS:g} s")
+            if left <= 0 or not poll.poll(left * 1000):
+                why = f"its reader does not take a line of {size} bytes within {MAX_READER_WAIT_SECONDS:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, why)
         line = line[count or 0 :]
 
 

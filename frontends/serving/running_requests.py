@@ -124,11 +124,11 @@ class RunningRequest:
         )
 
 
-class WindowBlockTurns:
-    """The turns of blocks of slots, if a decode step has at most `size` slots; `None` for all slots.
+class DecodeBlockRotation:
+    """Lets blocks of adjacent slots decode in turn, if a step has fewer slots than the pool.
 
     Args:
-        size: Slots of a block, a power of two.
+        size: Slots of a block, a power of two; `None` if all slots decode together.
     """
 
     def __init__(self, size: int | None) -> None:

@@ -33,8 +33,16 @@ class StepTimes:
         """The seconds of chunks by their plans."""
 
     def record_chunk(self, tokens: int, seconds: float) -> None:
-        """Record the seconds of a step that has read `tokens` prompt tokens."""
-        update_running_mean(self._chunk_seconds, next_power_of_two(max(tokens, MIN_PROMPT_TOKENS)), seconds)
+        """Record the seconds of a step that has read `tokens` prompt tokens.
+
+        A larger size with a time that its plan cannot explain by this step gets nearer to that time. Otherwise one slow
+        chunk, such as the first one with cold weights, would keep all later chunks smaller.
+        """
+        size = next_power_of_two(max(tokens, MIN_PROMPT_TOKENS))
+        update_running_mean(self._chunk_seconds, size, seconds)
+        for larger, known in self._chunk_seconds.items():
+            if larger > size and known > (expected := seconds * self._compute_plan_ratio(larger, size)):
+                update_running_mean(self._chunk_seconds, larger, expected)
 
     def record_decode(self, requests: int, seconds: float) -> None:
         """Record the seconds of a step that has decoded a token of each of `requests` requests."""
@@ -104,13 +112,16 @@ class StepTimes:
         """
         if size in self._chunk_seconds:
             return self._chunk_seconds[size]
-        planned = self._predict_planned_seconds(size)
         if not self._chunk_seconds:
-            return planned
+            return self._predict_planned_seconds(size)
         nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
-        return self._chunk_seconds[nearest] * planned / self._predict_planned_seconds(nearest)
+        return self._chunk_seconds[nearest] * self._compute_plan_ratio(size, nearest)
+
+    def _compute_plan_ratio(self, size: int, other_size: int) -> float:
+        """Return the planned seconds of a chunk of `size` tokens, divided by those of `other_size` tokens."""
+        return self._predict_planned_seconds(size) / self._predict_planned_seconds(other_size)
 
     def _predict_planned_seconds(self, size: int) -> float:
         if size not in self._planned_seconds:
-            self._planned_seconds[size] = self._pool.predict_prompt_seconds(size)
+            self._planned_seconds[size] = max(self._pool.predict_prompt_seconds(size), 1e-9)
         return self._planned_seconds[size]

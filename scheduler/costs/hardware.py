@@ -123,8 +123,12 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:  # plans are written as JSON, which has no numbers of NumPy
-            if hasattr(number := getattr(self, name), "item"):
-                object.__setattr__(self, name, number.item())
+            value = getattr(self, name)
+            if hasattr(value, "item"):
+                object.__setattr__(self, name, value.item())
+            elif isinstance(value, Mapping) and any(hasattr(speed, "item") for speed in value.values()):
+                plain = {op: speed.item() if hasattr(speed, "item") else speed for op, speed in value.items()}
+                object.__setattr__(self, name, plain)
 
     @property
     def solo_hardware(self) -> Hardware:

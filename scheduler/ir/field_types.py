@@ -87,11 +87,12 @@ def _find_field_check(annotation: Any) -> FieldCheck:
         return _make_fixed_tuple_check([_find_field_check(entry) for entry in arguments])
     if origin in (tuple, frozenset):
         return _make_collection_check(origin, _find_field_check(arguments[0]))
-    if origin is not None and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         return _make_mapping_check(*map(_find_field_check, arguments))
     if dataclasses.is_dataclass(annotation):
         return _make_record_check(cast(type, annotation))
-    return _make_leaf_check(instance_of(annotation))
+    classes = (c for c in (annotation, origin) if isinstance(c, type) and c is not Any)
+    return _make_leaf_check(instance_of(next(classes, object)))  # only a subclass outside the package needs `object`
 
 
 def _make_leaf_check(kind: ArgumentKind) -> FieldCheck:
@@ -160,10 +161,10 @@ def _make_record_check(cls: type) -> FieldCheck:
     need = instance_of(cls).description
 
     def check(value: Any, seen: set[int]) -> FieldFault | None:
-        if id(value) in seen:
-            return None
         if not isinstance(value, cls):
             return FieldFault("", "", value, need)
+        if id(value) in seen:
+            return None
         known = getattr(value, "__dict__", None)
         for name, check_field in find_field_checks():
             if (known is None or name in known) and (fault := check_field(getattr(value, name), seen)):

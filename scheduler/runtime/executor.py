@@ -297,7 +297,7 @@ class Executor:
                 self._device_threads.roll_back_and_raise(self._roll_back)
         except BackendError as why:
             if isinstance(why, StatesLostError):
-                self.store.record_lost_states(why)
+                self.store._record_lost_states(why)
             if self.store.between.world.failure is not None:  # signal pads say only that a device failed
                 raise RanksError(str(self.store.between.world.failure)) from why
             raise

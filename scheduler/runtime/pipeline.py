@@ -160,7 +160,7 @@ class PipelinedRuns:
             yield
         except StatesLostError as why:
             for pipeline in self._used_plans:
-                pipeline.store.record_lost_states(why)
+                pipeline.store._record_lost_states(why)
             raise
 
     def _end_and_join_workers(self) -> None:

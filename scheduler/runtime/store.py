@@ -237,7 +237,7 @@ class Store:
             if self._has_whole_states:
                 self.lost_states.reason = ""
 
-    def record_lost_states(self, error: StatesLostError) -> None:
+    def _record_lost_states(self, error: StatesLostError) -> None:
         """Record that a run has lost the states. While a device may still write, the arena is not used either."""
         self.lost_states.record(error)
         if not error.can_begin_anew and not error.is_of_earlier_run:

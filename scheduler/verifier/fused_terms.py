@@ -171,7 +171,10 @@ class SymbolicTerms:
     def _intern_memory_element_term_in_box(
         self, tensor: Tensor, shape: tuple[int, ...], box: Sequence[tuple[int, int]]
     ) -> int:
-        """Return the term of a memory element that is read in a box; `tensor` begins where the box begins."""
+        """Return the term for one element of a box in memory.
+
+        `tensor` begins at the first element of the box; `shape` is the whole shape around the box.
+        """
         axes = merge_tensor_axes(replace(tensor, shape=shape))
         if merge_box_axes(shape, box) == merge_box_axes(shape, [(0, n) for n in shape]):
             return self._intern_memory_element_term(tensor, axes)

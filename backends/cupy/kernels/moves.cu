@@ -71,26 +71,6 @@ template <class T, class Id> __global__ void gather(const __grid_constant__ Gath
     each_column(a.columns, [&](i64 c) { return row[c * a.column_step]; }, [&](i64 c, auto value) { out[c] = to_float(value); });
 }
 
-// The same of the sum of two tables, of which no other row is made.
-template <class Id> struct GatherSum {
-    i64 rows, columns;
-    const float *x, *y;  // dense, as all else
-    const Id *ids;
-    float *out;
-    Fault fault;
-};
-template <class Id> __global__ void gather_sum(const __grid_constant__ GatherSum<Id> a) {
-    wait_for_earlier();
-    const i64 id = a.ids[blockIdx.x];
-    if (id < 0 || id >= a.rows) {
-        if (threadIdx.x == 0) note_fault(a.fault, id);
-        return;
-    }
-    const float *x = a.x + id * a.columns, *y = a.y + id * a.columns;
-    float *out = a.out + blockIdx.x * a.columns;
-    for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) out[c] = x[c] + y[c];
-}
-
 // Row i becomes row `ids[i]` of a table.
 template <class T, class Id> struct Scatter {
     i64 rows, columns, row_step, column_step;

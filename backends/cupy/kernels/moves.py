@@ -13,9 +13,7 @@ from ....graph.errors import BackendError
 from ....ops.declaration.shape_rules import integers_attribute
 from ....ops.elementwise.generators import arange
 from ...base import contiguous_strides
-from ...fusion.dataflow import Dataflow, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ..binding.fused_binding import FusionBinder
 from ..binding.iteration_axes import as_row_starts, build_merged_tiling_iteration_axes, split_tiled_axes_for_broadcast
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
 from ..device.driver import KernelSource
@@ -41,7 +39,6 @@ SOURCE = KernelSource(
     "moves.cu",
     (
         *(f"{kernel}<{t}>" for kernel in ("copied", "shifted") for t in BITS_TYPE_NAMES.values()),
-        *(f"gather_sum<{i}>" for i in ID_TYPE_NAMES.values()),
         *(f"gather<{t}, {i}>" for t in READ_TYPE_NAMES.values() for i in ID_TYPE_NAMES.values()),
         *(f"scatter<{CUDA_TYPE_NAMES[t]}, {i}>" for t in CELL_DTYPES for i in ID_TYPE_NAMES.values()),
         *("add_rows", "band"),
@@ -224,30 +221,6 @@ def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     launches.add_launch(kernel, axes.element_count, _choose_copy_threads(columns), words)
 
 
-def _fuse_sum_and_row_gather(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse a sum and the gather of some of its rows: no other row of the sum is computed."""
-    require_supported(launches.limits.computes_operands, "a gather computes no rows")
-    gather = flow.require_sole_reader(number, "get_rows")
-    total, call = flow.bound_instruction(number), flow.bound_instruction(gather)
-    ids, out, (*leading, rows, columns) = call.operand(1), call.out, call.operand(0).shape
-    tables = [total.operand(0), total.operand(1)]
-    require_supported(
-        math.prod(leading) == 1 and all(x.is_float and x.is_dense and x.size == rows * columns for x in tables),
-        "the operands of a sum differ",
-    )
-    require_supported(out.is_dense and ids.is_dense and ids.dtype in ID_TYPE_NAMES, "rows are gathered otherwise")
-    require_no_alias(out, [*tables, ids])
-    launches.number = gather
-    fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {rows}")
-    launches.add_launch(
-        SOURCE[f"gather_sum<{ID_TYPE_NAMES[ids.dtype]}>"],
-        ids.size,
-        _choose_copy_threads(columns),
-        [rows, columns, *tables, ids, out, *fault],
-    )
-    return number, gather
-
-
 def _with_shape_and_strides(x: Operand, shape: Sequence[int], strides: Sequence[int]) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=tuple(shape), strides=tuple(strides)))
 
@@ -370,7 +343,6 @@ def _bind_arange(launches: LaunchBuilder, call: BoundInstruction) -> None:
     )
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = {"add": (_fuse_sum_and_row_gather,)}
 BINDINGS: Mapping[str, OpBinder] = {
     "cont": _bind_copy,
     "repeat": _bind_copy,

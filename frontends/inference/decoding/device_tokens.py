@@ -99,7 +99,7 @@ def can_choose_tokens_on_device(session: object) -> bool:
         and session.world.size == 1
         and session.model.is_causal
         and not session.model.mtp_block_count
-        and not session.model.history_token_count
+        and not session.model.ngram_history_token_count
         and session.watch is None
         and session.min_tokens == 1
     )

@@ -168,7 +168,7 @@ class Batch:
 
     ``output_positions`` lists the output rows as (sequence, index of the new token), in this order. `None` means the
     last new token of each sequence, so that row i belongs to sequence i; an idle sequence then has a row without
-    meaning. ``history_tokens`` has the earlier tokens of each sequence, or the last `Model.history_token_count` tokens.
+    meaning. ``history_tokens`` has the earlier tokens of each sequence, or the last `Model.ngram_history_token_count`.
     ``draft_inputs`` f32[B, `Model.draft_input_columns`] has the rows that MTP blocks read with the next token.
     ``tables`` has the blocks of each sequence in a pool of blocks: cell s is cell ``s % 64`` of block ``s // 64``.
     ``first_sequence`` is the number of the first sequence in caches without blocks. A mixed step reads

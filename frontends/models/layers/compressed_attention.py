@@ -55,7 +55,7 @@ class TokenBlocks:
         return 2 * self.ratio if self.ratio == BLOCK_RATIOS[1] else self.ratio
 
     @property
-    def history_token_count(self) -> int:
+    def ngram_history_token_count(self) -> int:
         """Number of earlier tokens of a sequence that the key of a later block may still need."""
         return self.tokens_per_key - 1
 
@@ -75,7 +75,7 @@ class TokenBlocks:
         slot = np.repeat(starts[:, None] + np.int32(cells), count, axis=1)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             done = np.arange(length // self.ratio, (length + len(new)) // self.ratio)
-            first = self.history_token_count + (done + 1) * self.ratio - self.tokens_per_key - length
+            first = self.ngram_history_token_count + (done + 1) * self.ratio - self.tokens_per_key - length
             rows[i, : len(done)] = first[:, None] + np.arange(self.tokens_per_key)
             pos[i, : len(done)] = done * self.ratio
             slot[i, : len(done)] = starts[i] + done
@@ -196,7 +196,7 @@ class CompressedAttention:
         def members(name: str, new: Value) -> Value:
             """Return the tokens of each block that this run completes, f32[B, N, tokens per key, columns]."""
             known = frame.prepend_previous_rows(
-                f"{name}.{layer}", frame.rows_to_sequences(new, columns), blocks.history_token_count
+                f"{name}.{layer}", frame.rows_to_sequences(new, columns), blocks.ngram_history_token_count
             )
             return ops.reshape(ops.get_rows(known, rows), shape=(step.sequences, count, blocks.tokens_per_key, columns))
 

@@ -10,7 +10,10 @@ from .drafter import MAX_DRAFT_TOKENS, choose_draft_bucket
 
 
 class DraftModelSlotPool(SlotPool):
-    """The slots of a draft model. A separate class gives its calls on all ranks names of their own."""
+    """The slots of a draft model.
+
+    Ranks find a call by its class, so the draft model needs another class than the served model.
+    """
 
     rank_label, mixes_steps = "draft model: ", False
 

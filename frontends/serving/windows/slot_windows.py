@@ -295,7 +295,7 @@ class SlotWindows:
 
     def _select_tokens_for_n_grams(self, tokens: Sequence[int]) -> list[int]:
         """Select the last tokens of a text that models with n-gram inputs read together with the next token."""
-        return list(tokens[len(tokens) - min(self._all_slots.model.history_token_count, len(tokens)) :])
+        return list(tokens[len(tokens) - min(self._all_slots.model.ngram_history_token_count, len(tokens)) :])
 
     @on_all_ranks
     def _run_window(

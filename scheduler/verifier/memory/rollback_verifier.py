@@ -97,7 +97,7 @@ def build_nodes_for_rollback_support_check(instruction: Instruction, state: Valu
 
 
 def list_standalone_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """Yield stand-alone nodes for all state saves of a correct program, and for the restores from them."""
+    """Yield a node outside of the graph for each instruction that saves a state, and for its restore."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]

@@ -168,7 +168,7 @@ def _check_linear_op_partial_sums(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Return why the partial sums of a linear op's result are incomplete, or None.
+    """Return why the partial sums of a linear op's result do not add up to the whole result; None if they do.
 
     The partial sums of each operand are checked by themselves. A device with the complete result counts as a device
     with the complete operand. A device with zeros counts as a device with zeros in the operand.

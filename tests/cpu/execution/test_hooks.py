@@ -20,8 +20,8 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
 
 from ...given.calls import count_calls
+from ...given.cpu_programs import load, random_values
 from ...given.models.goldens import path_of, tokens_of
-from ...given.random_rows import random_rows
 
 RNG = np.random.default_rng(50)
 COLUMNS, HEADS, HEAD = 256, 8, 64
@@ -100,20 +100,6 @@ BUILDERS: list[Callable[[hocket.Value, DType], hocket.Value]] = [
 ]
 
 
-def random_values(graph: hocket.Graph) -> dict[str, np.ndarray]:
-    def random_weight(w: hocket.Value) -> np.ndarray:
-        if w.dtype.is_quantised:
-            return random_rows(w.dtype, math.prod(w.shape[:-1]), w.shape[-1], RNG).reshape(*w.shape[:-1], -1)
-        return RNG.standard_normal(w.shape).astype(w.dtype.storage)
-
-    return {w.node.name: random_weight(w) for w in graph.weights}
-
-
-def load(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
-    backend = CpuBackend(threads)
-    return hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values)
-
-
 def count_hooks(graph: hocket.Graph) -> int:
     backend = CpuBackend(1)
     program = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]).device_plans[0].program
@@ -132,7 +118,7 @@ def leave_out_hooks(patch: pytest.MonkeyPatch) -> None:
 def test_hooks_give_the_bits_of_separate_steps(build, rows: int, dtype: DType, monkeypatch: pytest.MonkeyPatch):
     graph = hocket.Graph({"y": build(hocket.input("x", (rows, COLUMNS)), dtype)})
     assert count_hooks(graph) > 0
-    values, x = random_values(graph), RNG.standard_normal((rows, COLUMNS))
+    values, x = random_values(graph, RNG), RNG.standard_normal((rows, COLUMNS))
     hooked = [load(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 7) for _ in range(2)]
     leave_out_hooks(monkeypatch)
     assert count_hooks(graph) == 0
@@ -190,7 +176,7 @@ def test_hooks_of_other_products_give_the_bits_of_separate_steps(
     """Convolutions are products of two values. All images of a batch share the numbers of a channel or a position."""
     graph = hocket.Graph({"y": build(hocket.input("x", shape))})
     assert count_hooks(graph) == hooks
-    values, x = random_values(graph), RNG.standard_normal(shape)
+    values, x = random_values(graph, RNG), RNG.standard_normal(shape)
     hooked = [load(graph, values, threads).run({"x": x})["y"] for threads in (1, 7)]
     leave_out_hooks(monkeypatch)
     plain = load(graph, values, 1).run({"x": x})["y"]
@@ -216,7 +202,7 @@ def test_sums_of_rows_that_a_product_reads_rounded_are_all_there() -> None:
     """A group with fewer results than elements: its rounded result is a row of sums."""
     sums = ops.reshape(ops.reduce(ops.exp(hocket.input("x", (COLUMNS, 32))), kind="sum"), shape=(1, COLUMNS))
     graph = hocket.Graph({"y": product("w", sums, DType.Q8_0, 64), "sums": ops.neg(sums)})
-    values, x = random_values(graph), RNG.standard_normal((COLUMNS, 32))
+    values, x = random_values(graph, RNG), RNG.standard_normal((COLUMNS, 32))
     weights = dequantise(values["w"], DType.Q8_0)
     for threads in (1, 3):
         got = load(graph, values, threads).run({"x": x})
@@ -230,7 +216,7 @@ def test_attention_without_a_kernel_has_no_hooks() -> None:
     keys, values = (hocket.weight(name, (9, 2, 64), DType.Q8_0) for name in "kv")
     graph = hocket.Graph({"y": ops.add(ops.attention(q, keys, values, scale=0.25), r)})
     inputs = {name: RNG.standard_normal((2, 4, 64)) for name in "qr"}
-    weights = random_values(graph)
+    weights = random_values(graph, RNG)
     assert count_hooks(graph) == 0
     y = load(graph, weights, 1).run(inputs)["y"]
     alone = load(hocket.Graph({"y": ops.attention(q, keys, values, scale=0.25)}), weights, 1).run({"q": inputs["q"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,9 @@ from hocket.frontends.open_model import open_model
 from hocket.graph.dtypes import DType
 from hocket.scheduler.verifier.fused_kernels import find_fusion_faults
 
-from .test_hooks import RNG, load, random_values
+from ...given.cpu_programs import load, random_values
 
+RNG = np.random.default_rng(50)
 LAYER_COLUMNS = 192
 
 
@@ -44,12 +46,13 @@ def make_layer(rows: int) -> hocket.Graph:
 
 def leave_out_joined_groups(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(program_binding, "choose_joined_groups", lambda flow, patterns: {})
+    patch.setattr(program_binding, "_recent_fusions", deque(maxlen=4))
     patch.setattr(binding_cache, "find_binding_file", lambda *args: None)  # the cache has them
 
 
 def list_steps(program: Program, threads: int) -> list[TableStep]:
-    flow = program_binding._build_placeholder_dataflow(program)
-    (steps,) = program_binding._split_into_compiled_segments(flow, StepTableBuilder(threads))
+    found = program_binding.find_or_choose_fusions(program)
+    (steps,) = program_binding._split_into_compiled_segments(*found, StepTableBuilder(threads))
     return steps
 
 
@@ -62,7 +65,7 @@ def plan_layer(rows: int, threads: int = 2) -> tuple[Program, ProgramFusion]:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_norm_and_its_matmuls_are_one_step_with_the_bits_of_several(rows: int, monkeypatch):
     graph, x = make_layer(rows), RNG.standard_normal((rows, LAYER_COLUMNS))
-    values = random_values(graph)
+    values = random_values(graph, RNG)
     joined = [load(graph, values, threads).run({"x": x}) for threads in (1, 2, 3)]
     count = len(list_steps(plan_layer(rows)[0], 2))
     leave_out_joined_groups(monkeypatch)

@@ -38,7 +38,7 @@ NORM, NORM_OF_HEADS = "norm before products", "norm of large heads before a prod
 FLOAT_NORM, FLOAT_GATES = "norm before float products", "gates before a float unit"
 DELTA, DELTA_MANY = "delta rule and logits", "delta rule of several sequences"
 MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
-PLACED, LARGE_PLACED, SUM = "attention and its heads", "attention and its large heads", "a sum and its rows"
+PLACED, LARGE_PLACED = "attention and its heads", "attention and its large heads"
 CELLS, PLACED_HEADS = "attention_cells.cu", "placed_heads.cuh"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
@@ -186,7 +186,6 @@ PLANTS = {
     "half of the squares of a long head": ("heads.cuh", "part ? total + sum : sum", "sum", LARGE_PLACED),
     "a number is not reset": (CELLS, "if (threadIdx.x == 0) *word = 0;", "", PLACED),
     "the last block but one adds splits": (CELLS, "(int)number + 1 != count", "(int)number + 2 != count", PLACED),
-    "rows of one summand": ("moves.cu", "y = a.y + id * a.columns;", "y = a.y;", SUM),
     "the norm of the first row": (
         "packed_few.cu",
         "numbers + token * Prologue::NUMBERS, brought",

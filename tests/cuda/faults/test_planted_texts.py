@@ -13,7 +13,6 @@ from hocket.backends.cupy.device.driver import read_kernel_text
 
 from ...given.devices.inefficiencies import MACHINE_CODE_FAULTS, MEMORY_FAULTS
 from ..kernels import (
-    test_attention,
     test_attention_blocks,
     test_delta_layer,
     test_elements,
@@ -23,6 +22,7 @@ from ..kernels import (
 )
 from ..several_devices import test_collectives, test_wire
 from . import (
+    test_attention_faults,
     test_chain_faults,
     test_cluster_faults,
     test_delta_faults,
@@ -34,7 +34,7 @@ from . import (
 )
 
 TABLES = {
-    "attention": test_attention.FAULTS.values(),
+    "attention": test_attention_faults.FAULTS.values(),
     "attention over blocks": test_attention_blocks.FAULTS.values(),
     "chains": test_chain_faults.PLANTS.values(),
     "clusters": (

@@ -335,7 +335,7 @@ def test_a_log_to_a_full_pipe_waits_for_its_reader_and_then_ends(
         monkeypatch.setattr(request_log, "MAX_READER_WAIT_SECONDS", 0.01)
         for record in records:
             log.write(record)
-    assert errors == ["its reader takes nothing for 0.01 s"]
+    assert errors == ["its reader does not take a line of 50012 bytes within 0.01 s"]
 
 
 def test_a_log_that_cannot_be_written_is_reported_when_it_is_closed() -> None:

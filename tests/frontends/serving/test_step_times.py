@@ -34,3 +34,14 @@ def test_the_size_of_a_chunk_follows_the_seconds_of_mixed_steps(monkeypatch):
     for _ in range(20):
         times.record_mixed(16, 2, 4.5)
     assert times.choose_power_of_two_chunk_size(2) == 32
+
+
+def test_one_slow_chunk_does_not_keep_later_chunks_small(monkeypatch):
+    """The time of a size that was read once, with cold weights, had stayed for ever."""
+    times = make_step_times(monkeypatch)
+    times.record_decode(2, 6.0)
+    times.record_chunk(128, 100.0)
+    for _ in range(40):
+        size = times.choose_power_of_two_chunk_size(2)
+        times.record_chunk(size, 1.0 + size / 32)
+    assert size == 128

@@ -252,12 +252,6 @@ def attending(
     return graph
 
 
-def sum_and_rows(forbidden: bool) -> Graph:
-    """Some rows of a sum, in another order."""
-    total = ops.add(input("x", (9, 70)), input("z", (9, 70)))
-    return both(ops.get_rows(total, input("ids", (4,), "i32")), total, forbidden)
-
-
 def row(forbidden: bool) -> Graph:
     cache = state("cache", (9, 48))
     new = ops.set_rows(cache, input("x", (1, 48)), input("ids", (1,), "i32"), name="new")
@@ -367,7 +361,6 @@ CHAINS = {
     "attention and its heads": Chain(attending(1, True, "f16", 64, cells=900, read=896), (4, 14)),
     "attention and its large heads": Chain(attending(1, True, "bf16", 256, "neox", 72, queries=16), (4, 14)),
     "attention and its turned heads": Chain(attending(1, False, "f16", 128), (4, 10)),
-    "a sum and its rows": Chain(sum_and_rows, (1, 2)),
     "a row": Chain(row, (2, 3), forbids=False),
 }
 

@@ -96,7 +96,8 @@ def hollow_records(plan: Any) -> Iterator[Any]:
     one, *others = plan.device_plans
     first, *later = one.program.instructions
     tensor = dataclasses.replace(first.dst[0], strides=None)
-    for instructions in (None, (dataclasses.replace(first, dst=(tensor,)), *later)):
+    misplaced = (first, *later, first.dst[0])  # a checked record in the place of another class
+    for instructions in (None, (dataclasses.replace(first, dst=(tensor,)), *later), misplaced):
         program = dataclasses.replace(one.program, instructions=instructions)
         device_plan = dataclasses.replace(one, program=program)
         yield from (program, device_plan, dataclasses.replace(plan, device_plans=(device_plan, *others)))

@@ -57,9 +57,9 @@ IQ1_LEVELS = (-1.0, 0.0, 1.0)
 
 
 def make_nearest_entry_and_number_table(lattice: LatticeTableLayout) -> np.ndarray:
-    """Make the search table of a code book: the nearest entries of each point, and entry numbers by code.
+    """Make the search table of a code book, in the three parts that the module docstring lists.
 
-    A point is a vector of levels. The module docstring describes the three parts of the table.
+    Quantisers look up the entries that are nearest to rounded values, and the number of an entry.
 
     Returns:
         The bytes of the table as float32 words.
