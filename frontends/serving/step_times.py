@@ -118,7 +118,7 @@ class StepTimes:
         return self._chunk_seconds[nearest] * self._compute_plan_ratio(size, nearest)
 
     def _compute_plan_ratio(self, size: int, other_size: int) -> float:
-        """Return the planned seconds of a chunk of `size` tokens, divided by those of `other_size` tokens."""
+        """Return the planned time of a chunk of `size` tokens, as a multiple of a chunk of `other_size` tokens."""
         return self._predict_planned_seconds(size) / self._predict_planned_seconds(other_size)
 
     def _predict_planned_seconds(self, size: int) -> float:

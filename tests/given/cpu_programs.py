@@ -24,6 +24,6 @@ def random_values(graph: hocket.Graph, rng: np.random.Generator) -> dict[str, np
 
 
 def load(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int) -> hocket.Executor:
-    """Load a graph for one CPU device with so many threads."""
+    """Load a graph for one CPU device with `threads` threads."""
     backend = CpuBackend(threads)
     return hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values)
