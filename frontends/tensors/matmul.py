@@ -103,7 +103,9 @@ def attention(
         return squeeze(
             attention(unsqueeze(q, 0), unsqueeze(k, 0), unsqueeze(v, 0), mask, causal=causal, scale=scale), [0]
         )
-    k, v = _remove_repeated_heads(k, v)
+    k, v = _remove_repeated_heads(q, k, v)
+    if q.shape[-3] == 1:  # it broadcasts, as all leading axes do
+        q = expand(q, (*q.shape[:-3], k.shape[-3], *q.shape[-2:]))
     t, s, heads = q.shape[-2], k.shape[-2], q.shape[-3]
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
@@ -121,10 +123,12 @@ def attention(
     return reshape(as_tensor(permute_value(out, order)), (*batch, heads, t, v.shape[-1]))
 
 
-def _remove_repeated_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _remove_repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values without adjacent copies of each head, because `ops.attention` repeats heads itself."""
     single = _find_heads_before_repetition(k), _find_heads_before_repetition(v)
-    if single[0] is None or single[1] is None or single[0].shape[-3] != single[1].shape[-3]:
+    if single[0] is None or single[1] is None or not q.shape[-3] == k.shape[-3] == v.shape[-3]:
+        return k, v
+    if single[0].shape[-3] != single[1].shape[-3]:
         return k, v
     return single[0], single[1]
 

@@ -313,7 +313,7 @@ class _ProgramImporter:
             )
             data = known.float() if known.dtype in (_find_torch_dtype("float64"), _find_torch_dtype("bool")) else known
             leaf = self._add_or_share_weight(name or f"folded.{node.name}", data.contiguous())
-            is_index = leaf.is_integer and bool((known >= 0).all())
+            is_index = name is None and leaf.is_integer and bool((known >= 0).all())  # a buffer may change later
             self.values[node] = replace(leaf, is_bool=str(known.dtype) == "torch.bool", is_non_negative=is_index)
         return self.values[node]
 

@@ -88,6 +88,9 @@ def rows_cases():
         "repeated heads": lambda x, m, i, t: F.scaled_dot_product_attention(
             torch.cat([x, -x], 1), *(y[:, :, None].expand(2, 3, 2, 8, 8).reshape(2, 6, 8, 8) for y in (x, 0.5 * x))
         ),
+        "one query head for repeated heads": lambda x, m, i, t: F.scaled_dot_product_attention(
+            x[:, :1], *(y[:, :1, None].expand(2, 1, 3, 8, 8).reshape(2, 3, 8, 8) for y in (x, 0.5 * x))
+        ),
         "embedding": lambda x, m, i, t: F.embedding(i % 8, table) + F.one_hot(i % 5, 5),
         "gathered": lambda x, m, i, t: (
             m.gather(1, i % 6) + m.gather(0, i % 4) + m.take_along_dim(i[:1, :2] % 6, 1).sum()
