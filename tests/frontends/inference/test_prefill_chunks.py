@@ -164,7 +164,7 @@ def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
     [
         ("2 layer 256", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
         ("2 layer 999", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
-        ("2 layer 200", 4, "in 8 parts of 24, 32, that follow each other through 2 devices, {T};"),
+        ("2 layer 200", 4, "in 7 parts of 32, 8, that follow each other through 2 devices, {T};"),
         ("4 layer,tensor 128", 64, "in 2 parts of 64, that follow each other through 2 teams of 2 devices,"),
         ("2 layer 64", 64, "as one, {T}; parts have 64 tokens at least"),
         ("2 tensor 256", 64, "as one, {T}; all devices meet, so that none can begin with other tokens"),

@@ -283,9 +283,10 @@ class _AttentionBinder:
             operands: Keys, values, mask and result, each with one leading axis of size 1.
             heads: The fields of three C structs `Head`.
         """
-        s, (k, v, _, out) = self.shape, operands
+        s, (k, v, mask, out) = self.shape, operands
         kind = self._find_cell_variant(_find_common_dtype((k, v)))
         require_supported(kind is not None and len(out.shape) == 4, "other kernels read the caches")
+        require_supported(mask is None or len(mask.shape) == 4, "the mask has fewer axes")
         assert kind is not None
         require_supported(
             s.batch == s.tokens == 1 and s.heads_per_key_head <= CELL_ROWS and s.key_columns % 8 == 0,

@@ -97,6 +97,8 @@ def _fuse_heads_and_attention(launches: LaunchBuilder, flow: Dataflow, first: in
             cells.shape[-2] * cells.shape[-1] == cache.shape[-1] and cells.shape[-1] == store.columns,
             "heads of the cache are others",
         )
+        require_supported(store.rows == cells.shape[-2], "keys of several tokens are stored")
+    require_supported(found.launches[0].columns == call.operand(0).shape[-1], "attention has queries of another size")
     reads = [o for m in found.launches for o in m.read_operands]
     reads += [o for i in (3, 4) if (o := call.optional_operand(i)) is not None]
     writes = [o for m in stores for o in m.written_operands]
