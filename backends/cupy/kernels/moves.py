@@ -173,7 +173,7 @@ def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundI
         pool = x
         # A copy of such a pool would need scratch that was not asked for; the plan copies a pool with gaps instead.
         require_supported(x.is_dense or x.has_packed_layout, "blocks of keys with gaps are not read")
-        if not x.has_packed_layout and x.address % DType.F32.block_bytes:
+        if x.dtype in (DType.F16, DType.BF16) and x.address % DType.F32.block_bytes:
             raise BackendError(f"attention: blocks of {x.dtype} keys begin at an odd element; cast them to f32")
         if x.has_packed_layout:
             pool = launches.allocate_scratch(x.shape)

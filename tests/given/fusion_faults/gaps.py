@@ -53,7 +53,7 @@ GAP_FAULTS = (
     fault(
         "a value inside is float16",
         "clamped",
-        "expression: the result of instruction 0 is not float32",
+        "operands: operand 0 of instruction 1 is not float32",
         set_value_dtype(0, 1, 0, DType.F16),
     ),
     fault(

@@ -195,7 +195,7 @@ VIEW_FAULTS = (
     fault(
         "numbers of rows are read as a row",
         "sum read as row",
-        "operands: operand 1 of instruction 2 is another view of instruction 1",
+        "expression: a part of a row is read",
         drop_group(),
         set_order((0, 1, 2)),
         add_group(
@@ -241,7 +241,7 @@ VIEW_FAULTS = (
     fault(
         "a packed gate is a member",
         "packed gate",
-        "expression: an op has another size",
+        "expression: the op glu is not declared in the scalar language",
         set_order((0, 1, 2)),
         add_group(
             (0, 1, 2),
