@@ -26,7 +26,7 @@ from hocket.conformance.checks.case_graph import build_verified_device_plan
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
-from hocket.graph import BackendError, DType, Graph, StepError, input, state, weight
+from hocket.graph import BackendError, DType, Graph, StepError, Value, input, state, weight
 from hocket.scheduler import load, plan_for_group
 
 from ..given.devices.chains import (
@@ -109,6 +109,38 @@ def exchange_half_of_unit() -> Graph:
 )
 def test_values_with_exchanged_axes_of_one_size_are_read_so(graph):
     assert_equal_runs(run_graph(graph, True), run_graph(graph, False), 1e-5)
+
+
+def attend_to_cache(stored: int = 1, joined_heads: int = 1, mask: tuple[int, ...] | None = None) -> Graph:
+    """Attention of one token over two caches of 16 cells, with RoPE of queries and of `stored` keys."""
+    ids, updates = input("ids", (stored,), "i32"), dict[Value, Value]()
+
+    def store_in_cache(name: str, y: Value) -> Value:
+        cache = state(name, (16, 128), "f16")
+        updates[cache] = new = ops.set_rows(cache, ops.reshape(y, shape=(stored, 128)), ids, name=f"new_{name}")
+        return ops.reshape(new, shape=(1, 16, 2, 64))
+
+    def rotate_heads(name: str, tokens: int, heads: int, size: int) -> Value:
+        positions = input(f"{name}_positions", (1, tokens), "i32")
+        return ops.rope(ops.neg(input(name, (1, tokens, heads, size))), positions, n_dims=size, mode="neox")
+
+    q = ops.reshape(rotate_heads("q", 1, 4 // joined_heads, 64 * joined_heads), shape=(1, 1, 4, 64))
+    keys = store_in_cache("keys", rotate_heads("k", stored, 2, 64))
+    values = store_in_cache("values", ops.neg(input("v", (1, stored, 2, 64))))
+    return Graph({"y": ops.attention(q, keys, values, mask and input("mask", mask), scale=0.2)}, updates)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_fused"),
+    [({}, True), ({"stored": 2}, False), ({"joined_heads": 2}, False), ({"mask": (1, 16)}, False)],
+    ids=["one token", "two stored tokens", "heads of RoPE are others", "a mask of two axes"],
+)
+def test_attention_computes_the_heads_of_one_token_only_where_its_kernel_can(more, is_fused):
+    """A reviewer found wrong states, reads outside of memory and shifted arguments in such graphs."""
+    graph = attend_to_cache(**more)
+    fused, single = run_graph(graph, True), run_graph(graph, False)
+    assert (fused.launches == 4) == is_fused, "three negations, then attention"
+    assert_equal_runs(fused, single, 1e-5)
 
 
 @pytest.mark.nightly(cases=16)
