@@ -25,15 +25,14 @@ template <class T> HOCKET_PLACED void store_word(const char *order, T *p, T x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
 
-// Increment a counter of the blocks of one device and return its old value, with acquire and release order. All of these
-// blocks run on one operating-system thread.
+// Increment a counter of the blocks of one device and return its old value, with acquire and release order. Blocks of a
+// large launch run on several operating-system threads.
 template <class T> HOCKET_PLACED T take_number(T *p) {
     Hidden mine;
     const uint64_t code = (uint64_t)__builtin_return_address(0);
-    const T number = *p;
+    const T number = __atomic_fetch_add(p, (T)1, __ATOMIC_ACQ_REL);
     note_word("acquire.sys", p, sizeof *p, number, false, code);
     note_word("release.sys", p, sizeof *p, number + 1, true, code);
-    *p = number + 1;
     return number;
 }
 
