@@ -1,13 +1,16 @@
-"""Weights of random numbers of any type, and the types that every run tries."""
+"""Weights of random numbers of any type, graphs with them on the CPU, and the types that every run tries."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hocket
+from hocket.backends.cpu.backend import CpuBackend
 from hocket.graph.dtypes import DType
 from hocket.ops.block_layouts import BLOCK_LAYOUTS
 from hocket.ops.quantisation import encode_array
@@ -29,6 +32,23 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
     if dtype is DType.NVFP4:
         records["scales"] = rng.integers(16, 64, (len(records), 4))
     return records.view(np.uint8).reshape(rows, -1)
+
+
+def random_values(graph: hocket.Graph, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return random weights of a graph by name."""
+
+    def random_weight(w: hocket.Value) -> np.ndarray:
+        if w.dtype.is_quantised:
+            return random_rows(w.dtype, math.prod(w.shape[:-1]), w.shape[-1], rng).reshape(*w.shape[:-1], -1)
+        return rng.standard_normal(w.shape).astype(w.dtype.storage)
+
+    return {w.node.name: random_weight(w) for w in graph.weights}
+
+
+def load(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int) -> hocket.Executor:
+    """Load a graph for one CPU device with `threads` threads."""
+    backend = CpuBackend(threads)
+    return hocket.load(hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))]), values)
 
 
 def nightly_unless(tried: Container[Any], values: Iterable[Any]) -> list[Any]:

@@ -52,7 +52,6 @@ assert precompile_kernels.compile_in_parallel_and_return_worst_status(["slow", *
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_a_slow_kernel_leaves_the_others_to_the_other_process(tmp_path):
     subprocess.run([sys.executable, "-c", IN_TURN, str(tmp_path)], check=True, timeout=60)
     processes = {file.name: file.read_text() for file in tmp_path.iterdir()}

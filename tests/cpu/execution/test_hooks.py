@@ -20,8 +20,8 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import dequantise
 
 from ...given.calls import count_calls
-from ...given.cpu_programs import load, random_values
 from ...given.models.goldens import path_of, tokens_of
+from ...given.random_rows import load, random_values
 
 RNG = np.random.default_rng(50)
 COLUMNS, HEADS, HEAD = 256, 8, 64

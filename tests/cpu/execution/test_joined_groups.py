@@ -25,7 +25,7 @@ from hocket.frontends.open_model import open_model
 from hocket.graph.dtypes import DType
 from hocket.scheduler.verifier.fused_kernels import find_fusion_faults
 
-from ...given.cpu_programs import load, random_values
+from ...given.random_rows import load, random_values
 
 RNG = np.random.default_rng(50)
 LAYER_COLUMNS = 192

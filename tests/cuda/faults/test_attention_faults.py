@@ -9,8 +9,7 @@ import pytest
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.conformance import Outcome, run_case
 
-from ...given.devices.attention import by_warps
-from ...given.devices.attention_cases import allowed_nmse, case
+from ...given.devices.attention import allowed_nmse, by_warps, case
 from ...given.devices.emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler

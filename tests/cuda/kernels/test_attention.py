@@ -17,8 +17,7 @@ from hocket.conformance.cases.inputs import generate_random_operands
 from hocket.conformance.checks.run_case import run_three_times_guarded
 from hocket.ops import attention
 
-from ...given.devices.attention import by_candidates, by_warps
-from ...given.devices.attention_cases import TOLERANCE, allowed_nmse, case
+from ...given.devices.attention import TOLERANCE, allowed_nmse, by_candidates, by_warps, case
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.key_blocks import run_over_empty_cache
 
