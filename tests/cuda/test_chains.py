@@ -15,6 +15,7 @@ from hocket.backends.cupy.cuda_driver import CudaDriver, SimulatedGpuDriver
 from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, find_kernel_limits
 from hocket.backends.cupy.device.driver import KernelLaunch
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
+from hocket.backends.cupy.kernels.attention.kinds import PLACING_CELL_SOURCES
 from hocket.backends.cupy.kernels.products import packed, same_rows
 from hocket.backends.cupy.program_binding import bind_program_at_placeholders
 from hocket.backends.fusion.operands import NoKernelError
@@ -111,22 +112,29 @@ def test_values_with_exchanged_axes_of_one_size_are_read_so(graph):
     assert_equal_runs(run_graph(graph, True), run_graph(graph, False), 1e-5)
 
 
-def attend_to_cache(stored: int = 1, joined_heads: int = 1, mask: tuple[int, ...] | None = None) -> Graph:
+def attend_to_cache(
+    stored: int = 1,
+    joined_heads: int = 1,
+    mask: tuple[int, ...] | None = None,
+    sizes: tuple[int, int] = (64, 64),
+    dtype: DType = DType.F16,
+) -> Graph:
     """Attention of one token over two caches of 16 cells, with RoPE of queries and of `stored` keys."""
     ids, updates = input("ids", (stored,), "i32"), dict[Value, Value]()
+    size, value_size = sizes
 
-    def store_in_cache(name: str, y: Value) -> Value:
-        cache = state(name, (16, 128), "f16")
-        updates[cache] = new = ops.set_rows(cache, ops.reshape(y, shape=(stored, 128)), ids, name=f"new_{name}")
-        return ops.reshape(new, shape=(1, 16, 2, 64))
+    def store_in_cache(name: str, y: Value, size: int) -> Value:
+        cache = state(name, (16, 2 * size), dtype)
+        updates[cache] = new = ops.set_rows(cache, ops.reshape(y, shape=(stored, 2 * size)), ids, name=f"new_{name}")
+        return ops.reshape(new, shape=(1, 16, 2, size))
 
     def rotate_heads(name: str, tokens: int, heads: int, size: int) -> Value:
         positions = input(f"{name}_positions", (1, tokens), "i32")
         return ops.rope(ops.neg(input(name, (1, tokens, heads, size))), positions, n_dims=size, mode="neox")
 
-    q = ops.reshape(rotate_heads("q", 1, 4 // joined_heads, 64 * joined_heads), shape=(1, 1, 4, 64))
-    keys = store_in_cache("keys", rotate_heads("k", stored, 2, 64))
-    values = store_in_cache("values", ops.neg(input("v", (1, stored, 2, 64))))
+    q = ops.reshape(rotate_heads("q", 1, 4 // joined_heads, size * joined_heads), shape=(1, 1, 4, size))
+    keys = store_in_cache("keys", rotate_heads("k", stored, 2, size), size)
+    values = store_in_cache("values", ops.neg(input("v", (1, stored, 2, value_size))), value_size)
     return Graph({"y": ops.attention(q, keys, values, mask and input("mask", mask), scale=0.2)}, updates)
 
 
@@ -140,6 +148,17 @@ def test_attention_computes_the_heads_of_one_token_only_where_its_kernel_can(mor
     graph = attend_to_cache(**more)
     fused, single = run_graph(graph, True), run_graph(graph, False)
     assert (fused.launches == 4) == is_fused, "three negations, then attention"
+    assert_equal_runs(fused, single, 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", PLACING_CELL_SOURCES, ids=lambda kind: kind.name_with_heads)
+def test_every_kernel_that_computes_heads_is_what_its_instructions_are(kind):
+    graph = attend_to_cache(sizes=(kind.size, kind.width), dtype=kind.cells)
+    (device_plan,) = plan_for_group(graph, [(EmulatedBackend(), EmulatedBackend().device(0))]).device_plans
+    assert kind.name_with_heads in {call.kernel for call in device_plan.predicted_kernel_calls}
+    fused, single = run_graph(graph, True), run_graph(graph, False)
+    assert fused.launches < single.launches
     assert_equal_runs(fused, single, 1e-5)
 
 
