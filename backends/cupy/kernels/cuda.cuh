@@ -207,6 +207,17 @@ __device__ __forceinline__ u64 load_acquire(const u64 *p) {
     return x;
 }
 __device__ __forceinline__ void store_release(u64 *p, u64 x) { STORE_WORD("release.sys", p, x); }
+// The next number of a word: 0, 1, ...  Blocks learn by it which of them comes last; the word is 0 before and after a
+// launch.  A block sees what the blocks with smaller numbers have written until they took theirs.
+__device__ __forceinline__ u32 take_number(u32 *word) {
+#ifdef HOCKET_EMULATED
+    return emulation::take_number(word);
+#else
+    u32 number;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(number) : "l"(word) : "memory");
+    return number;
+#endif
+}
 __device__ __forceinline__ u64 nanoseconds() {
 #ifdef HOCKET_EMULATED
     return emulation::nanoseconds();

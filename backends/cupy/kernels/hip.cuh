@@ -166,5 +166,13 @@ __device__ __forceinline__ u64 load_acquire(const u64 *p) {
 __device__ __forceinline__ void store_release(u64 *p, u64 x) {
     __hip_atomic_store(p, x, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// The next number of a word, as cuda.cuh says.
+__device__ __forceinline__ u32 take_number(u32 *word) {
+#ifdef HOCKET_EMULATED
+    return emulation::take_number(word);
+#else
+    return __hip_atomic_fetch_add(word, 1u, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+#endif
+}
 __device__ __forceinline__ u64 nanoseconds() { return 10 * __builtin_amdgcn_s_memrealtime(); }  // it counts at 100 MHz
 __device__ __forceinline__ void give_way() { __builtin_amdgcn_s_sleep(5); }

@@ -77,13 +77,13 @@ def _make_tiled_source(dtype: DType | None, *names: str) -> KernelSource:
 
 
 def _make_warpgroup_source(dtype: DType, *names: str) -> KernelSource:
-    before = (*_list_tiled_headers(dtype), "tiled.cu", "wgmma.cuh", "numbers.cuh")
+    before = (*_list_tiled_headers(dtype), "tiled.cu", "wgmma.cuh")
     return KernelSource("warpgroups.cu", names, before, architectures=("sm_90a",))
 
 
 def _make_cluster_source(t: DType) -> KernelSource:
     names = (f"{kernel}<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2) for kernel in ("split_tiles", "clustered"))
-    before = (*_list_tiled_headers(t), "tiled.cu", "wgmma.cuh", "numbers.cuh", "warpgroups.cu", "cluster.cuh")
+    before = (*_list_tiled_headers(t), "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
     return KernelSource("clusters.cu", tuple(names), before, architectures=("sm_90a",))
 
 

@@ -53,7 +53,7 @@ COMPUTING_STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
         size: KernelSource(
             "gated_delta_net.cu",
             (_format_step_name(size, False, True, LANES_AND_ROWS[size], computes=True),),
-            (RECURRENT_HEADER, DELTA_INPUTS_HEADER, "numbers.cuh", "computed_inputs.cuh"),
+            (RECURRENT_HEADER, DELTA_INPUTS_HEADER, "computed_inputs.cuh"),
             architectures=("sm_90a",),
         )
         for size in (16, 32, 64, 128)
