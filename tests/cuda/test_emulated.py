@@ -296,6 +296,7 @@ def test_what_devices_do_together_is_measured_too():
     assert {step.kernel.partition("<")[0] for step in steps[0]} & {"begin_run", "all_reduce"}, steps[0]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_command_shows_what_takes_how_long_on_a_device(capsys):
     words = ["bench", str(path_of("llama")), "-p", "4", "-n", "0", "-r", "1", "--profile"]

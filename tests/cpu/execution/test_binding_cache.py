@@ -71,6 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bindings"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_cached_binding_computes_the_bits_of_a_new_one(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch):
     new = compute_outputs(threads, is_cached=False)

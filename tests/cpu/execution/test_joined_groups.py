@@ -62,6 +62,7 @@ def plan_layer(rows: int, threads: int = 2) -> tuple[Program, ProgramFusion]:
     return device_plan.program, backend.describe_fusion(device_plan.program)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_norm_and_its_matmuls_are_one_step_with_the_bits_of_several(rows: int, monkeypatch):
     graph, x = make_layer(rows), RNG.standard_normal((rows, LAYER_COLUMNS))

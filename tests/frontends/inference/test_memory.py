@@ -68,6 +68,7 @@ def write_llama(path: Path, inner: int, words: int) -> None:
     writer.close()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM of /proc/self/status, which only Linux has")
 @pytest.mark.parametrize("sizes", LARGE_SIZES, ids=str)
 def test_a_quantised_model_takes_no_more_than_a_quarter_more_memory_than_its_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hocket.frontends.inference.session import MIN_CONTEXT_BUCKET, Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.slots import SlotPool
@@ -9,6 +10,7 @@ from hocket.frontends.serving.slots import SlotPool
 from ...given.models.goldens import path_of
 
 
+@pytest.mark.long
 def test_a_text_that_reaches_a_longer_bucket_finds_its_steps_prepared() -> None:
     session = Session(open_model(path_of("llama")), context=2 * MIN_CONTEXT_BUCKET, batch=32)
     pool = SlotPool(session, 2, context=2 * MIN_CONTEXT_BUCKET, batch=32)

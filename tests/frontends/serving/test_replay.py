@@ -141,6 +141,7 @@ def plant_failure(record: dict[str, Any]) -> bool:
     return bool(record.get("logits") and record.setdefault("failure", "RuntimeError: gone"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
