@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from hocket.frontends.inference.session import MIN_CONTEXT_BUCKET, Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.slots import SlotPool
