@@ -331,7 +331,7 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Call the functions of a run in order; an error of one is a `StepError`, except in an empty program."""
+    """Call the functions of a run in order; turn an error into a `StepError` that names the failed instruction."""
     at = 0
     try:
         for number, call in calls:
@@ -346,11 +346,11 @@ def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense row-major array of `shape`."""
-    return _dense_strides(tuple(shape))
+    return _compute_dense_strides(tuple(shape))
 
 
 @lru_cache(maxsize=1 << 14)  # a plan asks again for every layer and device
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)

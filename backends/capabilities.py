@@ -70,7 +70,7 @@ class SupportsTransports(Protocol):
     """A backend with devices that can communicate over several transports, such as peer memory or host memory."""
 
     def describe_transport(self, devices: Sequence[Device]) -> str:
-        """Describe how these devices communicate and why, as a phrase that continues the words "they meet"."""
+        """Describe how these devices communicate and why, as a phrase such as "through memory of the host"."""
 
 
 @runtime_checkable
@@ -191,7 +191,10 @@ class SupportsTiming(Protocol):
     """A compiled program that can report the kernels of a run and their times."""
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that a run calls, in order. `STAND_IN` replaces a missing kernel."""
+        """Return the names of the kernels that a run calls, in order.
+
+        An instruction without a compiled kernel, which NumPy computes, has the name `STAND_IN`.
+        """
 
     def run_timed(self) -> Iterable[TimedKernel]:
         """Run the program once and return the start and end time of each kernel.
@@ -253,7 +256,8 @@ class ReportsFusion(Protocol):
 class FusedExpression:
     """Instructions that one generated kernel computes, and the expression that it evaluates.
 
-    The kernel evaluates the expression at each index of `shape`, and reduces rows along the last axis.
+    The kernel evaluates the expression at each index of `shape`, and reduces rows along the last axis. A box is a
+    sub-range of `shape` along each axis. For example, each operand of a concatenation is read in a box of its own.
 
     Attributes:
         instruction_numbers: the instructions, ascending.
@@ -265,8 +269,8 @@ class FusedExpression:
             operand in a box, the operand has only the elements of the box.
         results: the step of each result and its place, a view with this shape, or one column for a number per row.
         saved_bytes: bytes of memory traffic that single kernels would move in addition.
-        boxes: for each box the first and the end index along each axis of the shape. The value of a step ``inside`` is
-            the number of its box.
+        boxes: for each box the first and the end index along each axis of the shape. A step with the function
+            ``inside`` tests whether an index is in a box, and has the number of the box as value.
     """
 
     instruction_numbers: tuple[int, ...]
@@ -281,10 +285,11 @@ class FusedExpression:
 
 @dataclass(frozen=True, slots=True)
 class HookedKernel:
-    """A kernel that runs several stages on each panel of its result: some rows by some columns.
+    """A kernel with fused epilogues: generated kernels that process each panel of its result in the cache.
 
-    The first stage is the body: an instruction, or several with a kernel that was written by hand. The last one has a
-    dense float32 result. Each other stage is a generated kernel (`FusedExpression`), which computes the elements of the
+    A panel is some rows by some columns. The first stage is the body, such as a matmul: an instruction, or several
+    with one hand-written kernel. The last instruction of the body has a dense float32 result.
+    Each other stage (hook) is a generated kernel (`FusedExpression`), which computes the elements of the
     panel as soon as the earlier stages have computed theirs. Panels may be computed in any order and by any thread.
 
     Attributes:
@@ -301,8 +306,8 @@ class ProgramFusion:
     """How a backend runs a program: its instructions in the order of a run, and the generated kernels.
 
     `order` has one entry for each group of instructions that run together; single instructions are groups of one. The
-    instructions of a hooked kernel are one group. An entry of `joined` has groups that run one after the other; `order`
-    has one entry for all of them.
+    instructions of a `HookedKernel` are one group. An entry of `joined` has groups that run one after the other as one
+    step; `order` has one entry for all of them.
     """
 
     order: tuple[tuple[int, ...], ...]

@@ -33,10 +33,9 @@ NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
 
 @dataclass(slots=True)
 class HostInstruction:
-    """One instruction with the NumPy arrays of its operands and results.
+    """One instruction with the NumPy arrays of its operands and results, its attributes and its scratch memory.
 
-    It also has its attributes and float32 scratch memory. A kernel takes slices of the scratch memory by
-    `take_scratch`.
+    A kernel takes its temporary float32 arrays from the scratch memory by `take_scratch`.
     """
 
     src: list[Array | None]
@@ -99,7 +98,7 @@ def make_float32_reference_binding(op: Op[Any]) -> Binding:
     return Binding(bind, lambda node: 0)
 
 
-def no_scratch(node: Node) -> int:
+def count_no_scratch_elements(node: Node) -> int:
     return 0
 
 
@@ -112,8 +111,8 @@ def bind_copy(call: HostInstruction) -> Calls:
     return [partial(np.copyto, call.out, call.operand(0))]
 
 
-def without_scratch(bind: Callable[[HostInstruction], Calls]) -> Binding:
-    return Binding(bind, no_scratch)
+def make_binding_without_scratch(bind: Callable[[HostInstruction], Calls]) -> Binding:
+    return Binding(bind, count_no_scratch_elements)
 
 
 class Replay:

@@ -10,7 +10,7 @@ from functools import partial
 
 from ...graph.attrs import Attrs
 from ...ops.collectives import cast_to_index_ranges, narrow_to_integer, own_index_ranges
-from .bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
+from .bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, make_binding_without_scratch
 
 Index = tuple[slice, ...]
 Pairs = list[tuple[Index, Index]]
@@ -157,9 +157,9 @@ def _read_sequence_number(call: HostInstruction) -> int:
 
 KERNELS: Mapping[str, Binding] = {
     "all_reduce": Binding(bind_all_reduce, count_result_elements),
-    "all_gather": without_scratch(bind_all_gather),
-    "reduce_scatter": without_scratch(bind_reduce_scatter),
-    "all_to_all": without_scratch(bind_all_to_all),
-    "send": without_scratch(bind_send),
-    "receive": without_scratch(bind_receive),
+    "all_gather": make_binding_without_scratch(bind_all_gather),
+    "reduce_scatter": make_binding_without_scratch(bind_reduce_scatter),
+    "all_to_all": make_binding_without_scratch(bind_all_to_all),
+    "send": make_binding_without_scratch(bind_send),
+    "receive": make_binding_without_scratch(bind_receive),
 }

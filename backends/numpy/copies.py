@@ -9,7 +9,7 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from ...ops.elementwise.binary import round_to_dtype
-from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, make_binding_without_scratch
 
 
 def bind_cast(call: HostInstruction) -> Calls:
@@ -25,4 +25,7 @@ def bind_cast(call: HostInstruction) -> Calls:
     return [run]
 
 
-KERNELS: Mapping[str, Binding] = {"cast": without_scratch(bind_cast), "cont": without_scratch(bind_copy)}
+KERNELS: Mapping[str, Binding] = {
+    "cast": make_binding_without_scratch(bind_cast),
+    "cont": make_binding_without_scratch(bind_copy),
+}

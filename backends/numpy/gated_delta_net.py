@@ -15,7 +15,7 @@ from ...ops import Op, as_reference_array
 from ...ops.movement.sharded_tables import require_row_numbers
 from ...ops.recurrent.linear_attention import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
 from ..base import Array
-from ..host.bindings import Binding, Calls, HostInstruction, count_result_elements, no_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, count_no_scratch_elements, count_result_elements
 
 
 def bind_ssm_conv(call: HostInstruction) -> Calls:
@@ -176,7 +176,7 @@ def make_float64_reference_binding(op: Op[Any]) -> Binding:
 
         return [run]
 
-    return Binding(bind, no_scratch)
+    return Binding(bind, count_no_scratch_elements)
 
 
 def _delta_scratch(node: Node) -> int:

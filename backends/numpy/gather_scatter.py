@@ -10,7 +10,7 @@ import numpy as np
 
 from ...graph.errors import BackendError
 from ..base import Array
-from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, make_binding_without_scratch
 from .expressions import as_tiling_broadcast_views
 
 
@@ -73,8 +73,8 @@ def bind_repeat(call: HostInstruction) -> Calls:
 
 
 KERNELS: Mapping[str, Binding] = {
-    "get_rows": without_scratch(bind_get_rows),
-    "set_rows": without_scratch(bind_set_rows),
-    "concat": without_scratch(bind_concat),
-    "repeat": without_scratch(bind_repeat),
+    "get_rows": make_binding_without_scratch(bind_get_rows),
+    "set_rows": make_binding_without_scratch(bind_set_rows),
+    "concat": make_binding_without_scratch(bind_concat),
+    "repeat": make_binding_without_scratch(bind_repeat),
 }

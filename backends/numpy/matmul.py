@@ -14,7 +14,7 @@ from ...graph.node import Node
 from ...ops.collectives import narrow_to_integer
 from ...ops.movement.sharded_tables import to_local_rows
 from ..base import Array
-from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, make_binding_without_scratch
 
 MAX_WIDENED_ENTRIES = 1 << 22
 """Maximum entries of a matrix that are converted to float64 at a time."""
@@ -117,7 +117,7 @@ def _count_expert_scratch(node: Node) -> int:
 
 
 KERNELS: Mapping[str, Binding] = {
-    "mul_mat": without_scratch(bind_mul_mat),
-    "out_prod": without_scratch(bind_out_prod),
+    "mul_mat": make_binding_without_scratch(bind_mul_mat),
+    "out_prod": make_binding_without_scratch(bind_out_prod),
     "mul_mat_id": Binding(bind_mul_mat_id, _count_expert_scratch),
 }

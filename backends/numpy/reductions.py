@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
+from ..host.bindings import Binding, Calls, HostInstruction, make_binding_without_scratch
 
 
 def bind_total(call: HostInstruction) -> Calls:
@@ -19,6 +19,6 @@ def bind_cumsum(call: HostInstruction) -> Calls:
 
 
 KERNELS: Mapping[str, Binding] = {
-    "sum": without_scratch(bind_total),
-    "cumsum": without_scratch(bind_cumsum),
+    "sum": make_binding_without_scratch(bind_total),
+    "cumsum": make_binding_without_scratch(bind_cumsum),
 }

@@ -97,7 +97,10 @@ def main(features: str, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         guest = Guest(Path(folder))
         target_cpu.find_host_or_requested_target = lambda: target
-        compiler._load_object_code = lambda required, code: (guest.load(code, compiler._symbol_name(required)), code)
+        compiler._load_object_code = lambda required, code: (
+            guest.load(code, compiler._make_symbol_name(required)),
+            code,
+        )
         compiler.KERNEL_FUNCTION = lambda address: partial(guest.call, address)
         from hocket import cli
 

@@ -30,7 +30,7 @@ from ...thread_safe_cache import thread_safe_cache
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
 from . import object_loader
-from .complete_code import require_complete_code, write_addresses_as_integers
+from .complete_code import make_llvm_sink_addresses_as_integers, require_complete_code
 from .kernel_args import KernelArgs
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class Subroutine:
 class IrBody:
     """A kernel body that is emitted as LLVM IR, without Numba.
 
-    `emit` gets the LLVM function ``(arguments, thread, threads) -> status`` without blocks. The name of the kernel has
-    a digest of everything outside the kernel sources that the code depends on. `source` is the function that reports
-    show as the source of the kernel.
+    `emit` gets the empty LLVM function ``(arguments, thread, threads) -> status`` and writes its code. The name of the
+    kernel needs a digest of everything outside the kernel sources that the code depends on. `source` is the Python
+    function that reports show as the source of the kernel.
     """
 
     emit: Callable[[ir.Function], None]
@@ -94,7 +94,7 @@ _compile_lock = threading.RLock()
 
 @cache
 def _wait_for_compilations_at_exit() -> None:
-    """Let the interpreter end only after a running compilation, and start none after that.
+    """Make the interpreter wait at exit for a running compilation, and start no compilation after that.
 
     A daemon thread may compile when the main thread ends. LLVM aborts the process if its objects are freed meanwhile.
     The first compilation calls this function, because callbacks at exit run in reverse order and llvmlite has its own.
@@ -120,16 +120,16 @@ def _load_object_code(definition: Kernel, code: bytes) -> tuple[int, object]:
     removed, because its compilation takes ten times as long as all other work.
     """
     if object_loader.is_loadable_x86_64_code(code):
-        return object_loader.load_function(code, _symbol_name(definition)), None
+        return object_loader.load_function(code, _make_symbol_name(definition)), None
     import llvmlite.binding as llvm
 
-    _initialise(llvm.get_default_triple())
+    _initialise_llvm(llvm.get_default_triple())
     module, machine = llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.remove_module(module)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return int(engine.get_function_address(_symbol_name(definition))), (engine, module, code)
+    return int(engine.get_function_address(_make_symbol_name(definition))), (engine, module, code)
 
 
 def compile_missing_kernels(kernels: Iterable[Kernel]) -> None:
@@ -150,11 +150,11 @@ def find_cached_kernel_addresses(names: Sequence[str]) -> Mapping[str, int] | No
 
 
 def _raise_for_unknown_kernel_body(a: int, thread: int, threads: int) -> int:
-    """Raise an error: it stands for the body of a cached kernel, which is unknown and never compiled."""
+    """Raise an error: a placeholder body for a kernel that is known by name and must come from the cache."""
     raise LookupError("it is never compiled")
 
 
-def _symbol_name(definition: Kernel) -> str:
+def _make_symbol_name(definition: Kernel) -> str:
     return "hocket." + definition.name
 
 
@@ -166,14 +166,14 @@ def _create_target_machine() -> llvm.TargetMachine:
     import llvmlite.binding as llvm
 
     target = target_cpu.find_host_or_requested_target()
-    _initialise(target.triple)
+    _initialise_llvm(target.triple)
     return llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.format_llvm_features(), opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 
 @cache
-def _initialise(triple: str) -> None:
+def _initialise_llvm(triple: str) -> None:
     import llvmlite.binding as llvm
 
     if triple == llvm.get_default_triple():
@@ -239,10 +239,10 @@ def _find_kernel_cache_file(definition: Kernel) -> Path | None:
             outside = _read_third_party_source(body.__code__.co_filename)
     except OSError:
         return None
-    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _make_fingerprint_without_sources())
+    return cache_folder() / "kernels" / _make_cache_file_name(definition, outside + _make_fingerprint_without_sources())
 
 
-def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
+def _make_cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
     return hash_key_to_file_name(_digest_kernel_sources(), besides, definition.name) + ".o"
 
 
@@ -263,7 +263,7 @@ def _list_compiled_kernel_files(definition: Kernel) -> Iterator[Path]:
     """
     shipped = (
         [
-            PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)
+            PRECOMPILED_FOLDER / target.name / _make_cache_file_name(definition)
             for target in target_cpu.list_runnable_precompiled_targets()
         ]
         if _is_builtin(definition.body)
@@ -293,8 +293,8 @@ def compile_kernels_into_package(kernels: Iterable[Kernel]) -> int:
         [*dict.fromkeys(kernels)],
     )
     for one in unique_kernels:
-        if read_cached(folder / _cache_file_name(one)) is None:
-            write_cached(folder / _cache_file_name(one), _emit_object_code(one))
+        if read_cached(folder / _make_cache_file_name(one)) is None:
+            write_cached(folder / _make_cache_file_name(one), _emit_object_code(one))
     return len(unique_kernels)
 
 
@@ -316,7 +316,7 @@ def _compile_and_cache(definition: Kernel) -> bytes:
 
 
 def _emit_object_code(definition: Kernel) -> bytes:
-    """Compile a kernel to object code for the target, with one symbol of this package."""
+    """Compile a kernel to ELF object code for the compile target."""
     module, machine = _translate_to_llvm(definition)
     return bytes(machine.emit_object(module))
 
@@ -326,7 +326,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     import llvmlite.binding as llvm
 
     _wait_for_compilations_at_exit()
-    write_addresses_as_integers()
+    make_llvm_sink_addresses_as_integers()
     machine = _create_target_machine()
     is_emitted = isinstance(definition.body, IrBody)
     assembly = _emit_llvm_assembly_of_ir_body(definition) if is_emitted else _translate_by_numba(definition)
@@ -343,7 +343,7 @@ def _emit_llvm_assembly_of_ir_body(definition: Kernel) -> str:
     """Emit the LLVM assembly (IR text) of a kernel that has an `IrBody`, without Numba."""
     assert isinstance(definition.body, IrBody)
     word, module = ir.IntType(64), ir.Module()
-    definition.body.emit(ir.Function(module, ir.FunctionType(word, [word] * 3), _symbol_name(definition)))
+    definition.body.emit(ir.Function(module, ir.FunctionType(word, [word] * 3), _make_symbol_name(definition)))
     return str(module)
 
 
@@ -357,7 +357,7 @@ def _translate_by_numba(definition: Kernel) -> str:
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
         _bind_names_to_numba_objects(definition.body)
     )
-    assembly = str(function.inspect_llvm().replace(function.native_name, _symbol_name(definition)))
+    assembly = str(function.inspect_llvm().replace(function.native_name, _make_symbol_name(definition)))
     require_complete_code(definition.name, assembly)
     return assembly
 

@@ -1,4 +1,4 @@
-"""Kernels have all of their code: LLVM takes none of it for undefined behaviour, which it would remove."""
+"""Check that LLVM has removed no code of a kernel as undefined behaviour, and avoid the known cause of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ REMOVED_CODE = re.compile(r"^ +unreachable$|^(\S+):(?: +;.*)?\n +br label %\1$",
 
 
 @cache
-def write_addresses_as_integers() -> None:
-    """Set an option of LLVM: an address that moves to its use becomes an integer sum, not relative to a pointer.
+def make_llvm_sink_addresses_as_integers() -> None:
+    """Make LLVM compute sunk addresses with integer sums instead of pointer arithmetic, so that it removes no code.
 
-    LLVM does so when Numba makes machine code of a subroutine. Numba then inlines the changed assembly, and LLVM
-    optimises it again. There, an index of 0 makes the pointer null, and an address relative to null is undefined.
+    LLVM sinks address computations (moves them to their uses) when Numba makes machine code of a subroutine. Numba then
+    inlines the changed assembly, and LLVM optimises it again. With pointer arithmetic, an index of 0 would make the
+    base pointer null. LLVM treats an address relative to null as undefined behaviour, and removes the code.
     """
     import llvmlite.binding as llvm
 
@@ -24,10 +25,10 @@ def write_addresses_as_integers() -> None:
 
 
 def require_complete_code(name: str, assembly: str) -> None:
-    """Check the optimised LLVM assembly of the kernel `name`.
+    """Raise if the optimised LLVM assembly of the kernel `name` lacks code, or may raise a Python exception.
 
     Raises:
-        BackendError: The kernel may raise, or LLVM has removed code.
+        BackendError: The kernel may raise, which no caller would catch, or LLVM has removed code as undefined.
     """
     if "call void @numba_do_raise" in assembly:
         raise BackendError(

@@ -90,7 +90,7 @@ class Symbol(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """One ELF relocation: a place in the loaded code that needs an address or a distance.
+    """One ELF relocation: a place in the loaded code that must be filled with the address of, or distance to, a symbol.
 
     `position` counts bytes from the start of the loaded code. `symbol` is an index in the symbol table.
     """

@@ -1,4 +1,7 @@
-"""The groups of declared ops for which the CPU backend generates one kernel each."""
+"""The groups of ops for which the CPU backend generates one kernel each.
+
+The ops are declared in the scalar language: as an expression of one element or one row (`ops.declaration`).
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,12 @@ ARITHMETIC_PRICE, TRANSCENDENTAL_PRICE = 1, 20
 
 
 def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
-    """Choose the groups of declared ops that one generated kernel computes, and make each a group of `flow`.
+    """Choose the groups of adjacent elementwise and row-reduction ops that one generated kernel each computes.
 
+    The instructions of each chosen group become a group of `flow`, which keeps them together in the execution order.
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(trace_instruction, flow), has_group_kernel, count_expression_steps)
+    rules = GroupingRules(partial(trace_instruction, flow), has_group_kernel, estimate_prices_per_element_and_row)
     return find_expression_groups(flow, rules)
 
 
@@ -52,22 +56,26 @@ def to_fused_expression(group: ExpressionGroup) -> FusedExpression:
 
 
 @cache
-def count_expression_steps(expression: Expression, single_operands: frozenset[int]) -> tuple[int, int]:
-    """Count the steps that a kernel computes for each element of an expression, over all passes over a row.
+def estimate_prices_per_element_and_row(expression: Expression, single_operands: frozenset[int]) -> tuple[int, int]:
+    """Estimate the compute time of an expression, in bytes that a core moves in this time; over all passes over a row.
+
+    Each step of the expression has the price `ARITHMETIC_PRICE` or `TRANSCENDENTAL_PRICE`.
 
     Args:
         expression: The expression.
         single_operands: The operands with one number per row.
 
     Returns:
-        The steps per element, and the steps per row that depend only on single operands.
+        The price per element, and the price per row of the steps that depend only on `single_operands`.
     """
     once = expression.find_steps_of_operands(single_operands)
     steps = [n for some in ExpressionKernel(expression, ()).list_passes() for n in some - once]
-    return _price_steps(expression, steps), _price_steps(expression, once - expression.steps_with_one_number_per_row)
+    return _sum_step_prices(expression, steps), _sum_step_prices(
+        expression, once - expression.steps_with_one_number_per_row
+    )
 
 
-def _price_steps(expression: Expression, numbers: Iterable[int]) -> int:
+def _sum_step_prices(expression: Expression, numbers: Iterable[int]) -> int:
     functions = (expression.steps[n].function for n in numbers)
     prices = (
         TRANSCENDENTAL_PRICE if f in TRANSCENDENTAL_FUNCTIONS else ARITHMETIC_PRICE for f in functions if f != "operand"
@@ -76,10 +84,10 @@ def _price_steps(expression: Expression, numbers: Iterable[int]) -> int:
 
 
 def trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
-    """Trace an instruction, or return None if it cannot be part of an expression.
+    """Convert an instruction to an expression that can be fused with others; return None if that is impossible.
 
-    The result is None if the op is not declared, or has a kernel of its own that does more. A kernel of a gated unit
-    does more if it also quantises its result for matmuls.
+    The result is None if the op is not declared in the scalar language, or has a hand-written kernel that does more.
+    For example, the kernel of SwiGLU does more if it also quantises its result for matmuls.
     """
     call = flow.bound_instruction(number)
     declared = REGISTRY[call.op].expression if call.op in REGISTRY else None
@@ -95,16 +103,16 @@ def trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
         return None
     producers = [None if o is None else flow.find_last_writer(o.region, number) for o in call.src]
     readers = flow.find_readers(number)
-    return _trace_call(declared, call, producers, None if readers is None else frozenset(readers))
+    return _trace_op_call(declared, call, producers, None if readers is None else frozenset(readers))
 
 
-def _trace_call(
+def _trace_op_call(
     declared: ScalarLanguageDeclaration,
     call: BoundInstruction,
     producers: Sequence[int | None],
     readers: frozenset[int] | None,
 ) -> TracedInstruction | None:
-    """Trace a call of a declared op to an expression; return None if a function of it has no compiled code."""
+    """Convert a call of a declared op to an expression; return None if a function in it has no compiled code."""
     operands = [call.optional_operand(index) for index in range(len(declared.operand_names))]
     starts = declared.place and declared.place([o.shape for o in operands if o is not None], call.attrs)
     if declared.place is not None and starts is None:
@@ -118,10 +126,10 @@ def _trace_call(
     return TracedInstruction(expression, operands, producers, call.attrs, call.out, readers, starts)
 
 
-def bind_op_alone(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a declared op that is in no group. Return False if no kernel can compute it."""
+def bind_ungrouped_op(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+    """Add the step of a declared op that is fused with no other op. Return False if no kernel can compute it."""
     declared = REGISTRY[call.op].expression
     if declared is None or declared.place is None:
         return bind_declared_op(steps, call)
-    traced = _trace_call(declared, call, [None] * len(call.src), None)
+    traced = _trace_op_call(declared, call, [None] * len(call.src), None)
     return traced is not None and add_traced_step(steps, traced)

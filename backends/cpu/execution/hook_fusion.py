@@ -1,6 +1,8 @@
-"""The hooks of the CPU: groups of declared ops that kernels of products and attention call for each panel.
+"""Epilogue fusion on the CPU: matmul and attention kernels call hooks for each panel of their result.
 
-Generated row kernels call a hook too: it quantises their result for products.
+A hook is a generated kernel of a group of elementwise or row-reduction ops. A panel is some rows by some columns, which
+is still in the cache of the thread. The kernel that calls hooks is the body. Generated row kernels call a hook, too: it
+quantises their result for matmuls.
 """
 
 from __future__ import annotations
@@ -39,17 +41,19 @@ from .expression_fusion import trace_instruction
 def choose_hooked_bodies(
     flow: Dataflow, groups: Sequence[ExpressionGroup], patterns: Mapping[Sequence[int], FusedBinding]
 ) -> list[HookedBody]:
-    """Choose the hooks of matmuls, convolutions and attention; make each body with its hooks one group of `flow`.
+    """Choose the op groups that run as epilogues (hooks) of matmuls, convolutions and attention ops.
+
+    Each body (the kernel that calls hooks) becomes one group of `flow` together with its hooks.
 
     Args:
         flow: The dataflow.
-        groups: The groups of declared ops in `flow`.
-        patterns: The fused patterns in `flow`, by their instructions.
+        groups: The expression groups in `flow`, each computed by one generated kernel.
+        patterns: The hand-written fusions in `flow`, by their instruction numbers.
     """
     bodies: list[tuple[tuple[int, ...], ResultPanels | None]]
     bodies = [(tuple(numbers), pattern.panels) for numbers, pattern in patterns.items()]
     singles = (n for n in range(len(flow.reader_table.program.instructions)) if flow.can_join_fusion(n))
-    bodies += [((number,), find_panels(flow.bound_instruction(number))) for number in singles]
+    bodies += [((number,), find_result_panels(flow.bound_instruction(number))) for number in singles]
     found = [
         HookedBody(numbers, panels, ())
         for numbers, panels in sorted(bodies, key=lambda body: body[0])
@@ -66,15 +70,18 @@ def to_hooked_kernel(hooked: HookedBody) -> HookedKernel:
 def make_hooked_binding(
     flow: Dataflow, hooked: HookedBody, patterns: Mapping[Sequence[int], FusedBinding]
 ) -> FusedBinding:
-    """Make the binding of a body with its hooks; a body is one instruction or one of `patterns`, the fused patterns."""
+    """Make the binding of a matmul or attention kernel (body) that calls epilogues (hooks) for each panel.
+
+    The body is a single instruction, or a hand-written fusion: one of `patterns`, by instruction numbers.
+    """
     call = flow.bound_instruction(hooked.body[-1])
     pattern = patterns.get(hooked.body)
-    bind_body = partial(_bind_single_body, call=call) if pattern is None else pattern.bind
+    bind_body = partial(_bind_single_instruction_body, call=call) if pattern is None else pattern.bind
     bind = partial(_bind_hooked_body, flow=flow, hooked=hooked, bind_body=bind_body)
     return FusedBinding(hooked.instruction_numbers, bind)
 
 
-def _bind_single_body(steps: StepTableBuilder, call: BoundInstruction) -> None:
+def _bind_single_instruction_body(steps: StepTableBuilder, call: BoundInstruction) -> None:
     is_bound = BINDINGS[call.op](steps, call)
     assert is_bound, "the body was chosen because it has a kernel"
 
@@ -103,7 +110,9 @@ def _bind_group(steps: StepTableBuilder, flow: Dataflow, group: ExpressionGroup)
 
 
 def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook: StepHook, blocks: int) -> bool:
-    """Add the step of a group that calls a hook in its kernel; return False if it cannot loop over whole rows.
+    """Add the step of an expression group with a kernel that calls a hook, which quantises its result.
+
+    Return False if the kernel cannot loop over whole rows.
 
     Args:
         steps: The steps.
@@ -155,8 +164,8 @@ def _add_hooked_group_step(steps: StepTableBuilder, group: ExpressionGroup, hook
     return True
 
 
-def find_panels(call: BoundInstruction) -> ResultPanels | None:
-    """Return how an instruction's kernel divides its result into panels; None if the kernel cannot call hooks."""
+def find_result_panels(call: BoundInstruction) -> ResultPanels | None:
+    """Return the panels in which the kernel of an instruction computes its result; None if it cannot call hooks."""
     out = call.out if len(call.dst) == 1 else None
     if out is None or not (out.is_dense and out.is_float and out.size):
         return None
@@ -205,7 +214,10 @@ def _bind_hooked_body(
 def find_quantised_read_forms(
     steps: StepTableBuilder, call: BoundInstruction, size: tuple[int, int]
 ) -> ResultReadForms | None:
-    """Find the quantised forms in which matmuls read a result [size]; None if all matmuls read it unquantised."""
+    """Find the quantised forms in which later matmuls read the result of `call`; None if all of them read float32.
+
+    `size` is the rows and columns of the result as a matrix.
+    """
     rows, columns = size
     found: dict[tuple[Tensor, int], Operand] = {}
     is_shared = False
@@ -228,7 +240,7 @@ def find_quantised_read_forms(
 
 
 def _make_step_hook(hook: PanelHook) -> StepHook:
-    """Convert a panel hook to the hook of a step: its compiled kernel and its argument words."""
+    """Convert a hook of the dataflow to a hook of a step, which has a compiled kernel and its argument words."""
     group, (*outer, columns) = hook.group, hook.shape
     words = [columns, *outer]
     for operand in (*hook.operands, *hook.results):

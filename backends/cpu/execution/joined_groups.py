@@ -1,4 +1,7 @@
-"""Norms that become the prologue of matmuls, and matmuls of the same activations that become one step."""
+"""Prologue fusion on the CPU: norms that run in the step of the matmuls that read them.
+
+Several matmuls of the same activations become one step, too.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ JoinedGroups = tuple[tuple[int, ...], ...]
 def choose_joined_groups(
     flow: Dataflow, patterns: Mapping[Sequence[int], FusedBinding]
 ) -> dict[tuple[int, ...], JoinedGroups]:
-    """Choose the matmuls of few rows that run right after the norm that they read; make them one group of `flow`.
+    """Choose the norms and the matmuls of few rows that read them which run as one step, without barriers.
 
-    Each thread computes the norm for itself and continues with its columns of the matmuls. So the kernels of all of
-    them can be one step.
+    Each thread computes the whole norm for itself, then its columns of the matmuls. A norm and its matmuls become one
+    group of `flow`.
 
     Args:
         flow: The dataflow, with all other groups.
-        patterns: The fused patterns in `flow`, by their instructions.
+        patterns: The hand-written fusions in `flow`, by their instruction numbers.
 
     Returns:
-        The joined groups, by the instruction numbers of all of them.
+        For each choice, by the instruction numbers of all of it: the groups in the order in which they run.
     """
     found: dict[tuple[int, ...], JoinedGroups] = {}
     for numbers, pattern in patterns.items():
@@ -59,8 +62,8 @@ def _can_join(flow: Dataflow, groups: JoinedGroups) -> bool:
 def _list_matmul_groups(flow: Dataflow, number: int) -> list[tuple[int, ...]]:
     """List the groups with matmuls of few rows that read the result of instruction `number` as activations.
 
-    They are in the order of their result sizes. So the step of the largest one calls the others, and every thread has
-    work in it. Each valid order of a program has the same list.
+    They are in the order of their result sizes. The last step calls the others, so it is the largest: every thread has
+    work in it. The list does not depend on the execution order of the program.
     """
     readers = flow.reader_table.find_known_readers_of_first_result(number)
     found = {flow.find_group(reader): reader for reader in readers if _is_matmul_of_few_rows_of(flow, reader, number)}

@@ -26,7 +26,7 @@ from ..compilation.compiler import IrBody, Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..steps.prologues import join_steps
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-from .expression_fusion import bind_op_alone, choose_expression_groups, to_fused_expression
+from .expression_fusion import bind_ungrouped_op, choose_expression_groups, to_fused_expression
 from .hook_fusion import choose_hooked_bodies, make_group_binding, make_hooked_binding, to_hooked_kernel
 from .joined_groups import JoinedGroups, choose_joined_groups
 from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
@@ -100,9 +100,12 @@ def describe_program_fusion(program: Program) -> ProgramFusion:
 
 
 class _Fusions(NamedTuple):
-    """The fusions of a program: hand-written ones by their instructions, groups of declared ops, bodies with hooks.
+    """All fusions of a program.
 
-    `joined_groups` are groups that run one after the other, by the instructions of all of them.
+    - `patterns`: hand-written fused kernels, by their instruction numbers.
+    - `expression_groups`: op groups that one generated kernel each computes.
+    - `hooked_bodies`: matmul and attention kernels with epilogues.
+    - `joined_groups`: norms and matmuls that run as one step, by the instruction numbers of all of them.
     """
 
     patterns: dict[Sequence[int], FusedBinding]
@@ -223,7 +226,7 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
     bind: InstructionBinder | None = BINDINGS.get(call.op) or find_op_package_binding(call.op, "cpu")
-    return (bind is not None and bind(steps, call)) or (call.op in REGISTRY and bind_op_alone(steps, call))
+    return (bind is not None and bind(steps, call)) or (call.op in REGISTRY and bind_ungrouped_op(steps, call))
 
 
 def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:

@@ -29,7 +29,7 @@ KERNEL_ZONE = 0x5A16 << 48
 
 @dataclass(slots=True)
 class PlaceholderMemory(TableMemory):
-    """Memory of step tables at placeholder addresses, after the placeholder buffers.
+    """Memory of a step table that has no real address yet; its placeholder address follows the buffers.
 
     `start` is the first address, `size` the allocated bytes, and `contents` has the bytes at each offset.
     """

@@ -46,10 +46,10 @@ STATUS_MESSAGES = {
 
 
 class BoundStepLoop(NamedTuple):
-    """A compiled loop over the steps of a segment, with argument words for the loop and for the thread pool.
+    """A compiled loop with the step table that it runs: argument words for the loop and for the thread pool.
 
-    It has addresses in place of arrays: reading the address of an array takes a microsecond, which is noticeable in a
-    token of a small model.
+    It has addresses in place of arrays: reading the address of an array takes a microsecond, which is noticeable in the
+    decode time of a small model.
     """
 
     call: Callable[[int, int, int], int]
@@ -88,7 +88,10 @@ def build_step_table(
 
 
 class CompiledSegment:
-    """Consecutive steps of compiled code, as one table that a compiled loop replays; with the names of the kernels."""
+    """Consecutive steps of compiled code, as one step table that a compiled loop runs without Python.
+
+    It also has the names of the kernels, for reports.
+    """
 
     def __init__(self, kernels: Sequence[str], table: I64, memory: object) -> None:
         self.kernel_names, self.instruction_numbers = kernels, table[0, :, 3].tolist()
@@ -114,10 +117,7 @@ class CompiledSegment:
 
     @cached_property
     def timed_segment(self) -> CompiledSegment:
-        """A copy of the segment that also writes the start time of each step into `times`.
-
-        `convert_step_starts_to_seconds` reads them.
-        """
+        """A copy of the segment that also measures the start time of each step (`convert_step_starts_to_seconds`)."""
         segment = copy(self)
         segment._loop = self._bind_loop_to_step_table(run_step_table_timed.address, self.times.ctypes.data)
         return segment
@@ -277,7 +277,7 @@ class Replay:
 
 
 def _record_call_times(clock: memoryview, call: Callable[[], object]) -> None:
-    """Record the times of a Python call: make the call, and write its start and end in nanoseconds into `clock`."""
+    """Make a Python call, and write its start and end in nanoseconds into `clock`."""
     clock[0] = time.monotonic_ns()
     call()
     clock[1] = time.monotonic_ns()

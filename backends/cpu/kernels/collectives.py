@@ -144,9 +144,9 @@ SCATTER_GATHER_ARGS = declare_args("board rank devices source target outer own w
 
 @kernel
 def reduce_scatter(a, thread, threads):
-    """Sum rows over all devices; this device gets only its part of each row.
+    """Sum rows over all devices; this device gets only its columns of each row.
 
-    The part is `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
+    The columns are `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
     """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, target, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.target(a), SCATTER_GATHER_ARGS.own(a)
@@ -166,9 +166,9 @@ def reduce_scatter(a, thread, threads):
 
 @kernel
 def all_gather(a, thread, threads):
-    """Gather rows from all devices: copy this device's part of each row to the results of all devices.
+    """Gather rows from all devices: copy this device's columns of each row to the results of all devices.
 
-    The part is `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
+    The columns are `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
     """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.own(a)

@@ -33,14 +33,14 @@ def make_16_lane_constant(values: Sequence[float]) -> Intrinsic:
     return intrinsic(FLOATS)(lambda b: constant)
 
 
-def make_lane_integers(values: Sequence[int]) -> Intrinsic:
+def make_16_lane_integer_constant(values: Sequence[int]) -> Intrinsic:
     """Make an intrinsic without operands that returns 16 given int32 numbers."""
     constant = ir.Constant(_I, list(values))
     return intrinsic(INTS)(lambda b: constant)
 
 
 def make_count_reached_boundaries(boundaries: Sequence[float]) -> Intrinsic:
-    """Make an intrinsic that returns, for each float32 lane, how many of the boundaries it reaches; NaN reaches all."""
+    """Make an intrinsic that counts, for each float32 lane, the boundaries that are not above it; NaN counts all."""
 
     @intrinsic(INTS, FLOATS)
     def count_boundaries(b, x):

@@ -77,7 +77,7 @@ def _offset_address_as_pointer(b: Any, address: Any, offset: int) -> Any:
     return b.ptrtoint(pointer, address.type)
 
 
-def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
+def _compute_record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
     pointer = b.gep(b.inttoptr(row, _CHAR), [at], inbounds=True)
     return b.ptrtoint(b.gep(pointer, [ir.Constant(at.type, offset)], inbounds=True), at.type)
 
@@ -248,7 +248,8 @@ def make_dot_tile_intrinsics(
 
     def splat_rows(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
         return [
-            simd.splat_from.body(b, _record_address(b, row, at, offset)) for row in unpack_vectors_from_array(b, rows)
+            simd.splat_from.body(b, _compute_record_address(b, row, at, offset))
+            for row in unpack_vectors_from_array(b, rows)
         ]
 
     def dot_products(
@@ -281,7 +282,7 @@ def make_dot_tile_intrinsics(
             codes, scales, (rows, at) = operands[:group_count], operands[group_count:-2], operands[-2:]
             vectors, records = (
                 [unpack_vectors_from_array(b, c) for c in codes],
-                [_record_address(b, row, at) for row in unpack_vectors_from_array(b, rows)],
+                [_compute_record_address(b, row, at) for row in unpack_vectors_from_array(b, rows)],
             )
             sums = unpack_vectors_from_array(b, acc)
             for halves in together:
@@ -319,7 +320,7 @@ def make_dot_tile_intrinsics(
 
     @intrinsic(sums_of, sums_of, FLOATS, rows_of, ADDRESS)
     def add_inner_product(b, acc, weights, rows, at):
-        values = [simd.load.body(b, _record_address(b, row, at)) for row in unpack_vectors_from_array(b, rows)]
+        values = [simd.load.body(b, _compute_record_address(b, row, at)) for row in unpack_vectors_from_array(b, rows)]
         return pack_vectors_into_array(
             b,
             [simd.fma.body(b, weights, *pair) for pair in zip(values, unpack_vectors_from_array(b, acc), strict=True)],
@@ -332,7 +333,7 @@ def make_dot_tile_intrinsics(
         for first in range(0, row_count, per_vector):
             folded = fold_lanes(b, vectors[first * group_count : (first + per_vector) * group_count])
             for i, row in enumerate(starts[first : first + per_vector]):
-                to, lanes = _record_address(b, row, at), range(i * group_count, (i + 1) * group_count)
+                to, lanes = _compute_record_address(b, row, at), range(i * group_count, (i + 1) * group_count)
                 with b.if_else(whole) as (then, otherwise):
                     with then:
                         some = b.shuffle_vector(folded, folded, ir.Constant(ir.VectorType(_INT, group_count), [*lanes]))
@@ -410,8 +411,8 @@ def make_add_row_products(row_count: int, weight_rows: int, load_weights: Intrin
         row_count: Number of activation rows.
         weight_rows: Number of weight rows.
         load_weights: Loads 16 columns of a weight row at an address, as float32.
-        left: The type of one more argument, the number of columns that are left. Then `load_weights` is
-            `load_first_lanes`.
+        left: Nothing for 16 columns. For fewer columns it is the type of one more argument, their number. Then
+            `load_weights` loads only these lanes.
     """
     sums_of, load_row = format_tuple_type(FLOATS, row_count * weight_rows), load_weights if left else simd.load
 
@@ -419,7 +420,9 @@ def make_add_row_products(row_count: int, weight_rows: int, load_weights: Intrin
     def add_row_products(b, acc, rows, at, p, stride, *count):
         places = [b.add(p, b.mul(stride, ir.Constant(stride.type, i))) for i in range(weight_rows)]
         weights = [load_weights.body(b, place, *count) for place in places]
-        values = [load_row.body(b, _record_address(b, row, at), *count) for row in unpack_vectors_from_array(b, rows)]
+        values = [
+            load_row.body(b, _compute_record_address(b, row, at), *count) for row in unpack_vectors_from_array(b, rows)
+        ]
         pairs = zip(((x, w) for x in values for w in weights), unpack_vectors_from_array(b, acc), strict=True)
         return pack_vectors_into_array(b, [simd.fma.body(b, w, x, total) for (x, w), total in pairs])
 

@@ -40,7 +40,9 @@ class ColumnSplit:
 def find_continued_column_split(
     steps: StepTableBuilder, sources: Sequence[Operand], out: Operand, *, whole_rows: bool = False
 ) -> ColumnSplit | None:
-    """Return the column split of `out` that continues the split of a source; None if the next step needs a barrier.
+    """Find a split of the next step in which each thread reads only the columns that it wrote itself.
+
+    Such a step needs no barrier. The result is the split of `out`; None means that the step needs a barrier.
 
     Args:
         steps: The builder with the previous steps.

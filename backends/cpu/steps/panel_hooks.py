@@ -25,7 +25,10 @@ RANGE_FACTOR, RANGE_MASK = 1 << RANGE_BITS, (1 << RANGE_BITS) - 1
 
 @subroutine
 def call_listed_kernels(a, word, second, third):
-    """Call the kernels that word `word` of the argument block `a` begins to list, with these further arguments."""
+    """Call all kernels of the list that begins at word number `word` of the argument block `a`.
+
+    Each kernel gets its own words, `second` and `third`: the panel for hooks, thread and thread count for a prologue.
+    """
     at = word + 1
     for _ in range(load_argument_word(a, word)):
         call_kernel(load_argument_word(a, at), a + 8 * (at + 2), second, third)
@@ -34,21 +37,28 @@ def call_listed_kernels(a, word, second, third):
 
 @subroutine
 def call_hooks(a, word, first_row, rows, first_column, columns):
-    """Call the hooks in the argument block `a`, from `word` on, for a panel: some rows by some columns."""
+    """Call all hooks (epilogue kernels) of a step for one panel of its result: some rows by some columns.
+
+    The list of hooks begins at word number `word` of the argument block `a`.
+    """
     call_listed_kernels(a, word, first_row * RANGE_FACTOR + rows, first_column * RANGE_FACTOR + columns)
 
 
 @subroutine
 def call_prologue(a, word):
-    """Call the kernels of the prologue, which the argument block `a` lists from `word` on; 0 means no prologue."""
+    """Call the kernels of earlier steps that a step runs before its own work (its prologue).
+
+    Their list begins at word number `word` of the argument block `a`; 0 means no prologue.
+    """
     if word != 0:
         call_listed_kernels(a, word, 0, 1)
 
 
 class PrologueWord(int):
-    """An argument word that says from which word on the block lists the prologue.
+    """An argument word with the position in its block at which the list of prologue kernels begins.
 
-    It is 0 until `prologues.join_steps` writes it. A kernel with such a word calls its prologue first.
+    It is 0, for no prologue, until `prologues.join_steps` writes it. A kernel with such a word calls its prologue
+    (kernels of earlier steps) first.
     """
 
 
@@ -65,7 +75,7 @@ class KernelWord(int):
 
 @dataclass(frozen=True, slots=True)
 class StepHook:
-    """A hook of a step.
+    """A hook of a step: an epilogue kernel that the kernel of the step calls for each panel of its result.
 
     Attributes:
         kernel: the kernel.
@@ -81,7 +91,7 @@ class StepHook:
 
 
 def make_hook_words(hooks: Sequence[StepHook]) -> list[int]:
-    """Make the words that list hooks at the end of an argument block."""
+    """Make the argument words of a list of hooks: the number of hooks, then address, word count and words of each."""
     words = [len(hooks)]
     for hook in hooks:
         words += [KernelWord(hook.kernel), len(hook.words), *hook.words]
@@ -89,6 +99,6 @@ def make_hook_words(hooks: Sequence[StepHook]) -> list[int]:
 
 
 def list_hook_accesses(hooks: Sequence[StepHook], first: int, last: int) -> tuple[list[Operand], list[Operand]]:
-    """Return all operands and results of hooks for a range of columns."""
+    """Return all operands and all results of hooks for columns `first` to `last` of the panel."""
     pairs = [hook.slice_columns(first, last) for hook in hooks]
     return [o for read, _ in pairs for o in read], [o for _, written in pairs for o in written]

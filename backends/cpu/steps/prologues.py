@@ -14,9 +14,9 @@ from .step_table import StepWords, TableStep
 
 
 def join_steps(steps: Sequence[TableStep]) -> list[TableStep]:
-    """Join each step with the steps before it that its kernel can call first; return the steps that remain.
+    """Merge steps into a later step, which calls their kernels first (its prologue); return the remaining steps.
 
-    Steps join if no barrier stands between them, none may stop the run, and the words of each thread state its part. A
+    Steps merge if no barrier is between them, none may stop the run, and the words of each thread state its part. A
     thread with work in one of them must have work in the last one, which calls the others.
     """
     joined: list[TableStep] = []
@@ -25,19 +25,19 @@ def join_steps(steps: Sequence[TableStep]) -> list[TableStep]:
         end = first + 1
         while end < len(steps) and _can_follow_in_prologue(steps[end - 1], steps[end]):
             end += 1
-        last = next((n for n in range(end - 1, first, -1) if _can_call_first(steps[first:n], steps[n])), first)
-        joined.append(_call_first(steps[first:last], steps[last]) if last > first else steps[first])
+        last = next((n for n in range(end - 1, first, -1) if _can_take_as_prologue(steps[first:n], steps[n])), first)
+        joined.append(_make_step_with_prologue(steps[first:last], steps[last]) if last > first else steps[first])
         first = last + 1
     return joined
 
 
 def _can_follow_in_prologue(step: TableStep, following: TableStep) -> bool:
-    """Return whether each thread can run a step and the following step without a return to the loop of steps."""
+    """Return whether each thread can run two adjacent steps one after the other, without a barrier between them."""
     plain = all(s.is_presplit and not s.may_stop for s in (step, following))
     return plain and not following.has_barrier
 
 
-def _can_call_first(earlier: Sequence[TableStep], last: TableStep) -> bool:
+def _can_take_as_prologue(earlier: Sequence[TableStep], last: TableStep) -> bool:
     has_work = all(
         words is not None or all(step.words[thread] is None for step in earlier)
         for thread, words in enumerate(last.words)
@@ -45,8 +45,8 @@ def _can_call_first(earlier: Sequence[TableStep], last: TableStep) -> bool:
     return last.prologue_word is not None and has_work
 
 
-def _call_first(earlier: Sequence[TableStep], last: TableStep) -> TableStep:
-    """Make the step that calls the kernels of the earlier steps, and then does the work of the last step."""
+def _make_step_with_prologue(earlier: Sequence[TableStep], last: TableStep) -> TableStep:
+    """Make the step that runs the kernels of the earlier steps as its prologue, then the work of the last step."""
     assert last.prologue_word is not None
     words: list[StepWords | None] = []
     kernel_words = []

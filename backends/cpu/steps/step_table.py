@@ -40,7 +40,7 @@ MAX_DUPLICATED_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ThreadWork:
-    """The work of one thread in a step: argument words of the kernel, and all accesses except private memory."""
+    """The work of one thread in a step: kernel arguments, and the operands read and written, except private memory."""
 
     words: Sequence[int]
     reads: Sequence[Operand]
@@ -251,7 +251,7 @@ class StepTableBuilder:
         return next((b for b in bounds if b is not None), None)
 
     def is_cheap_to_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
-        """Return whether operands are so small that every thread may do the same computation on them."""
+        """Return whether operands are so small that repeating a computation in every thread beats a barrier."""
         return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 
     def _needs_barrier(self, read: ThreadRegions, written: ThreadRegions) -> bool:
@@ -320,9 +320,9 @@ class StepTableBuilder:
         return self._constants[data]
 
     def take_private_memory(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
-        """Return private memory for each thread, or one memory for all threads if `shared`.
+        """Return memory for each thread that only this thread accesses, or one memory for all threads if `shared`.
 
-        The memory does not overlap operands that are registered as derived operands.
+        The memory overlaps no operand of `register_derived_operands`. `purpose` identifies it for reuse.
         """
         registered_buffers = {o.tensor.buffer for known, _ in self._derived_operands.values() for o in known}
         for number in count():
@@ -333,14 +333,14 @@ class StepTableBuilder:
         raise AssertionError("never")
 
     def find_derived_operands(self, key: Hashable) -> Sequence[Operand] | None:
-        """Return the derived operands under `key`; None if these operands or their sources have been overwritten."""
+        """Return the operands that an earlier step registered under `key`; None if their contents are outdated."""
         known = self._derived_operands.get(key)
         return None if known is None else known[0]
 
     def register_derived_operands(self, key: Hashable, operands: Sequence[Operand], sources: Sequence[Operand]) -> None:
-        """Register operands that were derived from `sources` under `key`, so that later steps use them.
+        """Register operands computed from `sources`, such as quantised activations, so that later steps reuse them.
 
-        The registration ends when a step overwrites `operands` or `sources`.
+        `find_derived_operands` returns them until a step overwrites `operands` or `sources`.
         """
         self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
 
@@ -355,7 +355,7 @@ class StepTableBuilder:
         return None if own is None else [view_with_layout_of(o, value) for o in own]
 
     def invalidate_values_in_regions(self, written: Sequence[MemoryRegion]) -> None:
-        """Forget the derived operands and column bounds that overlap the written regions."""
+        """Forget registered operands and column bounds that overlap the written regions."""
         for region in [r for r in self._column_bounds if any(w.overlaps(r) for w in written)]:
             del self._column_bounds[region]
         gone = [
@@ -427,10 +427,10 @@ NumPy computes an instruction that no kernel fits.
 
 @dataclass(frozen=True, slots=True)
 class FusedBinding:
-    """The numbers of fused instructions, and the function that appends their steps; it always succeeds.
+    """A fusion: the numbers of its instructions, and the function that appends their steps, which always succeeds.
 
-    `panels` are the panels of the result if the last kernel calls hooks; the last instruction has this result.
-    `is_repeated` says that each thread may compute the whole result for itself.
+    `panels` are the panels of the last instruction's result, if its kernel can call hooks for them.
+    `is_repeated`: whether each thread may compute the whole result for itself.
     """
 
     instruction_numbers: Sequence[int]

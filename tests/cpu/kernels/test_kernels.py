@@ -322,7 +322,7 @@ def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
 def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypatch: pytest.MonkeyPatch):
     one = step_loop.run_step_table
     monkeypatch.setattr(compiler, "PRECOMPILED_FOLDER", tmp_path)
-    file = tmp_path / target_cpu.PRECOMPILED_TARGETS[1].name / compiler._cache_file_name(one)
+    file = tmp_path / target_cpu.PRECOMPILED_TARGETS[1].name / compiler._make_cache_file_name(one)
     monkeypatch.setattr(
         target_cpu,
         "list_runnable_precompiled_targets",

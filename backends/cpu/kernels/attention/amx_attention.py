@@ -192,17 +192,17 @@ def _make_convert_kv_tile_to_matrices(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_range_of_visible_halves(union):
-    """Find the halves of a key tile that have visible keys; return (first, end), from a bit mask of the keys."""
+    """Find the 32-key halves of a 64-key tile with visible keys (bits of `union`); return the range (first, end)."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE
 
 
 def _make_append_score_steps(k: DType) -> Subroutine:
-    """Make the subroutine that appends the products of a job's scores to a list of AMX steps.
+    """Make the subroutine that appends the products of `keys` and a job's queries to a list of AMX steps.
 
-    A step multiplies two matrix terms. The subroutine ``(end, job, keys, scores, deep)`` appends the products of a
-    job's queries and `keys` at `end`, and returns the new end. `deep` is the number of matrices along the head size.
+    A step multiplies two matrix terms. The subroutine is ``(end, job, keys, scores, deep)``: it appends at `end`, and
+    returns the new end. `deep` is the number of 32-column matrices along the head size.
     """
     list_steps = make_append_matmul_steps(count_bf16_terms(k), QUERY_TERMS)
 
@@ -255,7 +255,7 @@ def apply_soft_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
 
 @subroutine
 def update_max_score_of_32_tokens(scores, n, x, y):
-    """Return the maximal score of each of 32 tokens over `n` keys and the maxima so far; 4 chains hide the latency."""
+    """Return the maximum of `x`, `y` (32 tokens) and their scores of `n` keys; 4 chains of maxima hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
     for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
@@ -270,7 +270,7 @@ def update_max_score_of_32_tokens(scores, n, x, y):
 
 @subroutine
 def rescale_softmax_state(state, x, y, result, rows):
-    """Store new reference scores `x` and `y` of 32 tokens, and rescale their sums and `rows` rows of results."""
+    """Store the new maximal scores `x`, `y` of 32 tokens, and rescale their weight sums and `rows` rows of results."""
     h, g = exp2_of_nonpositive(sub(load(state), x)), exp2_of_nonpositive(sub(load(state + 64), y))
     store_32_floats(state, x, y)
     store_32_floats(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))

@@ -80,7 +80,7 @@ def _view_elements_as_rows(x: Operand, leading: Sequence[int]) -> Operand:
 
 
 def _view_blocks_as_rows(pool: Operand) -> Operand | None:
-    """Return a pool [blocks, keys, heads, size] as rows [blocks * keys, heads, size]; None if blocks lie apart."""
+    """View a paged KV cache [blocks, keys, heads, size] as [blocks * keys, heads, size]; None if blocks have gaps."""
     blocks, keys, *row = pool.shape
     if pool.strides[0] != keys * pool.strides[1]:
         return None
@@ -88,7 +88,7 @@ def _view_blocks_as_rows(pool: Operand) -> Operand | None:
 
 
 def _count_keys(call: BoundInstruction) -> int:
-    """Return the number of keys of a sequence; the last block of a table may have more."""
+    """Return the number of keys of a sequence. With a block table the mask gives it; the last block may have more."""
     mask, table = call.optional_operand(3), call.optional_operand(5)
     if table is None:
         return call.operand(1).shape[-3]

@@ -132,8 +132,8 @@ def merge_and_write_group_results(a, unit, scratch):
             )
 
 
-def _choose_f32_operations_for_expanded_values(cells: CacheRowReaders) -> CacheRowReaders:
-    """Return the operations with which heads read value rows: float32 operations if the values are expanded first."""
+def _choose_value_row_readers(cells: CacheRowReaders) -> CacheRowReaders:
+    """Choose how heads read value rows: as float32 if quantised values are expanded first, else in their own type."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
@@ -184,7 +184,7 @@ def _make_locate_or_expand_values(cells: CacheRowReaders) -> Subroutine:
 def _make_add_weighted_values(cells: CacheRowReaders) -> Subroutine:
     """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
-    read_cells = _choose_f32_operations_for_expanded_values(cells)
+    read_cells = _choose_value_row_readers(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))
     locate_values = _make_locate_or_expand_values(cells)
 
@@ -227,7 +227,7 @@ def _make_add_weighted_values(cells: CacheRowReaders) -> Subroutine:
 def make_few_token_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the attention kernel for few tokens, for keys of type `k` and values of type `v`.
 
-    A work unit is the attention of some groups of heads to one split (part) of the keys; `beside` counts these groups.
+    A thread takes one split (part) of the keys and `beside` head groups at a time, and reads this part front to back.
     """
     score_keys = _make_compute_scores_and_maxima(
         make_quantised_key_operations(k)

@@ -50,10 +50,10 @@ MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 
 
 def _make_dot_queries_with_16_keys(cells: CacheRowReaders, count: int) -> Subroutine:
-    """Make the subroutine that computes the dot products of `count` queries with 16 keys, from the address `key` on.
+    """Make the subroutine that computes the dot products of `count` queries with the 16 keys at the address `key`.
 
-    Keys after number `last` of these are missing. The subroutine stores each dot product as four partial sums at `to`;
-    the caller adds them.
+    If fewer than 16 keys exist, `last` is the index of the last one, which replaces the missing keys. The subroutine
+    stores each dot product as four partial sums at `to`, and the caller adds them.
     """
     load_16, load_first, row_bytes = cells.load_16, cells.load_first, cells.row_bytes
     line = CACHE_LINE_BYTES // cells.nbytes * (BLOCK_ELEMENTS if cells.expand_range else 1)

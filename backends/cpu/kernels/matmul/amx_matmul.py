@@ -53,9 +53,9 @@ SCRATCH_BYTES = SUMS_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * MAX_MATRICES * MATR
 
 
 def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
-    """Choose the form in which a matmul reads its activations: a kind of rounding, or None for float32.
+    """Choose the form in which a matmul reads its activations: int8 blocks or bfloat16 tiles; None for plain float32.
 
-    `activation_quantisation` lists the kinds of rounding.
+    The form is one of the numbers that `activation_quantisation` lists as kinds of rounding.
     """
     w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1

@@ -51,10 +51,11 @@ class BlockTiling:
 
 
 def make_expand_and_multiply(blocks: BlockTiling) -> Subroutine:
-    """Make the subroutine that expands a tile of weight groups, and multiplies it with a chunk of expert slots.
+    """Make the subroutine that expands a tile of weight groups, and multiplies it with a chunk of activation rows.
 
-    The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes slots `chunk` to `stop`.
-    Meanwhile it prefetches the groups at `coming` to the second cache.
+    The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes the rows of slots `chunk` to
+    `stop`; a slot is a pair of a token and one of its experts. Meanwhile it prefetches the groups at `coming` to the
+    second cache.
     """
     tile = make_dot_tile_intrinsics(blocks.tile_rows, blocks.tile_groups)
     select_rows, zeros, store_rows = tile.row_addresses_by_slot, tile.zero_sums, tile.store_rows

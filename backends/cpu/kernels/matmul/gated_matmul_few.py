@@ -229,10 +229,10 @@ def _has_same_activations_weight_type_and_shape(product: BoundInstruction, first
 
 
 def _find_first_weight_row_of_operand(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
-    """Find the address of the first weight row that computes an operand of a gated unit; otherwise return None.
+    """Find the address of the first weight row from which an operand of a gated unit is computed.
 
-    The result is None for two reasons: no matmul of `products` computes the operand, or its rows begin within a group
-    of weight rows.
+    The result is None if the operand is not computed by a matmul of `products`, or if its rows begin within a group of
+    weight rows.
     """
     for product in products:
         out, skipped = product.out, (unit.address - product.out.address) // 4

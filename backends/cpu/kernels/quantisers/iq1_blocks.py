@@ -51,7 +51,7 @@ from .lattice_search import (
     find_best_block_scale_and_error,
     find_entry_number_of_code,
     find_largest_magnitude,
-    make_list_best_octet_entries,
+    make_find_best_octet_entry_per_scale,
 )
 from .lattice_tables import IQ1_LEVELS, LatticeTableLayout, make_nearest_entry_and_number_table
 from .scale_search import ZERO, single, write_error_weights
@@ -66,26 +66,26 @@ NEGATIVE_LISTS = 32 * LIST_BYTES
 """Distance of the lists with the negative shift from the lists with the positive shift."""
 
 
-def make_write_best_shifted_entries_per_scale(shift: float) -> Subroutine:
-    """Make the subroutine that lists the best IQ1 entries of 8 numbers for 16 scales, with `shift` added to each entry.
+def make_find_best_shifted_entry_per_scale(shift: float) -> Subroutine:
+    """Make the subroutine that finds the IQ1 code-book entry with the least error for 8 numbers, at each of 16 scales.
 
-    `lattice_search` describes the list.
+    `shift` is added to each number of an entry. The result is a list in memory, as `lattice_search` describes.
     """
     levels = [level + shift for level in IQ1_LEVELS]
     low = make_16_lane_constant([*levels, 0.0] * 4)
     high = make_16_lane_constant([level for level in (*levels, 0.0) for _ in range(4)])
-    return make_list_best_octet_entries(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
+    return make_find_best_octet_entry_per_scale(low, high, shift - 0.5, shift + 0.5, flips=False, has_ones=False)
 
 
 write_positive_list, write_negative_list = (
-    make_write_best_shifted_entries_per_scale(SHIFT),
-    make_write_best_shifted_entries_per_scale(-SHIFT),
+    make_find_best_shifted_entry_per_scale(SHIFT),
+    make_find_best_shifted_entry_per_scale(-SHIFT),
 )
 
 
 @cache
 def make_iq1_search_table() -> np.ndarray:
-    """Return the search table of the code book that IQ1_S and IQ1_M share."""
+    """Make the table of the IQ1 code book in which quantisers look up nearby entries (`lattice_tables`)."""
     return make_nearest_entry_and_number_table(LATTICE)
 
 
@@ -99,10 +99,11 @@ def copy_256_numbers_and_append_zeros(x, scratch):
 
 
 @subroutine
-def write_best_entries_per_scale_shift(scratch, group, unit, table, positive, negative):
-    """List the best entries of a group of 8 numbers for 16 scales, with shift +1/8 and with shift -1/8.
+def find_best_entries_for_both_shifts(scratch, group, unit, table, positive, negative):
+    """Find the best code-book entries for a group of 8 numbers at 16 scales, with shift +1/8 and with shift -1/8.
 
-    `positive` and `negative` are the addresses of the two lists.
+    `positive` and `negative` are the addresses that receive the lists of entries for both shifts. `unit` is the unit of
+    the scales.
     """
     m, w, products = scratch + MAGNITUDES + 32 * group, scratch + WEIGHTS + 32 * group, scratch + PRODUCTS
     write_positive_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, ZERO, table, table + ROWS, VECTORS, positive)
@@ -110,12 +111,12 @@ def write_best_entries_per_scale_shift(scratch, group, unit, table, positive, ne
 
 
 @subroutine
-def list_best_entries_for_both_shifts(scratch, table):
-    """List the best entries of all 32 groups of an IQ1_S super-block, for both signs of the shift."""
+def find_best_entries_of_super_block(scratch, table):
+    """Find the best entries at 16 scales for all 32 groups of an IQ1_S super-block, for both signs of the shift."""
     for k in range(32):  # one long loop: LLVM would unroll a loop over the groups of a block
         unit = find_largest_magnitude(scratch + MAGNITUDES + 128 * (k >> 2), 32) / TOP_LEVEL
         to = scratch + LISTS + LIST_BYTES * k
-        write_best_entries_per_scale_shift(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
+        find_best_entries_for_both_shifts(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
 
 
 @subroutine
@@ -135,7 +136,7 @@ def quantise_iq1_s(x, importance, scratch, table, block):
     """Quantise rows to IQ1_S: 2048 entries for eight numbers, with a 3-bit scale and a shift for each 32 numbers."""
     write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
     copy_256_numbers_and_append_zeros(x, scratch)
-    list_best_entries_for_both_shifts(scratch, table)
+    find_best_entries_of_super_block(scratch, table)
     for j in range(8):
         choose_and_store_shift_sign(scratch, j)
     common = round_scalar_to_half(choose_common_super_block_scale(scratch, 8, 4, MAX_SCALE_CODE))
@@ -155,10 +156,10 @@ def quantise_iq1_s(x, importance, scratch, table, block):
 
 
 @subroutine
-def list_best_entries_for_16_scales(scratch, group, unit, table, to):
-    """List the best entry of an IQ1_M group of 8 numbers for 16 scales, each with the better sign of the shift."""
+def find_best_entry_and_shift_per_scale(scratch, group, unit, table, to):
+    """Find the best entry of an IQ1_M group of 8 numbers at each of 16 scales, with the better sign of the shift."""
     positive, negative = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES
-    write_best_entries_per_scale_shift(scratch, group, unit, table, positive, negative)
+    find_best_entries_for_both_shifts(scratch, group, unit, table, positive, negative)
     probes = compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)
     a, c = load(positive), load(positive + PRODUCT_LIST)
     other_a, other_c = load(negative), load(negative + PRODUCT_LIST)
@@ -178,7 +179,7 @@ def quantise_iq1_m(x, importance, scratch, table, block):
         unit = find_largest_magnitude(scratch + MAGNITUDES + 64 * j, 16) / TOP_LEVEL
         base = LISTS + 2 * LIST_BYTES * j
         for g in range(2):
-            list_best_entries_for_16_scales(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
+            find_best_entry_and_shift_per_scale(scratch, 2 * j + g, unit, table, scratch + base + LIST_BYTES * g)
         store_int(scratch + BASES + 4 * j, base)
         scale, _ = find_best_block_scale_and_error(scratch + base, 2)
         store_scalar(scratch + SCALES + 4 * j, scale)

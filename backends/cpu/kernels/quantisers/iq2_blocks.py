@@ -45,8 +45,8 @@ from .lattice_search import (
     find_entry_number_of_code,
     find_largest_magnitude,
     has_odd_bit_count,
+    make_find_best_octet_entry_per_scale,
     make_find_cheapest_sign_flip,
-    make_list_best_octet_entries,
     store_4_bytes,
     write_zero_padded_magnitudes,
 )
@@ -64,7 +64,9 @@ IQ2_XXS, IQ2_XS, IQ2_S = (
     for dtype, count in ((DType.IQ2_XXS, 64), (DType.IQ2_XS, 64), (DType.IQ2_S, 64))
 )
 write_even_list, write_free_list = (
-    make_list_best_octet_entries(low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True)
+    make_find_best_octet_entry_per_scale(
+        low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True
+    )
     for flips in (True, False)
 )
 find_flip = make_find_cheapest_sign_flip(low_levels, 2, 8)
@@ -91,7 +93,7 @@ def make_choose_iq2_entries_and_scales(
     """Make the subroutine that chooses the code-book entries, signs and scales of 256 numbers.
 
     Args:
-        write_list: lists the best entries of a group (`make_list_best_octet_entries`).
+        write_list: lists the best entries of a group (`make_find_best_octet_entry_per_scale`).
         lattice: the layout of the search table.
         groups: count of groups of 8 numbers that share a scale.
         has_even_signs: whether an even number of signs of a group are negative.

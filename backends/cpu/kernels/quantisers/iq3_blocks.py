@@ -52,8 +52,8 @@ from .lattice_search import (
     find_entry_number_of_code,
     find_largest_magnitude,
     has_odd_bit_count,
+    make_find_best_quad_entry_per_scale,
     make_find_cheapest_sign_flip,
-    make_list_quad_entries_per_scale,
     store_4_bytes,
     write_zero_padded_magnitudes,
 )
@@ -69,9 +69,9 @@ ROWS, VECTORS = XXS_LATTICE.rows_offset, XXS_LATTICE.neighbour_count // LANES
 S_LEVELS = tuple(range(1, 16, 2))
 S_LATTICE, S_TOP_LEVEL = LatticeTableLayout(DType.IQ3_S, S_LEVELS, 4, 3, 48), single(S_LEVELS[-1])
 S_ROWS, S_VECTORS = S_LATTICE.rows_offset, S_LATTICE.neighbour_count // LANES
-write_s_list = make_list_quad_entries_per_scale(make_16_lane_constant(S_LEVELS * 2), False)
-write_plain_list = make_list_quad_entries_per_scale(levels, False)
-write_flipped_list = make_list_quad_entries_per_scale(levels, True)
+write_s_list = make_find_best_quad_entry_per_scale(make_16_lane_constant(S_LEVELS * 2), False)
+write_plain_list = make_find_best_quad_entry_per_scale(levels, False)
+write_flipped_list = make_find_best_quad_entry_per_scale(levels, True)
 find_flip = make_find_cheapest_sign_flip(levels, 3, 4)
 SECOND = single(4096)
 """The factor of the code of the second entry in the code of a group."""
@@ -89,9 +89,9 @@ def make_iq3_s_table() -> np.ndarray:
 
 @subroutine
 def combine_entry_lists_keeping_better_pairs(first, second, part, flag, to):
-    """Combine the lists of two entries of 4 numbers to pairs of entries, and keep the better pair in each lane of `to`.
+    """Pair the candidates for two halves of a group, and keep a pair in each lane of `to` if it has a smaller error.
 
-    A lane of a list has the best entry for one scale (probe). `lattice_search` describes the list.
+    Each half has 4 numbers. A lane of a list has the best code-book entry for one scale, as in `lattice_search`.
 
     Args:
         first: address of the list of the first entry.
@@ -111,10 +111,10 @@ def combine_entry_lists_keeping_better_pairs(first, second, part, flag, to):
 
 
 @subroutine
-def write_best_iq3_pairs_per_scale(m, w, scratch, unit, is_odd, table, to):
-    """List the best pair of entries of 8 numbers for 16 scales; each entry stands for four of the numbers.
+def find_best_iq3_pair_per_scale(m, w, scratch, unit, is_odd, table, to):
+    """Find the best pair of code-book entries for 8 numbers at each of 16 scales; an entry is for four numbers.
 
-    If `is_odd`, one sign is flipped, in the entry for which the error is smaller.
+    If `is_odd`, one sign is flipped, in the entry for which the error is smaller. `to` receives the list of pairs.
     """
     first, second, other = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES, scratch + TEMPORARY + 2 * LIST_BYTES
     products, rows, probes = scratch + PRODUCTS, table + ROWS, compute_16_scale_probes(unit, FIRST_PROBE, PROBE_STEP)
@@ -147,7 +147,7 @@ def quantise_iq3_xxs(x, importance, scratch, table, block):
             k = GROUPS * j + g
             is_odd = has_odd_bit_count(load_byte(scratch + SIGN_BYTES + k))
             to = scratch + base + LIST_BYTES * g
-            write_best_iq3_pairs_per_scale(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
+            find_best_iq3_pair_per_scale(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
         scale, _ = find_best_block_scale_and_error(scratch + base, GROUPS)
         store_scalar(scratch + SCALES + 4 * j, scale)
     common = round_scalar_to_half(choose_common_super_block_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))

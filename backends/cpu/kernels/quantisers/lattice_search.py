@@ -82,7 +82,7 @@ COMMON_FIRST, COMMON_STEP, FINE_FIRST, FINE_STEP = single(0.85), single(0.03), s
 
 @subroutine
 def sum_look_ups_in_four_tables(codes, shift, t0, t1, t2, t3):
-    """Add the numbers that 16 codes select in four tables; table i is indexed by 4 bits from bit ``i * shift`` on."""
+    """Return the sum of four table look-ups for each of 16 codes: 4 bits from bit ``i * shift`` on index table i."""
     first = add(
         look_up_lanes_in_16_numbers(t0, codes), look_up_lanes_in_16_numbers(t1, shift_right(codes, splat_int(shift)))
     )
@@ -92,7 +92,7 @@ def sum_look_ups_in_four_tables(codes, shift, t0, t1, t2, t3):
 
 @subroutine
 def find_largest_of_four_look_ups(codes, shift, t0, t1, t2, t3):
-    """Return the largest of the numbers that each of 16 codes selects, as in `sum_look_ups_in_four_tables`."""
+    """Return the largest of four table look-ups for each of 16 codes, indexed as in `sum_look_ups_in_four_tables`."""
     first = maximum(
         look_up_lanes_in_16_numbers(t0, codes), look_up_lanes_in_16_numbers(t1, shift_right(codes, splat_int(shift)))
     )
@@ -108,10 +108,10 @@ def store_best_code_of_all_lanes(row, error, vector_numbers, to):
     store_scalar(to, to_scalar(load_u16(row + 2 * entry)))
 
 
-def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
-    """Make the subroutine that finds the best of some code-book entries for each of four scales.
+def make_find_best_entry_for_four_scales(flips: bool) -> Subroutine:
+    """Make the subroutine that finds the entry with the least error in a row of entries, for each of four scales.
 
-    With `flips` the error includes the cheapest flip of one sign.
+    With `flips` the error includes the cheapest flip of one sign, which makes the number of negative signs even.
     """
 
     @subroutine
@@ -155,17 +155,17 @@ def make_compare_row_entries_for_four_scales(flips: bool) -> Subroutine:
 
 @subroutine
 def make_scaled_pair_sums(first, second, low, high):
-    """Return the table ``first * low[i] + second * high[i]`` of two numbers at the addresses `first` and `second`."""
+    """Return the table ``first * low[i] + second * high[i]`` as 16 lanes; `first` and `second` are addresses."""
     return fma(splat_from(second), high, mul(splat_from(first), low))
 
 
 @subroutine
 def make_scaled_pair_maxima(first, second, low, high):
-    """Return the table ``max(first * low[i], second * high[i])`` of two numbers at the addresses `first`, `second`."""
+    """Return the table ``max(first * low[i], second * high[i])`` as 16 lanes; `first` and `second` are addresses."""
     return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
 
 
-def make_list_best_octet_entries(
+def make_find_best_octet_entry_per_scale(
     low_levels: Intrinsic,
     high_levels: Intrinsic,
     low_threshold: float,
@@ -174,18 +174,18 @@ def make_list_best_octet_entries(
     flips: bool,
     has_ones: bool,
 ) -> Subroutine:
-    """Make the subroutine that finds the best code-book entry of 8 numbers for each of 16 scales, and lists them.
+    """Make the subroutine that finds the code-book entry with the least error for 8 numbers, at each of 16 scales.
 
     Args:
-        low_levels: the levels, by the two low bits of a lane number.
-        high_levels: the levels, by the two high bits of a lane number.
+        low_levels: 16 lanes: the level (value in an entry) for the two low bits of the lane number.
+        high_levels: 16 lanes: the level for the two high bits of the lane number.
         low_threshold: numbers above it, in units of the scale, are rounded to the second level.
         high_threshold: numbers above it are rounded to the third level.
         flips: whether groups with odd parity of signs have a flipped sign.
         has_ones: whether code 0 is an entry of ones, which is the last lane of each list.
     """
     low_limit, high_limit = single(low_threshold), single(high_threshold)
-    search_row = make_compare_row_entries_for_four_scales(flips)
+    search_row = make_find_best_entry_for_four_scales(flips)
 
     @subroutine
     def write_list(m, w, products, unit, first, step, flip, table, rows, vectors, to):
@@ -240,18 +240,18 @@ def make_list_best_octet_entries(
     return write_list
 
 
-def make_list_quad_entries_per_scale(levels: Intrinsic, flips: bool) -> Subroutine:
-    """Make the subroutine that finds the best code-book entry of 4 numbers for each of 16 scales, and lists them.
+def make_find_best_quad_entry_per_scale(levels: Intrinsic, flips: bool) -> Subroutine:
+    """Make the subroutine that finds the code-book entry with the least error for 4 numbers, at each of 16 scales.
 
     Args:
-        levels: the levels, by the three low bits of a lane number.
+        levels: 16 lanes: the level (value in an entry) for the three low bits of the lane number.
         flips: whether one sign is flipped.
     """
-    search_row = make_compare_row_entries_for_four_scales(flips)
+    search_row = make_find_best_entry_for_four_scales(flips)
 
     @subroutine
     def write_list(m, w, products, unit, first, step, table, rows, vectors, to):
-        """Write the list of 4 numbers; arguments as for `make_list_best_octet_entries`."""
+        """Write the list of 4 numbers; arguments as for `make_find_best_octet_entry_per_scale`."""
         low, p, flip = levels(), products, MINUS_TWO
         energy, numbers = mul(low, low), load(m)
         store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
@@ -334,7 +334,7 @@ def compute_block_error_per_scale_lane(lists, groups, scales):
 
 @subroutine
 def compute_super_block_error_per_scale_lane(scratch, blocks, groups, commons, top):
-    """Return the squared error of a super-block for the common scale in each lane; try three integers per block."""
+    """Return a super-block's squared error for each lane's common scale; each block has the best of three integers."""
     total, limit = zeros(), splat(to_scalar(top))
     for j in range(blocks):
         lists = scratch + load_int(scratch + BASES + 4 * j)
@@ -384,7 +384,7 @@ def choose_block_scale_code(lists, groups, common, top):
 
 @subroutine
 def choose_list_lane_for_scale(at, scale):
-    """Return the lane of the list at `at` that has the entry with the smallest error for a scale."""
+    """Return the number of the candidate with the smallest error for a scale, in a group's list of 16 at `at`."""
     e = fma(splat(scale), load(at), load(at + PRODUCT_LIST))
     return find_first_lane_equal_to(e, lane_min(e))
 
@@ -396,10 +396,10 @@ def find_entry_number_of_code(table, code):
 
 
 def make_find_cheapest_sign_flip(levels: Intrinsic, bits: int, count: int) -> Subroutine:
-    """Make the subroutine that finds the number of an entry for which a flip of the sign adds the least error.
+    """Make the subroutine that finds the position in an entry at which a flipped sign adds the least error.
 
     Args:
-        levels: the levels, by the low bits of a lane number.
+        levels: 16 lanes: the level (value in an entry) for the low bits of the lane number.
         bits: bits of a number in a code.
         count: numbers of an entry.
     """

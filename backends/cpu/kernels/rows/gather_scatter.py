@@ -324,7 +324,7 @@ def _add_checked_gather_or_scatter_step(
 def _bind_concat_of_16_bit_or_no_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the steps of a concatenation with 16-bit rows or an empty operand. Return False for other operands.
 
-    Other concatenations of float32 follow from their declaration.
+    Other concatenations of float32 are computed by generated kernels.
     """
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)

@@ -192,7 +192,7 @@ def _bind_add_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 def _bind_set_in_place(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of a `set` in place: a copy into the region.
 
-    Return False if the result lies elsewhere, or the kernel cannot copy. Other steps follow from the declaration.
+    Return False if the result is not in place, or the kernel cannot copy. Then a generated kernel computes the op.
     """
     a, b, region = call.operand(0), call.operand(1), call.out
     if not has_same_elements(a, region) or b.region.overlaps(region.region):

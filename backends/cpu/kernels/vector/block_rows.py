@@ -19,8 +19,8 @@ from ...simd.candidate_lanes import (
     load_u16,
     look_up_lanes_in_16_numbers,
     make_16_lane_constant,
+    make_16_lane_integer_constant,
     make_count_reached_boundaries,
-    make_lane_integers,
 )
 from ...simd.half_memory import load_splat_f16, store_lane_0_as_f16
 from ...simd.vectors import (
@@ -63,7 +63,7 @@ BLOCK_ELEMENTS, SCALE_BYTES = 32, 2
 FLOAT_ONE, Q8_0_MAX_CODE, LARGEST_NIBBLE, IQ4_NL_FIRST = (np.float32(x) for x in (1, 127, 15, IQ4_NL_CODE_BOOK[0]))
 IQ4_NL_BYTES = DType.IQ4_NL.block_bytes
 iq4_nl_values = make_16_lane_constant([*map(float, IQ4_NL_CODE_BOOK)])
-lane_integers = make_lane_integers(range(LANES))
+lane_integers = make_16_lane_integer_constant(range(LANES))
 find_iq4_nl_indices = make_count_reached_boundaries([*map(float, IQ4_NL_BOUNDARIES)])
 
 

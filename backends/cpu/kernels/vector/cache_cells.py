@@ -33,7 +33,7 @@ class CacheRowReaders:
     expand_range: Subroutine | None = None
 
 
-def _make_unquantised_row_operations(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheRowReaders:
+def _make_unquantised_row_readers(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheRowReaders:
     """Make the subroutines for cache rows of an unquantised type with elements of `nbytes` bytes."""
 
     def row_bytes(n):
@@ -48,7 +48,7 @@ def _make_unquantised_row_operations(nbytes: int, load: Intrinsic, load_first: I
     return CacheRowReaders(nbytes, subroutine(row_bytes), subroutine(load_16), subroutine(load_first_or_16))
 
 
-def _make_quantised_row_operations(dtype: DType) -> CacheRowReaders:
+def _make_quantised_row_readers(dtype: DType) -> CacheRowReaders:
     """Make the subroutines for cache rows of a type that is quantised in blocks of 32 elements."""
     block, nbytes, load_16 = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
 
@@ -63,9 +63,9 @@ def _make_quantised_row_operations(dtype: DType) -> CacheRowReaders:
 
 CELLS_BY_DTYPE: Mapping[DType, CacheRowReaders] = MappingProxyType(
     {
-        DType.F32: _make_unquantised_row_operations(4, load, load_first_lanes),
-        DType.F16: _make_unquantised_row_operations(2, load_f16, load_first_f16),
-        DType.BF16: _make_unquantised_row_operations(2, load_bf16, load_first_bf16),
-        **{dtype: _make_quantised_row_operations(dtype) for dtype in BLOCK_LOADERS},
+        DType.F32: _make_unquantised_row_readers(4, load, load_first_lanes),
+        DType.F16: _make_unquantised_row_readers(2, load_f16, load_first_f16),
+        DType.BF16: _make_unquantised_row_readers(2, load_bf16, load_first_bf16),
+        **{dtype: _make_quantised_row_readers(dtype) for dtype in BLOCK_LOADERS},
     }
 )

@@ -43,7 +43,7 @@ from .row_loops import ELEMENT_STRIDE_WORDS, make_row_loop_args
 
 
 def make_row_args(operands: str, more: str = "") -> KernelArgs:
-    """Declare the argument words of a kernel over rows: loop arguments as `make_row_loop_args` makes, then `more`.
+    """Declare the argument words of a kernel that loops over rows: words of `make_row_loop_args`, then `more`.
 
     For an operand x the kernel reads ``ARGS.columns(a)``, ``ARGS.rows(a)``, ``ARGS.x(a, i)`` (address of row i), and
     ``ARGS.x_step(a)`` (bytes from element to element).
@@ -142,13 +142,15 @@ Strides: TypeAlias = tuple[int, ...]
 class RowKernel:
     """A kernel that loops over rows, with everything that a step needs except the operands.
 
+    A box is a part of the shape: an index range along each axis. A concatenation reads each operand in its own box.
+
     Attributes:
         select: function that returns the kernel for the element strides of the operands, 0 or 4 bytes.
         words: the argument words after the loop arguments (`make_row_loop_args`).
         whole_row_shape: the shape of the rows, if the kernel needs whole rows; else None.
         reads_strided: whether the kernel may read rows with strided elements; several passes are faster on a copy.
-        boxes: the parts of the shape in which operands are read.
-        operand_boxes: the box of each operand that has elements in one of `boxes` only, else None.
+        boxes: the boxes that operands cover.
+        operand_boxes: for each operand the box that it covers; None if it covers the whole shape.
     """
 
     select: Callable[[Strides], Kernel]
@@ -272,9 +274,9 @@ def make_whole_row_args_and_dense_copy(
 def make_row_thread_work_and_strides(
     row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> tuple[ThreadWork, Strides] | None:
-    """Make the argument words and accesses of one thread for a kernel over rows; also return element strides.
+    """Make the work of a step with a kernel that loops over rows; return it with the element strides in bytes.
 
-    The result is None if operands are empty, or need a copy first.
+    The result is None if operands are empty, or need a dense copy first.
     """
     walk = _make_loop_args_of_results(row_kernel, sources, results)
     if walk is None:
@@ -317,7 +319,7 @@ def _make_loop_args_of_results(
 
 
 def _get_result_strides(walk: Sequence[int], sources: Sequence[Operand], results: Sequence[Operand]) -> Sequence[int]:
-    """Return the bytes from element to element of each result."""
+    """Return the bytes from element to element of each result, from the loop arguments `walk`."""
     return walk[ELEMENT_STRIDE_WORDS][len(sources) : len(sources) + len(results)]
 
 
@@ -354,9 +356,10 @@ def make_expression_row_kernel(
     shape: tuple[int, ...] | None = None,
     boxes: Sequence[Box] = (),
 ) -> RowKernel | None:
-    """Make the kernel over rows of an expression; None if it has functions without code, or no rows.
+    """Make the kernel that evaluates an expression row by row; None if it has functions without code, or no rows.
 
-    `shape` is the shape of the rows, which is by default the shape of the first operand. `boxes` are parts of it.
+    `shape` is the shape of the rows, by default the shape of the first operand. `boxes` are parts of it, in which
+    operands are read (`RowKernel`).
     """
     plan, sources = ExpressionKernel(expression, ()), _select_read_operands(expression, operands)
     if not has_lane_code_for_all_functions(expression) or (

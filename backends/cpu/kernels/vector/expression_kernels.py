@@ -111,8 +111,9 @@ class _RowKernelEmitter:
         self.b.ret(_integer(0))
 
     def _emit_hook_call(self, row: Any, first: Any, last: Any, word: int) -> None:
-        """Emit the call of a hook after the last block of the thread in a row of the matrix.
+        """Emit the call of a hook (epilogue kernel) after the thread's last block in a row of the matrix.
 
+        A block is one row of the kernel; several blocks are one row of the matrix.
         `word` is the first of these words: the number of the first block, the blocks of a row, and one hook as in
         `panel_hooks`. `row` is a block, and `first` and `last` are the first and the end block of the thread.
         """
@@ -133,8 +134,8 @@ class _RowKernelEmitter:
     def _emit_panel(self, numbers: Mapping[int, Any]) -> None:
         """Emit the loops over the rows of a panel: in each row the columns, or all row blocks, of the panel.
 
-        Words 1 to 3 of an operand are the bytes from group to group of rows, from row to row, and from block to block.
-        The rows of a group are word 2 of the walk.
+        Words 1 to 3 of an operand are the bytes from row group to row group, from row to row, and from block to block.
+        Word 2 of the arguments is the rows of a group.
         """
         b, half = self.b, _integer(32)
         (row, rows), (column, columns) = (
@@ -168,7 +169,7 @@ class _RowKernelEmitter:
         self._emit_loop_and_return_index(row, b.add(row, rows), 1, emit_blocks_of_row)
 
     def _emit_row_group_and_row(self, index: Any) -> tuple[Any, Any]:
-        """Emit code that computes the group of row `index`, and the number of the row in it; one group needs none."""
+        """Emit code that splits the row number `index` into a row group and the row in it; one group needs no code."""
         b = self.b
         with b.goto_entry_block():
             group, row = (b.alloca(_I64) for _ in range(2))
@@ -287,7 +288,7 @@ class _RowKernelEmitter:
         return addresses
 
     def _emit_columns_of_box(self, words: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
-        """Emit code that computes the first column and the number of columns that a box has in the present row."""
+        """Emit code that computes the columns of the present row that are in a box: first column, and count or 0."""
         b = self.b
         *outer, (first, end) = zip(words[::2], words[1::2], strict=True)
         count = b.sub(end, first)
@@ -296,7 +297,7 @@ class _RowKernelEmitter:
         return first, count
 
     def _emit_mask_of_box(self, box: int, column: Any) -> Any:
-        """Emit the truth value of 16 lanes whether a box has the columns from `column` on."""
+        """Emit a mask of 16 lanes that tells which of the columns from `column` on are in box number `box`."""
         b, (low, size), kind = self.b, self.box_columns[box], ir.VectorType(ir.IntType(32), LANES)
         first, count = (vectors.splat_int.body(b, x) for x in (b.sub(column, low), size))
         return b.icmp_unsigned("<", b.add(first, ir.Constant(kind, [*range(LANES)])), count)

@@ -1,4 +1,4 @@
-"""Steps of groups of declared ops, and of single ops with placed operands."""
+"""Steps of expression groups (ops that one generated kernel computes), and of single ops with operands in boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .elementwise import RowKernel, add_row_step, can_loop_over_rows, make_expre
 
 
 def has_group_kernel(group: ExpressionGroup) -> bool:
-    """Return whether a kernel can loop over the operands and results of a group."""
+    """Return whether a generated kernel can compute an expression group: loop over its operands and results."""
     has_rows = group.expression.depends_on_row_reduction_or_length
     if has_rows and not (group.operands and group.shape):
         return False
@@ -18,13 +18,13 @@ def has_group_kernel(group: ExpressionGroup) -> bool:
 
 
 def add_group_step(steps: StepTableBuilder, group: ExpressionGroup) -> None:
-    """Add the step of a group for which `has_group_kernel` is true."""
+    """Add the step that computes an expression group by a generated kernel; `has_group_kernel` must be true."""
     added = add_row_step(steps, make_group_row_kernel(group), group.operands, group.results)
     assert added, "the group was chosen because its kernel fits"
 
 
 def add_traced_step(steps: StepTableBuilder, traced: TracedInstruction) -> bool:
-    """Add the step of one instruction. Return False if no kernel can compute it."""
+    """Add the step of a single instruction, given as an expression. Return False if no kernel can compute it."""
     try:
         group = compose_instructions({0: traced}).group
     except NoKernelError:
@@ -36,7 +36,7 @@ def add_traced_step(steps: StepTableBuilder, traced: TracedInstruction) -> bool:
 
 
 def make_group_row_kernel(group: ExpressionGroup) -> RowKernel:
-    """Make the kernel over rows of a group that has code for each of its functions."""
+    """Make the generated kernel of an expression group, which loops over rows. All its functions must have code."""
     row_kernel = make_expression_row_kernel(
         group.expression, group.operands, group.attributes, group.shape, group.boxes
     )

@@ -21,8 +21,8 @@ EmitLanes = Callable[..., Any]
 _ARGUMENT_TYPES = {ADDRESS: ir.IntType(64), FLOAT: ir.FloatType()}
 
 
-def emit_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) -> Any:
-    """Emit the code of an intrinsic, or inline the code of a subroutine without branches; return its value.
+def emit_inlined_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) -> Any:
+    """Emit the LLVM code of an intrinsic or, inlined, of a subroutine without branches; return the LLVM value.
 
     The body of the subroutine runs once in Python. Each call of an intrinsic or subroutine in the body emits code.
     """
@@ -39,7 +39,7 @@ def emit_subroutine(b: Any, subroutine: Subroutine | Intrinsic, *values: Any) ->
 
 def _as_emitting_function(b: Any, thing: Any) -> Any:
     """Replace an intrinsic or subroutine by a function that emits its code; return any other object unchanged."""
-    return partial(emit_subroutine, b, thing) if isinstance(thing, Intrinsic | Subroutine) else thing
+    return partial(emit_inlined_subroutine, b, thing) if isinstance(thing, Intrinsic | Subroutine) else thing
 
 
 def _as_ir_value(value: Any, kind: str) -> Any:
@@ -47,23 +47,23 @@ def _as_ir_value(value: Any, kind: str) -> Any:
     return value if isinstance(value, ir.Value) else ir.Constant(_ARGUMENT_TYPES[kind], value)
 
 
-def _lower(function: Subroutine | Intrinsic) -> EmitLanes:
-    return lambda b, *values: emit_subroutine(b, function, *values)
+def _make_lane_emitter(function: Subroutine | Intrinsic) -> EmitLanes:
+    return lambda b, *values: emit_inlined_subroutine(b, function, *values)
 
 
 LANE_FUNCTIONS: Mapping[str, EmitLanes] = MappingProxyType(
     {
-        **{n: _lower(getattr(vectors, n)) for n in ("add", "sub", "mul", "div", "fma", "absolute")},
-        "neg": _lower(vectors.negative),
-        "sqrt": _lower(vectors.square_root),
-        "floor": _lower(vectors.round_down),
-        "ceil": _lower(vectors.round_up),
-        "trunc": _lower(vectors.round_to_zero),
-        "round_half_away": _lower(vectors.round_away),
-        "maximum": _lower(vectors.ieee_maximum),
-        "minimum": _lower(vectors.ieee_minimum),
+        **{n: _make_lane_emitter(getattr(vectors, n)) for n in ("add", "sub", "mul", "div", "fma", "absolute")},
+        "neg": _make_lane_emitter(vectors.negative),
+        "sqrt": _make_lane_emitter(vectors.square_root),
+        "floor": _make_lane_emitter(vectors.round_down),
+        "ceil": _make_lane_emitter(vectors.round_up),
+        "trunc": _make_lane_emitter(vectors.round_to_zero),
+        "round_half_away": _make_lane_emitter(vectors.round_away),
+        "maximum": _make_lane_emitter(vectors.ieee_maximum),
+        "minimum": _make_lane_emitter(vectors.ieee_minimum),
         **{
-            n: _lower(getattr(vector_functions, n))
+            n: _make_lane_emitter(getattr(vector_functions, n))
             for n in ("exp", "expm1", "log", "log1p", "tanh", "erf", "softplus", "normal_cdf")
         },
         "less": lambda b, x, y: b.fcmp_ordered("<", x, y),
@@ -86,7 +86,7 @@ def has_lane_code_for_all_functions(expression: Expression) -> bool:
 
 
 def emit_splat(b: Any, number: float) -> ir.Constant:
-    """Return 16 lanes of a constant: a number, rounded to float32, or a truth value."""
+    """Return an LLVM vector constant with `number`, a float32 or a truth value, in all 16 lanes."""
     kind = ir.IntType(1) if isinstance(number, bool) else ir.FloatType()
     return ir.Constant(ir.VectorType(kind, LANES), [number] * LANES)
 

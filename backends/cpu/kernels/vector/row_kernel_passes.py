@@ -22,7 +22,7 @@ TRANSCENDENTAL_FUNCTIONS = frozenset({"exp", "expm1", "log", "log1p", "tanh", "e
 
 @dataclass(frozen=True)
 class ExpressionKernel:
-    """The kernel of an expression for operands with certain element strides.
+    """The description of a generated kernel: its expression, and the element strides for which its code is valid.
 
     Attributes:
         expression: the expression.
@@ -45,7 +45,7 @@ class ExpressionKernel:
 
     @cached_property
     def box_count(self) -> int:
-        """The number of boxes, in which operands are read."""
+        """The number of boxes: parts of the shape, such as ranges of a concatenation, that operands cover."""
         return 1 + max((int(s.value) for s in self.expression.steps if s.function == "inside"), default=-1)
 
     @cached_property
@@ -80,10 +80,10 @@ class ExpressionKernel:
 
     @cached_property
     def stored_step(self) -> int | None:
-        """The step that the last reduction writes to the result, and that the last pass reads from there.
+        """The step with values that the last pass reads back, instead of computing them again; None without one.
 
-        It is of a transcendental function. All other values that the last pass needs are numbers of the row. An
-        expression with several results has none.
+        The pass of the last reduction writes them to the result. Example: the exponentials of a softmax. The step must
+        be a transcendental function, from which, with numbers of the row, the last pass computes the only result.
         """
         expression = self.expression
         if self.last_reduction < 0 or expression.reduces_row or len(expression.results) > 1:
@@ -97,7 +97,7 @@ class ExpressionKernel:
         return None
 
     def list_passes(self) -> list[set[int]]:
-        """Return the steps per element that each pass over a row computes: each reduction, then the last pass."""
+        """Return the steps per element of each pass over a row: a pass per reduction, then the pass of the results."""
         expression = self.expression
         ends = [[*step.sources] for step in expression.steps if step.function in ROW_FUNCTIONS] + [
             [n for n in expression.results if n not in expression.steps_with_one_number_per_row]

@@ -32,7 +32,8 @@ def make_row_loop_args(
         operands: The operands, the result included.
         whole_rows: Whether a row is the last axis. Otherwise adjacent axes merge if all operands allow it.
         apart: Whether the elements of a row may be strided.
-        boxes: Parts of the shape. The first and the end index of each box along the four axes follow the operands.
+        boxes: Parts of the shape, such as the ranges of a concatenation. Their first and end indices along the four
+            axes are the last words.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # a repeated operand
