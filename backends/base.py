@@ -291,7 +291,7 @@ class Backend(Protocol):
 
         Args:
             spec: The spec in the graph.
-            kind: The op of a leaf, or ``value``. It is ``state`` also for a state with replaced entries.
+            kind: ``value``, or the op of a leaf such as ``weight``. An updated state counts as ``state``, too.
         """
 
     def scratch(self, node: Node) -> int:

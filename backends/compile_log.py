@@ -38,7 +38,7 @@ def log_compilation(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def log_missing_kernels(count: int) -> Iterator[None]:
+def log_number_of_kernels_to_compile(count: int) -> Iterator[None]:
     """Log the number of kernels that are compiled in this context; the progress bar counts to this number."""
     log.info(MISSING_KERNELS_MESSAGE, count)
     with _compile_bar.expect_kernels(count):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Device, SharedCollectiveBuffers
-from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, raise_run_numbers_and_clear_failure
+from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, set_run_numbers_to_highest_and_clear_failure
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup
@@ -191,7 +191,7 @@ class RankGroup:
         If a rank has failed in the meantime, its failure is reported again.
         """
         for board in self.signal_pads.values():
-            raise_run_numbers_and_clear_failure(board)
+            set_run_numbers_to_highest_and_clear_failure(board)
         for group in self.thread_groups.values():
             group.clear_messages_and_failures()
         self.between.world.call_failure_callbacks_again()

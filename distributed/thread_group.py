@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Array, Device, SharedCollectiveBuffers
-from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, raise_run_numbers_and_clear_failure
+from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, set_run_numbers_to_highest_and_clear_failure
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
@@ -69,7 +69,7 @@ class ThreadGroup:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            raise_run_numbers_and_clear_failure(self.board)
+            set_run_numbers_to_highest_and_clear_failure(self.board)
 
     def wait_on_message_queues(self, condition: Callable[[], object], subject: str, reason: str) -> None:
         """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.

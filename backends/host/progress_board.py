@@ -26,7 +26,7 @@ def view_run_numbers(signal_pad: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]
     return signal_pad[FIRST_MEMBER_WORD + RUN_NUMBER_WORD :: WORDS_PER_MEMBER]
 
 
-def raise_run_numbers_and_clear_failure(signal_pad: npt.NDArray[np.int64]) -> None:
+def set_run_numbers_to_highest_and_clear_failure(signal_pad: npt.NDArray[np.int64]) -> None:
     """Set the run numbers of all members to the highest one; also clear a failure that the signal pad reports.
 
     The caller ensures that no member waits.

@@ -25,7 +25,7 @@ from llvmlite import ir
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ....graph.storage.disk_cache import cache_folder, hash_key_to_file_name, read_cached, write_cached
-from ...compile_log import log_compilation, log_missing_kernels
+from ...compile_log import log_compilation, log_number_of_kernels_to_compile
 from ...thread_safe_cache import thread_safe_cache
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
@@ -136,7 +136,7 @@ def compile_missing_kernels(kernels: Iterable[Kernel]) -> None:
     """Compile the kernels that are not cached, after logging how many there are."""
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
-        with log_missing_kernels(len(missing)):
+        with log_number_of_kernels_to_compile(len(missing)):
             for definition in missing:
                 _load_kernel(definition)
 

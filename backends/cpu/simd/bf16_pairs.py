@@ -85,12 +85,12 @@ def _round_bits_to_bf16_precision(b: Any, vector: Any) -> Any:
 
 
 @intrinsic(FLOATS, INTS)
-def first_of_pairs(b, pairs):
+def extract_first_of_pairs(b, pairs):
     return b.bitcast(b.shl(pairs, ints_of(16)), _F)
 
 
 @intrinsic(FLOATS, INTS)
-def second_of_pairs(b, pairs):
+def extract_second_of_pairs(b, pairs):
     return b.bitcast(b.and_(pairs, ints_of(0xFFFF0000)), _F)
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from llvmlite import ir
 
 from .bf16_pairs import (
-    first_of_pairs,
+    extract_first_of_pairs,
+    extract_second_of_pairs,
     round_and_concat_as_bf16,
     round_and_interleave_as_bf16,
-    second_of_pairs,
     widen_bf16_to_low_and_high_halves,
 )
 from .permute_lanes import transpose_vectors
@@ -48,8 +48,8 @@ def make_split_and_store_bf16_pair_terms(term_count: int) -> Intrinsic:
             pairs = round_and_interleave_as_bf16(b, first, second)
             b.store(pairs, b.inttoptr(to, pairs.type.as_pointer()), align=4)
             if term < term_count - 1:
-                first = b.fsub(first, first_of_pairs.body(b, pairs))
-                second = b.fsub(second, second_of_pairs.body(b, pairs))
+                first = b.fsub(first, extract_first_of_pairs.body(b, pairs))
+                second = b.fsub(second, extract_second_of_pairs.body(b, pairs))
                 to = b.add(to, step)
 
     return store_terms

@@ -331,7 +331,7 @@ def make_dot_tile_intrinsics(
         vectors, starts = unpack_vectors_from_array(b, acc), unpack_vectors_from_array(b, rows)
         whole, per_vector = b.icmp_signed(">=", left, ir.Constant(left.type, group_count)), LANES // group_count
         for first in range(0, row_count, per_vector):
-            folded = fold_lanes(b, vectors[first * group_count : (first + per_vector) * group_count])
+            folded = emit_lane_sums_of_vectors(b, vectors[first * group_count : (first + per_vector) * group_count])
             for i, row in enumerate(starts[first : first + per_vector]):
                 to, lanes = _compute_record_address(b, row, at), range(i * group_count, (i + 1) * group_count)
                 with b.if_else(whole) as (then, otherwise):
@@ -429,7 +429,7 @@ def make_add_row_products(row_count: int, weight_rows: int, load_weights: Intrin
     return add_row_products
 
 
-def fold_lanes(b: Any, vectors: Sequence[Any]) -> Any:
+def emit_lane_sums_of_vectors(b: Any, vectors: Sequence[Any]) -> Any:
     """Add the lanes of each of up to 16 vectors, and return the sums in the lanes of one vector, in order."""
     missing = ir.Constant(vectors[0].type, ir.Undefined)
     sums = [*vectors, *[missing] * (LANES - len(vectors))]

@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .dot_tiles import fold_lanes, pack_vectors_into_array, unpack_vectors_from_array
+from .dot_tiles import emit_lane_sums_of_vectors, pack_vectors_into_array, unpack_vectors_from_array
 from .vectors import (
     ADDRESS,
     FLOATS,
@@ -65,7 +65,7 @@ def reduce_4x4_products(b, sums):
 
     Lanes 0 to 3 are the first row with each of the four other rows, lanes 4 to 7 the second row, and so on.
     """
-    return fold_lanes(b, unpack_vectors_from_array(b, sums))
+    return emit_lane_sums_of_vectors(b, unpack_vectors_from_array(b, sums))
 
 
 def _choose_rows_and_vectors_per_step() -> tuple[int, int]:

@@ -39,7 +39,7 @@ def take_work_item(tickets, following):
 
 @subroutine
 def reset_queue_after_last_ticket(tickets, mine, item_count, threads):
-    """Set the work queue back to 0 if `mine`, the ticket of this thread, is the last ticket of the step.
+    """Set the work queue back to 0 if `mine`, the last item number that this thread took, is the last one of all.
 
     Each thread takes one ticket behind the `item_count` items, so the last one is ``item_count + threads - 1``.
     """

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hocket.backends import compile_log
-from hocket.backends.compile_log import log_compilation, log_missing_kernels
+from hocket.backends.compile_log import log_compilation, log_number_of_kernels_to_compile
 from hocket.backends.progress_bar import is_progress_visible, open_progress_bar
 
 BAR_TEXT = "compile kernels, first run only"
@@ -53,7 +53,7 @@ def compile_slowly(*names: str) -> None:
 
 def test_a_terminal_shows_the_kernels_that_compile_for_long(open_terminal):
     terminal = open_terminal()
-    with log_missing_kernels(3):
+    with log_number_of_kernels_to_compile(3):
         compile_until_visible(terminal, "first", "second", "third")
     lines = [line.strip() for line in terminal.getvalue().split("\r")]
     assert any(BAR_TEXT in line and "first" in line and "0/3" in line for line in lines)
@@ -70,7 +70,7 @@ def test_the_name_of_one_source_is_visible_while_it_compiles(open_terminal):
 def test_short_compilation_shows_nothing(open_terminal, monkeypatch):
     terminal = open_terminal()
     monkeypatch.setattr(compile_log, "BAR_DELAY_SECONDS", 3600.0)
-    with log_missing_kernels(2):
+    with log_number_of_kernels_to_compile(2):
         compile_slowly("first", "second")
     assert not terminal.getvalue()
 

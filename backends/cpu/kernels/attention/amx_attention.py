@@ -64,7 +64,7 @@ from .key_blocks import find_key_address
 from .prefill_attention import (
     ARGS,
     load_mask_tile_with_token_lanes,
-    make_kernel_over_token_spans,
+    make_prefill_kernel_over_token_spans,
     scale_and_copy_padded_rows,
     store_32_floats,
 )
@@ -438,7 +438,7 @@ def normalise_and_store_results(a, heads, start, end, place):
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in AMX tiles, for keys of type `k` and values of type `v`."""
     unit, name = select_amx_tile_operations(), f"amx_attention.attend.{k}.{v}"
-    return make_kernel_over_token_spans(
+    return make_prefill_kernel_over_token_spans(
         name,
         compute_thread_scratch_addresses,
         load_queries_and_init_with_sink,

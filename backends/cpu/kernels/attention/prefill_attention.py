@@ -367,7 +367,7 @@ def normalise_and_store_results(a, heads, start, end, place):
             results += 4 * BLOCK_TOKENS * wide
 
 
-def make_kernel_over_token_spans(
+def make_prefill_kernel_over_token_spans(
     name: str,
     locate_scratch: Subroutine,
     load_unit: Subroutine,
@@ -424,7 +424,7 @@ def make_kernel_over_token_spans(
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in vectors, for keys of type `k` and values of type `v`."""
     name = f"prefill_attention.attend.{k}.{v}"
-    return make_kernel_over_token_spans(
+    return make_prefill_kernel_over_token_spans(
         name,
         compute_thread_scratch_addresses,
         load_query_lanes_and_init_softmax,

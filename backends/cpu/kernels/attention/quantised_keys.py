@@ -52,8 +52,8 @@ FINITE_SCALE = np.float32(1e37)
 
 
 @subroutine
-def limit_codes(x):
-    """Round to the nearest integers, and infinities to 127 or -127; NaN stays NaN."""
+def round_and_clamp_to_int8_codes(x):
+    """Round each lane to the nearest integer, clamped to the range from -127 to 127; NaN stays NaN."""
     return round_away(smaller(larger(x, splat(-Q8_0_MAX_CODE)), splat(Q8_0_MAX_CODE)))
 
 
@@ -82,7 +82,7 @@ def make_quantise_query_to_int8_blocks(dtype: DType) -> Subroutine:
             x, y, at = load(query + 4 * c), load(query + 4 * c + 64), c // BLOCK_ELEMENTS * 4
             d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
             factor = compute_reciprocal_or_zero(smaller(d, splat(FINITE_SCALE)))
-            x, y = limit_codes(mul(x, factor)), limit_codes(mul(y, factor))
+            x, y = round_and_clamp_to_int8_codes(mul(x, factor)), round_and_clamp_to_int8_codes(mul(y, factor))
             store_u8_lanes(to + c, truncate_to_int(x))
             store_u8_lanes(to + c + 16, truncate_to_int(y))
             store_scalar(scales + at, lane_0(d))

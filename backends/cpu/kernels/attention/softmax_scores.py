@@ -136,7 +136,7 @@ def find_visible_key_bits(mask):
 
 
 @subroutine
-def find_visible_key_aligned_to_16(mask, keys):
+def find_first_visible_key_aligned_to_16(mask, keys):
     """Find the number of the first visible key in a mask row of `keys` keys, rounded down to a multiple of 16."""
     s = 0
     while s < keys and find_visible_key_bits(load_16_padded_mask_values(mask, s, keys)) == 0:
@@ -172,7 +172,7 @@ def find_key_range_visible_to_group(heads, shared, tokens, step, keys):
         mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
         if mask != known:
             for t in range(tokens):
-                low = min(low, find_visible_key_aligned_to_16(mask + t * step, keys))
+                low = min(low, find_first_visible_key_aligned_to_16(mask + t * step, keys))
                 high = max(high, find_aligned_end_of_visible_keys(mask + t * step, keys))
             known = mask
     return min(low, high), high

@@ -312,10 +312,10 @@ class ResultReadForms:
     def make_quantised_row_memory_per_thread(
         self, steps: StepTableBuilder, *, shared: bool, place: str = "at once"
     ) -> Sequence[Sequence[Operand]]:
-        """Make the memory of the quantised rows of each thread: one float32 operand for each kind of rounding.
+        """Make the memory of the quantised rows of each thread: one operand of float32 words for each quantised form.
 
         With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap
-        an operand from which the result is computed. Results of one step have different names of `place`.
+        an operand from which the result is computed. `place` tells several results of one step apart.
         """
         records = []
         for kind in self.rounding_kinds:
@@ -384,7 +384,7 @@ class ResultReadForms:
         ]
 
     def make_quantising_hook(self, records: Sequence[Operand]) -> StepHook:
-        """Make the hook of the step that computes the result: it quantises each panel to `records`, for all threads."""
+        """Make the hook (epilogue kernel) that quantises each panel of the result to `records`, for all threads."""
         target = self.make_thread_target(self.value, self.value, records)
         words = PANEL_ARGS(source=self.value.address, step=self.value.row_stride_bytes, rounding=target.rounding_words)
 

@@ -28,7 +28,7 @@ from ...simd.vectors import (
     to_float,
 )
 from .code_books import CodeBook, CodeBookLoaders, make_signed_code_book_loaders
-from .iq1_codes import IQ1_ZERO, convert_iq1_file_to_kernel_number, make_iq1_code_book_loaders
+from .iq1_codes import IQ1_ZERO, convert_iq1_entry_number_from_file, make_iq1_code_book_loaders
 from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_load_negative_zero_point_biases
 
 IQ2_MAGNITUDES, IQ3_XXS_MAGNITUDES = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
@@ -127,7 +127,7 @@ def _make_pack_renumbered_iq1_codes(indices_offset: int, high_offset: int, bits:
         fields = load_byte(row + high_offset + 2 * b) | load_byte(row + high_offset + 1 + 2 * b) << 8
         changed = fields & other_bits
         for i in range(4):
-            number = convert_iq1_file_to_kernel_number(
+            number = convert_iq1_entry_number_from_file(
                 load_byte(row + indices_offset + 4 * b + i) | (fields >> bits * i & 7) << 8
             )
             store_byte(first + 4 * lane + i, number)
@@ -203,7 +203,8 @@ def load_iq3_s_scales(p, b):
 def load_iq1_s_scales_divided_by_8(p, b):
     """Load the IQ1_S scales of a block, divided by 8, because its codes are eight times the weights.
 
-    It is a `PackedFormat.load_scales`. The scales are stored in the bits below the signs of the eighths.
+    It is a `PackedFormat.load_scales`. A scale has 3 bits, next to the bit that says whether the block adds or
+    subtracts an eighth.
     """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
     d = mul(mul(load_f16(p), splat(0.125)), compute_odd_scale_factor(small))

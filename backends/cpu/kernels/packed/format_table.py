@@ -70,7 +70,7 @@ __all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedForma
 
 
 @subroutine
-def unpack_codes_of_four_columns(row, c, head, nbytes):
+def unpack_4_bit_codes_of_four_columns(row, c, head, nbytes):
     """Unpack the 4-bit codes of four columns of a 32-column block. The low nibbles are the first 16 columns.
 
     `head` is the bytes of a file block before the codes, `nbytes` the bytes of a file block.
@@ -79,7 +79,7 @@ def unpack_codes_of_four_columns(row, c, head, nbytes):
 
 
 @subroutine
-def unpack_four_fifth_bits(row, c, head, nbytes):
+def unpack_fifth_bits_of_four_columns(row, c, head, nbytes):
     """Unpack the highest bits of the 5-bit codes of four columns, from 4 bytes with one bit per column.
 
     A multiplication moves the four adjacent bits apart.
@@ -90,22 +90,22 @@ def unpack_four_fifth_bits(row, c, head, nbytes):
 
 @subroutine
 def load_q4_0_codes(row, c):
-    return unpack_codes_of_four_columns(row, c, 2, 18)
+    return unpack_4_bit_codes_of_four_columns(row, c, 2, 18)
 
 
 @subroutine
 def load_q4_1_codes(row, c):
-    return unpack_codes_of_four_columns(row, c, 4, 20)
+    return unpack_4_bit_codes_of_four_columns(row, c, 4, 20)
 
 
 @subroutine
 def load_q5_0_codes(row, c):
-    return unpack_codes_of_four_columns(row, c, 6, 22) | unpack_four_fifth_bits(row, c, 2, 22)
+    return unpack_4_bit_codes_of_four_columns(row, c, 6, 22) | unpack_fifth_bits_of_four_columns(row, c, 2, 22)
 
 
 @subroutine
 def load_q5_1_codes(row, c):
-    return unpack_codes_of_four_columns(row, c, 8, 24) | unpack_four_fifth_bits(row, c, 4, 24)
+    return unpack_4_bit_codes_of_four_columns(row, c, 8, 24) | unpack_fifth_bits_of_four_columns(row, c, 4, 24)
 
 
 @subroutine
@@ -115,7 +115,7 @@ def load_q8_0_codes(row, c):
 
 @subroutine
 def load_mxfp4_codes(row, c):
-    return unpack_codes_of_four_columns(row, c, 1, 17)
+    return unpack_4_bit_codes_of_four_columns(row, c, 1, 17)
 
 
 def _make_pack_scale_and_bias(nbytes: int) -> Subroutine:
@@ -219,7 +219,7 @@ def unpack_four_4_bit_codes_of_64(row, c):
 
 
 @subroutine
-def unpack_four_bits_of_256(row, c):
+def unpack_single_bits_of_four_columns(row, c):
     """Unpack the bits of four columns from `c` on: 256 columns are in 32 bytes, lowest bits first.
 
     The result has one bit per byte.
@@ -234,7 +234,7 @@ def load_q2_k_codes(row, c):
 
 @subroutine
 def load_q3_k_codes(row, c):
-    return unpack_four_2_bit_codes_of_128(row + 32, c) | unpack_four_bits_of_256(row, c) << 2
+    return unpack_four_2_bit_codes_of_128(row + 32, c) | unpack_single_bits_of_four_columns(row, c) << 2
 
 
 @subroutine
@@ -244,7 +244,7 @@ def load_q4_k_codes(row, c):
 
 @subroutine
 def load_q5_k_codes(row, c):
-    return unpack_four_4_bit_codes_of_64(row + 48, c) | unpack_four_bits_of_256(row + 16, c) << 4
+    return unpack_four_4_bit_codes_of_64(row + 48, c) | unpack_single_bits_of_four_columns(row + 16, c) << 4
 
 
 @subroutine
@@ -256,7 +256,7 @@ def unpack_four_q6_k_codes(row, c):
 
 @subroutine
 def load_iq4_xs_codes(row, c):
-    return unpack_codes_of_four_columns(row + 8, c, 0, 16)
+    return unpack_4_bit_codes_of_four_columns(row + 8, c, 0, 16)
 
 
 @subroutine

@@ -82,8 +82,8 @@ def _reorder_iq1_table_for_kernels(table: np.ndarray) -> np.ndarray:
 
 
 @intrinsic(ADDRESS, ADDRESS)
-def convert_iq1_file_to_kernel_number(b, number):
-    """Return the number of an IQ1 entry in kernels from its number in the file."""
+def convert_iq1_entry_number_from_file(b, number):
+    """Convert the number of an IQ1 code-book entry from the order of the file to the order of the kernels."""
     numbers = np.empty(len(list_iq1_entries_in_kernel_order()), "<u2")
     numbers[list_iq1_entries_in_kernel_order()] = _compute_iq1_kernel_numbers()
     at = b.add(

@@ -89,7 +89,7 @@ class SlidingWindowShape:
             return x
         shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
-        whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
+        whole, inner = _view_as_padded_image_and_interior(steps.scratch(f"image {nbytes}", nbytes), x, self)
         start = (0, 0, *self.left_padding)
         padding = TracedInstruction(_PADDING, [x], [None], {"value": self.padding_value}, whole, None, [start])
         is_padded = add_traced_step(steps, padding) or (
@@ -128,8 +128,10 @@ def _compute_grid_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets
     return np.pad(bytes_on, (0, -len(bytes_on) % LANES), mode="edge").astype(np.int32)
 
 
-def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowShape) -> tuple[Operand, Operand]:
-    """View scratch memory as a padded image, and as the part of this image without the padding; return both."""
+def _view_as_padded_image_and_interior(
+    memory: Operand, x: Operand, windows: SlidingWindowShape
+) -> tuple[Operand, Operand]:
+    """View scratch memory as a padded image, and the part of this image without the padding; return both."""
     shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
     whole = inner = Operand(memory.address, tensor)
@@ -142,7 +144,7 @@ def _can_read_windows_or_padded_copy(x: Operand, windows: SlidingWindowShape) ->
     """Return whether kernels can read the windows of `x`, in place or from a padded copy."""
     if not x.is_float or not x.tensor.spec.size:
         return False
-    _, inner = _make_padded_operands(x, x, windows)
+    _, inner = _view_as_padded_image_and_interior(x, x, windows)
     reach = 4 * sum(n * max(s, t) for n, s, t in zip(inner.shape, x.strides, inner.strides, strict=True))
     return can_copy(x, inner) and reach < 2**31
 
@@ -259,7 +261,10 @@ def _fuse_max_pooling(flow: Dataflow, number: int) -> FusedBinding:
 def _make_max_pooling_group(
     numbers: tuple[int, int], x: Operand, out: Operand, windows: SlidingWindowShape
 ) -> ExpressionGroup:
-    """Make the group of a max pooling: the maximum of one placed view of the image for each element of a window."""
+    """Make the expression of a max pooling: the maximum over shifted, strided views of the image.
+
+    There is one view for each element of a window. It covers the part of the result where the element is in the image.
+    """
     shape = (*x.shape[:2], *windows.count_windows(windows.compute_padded_sizes(x.shape[2:])))
     strides = (*x.strides[:2], *(step * s for step, s in zip(x.strides[2:], windows.stride, strict=True)))
     steps, boxes, operands = [Step("constant", (), (-math.inf).hex())], list[Box](), list[Operand]()

@@ -281,7 +281,7 @@ def find_or_add_pairs_and_tables(steps: StepTableBuilder, call: BoundInstruction
     angle_tables = steps.find_derived_operands(key)
     if angle_tables is None:
         plane, index = (
-            map_pairs_to_positions_and_frequencies(pairs, _sections_attribute(call), mode)
+            map_pairs_to_positions_and_frequencies(pairs, _read_sections_attribute(call), mode)
             if multi
             else (np.zeros(pairs, np.int64), None)
         )
@@ -292,7 +292,7 @@ def find_or_add_pairs_and_tables(steps: StepTableBuilder, call: BoundInstruction
     )
 
 
-def _sections_attribute(call: BoundInstruction) -> tuple[int, ...]:
+def _read_sections_attribute(call: BoundInstruction) -> tuple[int, ...]:
     return cast("tuple[int, ...]", call.attrs["sections"])
 
 

@@ -84,7 +84,7 @@ def add_expert_bias(a, thread, threads):
     return 0
 
 
-def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+def _view_with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
     return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
 
 
@@ -116,8 +116,8 @@ def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         shape.append(m)
         from_strides.append(0 if n == 1 else step)
         to_strides.append(to)
-    source = _with_axes(x, tuple(shape), tuple(from_strides))
-    return add_copy_step(steps, source, _with_axes(y, tuple(shape), tuple(to_strides)))
+    source = _view_with_axes(x, tuple(shape), tuple(from_strides))
+    return add_copy_step(steps, source, _view_with_axes(y, tuple(shape), tuple(to_strides)))
 
 
 def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:

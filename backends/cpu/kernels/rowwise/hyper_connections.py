@@ -141,13 +141,13 @@ def compute_stream_mixing_matrices(a, thread, threads):
     return 0
 
 
-def _have_rows(*operands: Operand) -> bool:
+def _are_float_rows(*operands: Operand) -> bool:
     return all(o.is_float and o.has_uniform_row_stride for o in operands)
 
 
-def _bind_pre(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_combine_streams(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, weights, y = call.operand(0), call.operand(1), call.out
-    if not _have_rows(x, weights, y):
+    if not _are_float_rows(x, weights, y):
         return False
     block = PRE(
         tokens=math.prod(x.shape[:-2]),
@@ -165,10 +165,10 @@ def _bind_pre(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-def _bind_post(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_update_streams(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, residual, post, comb, y = (*(call.operand(i) for i in range(3)), call.optional_operand(3), call.out)
     operands = [x, residual, post] + ([] if comb is None else [comb])
-    if not _have_rows(*operands, y):
+    if not _are_float_rows(*operands, y):
         return False
     nbytes = 4 * LANES * residual.shape[-2] * steps.threads
     scratch = steps.scratch(f"streams {nbytes}", nbytes)
@@ -192,10 +192,10 @@ def _bind_post(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-def _bind_comb(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_stream_mixing(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     mixes, scale, base, y = (*(call.operand(i) for i in range(3)), call.out)
     n = y.shape[-1]
-    plain = _have_rows(mixes, scale, base) and y.is_float and y.is_dense
+    plain = _are_float_rows(mixes, scale, base) and y.is_float and y.is_dense
     if not plain or n > LANES:
         return False
     block = COMB(
@@ -213,4 +213,8 @@ def _bind_comb(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-BINDINGS = {"dsv4_hc_pre": _bind_pre, "dsv4_hc_post": _bind_post, "dsv4_hc_comb": _bind_comb}
+BINDINGS = {
+    "dsv4_hc_pre": _bind_combine_streams,
+    "dsv4_hc_post": _bind_update_streams,
+    "dsv4_hc_comb": _bind_stream_mixing,
+}

@@ -14,7 +14,7 @@ from ... import target_cpu
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd import amx
 from ...simd.amx import REGISTER_COUNT, TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
-from ...simd.bf16_pairs import first_of_pairs, second_of_pairs
+from ...simd.bf16_pairs import extract_first_of_pairs, extract_second_of_pairs
 from ...simd.vectors import Intrinsic, fma, load, load_int, load_ints, splat_int, store, zeros
 
 TileOperation = Subroutine | Intrinsic
@@ -127,8 +127,8 @@ def _make_emulated_bf16_tile_multiply(c: int, x: int, w: int) -> Subroutine:
                 value = splat_int(load_int(memory + rows + row + 4 * k))
                 weight = load_ints(memory + pairs + k * TILE_ROW_BYTES)
                 # sums[row, n] += x[row, 2 k] * w[2 k, n] + x[row, 2 k + 1] * w[2 k + 1, n]
-                total = fma(first_of_pairs(value), first_of_pairs(weight), total)
-                total = fma(second_of_pairs(value), second_of_pairs(weight), total)
+                total = fma(extract_first_of_pairs(value), extract_first_of_pairs(weight), total)
+                total = fma(extract_second_of_pairs(value), extract_second_of_pairs(weight), total)
             store(memory + sums + row, total)
 
     return subroutine(multiply)
