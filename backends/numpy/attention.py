@@ -19,7 +19,7 @@ from .matmul import multiply_in_float64
 
 
 def bind_causal_mask(call: HostInstruction) -> Calls:
-    """Bind the causal mask to its arrays: 0 for visible positions, and -inf for later or too old positions.
+    """Return the NumPy calls that write a causal mask: 0 for visible positions, -inf for later or too old positions.
 
     Distances are float32, which is exact below 2^24. The only temporary is one boolean matrix.
     """
@@ -41,10 +41,10 @@ def bind_causal_mask(call: HostInstruction) -> Calls:
 
 
 def bind_attention(call: HostInstruction) -> Calls:
-    """Bind attention to its arrays.
+    """Return the NumPy calls that compute attention, head by head.
 
-    It is computed head by head. Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the
-    heads. Blocks of a pool are first gathered for each sequence.
+    Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads. The blocks of a paged KV
+    cache are first gathered for each sequence.
     """
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
     mask, sinks, table, out = call.optional_operand(3), call.optional_operand(4), call.optional_operand(5), call.out

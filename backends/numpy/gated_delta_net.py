@@ -30,7 +30,7 @@ def bind_ssm_conv(call: HostInstruction) -> Calls:
 
 
 def bind_gated_delta_net(call: HostInstruction) -> Calls:
-    """Bind the gated delta rule to its arrays, and compute it token by token.
+    """Return the NumPy calls that compute the gated delta rule, token by token.
 
     Each token needs a few array operations on the whole state [..., heads, value, key].
     """

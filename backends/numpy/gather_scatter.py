@@ -15,7 +15,7 @@ from .expressions import as_tiling_broadcast_views
 
 
 def bind_get_rows(call: HostInstruction) -> Calls:
-    """Bind the gather of table rows by ids: check the ids, then copy the rows.
+    """Return the NumPy calls that gather table rows by ids: check the ids, then copy the rows.
 
     The check is separate, because ``take`` writes without a temporary only in mode "clip", which accepts wrong ids.
     """

@@ -23,7 +23,7 @@ EXPERT_BLOCK_ROWS = 256
 
 
 def bind_mul_mat(call: HostInstruction) -> Calls:
-    """Bind the matrix product ``x @ w.T`` to its arrays. Several adjacent matrices of `x` may share a matrix of `w`.
+    """Return the NumPy calls that compute ``x @ w.T``. Several adjacent matrices of `x` may share a matrix of `w`.
 
     Terms are summed in float64 and rounded once, so results hardly depend on the distribution of the terms over
     devices.
@@ -43,7 +43,7 @@ def bind_mul_mat(call: HostInstruction) -> Calls:
 
 
 def bind_out_prod(call: HostInstruction) -> Calls:
-    """Bind the product ``b.T @ a`` as the matrix product of the transposed operands."""
+    """Return the NumPy calls that compute ``b.T @ a``, as the matrix product of the transposed operands."""
     a, b = (np.swapaxes(call.operand(i), -1, -2) for i in range(2))
     return bind_mul_mat(replace(call, src=[a, b]))
 
@@ -55,7 +55,7 @@ def multiply_in_float64(x: Array, w: Array, out: Array) -> None:
 
 
 def bind_mul_mat_id(call: HostInstruction) -> Calls:
-    """Bind the matrix products of tokens with their experts.
+    """Return the NumPy calls that multiply the rows of tokens with the weights of their experts.
 
     The result is 0 for an expert on another device. For each used expert, the rows of its tokens are gathered,
     multiplied at once, and scattered to the result.

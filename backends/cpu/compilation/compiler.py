@@ -93,8 +93,8 @@ _compile_lock = threading.RLock()
 
 
 @cache
-def _wait_for_compilations_at_exit() -> None:
-    """Make the interpreter wait at exit for a running compilation, and start no compilation after that.
+def _register_wait_for_compilation_at_exit() -> None:
+    """Register that the interpreter waits at exit for a running compilation, and starts no compilation after that.
 
     A daemon thread may compile when the main thread ends. LLVM aborts the process if its objects are freed meanwhile.
     The first compilation calls this function, because callbacks at exit run in reverse order and llvmlite has its own.
@@ -325,7 +325,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     """Translate a kernel to an LLVM module, and return the module and the LLVM target machine for it."""
     import llvmlite.binding as llvm
 
-    _wait_for_compilations_at_exit()
+    _register_wait_for_compilation_at_exit()
     make_llvm_sink_addresses_as_integers()
     machine = _create_target_machine()
     is_emitted = isinstance(definition.body, IrBody)

@@ -31,9 +31,10 @@ from .thread_pool import ThreadPool
 def load_or_bind_cached_replay(
     program: Program, buffers: Sequence[np.ndarray], on: Device, thread_pool: ThreadPool, comm: Comm
 ) -> Replay | None:
-    """Load the cached binding of a program as a `Replay`; if it is missing, bind the program and cache the binding.
+    """Load the cached step table of a program, ready to run on `buffers`; if it is missing, build and cache it.
 
-    Returns None if the program is not cached, or needs other devices, Python calls or kernels of other packages.
+    The result is None if the table cannot be cached: the program has no cache name, or its buffers are not aligned. It
+    is also None if the program needs other devices, Python calls or kernels of other packages.
     """
     file, addresses = find_binding_file(program, thread_pool.threads), [b.ctypes.data for b in buffers]
     if file is None or any(address % ALIGNMENT for address in addresses):
@@ -71,9 +72,6 @@ def _build_dataflow(program: Program) -> Dataflow:
 
 
 def find_binding_file(program: Program, threads: int) -> Path | None:
-    """Return the path of the cache file for the binding of a program.
-
-    The result is None for a program without a cache name.
-    """
+    """Return the path of the cache file for the step table of a program; None for a program without a cache name."""
     name = program.cache_name
     return make_cache_path("bindings", name, threads, compute_kernel_code_digest()) if name else None

@@ -345,12 +345,12 @@ class StepTableBuilder:
         self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
 
     def register_per_thread_values(self, operands: Sequence[Operand], value: Operand) -> None:
-        """Register one operand for each thread that holds the contents of `value`; `value` itself is not written."""
+        """Register each thread's own copy of `value` for later steps; the memory of `value` itself is not written."""
         self.invalidate_values_in_regions([value.region])
         self.register_derived_operands(("own", value.region), operands, [value])
 
     def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
-        """Return the operand of each thread that holds the contents of `value`, or None."""
+        """Return each thread's own copy of `value` that an earlier step registered, or None."""
         own = self.find_derived_operands(("own", value.region))
         return None if own is None else [view_with_layout_of(o, value) for o in own]
 

@@ -33,7 +33,10 @@ PARTIAL_SUM_OFFSET, PARTIAL_VALUES_OFFSET = 4, 64
 
 
 def compute_row_partial_result_bytes(width: int) -> int:
-    """Return the bytes of the partial result of a row with values of `width` elements."""
+    """Return the bytes of the attention result of one query over some of the keys, for values of `width` elements.
+
+    Such a partial result has the highest score, the sum of weights and the weighted sum of values.
+    """
     return PARTIAL_VALUES_OFFSET + 4 * (-(-width // VALUE_COLUMNS) * VALUE_COLUMNS)
 
 
@@ -65,7 +68,7 @@ def convert_scores_to_softmax_weights(scores, n, lanes, state, width):
 
 @subroutine
 def initialise_partial_result(state, span):
-    """Initialise a partial result: its sums are zero, and its highest score is the lowest number.
+    """Initialise the attention result of a query over no keys: zero sums, and the lowest number as highest score.
 
     Args:
         state: address of the partial result.
@@ -78,7 +81,7 @@ def initialise_partial_result(state, span):
 
 @subroutine
 def merge_partial_result(state, part, width):
-    """Merge a partial result into another one, which has the keys before it.
+    """Merge the attention result of a query over some keys into the result of the same query over the keys before.
 
     Args:
         state: address of the partial result that is updated.

@@ -240,7 +240,7 @@ def has_batched_matmul_kernel(call: BoundInstruction) -> bool:
 
 
 def find_batched_panels(call: BoundInstruction) -> ResultPanels | None:
-    """Return the panels in which `add_batched_matmul_step` computes a result.
+    """Return the panels (some rows by some columns) in which `add_batched_matmul_step` computes a result.
 
     None means that the result is no dense matrix, or that the rows of one product are not consecutive in it.
     """

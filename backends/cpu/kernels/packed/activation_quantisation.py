@@ -121,7 +121,7 @@ ROUNDING_WORD = ARGS.first_word_index("rounding")
 
 @kernel
 def quantise_activation_rows(a, thread, threads):
-    """Quantise all activation rows to each target in the kernel arguments; rows are `step` bytes apart."""
+    """Quantise all activation rows to each form that the kernel arguments list; rows are `step` bytes apart."""
     source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
     lo, hi = compute_thread_range(rows, thread, threads)
     for i in range(lo, hi):
@@ -135,7 +135,10 @@ PANEL_ROUNDING_WORD = PANEL_ARGS.first_word_index("rounding")
 
 @kernel
 def quantise_activation_panel(a, rows, columns):
-    """Quantise the blocks of a panel to each target in the kernel arguments; it is a hook (`panel_hooks`)."""
+    """Quantise a panel (some rows by some columns) of activations to each form that the kernel arguments list.
+
+    It is a hook: the kernel that computes the activations calls it for each panel (`panel_hooks`).
+    """
     source, step = PANEL_ARGS.source(a), PANEL_ARGS.step(a)
     first_row, first_block = rows >> RANGE_BITS, (columns >> RANGE_BITS) // BLOCK_COLUMNS
     for i in range(first_row, first_row + (rows & RANGE_MASK)):

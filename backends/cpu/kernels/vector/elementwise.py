@@ -278,7 +278,7 @@ def make_row_thread_work_and_strides(
 
     The result is None if operands are empty, or need a dense copy first.
     """
-    walk = _make_loop_args_of_results(row_kernel, sources, results)
+    walk = _make_loop_args_of_operands_and_results(row_kernel, sources, results)
     if walk is None:
         return None
     strides = tuple(walk[ELEMENT_STRIDE_WORDS][: len(sources)])
@@ -287,13 +287,13 @@ def make_row_thread_work_and_strides(
 
 def can_loop_over_rows(row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]) -> bool:
     """Return whether a kernel can loop over the rows of operands and results, without copies."""
-    return _make_loop_args_of_results(row_kernel, sources, results) is not None
+    return _make_loop_args_of_operands_and_results(row_kernel, sources, results) is not None
 
 
-def _make_loop_args_of_results(
+def _make_loop_args_of_operands_and_results(
     row_kernel: RowKernel, sources: Sequence[Operand], results: Sequence[Operand]
 ) -> list[int] | None:
-    """Make the loop arguments (`make_row_loop_args`) of a kernel that writes dense rows, or one number per row.
+    """Make the loop arguments (`make_row_loop_args`) of a step that writes dense rows, or one number per row.
 
     The result is None if operands are empty, or need a copy first.
     """

@@ -57,7 +57,10 @@ class ExpressionKernel:
 
     @cached_property
     def steps_passed_as_words(self) -> tuple[int, ...]:
-        """The steps with a number that depends on the call: argument words pass it. Constants are part of the code."""
+        """The steps that are numbers of the call, such as an epsilon: argument words pass them.
+
+        Constants are part of the code.
+        """
         steps, numbers = self.expression.steps, self.expression.steps_without_operands
         read = {s for n, step in enumerate(steps) if n not in numbers for s in step.sources} | {
             *self.expression.results
