@@ -90,10 +90,11 @@ def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBu
 
 
 class _RunningStateWithSnapshots:
-    """The running state of a recurrence: its memory, its initial contents and its snapshots.
+    """The state that the gated delta rule updates token by token, with the copies of it that the op must return.
 
-    Without a pool of states, the running state is in the result, so no copy is needed. With a pool it is in scratch
-    memory, because one sequence may read a row that another sequence writes.
+    A snapshot is the state after one of the last tokens. Without a pool of states, the running state is in the result,
+    so no copy is needed. With a pool (`slots_in` and `slots_out` select rows) it is in scratch memory, because one
+    sequence may read a row that another sequence writes.
     """
 
     def __init__(self, call: HostInstruction, tokens: int) -> None:

@@ -103,10 +103,10 @@ def store_two_vectors_as_bf16(b, address, low, high):
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE, *[FLOATS] * 4)
 def store_dequantised_bf16_tile(b, address, codes, low_scale, high_scale, low_bias, high_bias):
-    """Store ``scale * code + bias`` of weights as bfloat16 pairs, the layout of an AMX tile.
+    """Store ``scale * code + bias`` of weights at `address` as bfloat16 pairs, the layout of an AMX tile.
 
-    The tile has 32 columns of 16 weight rows. The low half of the columns and the high half have a scale and a bias for
-    each row.
+    The tile has 32 columns of 16 weight rows. `low_scale` and `low_bias` have a number for each row, for the first 16
+    columns. `high_scale` and `high_bias` are for the last 16 columns.
     """
     for j, vector in enumerate(unpack_vectors_from_array(b, codes)):
         scale, bias = (low_scale, low_bias) if j < 4 else (high_scale, high_bias)

@@ -51,7 +51,10 @@ def publish_run_and_count_sleepers(run_args, shared_block, threads):
 
 @subroutine
 def run_main_thread_and_return_status(run_args, shared_block, threads):
-    """Run the work of thread 0, wait for all other threads, and return the status of thread 0."""
+    """Run the work of thread 0, wait for all other threads, and return the status of thread 0.
+
+    `run_args` is the address of `RUN_ARGS`, `shared_block` the address of the memory that the pool's threads share.
+    """
     status = call_kernel(RUN_ARGS.loop(run_args), RUN_ARGS.words(run_args), 0, threads)
     looks = 0
     while load_shared(shared_block + DONE_OFFSET) < threads - 1:
@@ -63,10 +66,10 @@ def run_main_thread_and_return_status(run_args, shared_block, threads):
 
 @kernel
 def run_unless_threads_sleep(run_args, shared_block, threads):
-    """Start a run of all threads unless they sleep, and return the status of thread 0.
+    """Run work on all threads of a pool and return the status of thread 0; only announce the run if threads sleep.
 
-    The function waits for the end of the run. If threads sleep, return `THREADS_SLEEPING` before the work of thread 0.
-    The caller wakes the threads and calls `run_thread_zero_after_waking`.
+    Without sleeping threads, the function returns at the end of the run. Otherwise it returns `THREADS_SLEEPING` before
+    the work of thread 0. Then the caller wakes the threads and calls `run_thread_zero_after_waking`.
     """
     if publish_run_and_count_sleepers(run_args, shared_block, threads) > 0:
         return THREADS_SLEEPING

@@ -67,7 +67,10 @@ def choose_row_span(turn, spans, thread, threads):
 
 @subroutine
 def compute_first_row_of_span(rows, row_multiple, span, spans):
-    """Return the first row of row span number `span`, a multiple of `row_multiple`; it ends the span before it."""
+    """Return the first row of row span number `span` if `rows` rows are split evenly into `spans` row spans.
+
+    The result is a multiple of `row_multiple`. It is also the end of the span before.
+    """
     return min(rows, (rows + row_multiple - 1) // row_multiple * span // spans * row_multiple)
 
 

@@ -103,7 +103,7 @@ RESCALE_SLACK = np.float32(8)
 
 
 def compute_prefill_scratch_bytes_per_thread(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread in prefill attention; a work unit has `rows` pairs of a head and a token."""
+    """Return the scratch bytes per thread for `rows` pairs (head, token), key size `size` and value size `width`."""
     deep, wide = max(1, math.ceil(size / MATRIX_SIZE)), math.ceil(width / MATRIX_SIZE)
     matrices, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
     lists = TILE_HALVES * (MAX_STEPS * (deep + wide) + 1) * STEP_BYTES + 64
@@ -144,7 +144,7 @@ def compute_thread_scratch_addresses(a, thread):
 
 @subroutine
 def load_queries_and_init_with_sink(a, heads, start, end, place):
-    """Load the queries of a work unit as matrices, and initialise their softmax states with the attention sink."""
+    """Load queries of tokens `start` to `end` as matrices into the scratch; start softmax with the attention sink."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_32x32_matrices(ARGS.size(a)))
     lanes = between + deep * MATRIX_BYTES
@@ -241,7 +241,7 @@ def _make_append_result_steps(v: DType) -> Subroutine:
 
 @subroutine
 def apply_soft_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
-    """Apply the soft cap and the mask to the scores of `n` keys in place."""
+    """Apply the soft cap `cap` and the mask at `lane_mask`, times the ALiBi `slope`, to scores of `n` keys in place."""
     for r in range(0, n * ROW_BYTES, ROW_BYTES):
         h = g = zeros()
         if lane_mask != 0:
@@ -280,7 +280,7 @@ def rescale_softmax_state(state, x, y, result, rows):
 
 @subroutine
 def store_softmax_weights_of_two_keys(scores, x, y, to, sums, more):
-    """Store the softmax weights of two keys in pairs, and add them to `sums` and `more`, which have 16 tokens each."""
+    """Store softmax weights of two keys and 32 tokens as pairs at `to`; add them to `sums` and `more` (16 tokens each)."""
     u, v = exp2_of_nonpositive(sub(load(scores), x)), exp2_of_nonpositive(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))
@@ -409,7 +409,7 @@ def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def normalise_and_store_results(a, heads, start, end, place):
-    """Store the attention results of a work unit: the weighted sums of values, divided by the sums of weights."""
+    """Store the attention of tokens `start` to `end` in a head group: weighted sums of values over sums of weights."""
     _, _, _, _, _, between, _, _, _, results, _, states = place
     width, step = ARGS.width(a), ARGS.out_step(a)
     for first in range(start, end, BLOCK_TOKENS):

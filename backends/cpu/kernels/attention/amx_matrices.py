@@ -286,13 +286,19 @@ def _make_transpose_16_columns_to_bf16(dtype: DType) -> Subroutine:
 
 @subroutine
 def _transpose_16_bf16_columns(source, step, rows, c, size, to, between):
-    """Transpose 16 columns of 32 bfloat16 rows, from column `c` on, to a matrix of one term."""
+    """Transpose 16 columns of 32 bfloat16 rows at `source`, from column `c` on, to a matrix of one term at `to`.
+
+    Rows are `step` bytes apart. `size` and `between` are not used.
+    """
     transpose_32x16_shorts(source + 2 * c, step, to)
 
 
 @subroutine
 def _transpose_f16_columns_to_bf16_terms(source, step, rows, c, size, to, between):
-    """Transpose 16 columns of 32 float16 rows, from column `c` on, and split each number into two bfloat16 terms."""
+    """Transpose 16 columns of 32 float16 rows at `source`, from column `c` on, to two bfloat16 terms at `to`.
+
+    Each number is the sum of two terms. Rows are `step` bytes apart; `between` is scratch memory.
+    """
     transpose_32x16_shorts(source + 2 * c, step, between)
     for r in range(0, LANES * amx.TILE_ROW_BYTES, amx.TILE_ROW_BYTES):
         x, y = load_f16(between + r), load_f16(between + r + 32)

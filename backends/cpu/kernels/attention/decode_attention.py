@@ -69,6 +69,12 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
 
     The scratch holds scores, highest scores and results. The memory after them has three uses, one after the other:
     expanded values, queries and products, or quantised queries and keys.
+
+    Args:
+        rows: Pairs of a head and a token that the thread computes together.
+        keys: Keys of a sequence.
+        size: Elements of a key.
+        width: Elements of a value.
     """
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
     blocks = quantised_keys.compute_bytes_of_16_transposed_keys(

@@ -87,7 +87,10 @@ def choose_tokens_per_work_unit(jobs: int, units: int, shared: int, tokens: int,
 
 
 def compute_prefill_scratch_bytes_per_thread(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread in prefill attention; a work unit has `rows` pairs of a head and a token."""
+    """Return the scratch bytes of a thread in prefill attention.
+
+    A work unit has `rows` pairs of a head and a token. Keys have `size` elements, values have `width` elements.
+    """
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK_TOKENS) * BLOCK_TOKENS
     return 4 * (TILE_KEYS * (deep + wide + 2 * BLOCK_TOKENS) + 16 + BLOCK_TOKENS + rows * (deep + wide + 2))
 
@@ -164,7 +167,7 @@ def load_32_scaled_floats(rows, factor_address):
 
 @subroutine
 def store_32_floats(to, x, y):
-    """Store two vectors as a row of 32 numbers."""
+    """Store the vectors `x` and `y` as a row of 32 float32 at `to`."""
     store(to, x)
     store(to + 64, y)
 
@@ -221,9 +224,10 @@ def compute_thread_scratch_addresses(a, thread):
 
 @subroutine
 def load_query_lanes_and_init_softmax(a, heads, start, end, place):
-    """Load the scaled queries of a work unit with tokens as lanes, and initialise softmax states and results.
+    """Load the scaled queries of tokens `start` to `end` in a head group, and initialise softmax states and results.
 
-    A softmax state begins with the score of the attention sink, a result with 0.
+    Lanes are tokens. A softmax state begins with the score of the attention sink, a result with 0. `heads` is the
+    address of the first head in the head table, `place` the scratch layout.
     """
     keys, _, _, _, _, _, queries, states, results = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
@@ -279,7 +283,10 @@ def _make_zero_padded_kv_tile_copy(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def load_mask_tile_with_token_lanes(mask, step, count, left, scratch, lane_mask):
-    """Load the mask of a key tile, padded with -inf, and transpose it to `lane_mask`, in which lanes are tokens."""
+    """Load the mask of a key tile, padded with -inf, and transpose it to `lane_mask`, in which lanes are tokens.
+
+    `mask` has `count` rows (tokens), `step` bytes apart, with `left` keys from the first key of the tile on.
+    """
     scale_and_copy_padded_rows(
         mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY)
     )
@@ -295,7 +302,17 @@ def load_mask_tile_with_token_lanes(mask, step, count, left, scratch, lane_mask)
 
 @subroutine
 def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state, result, place):
-    """Add a tile of keys to the attention of a block of tokens of one head: compute scores, weights and results."""
+    """Add a tile of keys to the attention of a block of tokens of one head: compute scores, weights and results.
+
+    Args:
+        a: Kernel arguments.
+        count: Tokens of the block.
+        union: Bits of the keys that any of the tokens sees.
+        lane_mask: Address of the mask with tokens as lanes, or 0 without a mask.
+        slope: ALiBi slope of the head.
+        queries, state, result: Addresses of the queries, softmax states and results of the block.
+        place: Scratch layout of the thread.
+    """
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
     low, high = find_set_bit_range_rounded_to_eights(union)
@@ -351,7 +368,7 @@ def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def normalise_and_store_results(a, heads, start, end, place):
-    """Store the attention results of a work unit: the weighted sums of values, divided by the sums of weights."""
+    """Store the attention of tokens `start` to `end` in a head group: weighted sums of values over sums of weights."""
     width, states, results = ARGS.width(a), place[7], place[8]
     wide = round_up(width, BLOCK_TOKENS)
     for first in range(start, end, BLOCK_TOKENS):

@@ -58,7 +58,7 @@ def round_and_clamp_to_int8_codes(x):
 
 
 def compute_quantised_query_bytes(size: int) -> int:
-    """Return the padded bytes of a quantised query: all codes, then a scale and an offset correction for each block."""
+    """Return the padded bytes of a quantised query of `size` elements: codes, then scale and correction per block."""
     return -(-(size + size // BLOCK_ELEMENTS * 8) // 64) * 64
 
 

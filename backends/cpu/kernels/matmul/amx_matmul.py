@@ -70,6 +70,7 @@ def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
 def count_matrices_expanded_together(columns, terms):
     """Return how many matrices (pairs of weight groups) are expanded together: as many as fit into the scratch.
 
+    A matrix has `columns` columns in `terms` bfloat16 terms.
     With more matrices, activations are loaded from distant memory less often.
     """
     return min(MAX_MATRICES, MAX_EXPANDED_TERMS // (terms * min(TERMS_PER_PASS // terms, columns // BLOCK_COLUMNS)))
@@ -166,9 +167,9 @@ def make_multiply_rows_by_amx(
 
 
 def make_store_amx_sums() -> Subroutine:
-    """Make the subroutine that stores the AMX sums of a matmul with one weight to rows of `to`.
+    """Make the subroutine ``(mine, sums, rows, left, to, step)`` that stores the AMX sums of a matmul with one weight.
 
-    It is the argument `store_sums` of `make_multiply_rows_by_amx`.
+    It stores `rows` rows at `to`, `step` bytes apart, and `left` columns of each. `make_multiply_rows_by_amx` calls it.
     """
     unit = select_amx_tile_operations()
     store_0, store_1, store_2, store_3 = unit.store[:4]

@@ -75,7 +75,10 @@ def make_amx_weight_type(dtype: DType) -> AmxBf16WeightType:
 
 
 def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
-    """Make the subroutine that dequantises packed blocks to one bfloat16 term (`AmxBf16WeightType.expand_blocks`)."""
+    """Make the subroutine that dequantises blocks of a packed weight to bfloat16, in the layout of AMX tiles.
+
+    Its arguments are as in `AmxBf16WeightType.expand_blocks`.
+    """
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
     lines = -(-nbytes // 64)
@@ -97,9 +100,10 @@ def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
 
 @subroutine
 def _expand_bf16_weights_to_tiles(to, group, stride, left, first, last, n):
-    """Expand blocks of a bfloat16 weight to AMX tiles; each block is transposed in pairs of columns.
+    """Copy blocks of a bfloat16 weight to the layout of AMX tiles; each block is transposed in pairs of columns.
 
-    A pair of columns is adjacent in the weight, as AMX tiles need it.
+    A pair of columns is adjacent in the weight, as AMX tiles need it. Arguments are as in
+    `AmxBf16WeightType.expand_blocks`.
     """
     for block in range(first, last):
         transpose_f32(group + block * TILE_ROW_BYTES, stride, left, LANES, to)
@@ -107,9 +111,10 @@ def _expand_bf16_weights_to_tiles(to, group, stride, left, first, last, n):
 
 
 def _make_expand_floats_to_bf16_terms(dtype: DType, terms: int) -> Subroutine:
-    """Make the subroutine that expands float16 or float32 weights to bfloat16 terms.
+    """Make the subroutine that splits float16 or float32 weights into bfloat16 terms, in the layout of AMX tiles.
 
-    It is `AmxBf16WeightType.expand_blocks`, splits rows into terms, then transposes each term.
+    It splits the numbers of a row into terms, then transposes each term. Its arguments are as in
+    `AmxBf16WeightType.expand_blocks`.
     """
     size = dtype.storage.itemsize
     load_16, store = load_f16 if dtype is DType.F16 else load, make_split_and_store_ordered_bf16_terms(terms)

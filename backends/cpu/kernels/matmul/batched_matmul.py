@@ -54,7 +54,10 @@ ARGS = declare_args("table products count rows columns w_row w_column x_row y_ro
 
 
 def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
-    """Make the subroutine that expands 16 float weight rows to columns of float32 (`BlockTiling.expand_blocks`)."""
+    """Make the subroutine that transposes 16 float weight rows to columns of 16 float32.
+
+    Its arguments are as in `BlockTiling.expand_blocks`.
+    """
     transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
     def expand_rows(to, group, stride, left, columns, first, count):
@@ -67,7 +70,7 @@ def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
 def _make_add_column_products(tile: DotTileIntrinsics, groups: int) -> Subroutine:
     """Make the subroutine that adds the products of one weight column and some activation rows to the sums of a tile.
 
-    It is `BlockTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
+    For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``. It is the `BlockTiling.add_block` of float weights.
     """
     add_outer_product, second, third = (
         tile.add_outer_product,

@@ -62,13 +62,13 @@ def load_16_zero_padded_f32_columns(p, c, n):
 
 @subroutine
 def load_16_f16_weight_columns_as_f32(p, c, n):
-    """Load 16 columns of a float16 weight row from column `c` on, as float32."""
+    """Load 16 columns of the float16 weight row at `p` from column `c` on, as float32."""
     return load_f16(p + 2 * c)
 
 
 @subroutine
 def load_16_bf16_weight_columns_as_f32(p, c, n):
-    """Load 16 columns of a bfloat16 weight row from column `c` on, as float32."""
+    """Load 16 columns of the bfloat16 weight row at `p` from column `c` on, as float32."""
     return load_bf16(p + 2 * c)
 
 
@@ -83,7 +83,7 @@ VECTOR_LOADERS = {DType.F32: load, DType.F16: load_f16, DType.BF16: load_bf16}
 def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subroutine:
     """Make the subroutine that multiplies `row_count` activation rows with 16 float weight rows.
 
-    It is the result of `WeightTiling.make_few_rows`. It computes up to 4 weight rows at a time. If a group has too few
+    Arguments are as in `WeightTiling.make_few_rows`. It computes up to 4 weight rows at a time. If a group has too few
     rows for that, the rest is computed one weight row at a time.
     """
     some_of_several = 4 if count_vector_registers() == MANY_REGISTERS else 2
@@ -123,7 +123,7 @@ def _make_multiply_expanded_rows(
 ) -> Subroutine:
     """Make the subroutine that expands float weight rows to float32, and multiplies them with some activation rows.
 
-    It serves as `WeightTiling.multiply_expanded`. Each sum is a vector that adds every 16th column, as in
+    Its arguments are as in `WeightTiling.multiply_expanded`. Each sum is a vector that adds every 16th column, as in
     `_make_multiply_few_activation_rows`, so both give equal results.
 
     Args:

@@ -123,7 +123,7 @@ def make_amx_or_int8_method(dtype: DType, kind: str, rounding: int) -> GatedMatm
 def choose_one_int8_block_per_call(columns):
     """Return 1, the number of weight blocks that int8 dot products process per call; more blocks gain nothing.
 
-    It serves as `GatedMatmulMethod.block_width`.
+    It serves as `GatedMatmulMethod.block_width`; `columns` has no effect.
     """
     return 1
 
@@ -149,8 +149,8 @@ def _make_choose_amx_blocks_per_call(weight: AmxBf16WeightType) -> Subroutine:
 def make_store_gated_units_from_amx(kind: str) -> Subroutine:
     """Make the subroutine that computes gated units from the AMX sums of gate and up, and stores them.
 
-    It is the argument `store_sums` of `amx_matmul.make_multiply_rows_by_amx`, for matrices with one group of each
-    weight.
+    The subroutine is ``(mine, sums, rows, left, to, step)``, the argument `store_sums` of
+    `amx_matmul.make_multiply_rows_by_amx`. The gate sums are one group of 16 columns, the up sums another one.
     """
     unit, stores = GATED[kind], select_amx_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
@@ -168,9 +168,9 @@ def make_store_gated_units_from_amx(kind: str) -> Subroutine:
 
 
 def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
-    """Make the subroutine that multiplies by AMX tiles and computes gated units.
+    """Make the subroutine that computes gated units by AMX tiles: two matmuls of the same activations, then the unit.
 
-    It is a `GatedMatmulMethod.compute_units`.
+    Its arguments are as in `GatedMatmulMethod.compute_units`; `kind` names the unit, such as ``swiglu``.
     """
     multiply_matrices = amx_matmul.make_multiply_rows_by_amx(
         make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
@@ -189,9 +189,9 @@ def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
 
 
 def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutine:
-    """Make the subroutine that multiplies by int8 dot products and computes gated units.
+    """Make the subroutine that computes gated units by int8 dot products: two matmuls of equal activations, then unit.
 
-    It is a `GatedMatmulMethod.compute_units`.
+    Its arguments are as in `GatedMatmulMethod.compute_units`; `kind` names the unit, such as ``swiglu``.
     """
     blocks, unit = make_packed_block_tiling(form), GATED[kind]
     tile = make_dot_tile_intrinsics(blocks.tile_rows, 2)
@@ -306,7 +306,8 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
 def compute_padded_gated_unit_row_bytes(variant: GatedMatmulMethod) -> int:
     """Return the bytes of a row of gated units in scratch memory, which is used if no float32 result is stored.
 
-    64 bytes of padding spread the rows over the sets of the nearest cache.
+    The row has the units of one call of `GatedMatmulMethod.compute_units`. 64 bytes of padding spread the rows over the
+    sets of the nearest cache.
     """
     return variant.max_block_width * BLOCK_BYTES + 64
 
@@ -314,7 +315,8 @@ def compute_padded_gated_unit_row_bytes(variant: GatedMatmulMethod) -> int:
 def compute_scratch_bytes_per_thread(variant: GatedMatmulMethod) -> int:
     """Return the scratch bytes of a thread in a gated matmul of many rows.
 
-    The scratch has the memory of the variant, and a row of gated units for each activation row of a chunk.
+    The scratch has the memory of the method (AMX tiles or int8 dot products), and a row of gated units for each
+    activation row of a chunk.
     """
     return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_gated_unit_row_bytes(variant)
 

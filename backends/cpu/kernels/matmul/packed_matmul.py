@@ -72,7 +72,7 @@ def make_load_code_pair_of_blocks(form: PackedFormat) -> Subroutine:
 def make_expand_packed_to_codes_and_scales(form: PackedFormat) -> Subroutine:
     """Make the subroutine that expands packed weight blocks to byte codes, float32 scales and float32 biases.
 
-    It serves as `BlockTiling.expand_blocks`.
+    Its arguments are as in `BlockTiling.expand_blocks`. One expanded block serves many activation rows.
     """
     scales, biases, nbytes = form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
@@ -134,9 +134,9 @@ def make_add_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subr
 
 
 def make_add_expanded_block_products(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
-    """Make the subroutine that adds the products of activation rows with an expanded block of one group.
+    """Make the subroutine that adds the products of activation rows with an expanded block of one weight group.
 
-    It is a `BlockTiling.add_block`.
+    It is ``(acc, p, r, at) -> acc``: `acc` are the sums, `p` the block, and byte `at` of rows `r` the activations.
     """
     add_block = make_add_block_products(form, rows)
 
@@ -178,7 +178,7 @@ def load_two_adjacent_vectors(p):
 def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTileIntrinsics) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with an expanded block of each of two groups.
 
-    It is a `BlockTiling.add_block`.
+    It is ``(acc, p, r, at) -> acc``, as in `make_add_expanded_block_products`.
     """
     add_two_blocks = make_add_block_products_of_two_groups(form, rows)
 
@@ -245,7 +245,7 @@ def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTil
 def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_count: int) -> Subroutine:
     """Make the subroutine that multiplies `row_count` activation rows with 1 or 2 groups of packed weights.
 
-    It is a result of `WeightTiling.make_few_rows`. The weights are not expanded: codes are unpacked once for all rows
+    Arguments are as in `WeightTiling.make_few_rows`. The weights are not expanded: codes are unpacked once for all rows
     and stay in registers. Each activation load serves all groups, because loads take longer than products here.
     """
     rows = make_dot_tile_intrinsics(row_count, group_count, form.dot_product_code_properties)

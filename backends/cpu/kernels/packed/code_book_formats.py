@@ -65,19 +65,21 @@ def compute_odd_scale_factor(scale):
 
 @subroutine
 def pack_iq2_xxs_codes(row, b, first, second, lane):
-    """Pack the IQ2_XXS codes of 32 columns of one row: four code book indices, then four sign bytes.
+    """Pack the IQ2_XXS codes of block `b` (32 columns) of the file row at `row` to lane `lane` of the plane at `first`.
 
-    It serves as `PackedFormat.pack_codes`. The top bits of the sign bytes hold the scale.
+    A lane has four code book indices in one vector and four sign bytes in the next. The top bits of the sign bytes hold
+    the scale. `second` is not used (`PackedFormat.pack_codes`).
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, spread_7_bit_fields_to_bytes(load_four(row + 6 + 8 * b)))
 
 
 @subroutine
-def pack_32_iq2_xs_codes(row, b, first, second, lane):
-    """Pack the IQ2_XS codes of 32 columns of one row: the low bytes of four code book indices, then four sign bytes.
+def pack_iq2_xs_codes(row, b, first, second, lane):
+    """Pack the IQ2_XS codes of block `b` (32 columns) of the file row at `row` to lane `lane` of the plane at `first`.
 
-    It is a `PackedFormat.pack_codes`. The top bit of each byte of signs is the high bit of an index.
+    A lane has the low bytes of four code book indices in one vector and four sign bytes in the next. The top bit of a
+    sign byte is the high bit of an index. `second` is not used (`PackedFormat.pack_codes`).
     """
     for i in range(4):
         high = load_byte(row + 3 + 8 * b + 2 * i)
@@ -94,9 +96,10 @@ def pack_iq2_s_codes(row, b, first, second, lane):
 
 @subroutine
 def pack_iq3_xxs_indices_and_signs(row, b, first, second, lane):
-    """Pack the IQ3_XXS codes of 32 columns of one row: eight code book indices, then four sign bytes.
+    """Pack the IQ3_XXS codes of block `b` (32 columns) of the file row at `row` to lane `lane` of the plane at `first`.
 
-    It serves as `PackedFormat.pack_codes`. The top bits of the sign bytes hold the scale.
+    A lane has eight code book indices in two vectors and four sign bytes in the next. The top bits of the sign bytes
+    hold the scale. `second` is not used (`PackedFormat.pack_codes`).
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
@@ -112,9 +115,10 @@ def pack_iq3_s_codes(row, b, first, second, lane):
 
 
 def _make_pack_renumbered_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Subroutine:
-    """Make the subroutine that packs the codes of an IQ1 type, with new numbers for the entries of its code book.
+    """Make the subroutine that packs the codes of an IQ1 type, with code book entries numbered as kernels need them.
 
-    It is a `PackedFormat.pack_codes`; `iq1_codes` explains the numbers.
+    The subroutine is ``(row, b, first, second, lane)``: it packs block `b` (32 columns) of the file row at `row` to
+    lane `lane` of the plane at `first`. `iq1_codes` explains the numbers.
 
     Args:
         indices_offset: The first byte of the low bytes of indices.
@@ -140,9 +144,9 @@ def _make_pack_renumbered_iq1_codes(indices_offset: int, high_offset: int, bits:
 
 @subroutine
 def pack_f16_scale_only(row, to, lane, s):
-    """Copy the float16 scale of a file block to the lane of its row in the packed block.
+    """Copy the float16 scale of the file row's unit at `row` to lane `lane` of the 16 packed scales at `to`.
 
-    It serves as `PackedFormat.pack_scales` for types that store all smaller scales among the signs.
+    It is for types that store all smaller scales among the signs. `s` is not used (`PackedFormat.pack_scales`).
     """
     copy_f16_to_lane(row, to, lane)
 
@@ -150,7 +154,8 @@ def pack_f16_scale_only(row, to, lane, s):
 def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
     """Make the subroutine that packs the scales of file blocks with a float16 and `count` bytes of small scales.
 
-    It is a `PackedFormat.pack_scales`. The float16 is at the start of the file block, the bytes begin at byte `at`.
+    The subroutine is ``(row, to, lane, s)``: it packs the scales of the file block at `row` to lane `lane` at `to`. The
+    float16 is at the start of the file block, and the bytes begin at byte `at`.
     """
 
     def split(row, to, lane, s):
@@ -162,9 +167,10 @@ def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
 
 
 def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
-    """Make the subroutine that loads the small scales that are stored in the top bits of sign bytes, as float32.
+    """Make the subroutine that loads 4-bit scales, which are the top bits of four sign bytes, as float32.
 
-    It serves as `PackedFormat.load_scales`.
+    The subroutine is ``(p, b)``: it returns the scales of block `b` of 16 rows. The float16 scales are at `p`, and the
+    plane of codes is before them.
 
     Args:
         plane_bytes: Bytes of 32 columns of a group in the plane of codes.
@@ -182,9 +188,9 @@ def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -
 
 @subroutine
 def load_iq2_half_block_scales(p, b):
-    """Load the two scales of an IQ2_XS or IQ2_S block, one for each half; one byte of each row holds both.
+    """Load the scales of block `b` of 16 IQ2_XS or IQ2_S rows: two vectors, for the first and the last 16 columns.
 
-    It is a `PackedFormat.load_scales`.
+    `p` is the address of the packed scales. One byte of each row holds both small scales of a block.
     """
     both, d = load_u8_as_i32(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
     return mul(d, compute_odd_scale_factor(and_int(both, splat_int(15)))), mul(
@@ -201,10 +207,10 @@ def load_iq3_s_scales(p, b):
 
 @subroutine
 def load_iq1_s_scales_divided_by_8(p, b):
-    """Load the IQ1_S scales of a block, divided by 8, because its codes are eight times the weights.
+    """Load the scales of block `b` of 16 IQ1_S rows, divided by 8, because the codes are eight times the weights.
 
-    It is a `PackedFormat.load_scales`. A scale has 3 bits, next to the bit that says whether the block adds or
-    subtracts an eighth.
+    `p` is the address of the float16 scales. A scale has 3 bits in the plane of codes before them, next to the bit that
+    says whether the block adds or subtracts an eighth.
     """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
     d = mul(mul(load_f16(p), splat(0.125)), compute_odd_scale_factor(small))
@@ -213,10 +219,10 @@ def load_iq1_s_scales_divided_by_8(p, b):
 
 @subroutine
 def pack_iq1_m_scales(row, to, lane, s):
-    """Pack the scales of an IQ1_M file block: 16 scales of 3 bits and a float16, all in the lane of the row.
+    """Pack the scales of the IQ1_M file block at `row` to lane `lane` at `to`: 16 scales of 3 bits and a float16.
 
-    It is a `PackedFormat.pack_scales`. In the file the float16 is the top bits of four 16-bit numbers; in the packed
-    form it comes first. Then come two low bits of each scale, then the high bit of each scale.
+    In the file the float16 is the top bits of four 16-bit numbers; in the packed form it comes first. Then come two low
+    bits of each scale, then the high bit of each scale. `s` is not used (`PackedFormat.pack_scales`).
     """
     whole, low, high = 0, 0, 0
     for j in range(4):
@@ -309,7 +315,7 @@ GRID_FORMATS = (
     _make_code_book_format(
         DType.IQ2_XS,
         128,
-        pack_32_iq2_xs_codes,
+        pack_iq2_xs_codes,
         make_signed_code_book_loaders(IQ2_XS_BOOK, 1, has_even_signs=True, has_index_bits=True),
         _make_pack_small_scales_and_f16(66, 8),
         load_iq2_half_block_scales,

@@ -71,18 +71,18 @@ __all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedForma
 
 @subroutine
 def unpack_4_bit_codes_of_four_columns(row, c, head, nbytes):
-    """Unpack the 4-bit codes of four columns of a 32-column block. The low nibbles are the first 16 columns.
+    """Unpack the 4-bit codes of columns `c` to ``c + 3`` of the file row at `row` to one byte each.
 
-    `head` is the bytes of a file block before the codes, `nbytes` the bytes of a file block.
+    A file block has 32 columns in `nbytes` bytes, `head` of them before the codes. Low nibbles are the first half.
     """
     return load_four(row + c // 32 * nbytes + head + c % 16) >> c % 32 // 16 * 4 & NIBBLE_MASK
 
 
 @subroutine
 def unpack_fifth_bits_of_four_columns(row, c, head, nbytes):
-    """Unpack the highest bits of the 5-bit codes of four columns, from 4 bytes with one bit per column.
+    """Unpack bit 4 of the 5-bit codes of columns `c` to ``c + 3`` of the file row at `row`, to bit 4 of one byte each.
 
-    A multiplication moves the four adjacent bits apart.
+    The 4 bytes with one bit per column are `head` bytes after the start of a file block of `nbytes` bytes.
     """
     four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
     return (four * 0x204081 & BIT_MASK) << 4
@@ -121,7 +121,7 @@ def load_mxfp4_codes(row, c):
 def _make_pack_scale_and_bias(nbytes: int) -> Subroutine:
     """Make the subroutine that packs the float16 scale and the float16 bias of a file block of `nbytes` bytes.
 
-    It is a `PackedFormat.pack_scales`. The biases follow the scales.
+    It is ``(row, to, lane, s)``: from file block `s` of the row at `row` to lane `lane` at `to`, biases after scales.
     """
 
     def split_scale_and_bias(row, to, lane, s):
@@ -150,7 +150,7 @@ def pack_mxfp4_scales(row, to, lane, s):
 
 @subroutine
 def load_halved_mxfp4_scales(p, b):
-    """Load half of the MXFP4 scales of a block: ``2 ** (e - 128)`` for the stored exponent e.
+    """Load half of the MXFP4 scales of block `b` of 16 rows: ``2 ** (e - 128)`` for the exponent e, stored from `p` on.
 
     They are halved because the code book holds doubled values. The two smallest results are subnormal floats.
     """
@@ -162,7 +162,7 @@ def load_halved_mxfp4_scales(p, b):
 
 @subroutine
 def unpack_four_unscaled_nvfp4_codes(row, c):
-    """Unpack the NVFP4 codes of four columns; 16 columns are in 8 bytes, and low nibbles are the first 8 columns."""
+    """Unpack the 4-bit NVFP4 codes of columns `c` to ``c + 3`` of the file row at `row` to one byte each, unscaled."""
     return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
 
 
@@ -214,15 +214,15 @@ decode_fp4_codes, FP4_ZERO_POINT, FP4_MAX_CODE = _make_code_book_decoder(FP4_VAL
 
 @subroutine
 def unpack_four_4_bit_codes_of_64(row, c):
-    """Unpack the 4-bit codes of four columns: 64 columns are in 32 bytes, and the low nibbles are the first half."""
+    """Unpack columns `c` to ``c + 3`` of the 4-bit codes at `row`; 64 columns are in 32 bytes, low nibbles first."""
     return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLE_MASK
 
 
 @subroutine
 def unpack_single_bits_of_four_columns(row, c):
-    """Unpack the bits of four columns from `c` on: 256 columns are in 32 bytes, lowest bits first.
+    """Unpack the bits of columns `c` to ``c + 3`` at `row` to one byte each.
 
-    The result has one bit per byte.
+    256 columns have one bit each in 32 bytes, lowest bits first.
     """
     return load_four(row + c % 32) >> c // 32 & BIT_MASK
 
@@ -249,7 +249,7 @@ def load_q5_k_codes(row, c):
 
 @subroutine
 def unpack_four_q6_k_codes(row, c):
-    """Unpack the Q6_K codes of four columns: nibbles of 128 columns in 64 bytes, and two high bits each in 32 bytes."""
+    """Unpack the 6-bit Q6_K codes of columns `c` to ``c + 3`` of the file row at `row` to one byte each."""
     low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLE_MASK
     return low | unpack_four_2_bit_codes_of_128(row + 128, c) << 4
 
@@ -261,9 +261,9 @@ def load_iq4_xs_codes(row, c):
 
 @subroutine
 def unpack_6_bit_k_scale_or_minimum(at, j):
-    """Unpack a 6-bit scale or minimum of a Q4_K or Q5_K block (``get_scale_min_k4`` of ggml).
+    """Unpack a 6-bit scale or minimum of a Q4_K or Q5_K block from the 12 bytes at `at`.
 
-    `j` from 0 to 7 is a scale, `j` from 8 to 15 a minimum.
+    `j` from 0 to 7 is a scale, `j` from 8 to 15 a minimum, as in ``get_scale_min_k4`` of ggml.
     """
     half, i = j // 8 * 4, j % 8
     if i < 4:
@@ -274,9 +274,9 @@ def unpack_6_bit_k_scale_or_minimum(at, j):
 
 @subroutine
 def pack_q45_k_scales_and_minima(row, to, lane, s):
-    """Pack the scales and minimums of a Q4_K or Q5_K file block, in the lane of the row.
+    """Pack the scales and minima of the Q4_K or Q5_K file block at `row` to lane `lane` of the packed scales at `to`.
 
-    Their order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
+    Their order is: low nibbles of 8 scales and minima, high bits of pairs of blocks, two float16.
     """
     for pair in range(4):
         high = 0
@@ -293,13 +293,13 @@ def pack_q45_k_scales_and_minima(row, to, lane, s):
 
 @subroutine
 def load_high_bits_of_k_scale_and_minimum(at, j):
-    """Load the high bits of block `j` of Q4_K or Q5_K: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
+    """Load the high bits of block `j` of Q4_K or Q5_K rows: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
     return shift_right(load_u8_as_i32(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
 @subroutine
 def load_q45_k_scales(p, b):
-    """Load the Q4_K or Q5_K scales of 32 columns of 16 rows, without minima.
+    """Load the Q4_K or Q5_K scales of block `b` (32 columns) of 16 rows from the packed scales at `p`, without minima.
 
     A scale is the product of the 6-bit scale of the 32 columns and the float16 scale of 256 columns."""
     low = and_int(load_u8_as_i32(p + 16 * b), splat_int(15))
@@ -310,7 +310,7 @@ def load_q45_k_scales(p, b):
 
 @subroutine
 def load_q45_k_biases(p, b):
-    """Load the Q4_K or Q5_K biases of a block: minus the 6-bit minimum, times the second float16 of 256 columns."""
+    """Load minus the Q4_K or Q5_K minima (6 bits times float16) of block `b` of 16 rows; `p` is as for the scales."""
     low, four = shift_right(load_u8_as_i32(p + 16 * b), splat_int(4)), splat_int(4)
     high = and_int(shift_right(load_high_bits_of_k_scale_and_minimum(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
@@ -343,7 +343,7 @@ def load_q2_k_biases(p, b):
 
 @subroutine
 def pack_q3_k_scales_and_f16(row, to, lane, s):
-    """Pack the 6-bit scales and the float16 of a Q3_K file block, in the lane of the row.
+    """Pack the 6-bit scales and the float16 of the Q3_K file block at `row` to lane `lane` of packed scales at `to`.
 
     Scales j and j + 8 share a byte for their low nibbles. Scales j, j + 4, j + 8 and j + 12 share a byte for their high
     bits.
@@ -356,8 +356,8 @@ def pack_q3_k_scales_and_f16(row, to, lane, s):
 
 
 @subroutine
-def load_16_row_q3_k_scales(p, b):
-    """Load the Q3_K scales of 32 columns of 16 rows: two vectors, for the first and the last 16 columns.
+def load_q3_k_scales(p, b):
+    """Load the Q3_K scales of block `b` of 16 rows from the packed scales at `p`: a vector for each 16 columns of it.
 
     A scale is ``d * (stored - 32)``, with a stored 6-bit number and the float16 d. It is computed as
     ``d * stored - 32 d``, which is exact, too.
@@ -434,7 +434,7 @@ _ALL_FORMATS = (
         DType.Q5_K, (4, 1), load_q5_k_codes, pack_q45_k_scales_and_minima, load_q45_k_scales, load_q45_k_biases
     ),
     format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, pack_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
-    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales_and_f16, load_16_row_q3_k_scales, 4),
+    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales_and_f16, load_q3_k_scales, 4),
     format_with_half_scales(DType.Q6_K, (4, 2), unpack_four_q6_k_codes, pack_q6_k_scales, load_q6_k_scales, 32),
     _format_with_iq4_codes(
         DType.IQ4_NL, (4,), load_q4_0_codes, make_pack_f16_scale(18), load_one_scale, IQ4_NL_ZERO_POINT

@@ -35,8 +35,9 @@ class PackedFormat:
             to their lane of both planes.
         pack_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
         load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
-        load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
-        load_biases: ``(p, b)`` loads the biases likewise. With a zero point they are ``-zero_point * scale``.
+        load_scales: ``(p, b)`` loads the scales of block `b` of a unit with packed scales at `p`, one row per SIMD
+            lane: a vector for the first 16 columns of the block, and one for the last 16.
+        load_biases: ``(p, b)`` loads the biases in the same form. With a zero point they are ``-zero_point * scale``.
         zero_point: The code of weight 0; 0 if biases are stored.
         has_half_block_scales: Whether the two scales of a block differ.
         max_code: The largest code.
@@ -119,7 +120,8 @@ def make_bitplane_format(
 def make_pack_codes_into_bit_planes(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> Subroutine:
     """Make the subroutine that packs 32 codes of a row: their bits are split over one or two planes.
 
-    It serves as `PackedFormat.pack_codes`.
+    The subroutine is ``(row, b, first, second, lane)``: it packs block `b` (32 columns) of the file row at `row` to
+    lane `lane` of the planes at `first` and `second`.
     """
     low_bits = _make_copy_code_bits_to_plane(load_four_codes, 0, plane_bits[0])
     if len(plane_bits) == 1:
@@ -155,9 +157,9 @@ def _make_copy_code_bits_to_plane(load_four_codes: Subroutine, first: int, width
 
 @subroutine
 def unpack_four_2_bit_codes_of_128(row, c):
-    """Unpack the 2-bit codes of four columns from `c` on: 128 columns are in 32 bytes, lowest bits first.
+    """Unpack the 2-bit codes of columns `c` to ``c + 3`` of the file row at `row` to one byte each.
 
-    The result has one code per byte.
+    128 columns are in 32 bytes, lowest bits first.
     """
     return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMB_MASK
 
@@ -173,7 +175,7 @@ def copy_f16_to_lane(row, to, lane):
 def make_load_negative_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
     """Make the subroutine that computes the biases of a type with a fixed zero point: ``-zero_point * scale``.
 
-    It is a `PackedFormat.load_biases`.
+    The subroutine is ``(p, b)``, as `load_scales`: the address of the packed scales, and the number of the block.
     """
 
     def biases(p, b):
@@ -186,7 +188,8 @@ def make_load_negative_zero_point_biases(load_scales: Subroutine, zero_point: in
 def make_pack_f16_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
     """Make the subroutine that packs the only float16 scale of each file block, which is at byte `scale_offset`.
 
-    It is a `PackedFormat.pack_scales`.
+    The subroutine is ``(row, to, lane, s)``: it copies the scale of file block `s` of the row at `row` to lane `lane`
+    of the packed scales at `to`.
     """
 
     def split(row, to, lane, s):
@@ -196,9 +199,9 @@ def make_pack_f16_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
 
 
 def make_load_f16_scale(blocks_per_scale: int) -> Subroutine:
-    """Make the subroutine that loads float16 scales; each scale belongs to `blocks_per_scale` blocks.
+    """Make the subroutine that loads float16 scales of 16 rows; each scale belongs to `blocks_per_scale` blocks.
 
-    It is a `PackedFormat.load_scales`.
+    The subroutine is ``(p, b)``: the address of the packed scales, and the number of the block (32 columns).
     """
 
     def scales(p, b):

@@ -22,7 +22,7 @@ from .packed_format import (
 
 @subroutine
 def unpack_four_q1_0_codes(row, c):
-    """Unpack the Q1_0 codes (one bit each) of four columns from `c` on to one byte each.
+    """Unpack the Q1_0 codes (one bit each) of columns `c` to ``c + 3`` of the file row at `row` to one byte each.
 
     A multiplication moves the four adjacent bits apart.
     """
@@ -31,7 +31,7 @@ def unpack_four_q1_0_codes(row, c):
 
 @subroutine
 def unpack_four_q2_0_codes(row, c):
-    """Unpack the Q2_0 codes (2 bits each, in one byte) of four columns from `c` on to one byte each."""
+    """Unpack the Q2_0 codes of columns `c` to ``c + 3`` of the file row at `row`: 2 bits each, to one byte each."""
     four = load_byte(row + c // 64 * 18 + 2 + c % 64 // 4)
     return (four | four << 6 | four << 12 | four << 18) & CRUMB_MASK
 
@@ -71,10 +71,10 @@ def replace_packed_trit(at, n, digit):
 
 @subroutine
 def pack_tq1_0_codes_as_trits(row, b, first, second, lane):
-    """Pack the TQ1_0 codes of 32 columns as base-3 digits (trits), five in a byte, in the bytes of one lane.
+    """Pack block `b` (32 columns) of the TQ1_0 file row at `row` as base-3 digits (trits), five in a byte.
 
-    It is a `PackedFormat.pack_codes`. The first 20 columns fill 4 bytes of the lane. The trits of the last 12 columns
-    go to bytes that several rows share.
+    The first 20 columns fill 4 bytes of lane `lane` of the plane at `first`. The trits of the last 12 columns go to
+    bytes of the plane at `second` that several rows share.
     """
     for k in range(4):
         number = 0

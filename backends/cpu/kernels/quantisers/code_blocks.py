@@ -99,9 +99,11 @@ def make_doubled_fp4_nearest_value_table() -> np.ndarray:
 
 
 @subroutine
-def look_up_clamped_cells(v, table):
-    """Look each lane of `v` up in a table of `make_nearest_value_table`; numbers beyond the table use its first or last
-    cell.
+def look_up_nearest_values_or_indices(v, table):
+    """Look up the nearest code-book value of each lane of `v`, or its index, in a `make_nearest_value_table`.
+
+    `table` is the address of the first half of the table for values, or of the second half for indices. Numbers beyond
+    the table use its first or last cell.
     """
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
@@ -111,7 +113,7 @@ def look_up_clamped_cells(v, table):
 @subroutine
 def round_lanes_to_code_book_values(v, table, unused):
     """Round each lane to the nearest value of a code book; `table` is the address of its `make_nearest_value_table`."""
-    return look_up_clamped_cells(v, table)
+    return look_up_nearest_values_or_indices(v, table)
 
 
 search_book_scale = make_search_best_scale(round_lanes_to_code_book_values)
@@ -130,7 +132,7 @@ def quantise_to_code_book_indices(x, scale, table, to):
     """
     inverse = splat(compute_reciprocal_or_zero(scale))
     for i in range(0, BLOCK, LANES):
-        index = look_up_clamped_cells(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
+        index = look_up_nearest_values_or_indices(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
         store_u8_lanes(to + i, round_small_floats_to_int(index))
 
 
@@ -149,7 +151,7 @@ def search_iq4_scale(x, w, table):
 
 @row_quantiser(DType.IQ4_NL)
 def quantise_iq4_nl(x, importance, scratch, table, block):
-    """Quantise rows to IQ4_NL: 4-bit indices into a code book, with a scale for each 32 numbers."""
+    """Quantise the 32 numbers at `x` to an IQ4_NL block at `block`: a scale, and 4-bit indices into a code book."""
     write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
     scale = round_scalar_to_half(search_iq4_scale(x, scratch + WEIGHTS, table))
     quantise_to_code_book_indices(x, scale, table, scratch + CODES)
@@ -159,7 +161,7 @@ def quantise_iq4_nl(x, importance, scratch, table, block):
 
 @row_quantiser(DType.IQ4_XS)
 def quantise_iq4_xs(x, importance, scratch, table, block):
-    """Quantise rows to IQ4_XS: 4-bit indices into a code book, with a signed 6-bit scale for each 32 numbers."""
+    """Quantise the 256 numbers at `x` to an IQ4_XS block at `block`: 4-bit code book indices, a 6-bit scale per 32."""
     scales, strengths, w = scratch + SCALES, scratch + STRENGTHS, scratch + WEIGHTS
     smallest, limit = single(-32), single(31)
     write_error_weights(x, importance, w, SUPER_BLOCK)
@@ -191,7 +193,10 @@ def quantise_iq4_xs(x, importance, scratch, table, block):
 
 @row_quantiser(DType.MXFP4)
 def quantise_mxfp4(x, importance, scratch, table, block):
-    """Quantise rows to MXFP4: 4-bit floats, with a power of two as the scale of each 32. Importances have no effect."""
+    """Quantise the 32 numbers at `x` to an MXFP4 block at `block`: a power of two as scale, and 4-bit floats.
+
+    Importances have no effect.
+    """
     largest = maximum(absolute(load(x)), absolute(load(x + 4 * LANES)))
     # floor(log2) is the exponent field; a power of two below 2**-125 has no scale of its own.
     store_scalar(scratch, lane_max(largest))
@@ -203,7 +208,7 @@ def quantise_mxfp4(x, importance, scratch, table, block):
     for k in range(0, BLOCK, LANES):
         v = mul(load(x + 4 * k), inverse)
         # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
-        index = look_up_clamped_cells(negative(absolute(v)), table + 4 * CELL_COUNT)
+        index = look_up_nearest_values_or_indices(negative(absolute(v)), table + 4 * CELL_COUNT)
         index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
         store_u8_lanes(scratch + CODES + k, round_small_floats_to_int(index))
     store_32_nibbles(scratch + CODES, block + 1)
@@ -244,7 +249,10 @@ def pack_trits_into_bytes(codes, distance, count):
 
 @row_quantiser(DType.TQ1_0)
 def quantise_tq1_0(x, importance, scratch, table, block):
-    """Quantise rows to TQ1_0: ternary codes as digits to base 3, five in a byte. Importances have no effect."""
+    """Quantise the 256 numbers at `x` to a TQ1_0 block at `block`: a scale, and base-3 digits, five in a byte.
+
+    Importances have no effect.
+    """
     codes = scratch + CODES
     store_lane_0_as_f16(block + 52, splat(quantise_to_trits_and_return_scale(x, codes)))
     for k in range(0, 32, LANES):
@@ -257,7 +265,10 @@ def quantise_tq1_0(x, importance, scratch, table, block):
 
 @row_quantiser(DType.TQ2_0)
 def quantise_tq2_0(x, importance, scratch, table, block):
-    """Quantise rows to TQ2_0: ternary codes of 2 bits, four in a byte. Importances have no effect."""
+    """Quantise the 256 numbers at `x` to a TQ2_0 block at `block`: a scale, and ternary codes of 2 bits.
+
+    Importances have no effect.
+    """
     codes = scratch + CODES
     store_lane_0_as_f16(block + 64, splat(quantise_to_trits_and_return_scale(x, codes)))
     for h in range(2):

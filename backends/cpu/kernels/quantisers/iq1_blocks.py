@@ -133,7 +133,10 @@ def choose_and_store_shift_sign(scratch, block):
 
 @row_quantiser(DType.IQ1_S)
 def quantise_iq1_s(x, importance, scratch, table, block):
-    """Quantise rows to IQ1_S: 2048 entries for eight numbers, with a 3-bit scale and a shift for each 32 numbers."""
+    """Quantise the 256 numbers at `x` to an IQ1_S block at `block`.
+
+    Each 8 numbers are one of 2048 code book entries. Each 32 numbers have a 3-bit scale, and a shift of 1/8 or -1/8.
+    """
     write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
     copy_256_numbers_and_append_zeros(x, scratch)
     find_best_entries_of_super_block(scratch, table)
@@ -172,7 +175,10 @@ def find_best_entry_and_shift_per_scale(scratch, group, unit, table, to):
 
 @row_quantiser(DType.IQ1_M)
 def quantise_iq1_m(x, importance, scratch, table, block):
-    """Quantise rows to IQ1_M: 2048 entries for eight numbers with a shift, and a 3-bit scale for each 16 numbers."""
+    """Quantise the 256 numbers at `x` to an IQ1_M block at `block`.
+
+    Each 8 numbers are one of 2048 code book entries with a shift of 1/8 or -1/8. Each 16 numbers have a 3-bit scale.
+    """
     write_error_weights(x, importance, scratch + WEIGHTS, SUPER_BLOCK)
     copy_256_numbers_and_append_zeros(x, scratch)
     for j in range(16):

@@ -165,7 +165,7 @@ search_iq2_s = make_choose_iq2_entries_and_scales(write_free_list, IQ2_S, 2, Fal
 
 @subroutine
 def store_4_bit_scale_pairs(scratch, y):
-    """Store 16 scales of 4 bits in 8 bytes; two neighbours share a byte."""
+    """Store 16 scales of 4 bits from the scratch memory in 8 bytes at `y`; two neighbours share a byte."""
     for j in range(8):
         low, high = load_byte(scratch + SCALE_CODES + 2 * j), load_byte(scratch + SCALE_CODES + 2 * j + 1)
         store_byte(y + j, low | high << 4)
@@ -173,7 +173,10 @@ def store_4_bit_scale_pairs(scratch, y):
 
 @row_quantiser(DType.IQ2_XXS)
 def quantise_iq2_xxs(x, importance, scratch, table, block):
-    """Quantise rows to IQ2_XXS: 256 entries for eight magnitudes, with a 4-bit scale for each 32 numbers."""
+    """Quantise the 256 numbers at `x` to an IQ2_XXS block at `block`.
+
+    The magnitudes of 8 numbers are one of 256 code book entries. Each 32 numbers have a 4-bit scale.
+    """
     search_iq2_xxs(x, importance, scratch, table, block)
     for j in range(8):
         word = load_byte(scratch + SCALE_CODES + j) << 28
@@ -185,7 +188,10 @@ def quantise_iq2_xxs(x, importance, scratch, table, block):
 
 @row_quantiser(DType.IQ2_XS)
 def quantise_iq2_xs(x, importance, scratch, table, block):
-    """Quantise rows to IQ2_XS: 512 entries for eight magnitudes, with a 4-bit scale for each 16 numbers."""
+    """Quantise the 256 numbers at `x` to an IQ2_XS block at `block`.
+
+    The magnitudes of 8 numbers are one of 512 code book entries. Each 16 numbers have a 4-bit scale.
+    """
     search_iq2_xs(x, importance, scratch, table, block)
     for k in range(32):
         signs = load_byte(scratch + SIGN_BYTES + k) & 127
@@ -197,7 +203,10 @@ def quantise_iq2_xs(x, importance, scratch, table, block):
 
 @row_quantiser(DType.IQ2_S)
 def quantise_iq2_s(x, importance, scratch, table, block):
-    """Quantise rows to IQ2_S: 1024 entries for eight magnitudes and free signs, with a 4-bit scale for each 16."""
+    """Quantise the 256 numbers at `x` to an IQ2_S block at `block`.
+
+    The magnitudes of 8 numbers are one of 1024 code book entries, with any signs. Each 16 numbers have a 4-bit scale.
+    """
     search_iq2_s(x, importance, scratch, table, block)
     for j in range(8):
         high = 0

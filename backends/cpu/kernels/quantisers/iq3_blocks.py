@@ -135,7 +135,10 @@ def find_best_iq3_pair_per_scale(m, w, scratch, unit, is_odd, table, to):
 
 @row_quantiser(DType.IQ3_XXS)
 def quantise_iq3_xxs(x, importance, scratch, table, block):
-    """Quantise rows to IQ3_XXS: 256 entries for four magnitudes, with a 4-bit scale for each 32 numbers."""
+    """Quantise the 256 numbers at `x` to an IQ3_XXS block at `block`.
+
+    The magnitudes of 4 numbers are one of 256 code book entries. Each 32 numbers have a 4-bit scale.
+    """
     m, w = scratch + MAGNITUDES, scratch + WEIGHTS
     write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
     write_error_weights(x, importance, w, SUPER_BLOCK)
@@ -172,7 +175,10 @@ def quantise_iq3_xxs(x, importance, scratch, table, block):
 
 @row_quantiser(DType.IQ3_S)
 def quantise_iq3_s(x, importance, scratch, table, block):
-    """Quantise rows to IQ3_S: 512 entries for four magnitudes and free signs, with a 4-bit scale for each 32."""
+    """Quantise the 256 numbers at `x` to an IQ3_S block at `block`.
+
+    The magnitudes of 4 numbers are one of 512 code book entries, with any signs. Each 32 numbers have a 4-bit scale.
+    """
     m, w, products = scratch + MAGNITUDES, scratch + WEIGHTS, scratch + PRODUCTS
     write_zero_padded_magnitudes(x, scratch, SUPER_BLOCK)
     write_error_weights(x, importance, w, SUPER_BLOCK)

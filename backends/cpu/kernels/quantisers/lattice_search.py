@@ -291,7 +291,7 @@ def compute_16_scale_probes(unit, first, step):
 
 @subroutine
 def find_best_block_scale_and_error(lists, groups):
-    """Return the scale of a block with the least squared error, and this error minus the constant part.
+    """Return the scale with the least squared error for a block, and this error without the part of ``sum(w x**2)``.
 
     Args:
         lists: address of the lists of the groups: the best entries of each group for 16 scales.
@@ -322,7 +322,7 @@ def find_best_block_scale_and_error(lists, groups):
 
 @subroutine
 def compute_block_error_per_scale_lane(lists, groups, scales):
-    """Return the squared error of a block for the scale in each lane, with the best listed entry of each group."""
+    """Return a block's squared error for the scale in each lane of `scales`, with the best entries of `lists`."""
     total = zeros()
     for g in range(groups):
         at, best = lists + LIST_BYTES * g, splat(NO_FIT)
@@ -426,7 +426,7 @@ def has_odd_bit_count(bits):
 
 @subroutine
 def write_zero_padded_magnitudes(x, scratch, count):
-    """Write the absolute values of `count` numbers to `MAGNITUDES`, and zeros after them and after their weights."""
+    """Write the magnitudes of `count` numbers at `x` to the scratch memory; pad them and their weights with zeros."""
     for i in range(0, count, LANES):
         store(scratch + MAGNITUDES + 4 * i, absolute(load(x + 4 * i)))
     store(scratch + MAGNITUDES + 4 * count, zeros())
@@ -444,6 +444,6 @@ def find_largest_magnitude(m, count):
 
 @subroutine
 def store_4_bytes(to, word):
-    """Store the low 32 bits of an integer as four bytes."""
+    """Store the low 32 bits of the integer `word` as four bytes at `to`."""
     for k in range(4):
         store_byte(to + k, (word >> (8 * k)) & 255)

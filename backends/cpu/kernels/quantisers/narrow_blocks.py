@@ -49,7 +49,7 @@ from ...simd.vectors import (
     zeros,
 )
 from .block_loop import row_quantiser
-from .code_blocks import CELL_COUNT, look_up_clamped_cells, make_nearest_value_table
+from .code_blocks import CELL_COUNT, look_up_nearest_values_or_indices, make_nearest_value_table
 from .scale_search import (
     ONE,
     ZERO,
@@ -81,7 +81,7 @@ def make_nvfp4_value_and_scale_table() -> np.ndarray:
 
 @row_quantiser(DType.Q1_0)
 def quantise_q1_0(x, importance, scratch, table, block):
-    """Quantise rows to Q1_0: signs, with a scale for each 128 numbers."""
+    """Quantise the 128 numbers at `x` to a Q1_0 block at `block`: a scale, and a sign for each number."""
     total, strength = zeros(), zeros()
     for k in range(0, Q1_BLOCK, LANES):
         v = load(x + 4 * k)
@@ -95,7 +95,7 @@ def quantise_q1_0(x, importance, scratch, table, block):
 
 @row_quantiser(DType.Q2_0)
 def quantise_q2_0(x, importance, scratch, table, block):
-    """Quantise rows to Q2_0: codes from -1 to 2, with a scale for each 64 numbers, which may be negative."""
+    """Quantise the 64 numbers at `x` to a Q2_0 block at `block`: a scale of any sign, and codes from -1 to 2."""
     low, high = -ONE, single(2)
     write_error_weights(x, importance, scratch + WEIGHTS, Q2_BLOCK)
     spread = make_8_inverse_scales_per_peak(low, high, single(0.8), single(0.12))
@@ -123,7 +123,7 @@ def find_largest_scale_code_up_to(value, scales):
 
 @subroutine
 def choose_scale_code(x, w, table):
-    """Return the code of the scale of 16 numbers with the smallest weighted squared error."""
+    """Return the code of the scale with which 16 numbers at `x`, weighted by `w`, have the smallest squared error."""
     largest = lane_max(absolute(load(x)))
     nearest = find_largest_scale_code_up_to(largest / LARGEST_FP4, table + SCALE_TABLE)
     codes = add(lane_numbers(), splat(to_scalar(nearest - LOWEST_STEP)))
@@ -132,21 +132,21 @@ def choose_scale_code(x, w, table):
     inverse, error = where_less(zeros(), scales, div(splat(ONE), scales), zeros()), zeros()
     for i in range(LANES):
         v = splat_from(x + 4 * i)
-        difference = sub(mul(scales, look_up_clamped_cells(mul(v, inverse), table)), v)
+        difference = sub(mul(scales, look_up_nearest_values_or_indices(mul(v, inverse), table)), v)
         error = fma(mul(splat_from(w + 4 * i), difference), difference, error)
     return to_int(select_lane(codes, find_first_lane_equal_to(error, lane_min(error))))
 
 
 @row_quantiser(DType.NVFP4)
 def quantise_nvfp4(x, importance, scratch, table, block):
-    """Quantise rows to NVFP4: 4-bit floats, with an 8-bit float as the scale of each 16 numbers."""
+    """Quantise the 64 numbers at `x` to an NVFP4 block at `block`: 4-bit floats, and an 8-bit float as scale per 16."""
     write_error_weights(x, importance, scratch + WEIGHTS, FP4_BLOCK)
     for j in range(4):
         xj = x + 64 * j
         code = choose_scale_code(xj, scratch + WEIGHTS + 64 * j, table)
         store_byte(block + j, code)
         inverse = splat(compute_reciprocal_or_zero(load_scalar(table + SCALE_TABLE + 4 * code)))
-        indices = look_up_clamped_cells(mul(load(xj), inverse), table + 4 * CELL_COUNT)
+        indices = look_up_nearest_values_or_indices(mul(load(xj), inverse), table + 4 * CELL_COUNT)
         store_u8_lanes(scratch + CODES, round_small_floats_to_int(indices))
         for k in range(8):
             high = load_byte(scratch + CODES + 8 + k)

@@ -144,21 +144,21 @@ def store_32_fifth_bits(codes, y):
 
 @row_quantiser(DType.Q4_0)
 def quantise_q4_0(x, importance, scratch, table, block):
-    """Quantise rows to Q4_0: 4-bit codes, with a scale for each 32 numbers."""
+    """Quantise the 32 numbers at `x` to a Q4_0 block at `block`: a scale, and 4-bit codes."""
     quantise_symmetric_block(x, importance, scratch, single(8), block)
     store_32_nibbles(scratch + CODES, block + 2)
 
 
 @row_quantiser(DType.Q4_1)
 def quantise_q4_1(x, importance, scratch, table, block):
-    """Quantise rows to Q4_1: 4-bit codes, with a scale and a minimum for each 32 numbers."""
+    """Quantise the 32 numbers at `x` to a Q4_1 block at `block`: a scale, a minimum, and 4-bit codes."""
     quantise_block_with_minimum(x, importance, scratch, single(15), block, block + 2)
     store_32_nibbles(scratch + CODES, block + 4)
 
 
 @row_quantiser(DType.Q5_0)
 def quantise_q5_0(x, importance, scratch, table, block):
-    """Quantise rows to Q5_0: 5-bit codes, with a scale for each 32 numbers."""
+    """Quantise the 32 numbers at `x` to a Q5_0 block at `block`: a scale, and 5-bit codes."""
     quantise_symmetric_block(x, importance, scratch, single(16), block)
     store_32_fifth_bits(scratch + CODES, block + 2)
     store_32_nibbles(scratch + CODES, block + 6)
@@ -166,7 +166,7 @@ def quantise_q5_0(x, importance, scratch, table, block):
 
 @row_quantiser(DType.Q5_1)
 def quantise_q5_1(x, importance, scratch, table, block):
-    """Quantise rows to Q5_1: 5-bit codes, with a scale and a minimum for each 32 numbers."""
+    """Quantise the 32 numbers at `x` to a Q5_1 block at `block`: a scale, a minimum, and 5-bit codes."""
     quantise_block_with_minimum(x, importance, scratch, single(31), block, block + 2)
     store_32_fifth_bits(scratch + CODES, block + 4)
     store_32_nibbles(scratch + CODES, block + 8)
@@ -174,7 +174,7 @@ def quantise_q5_1(x, importance, scratch, table, block):
 
 @row_quantiser(DType.Q8_0)
 def quantise_q8_0(x, importance, scratch, table, block):
-    """Quantise rows to Q8_0: 8-bit codes, with a scale for each 32 numbers. Importances have no effect."""
+    """Quantise the 32 numbers at `x` to a Q8_0 block at `block`: a scale, and 8-bit codes. Importances are not used."""
     low, high = load(x), load(x + 4 * LANES)
     scale = lane_max(maximum(absolute(low), absolute(high))) / LARGEST_INT8
     inverse = splat(compute_reciprocal_or_zero(scale))

@@ -106,7 +106,7 @@ def quantise_super_block_with_minima(x, importance, scratch, size, top, first, s
 
 @subroutine
 def store_6_bit_scales_and_minima(scratch, y):
-    """Store 8 scales and 8 minima of 6 bits each in 12 bytes, in the layout of ``get_scale_min_k4`` of ggml."""
+    """Store 8 scales and 8 minima of 6 bits each in 12 bytes at `y`, in the layout of ``get_scale_min_k4`` of ggml."""
     for j in range(4):
         scale, minimum = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + MINIMUM_CODES + j)
         later, later_minimum = load_byte(scratch + SCALE_CODES + 4 + j), load_byte(scratch + MINIMUM_CODES + 4 + j)
@@ -167,7 +167,7 @@ def store_4_bit_codes_2_per_byte(codes, y):
 
 @row_quantiser(DType.Q2_K)
 def quantise_q2_k(x, importance, scratch, table, block):
-    """Quantise rows to Q2_K: 2-bit codes, with a 4-bit scale and a 4-bit minimum for each 16 numbers."""
+    """Quantise the 256 numbers at `x` to a Q2_K block at `block`: 2-bit codes, 4-bit scale and minimum per 16."""
     quantise_super_block_with_minima(
         x,
         importance,
@@ -187,7 +187,7 @@ def quantise_q2_k(x, importance, scratch, table, block):
 
 @row_quantiser(DType.Q4_K)
 def quantise_q4_k(x, importance, scratch, table, block):
-    """Quantise rows to Q4_K: 4-bit codes, with a 6-bit scale and a 6-bit minimum for each 32 numbers."""
+    """Quantise the 256 numbers at `x` to a Q4_K block at `block`: 4-bit codes, 6-bit scale and minimum per 32."""
     quantise_super_block_with_minima(x, importance, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2)
     store_6_bit_scales_and_minima(scratch, block + 4)
     store_4_bit_codes_2_per_byte(scratch + CODES, block + 16)
@@ -195,7 +195,7 @@ def quantise_q4_k(x, importance, scratch, table, block):
 
 @row_quantiser(DType.Q5_K)
 def quantise_q5_k(x, importance, scratch, table, block):
-    """Quantise rows to Q5_K: 5-bit codes, with a 6-bit scale and a 6-bit minimum for each 32 numbers.
+    """Quantise the 256 numbers at `x` to a Q5_K block at `block`: 5-bit codes, 6-bit scale and minimum per 32.
 
     The fifth bits of all codes are stored together, apart from the low bits.
     """
@@ -245,7 +245,7 @@ def quantise_super_block_with_signed_scales(x, importance, scratch, lowest, high
 
 @row_quantiser(DType.Q3_K)
 def quantise_q3_k(x, importance, scratch, table, block):
-    """Quantise rows to Q3_K: 3-bit codes, with a signed 6-bit scale for each 16 numbers.
+    """Quantise the 256 numbers at `x` to a Q3_K block at `block`: 3-bit codes, a signed 6-bit scale per 16 numbers.
 
     The third bits of all codes are stored together, apart from the low bits.
     """
@@ -276,7 +276,7 @@ def quantise_q3_k(x, importance, scratch, table, block):
 
 @row_quantiser(DType.Q6_K)
 def quantise_q6_k(x, importance, scratch, table, block):
-    """Quantise rows to Q6_K: 6-bit codes, with a signed 8-bit scale for each 16 numbers."""
+    """Quantise the 256 numbers at `x` to a Q6_K block at `block`: 6-bit codes, a signed 8-bit scale per 16 numbers."""
     spread = make_inverse_scale_candidates(single(-32), single(0.96), single(0.006))
     quantise_super_block_with_signed_scales(
         x,

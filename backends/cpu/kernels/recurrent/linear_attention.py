@@ -151,17 +151,17 @@ def compute_value_major_linear_attention(a, thread, threads):
     return 0
 
 
-def _has_linear_attention_kernel(call: BoundInstruction, walked: list[Operand], state: Operand, lanes: int) -> bool:
+def _has_linear_attention_kernel(call: BoundInstruction, per_token: list[Operand], state: Operand, lanes: int) -> bool:
     """Return whether linear attention kernels can read all operands; they need at least one token.
 
     Args:
         call: The instruction.
-        walked: The operands with one row per token; the rows must be dense.
+        per_token: The operands with one row per token; the rows must be dense.
         state: The state, which must be dense.
         lanes: The size of the axis along SIMD lanes, which must be whole vectors.
     """
-    new, shape = call.dst[1], walked[0].shape
-    dense = all(o.is_float and o.strides[-1] == 1 for o in walked) and state.is_dense and new.is_dense
+    new, shape = call.dst[1], per_token[0].shape
+    dense = all(o.is_float and o.strides[-1] == 1 for o in per_token) and state.is_dense and new.is_dense
     return dense and state.is_float and len(shape) in (3, 4) and shape[-3] > 0 and lanes > 0 and not lanes % LANES
 
 
@@ -173,21 +173,21 @@ def _make_scan_size_args(keys: Operand, values: Operand) -> dict[str, int]:
 
 
 def _bind_key_major_linear_attention(
-    steps: StepTableBuilder, call: BoundInstruction, walked: list[Operand], bonus: Operand | None, scale: int
+    steps: StepTableBuilder, call: BoundInstruction, per_token: list[Operand], bonus: Operand | None, scale: int
 ) -> bool:
     """Add the step of linear attention with a state [key, value]; return False if kernels cannot read the operands.
 
     Args:
         steps: The steps of the program.
         call: The instruction.
-        walked: The operands with one row per token: k, v, r, fading.
-        bonus: The weight of the token itself, or None.
+        per_token: The operands with one row per token: keys, values, receptance (query) and decay.
+        bonus: Another weight for the key and value of the present token (RWKV 6), or None.
         scale: The bits of the float32 factor of the output.
     """
-    k, v, r, fading = walked
-    out, state = call.dst[0], call.operand(len(walked) + (bonus is not None))
+    k, v, r, fading = per_token
+    out, state = call.dst[0], call.operand(len(per_token) + (bonus is not None))
     plain = bonus is None or (bonus.is_float and bonus.is_dense)
-    if not (plain and _has_linear_attention_kernel(call, [*walked, out], state, v.shape[-1])):
+    if not (plain and _has_linear_attention_kernel(call, [*per_token, out], state, v.shape[-1])):
         return False
     named = {"k": k, "v": v, "r": r, "fading": fading, "out": out}
     block = BY_KEY_ARGS(
@@ -198,7 +198,7 @@ def _bind_key_major_linear_attention(
         new=call.dst[1].address,
         scale=scale,
     )
-    reads = [*walked, state] if bonus is None else [*walked, state, bonus]
+    reads = [*per_token, state] if bonus is None else [*per_token, state, bonus]
     steps.add(make_key_major_linear_attention_kernel(bonus is not None), block, reads=reads, writes=[out, call.dst[1]])
     return True
 
@@ -217,13 +217,13 @@ def _bind_gated_linear_attn(steps: StepTableBuilder, call: BoundInstruction) -> 
 def _bind_rwkv_wkv7(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     r, fading, k, v, read_key, write_key, state = (call.operand(i) for i in range(7))
     out, new = call.dst
-    walked = [r, fading, k, v, read_key, write_key]
-    if not _has_linear_attention_kernel(call, [*walked, out], state, k.shape[-1]):
+    per_token = [r, fading, k, v, read_key, write_key]
+    if not _has_linear_attention_kernel(call, [*per_token, out], state, k.shape[-1]):
         return False
     named = {"r": r, "fading": fading, "k": k, "v": v, "read_key": read_key, "write_key": write_key, "out": out}
     strides = {name: compute_address_and_strides(o, 3, len(k.shape) == 4) for name, o in named.items()}
     block = BY_VALUE_ARGS(**_make_scan_size_args(k, v), **strides, state=state.address, new=new.address)
-    steps.add(compute_value_major_linear_attention, block, reads=[*walked, state], writes=[out, new])
+    steps.add(compute_value_major_linear_attention, block, reads=[*per_token, state], writes=[out, new])
     return True
 
 

@@ -240,7 +240,10 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _make_rotation_loop_args(x: Operand, y: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_loop_args`) of the RoPE kernel for rows of `x` and `y`; None if impossible."""
+    """Make the argument words with which the RoPE kernel loops over rows of `x` and `y`: sizes, addresses and strides.
+
+    The result is None if the rows are not dense, or if the loop has too many axes (`make_row_loop_args`).
+    """
     walk = make_row_loop_args(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
@@ -384,7 +387,10 @@ def _add_norm_and_rotation(
 
 
 def _make_norm_rotation_loop_args(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_loop_args`) of the fused norm and rotation kernel; None if impossible."""
+    """Make the argument words with which the fused norm and RoPE kernel loops over rows: sizes, addresses and strides.
+
+    The result is None if rows of `x` or `y` are not dense, or if the loop has too many axes (`make_row_loop_args`).
+    """
     walk = make_row_loop_args(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 

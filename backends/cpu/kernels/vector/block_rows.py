@@ -157,7 +157,10 @@ def _make_load_16_elements(form: CacheBlock) -> Subroutine:
 
 @subroutine
 def store_codes_of_5_bits(block, high_bits, codes, x, y):
-    """Store 32 codes of up to 5 bits: nibbles at `codes`, and fifth bits at `high_bits` unless it is 0."""
+    """Store the codes `x` and `y` of up to 5 bits to a block: nibbles at byte `codes`, fifth bits at byte `high_bits`.
+
+    With `high_bits` 0 there are only nibbles.
+    """
     q, r = truncate_to_int(x), truncate_to_int(y)
     low, high = and_int(q, splat_int(15)), and_int(r, splat_int(15))
     store_u8_lanes(block + codes, or_int(low, shift_left(high, splat_int(4))))
