@@ -280,7 +280,7 @@ def rescale_softmax_state(state, x, y, result, rows):
 
 @subroutine
 def store_softmax_weights_of_two_keys(scores, x, y, to, sums, more):
-    """Store softmax weights of two keys and 32 tokens as pairs at `to`; add them to `sums` and `more` (16 tokens each)."""
+    """Store softmax weights of two keys for 32 tokens as pairs at `to`; add them to `sums` and `more`."""
     u, v = exp2_of_nonpositive(sub(load(scores), x)), exp2_of_nonpositive(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))

@@ -304,14 +304,9 @@ def load_mask_tile_with_token_lanes(mask, step, count, left, scratch, lane_mask)
 def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state, result, place):
     """Add a tile of keys to the attention of a block of tokens of one head: compute scores, weights and results.
 
-    Args:
-        a: Kernel arguments.
-        count: Tokens of the block.
-        union: Bits of the keys that any of the tokens sees.
-        lane_mask: Address of the mask with tokens as lanes, or 0 without a mask.
-        slope: ALiBi slope of the head.
-        queries, state, result: Addresses of the queries, softmax states and results of the block.
-        place: Scratch layout of the thread.
+    The block has `count` tokens; the bits of `union` are the keys that any of them sees. `lane_mask` is the address of
+    the mask with tokens as lanes, or 0 without a mask. `slope` is the ALiBi slope of the head. `queries`, `state` and
+    `result` are addresses of the queries, softmax states and results of the block.
     """
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
