@@ -36,5 +36,5 @@ def find_l1_and_l2_prefetch_distances(dtype: DType, *, several: bool = False) ->
 
 
 def make_distance_cache_path(dtype: DType) -> Path:
-    """Return the file of the disk cache with the measured distances of a dtype."""
+    """Return the file of the disk cache with the measured prefetch distances of a weight dtype."""
     return make_cache_path("prefetch", compute_kernel_code_digest(), str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)

@@ -246,7 +246,7 @@ def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]
 
 
 def _find_fusions_starting_at(flow: Dataflow, number: int) -> Iterator[FusedBinding]:
-    """Yield the fusions that begin at instruction `number` and can run as one group."""
+    """Yield the hand-written fusions that begin at instruction `number` and that the order of the program allows."""
     for find in FUSED.get(flow.bound_instruction(number).op, ()) if flow.can_join_fusion(number) else ():
         try:
             chain = find(flow, number)

@@ -47,7 +47,7 @@ class PlaceholderMemory(TableMemory):
 
 
 def make_placeholder_addresses(count: int) -> list[int]:
-    """Return one placeholder address for each of `count` buffers."""
+    """Return a placeholder address for each of `count` buffers, to bind a program before its buffers exist."""
     return [PLACEHOLDER_ZONE + (number << PLACEHOLDER_OFFSET_BITS) for number in range(count)]
 
 

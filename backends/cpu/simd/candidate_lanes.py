@@ -67,7 +67,7 @@ to_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, n: b.sitofp(n, _f32))
 
 @intrinsic(ADDRESS, FLOATS, FLOAT)
 def find_first_lane_equal_to(b, x, value):
-    """Return the first lane that equals `value`; 16 if there is none."""
+    """Return the number of the first lane of `x` that equals `value`; 16 without such a lane."""
     same = b.fcmp_ordered("==", x, splat_scalar(b, value))
     bits = b.or_(b.zext(b.bitcast(same, _MASK_BITS), _i64), ir.Constant(_i64, 1 << LANES))
     return call_generic(b, "llvm.cttz.i64", _i64, bits, ir.Constant(ir.IntType(1), 1))
@@ -120,5 +120,5 @@ def load_u16_lanes(b, address):
 
 @intrinsic(ADDRESS, ADDRESS)
 def load_u16(b, address):
-    """Load an unsigned 16-bit integer."""
+    """Load one unsigned 16-bit integer from `address`, zero-extended to 64 bits."""
     return b.zext(b.load(b.inttoptr(address, _i16.as_pointer()), align=2), _i64)

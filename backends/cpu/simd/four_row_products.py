@@ -87,7 +87,7 @@ def rows_per_step(b):
 
 @intrinsic(ADDRESS)
 def row_bytes_per_step(b):
-    """Return the number of bytes of each row that one step adds."""
+    """Return the number of bytes of each row that one call of `add_weighted_rows_to_four_sums` adds."""
     return _address_constant(64 * _choose_rows_and_vectors_per_step()[1])
 
 

@@ -78,7 +78,7 @@ class TableStep:
         return [*dict.fromkeys([self.kernel, *(kernel for called in self.kernel_words for _, kernel in called)])]
 
     def set_kernel_words(self, get_word: Callable[[Kernel], int]) -> None:
-        """Write the words that are addresses of kernels."""
+        """Write the addresses (`get_word`) of called kernels to the argument words that were left 0 for them."""
         for words, called in zip(self.words, self.kernel_words, strict=True):
             for at, kernel in called:
                 if words is not None:

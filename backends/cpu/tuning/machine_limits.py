@@ -85,7 +85,7 @@ class MemoryBandwidthTest:
         self._matmul = TimedMatmul(DType.Q8_0, [weight], threads)
 
     def measure_best_bytes_per_second(self) -> float:
-        """Measure the memory bandwidth of the best pattern now, in bytes/s."""
+        """Measure the memory bandwidth of all access patterns, and return the best one in bytes/s."""
         seconds = min(run.measure_seconds_of_one_run() for run in self._runs)
         return max(
             self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds_by_distance())

@@ -234,7 +234,7 @@ def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool
 
 
 def has_batched_matmul_kernel(call: BoundInstruction) -> bool:
-    """Return whether `bind_batched_matmul` can bind a `mul_mat`."""
+    """Return whether a kernel can compute this `mul_mat` as a batched product of two computed matrices."""
     w = call.operand(0)
     if w.dtype not in LANE_LOADERS or not can_read_and_write_f32_rows(call.operand(1), call.out):
         return False

@@ -267,7 +267,7 @@ def bind_batched_column_major_matmul(steps: StepTableBuilder, call: BoundInstruc
 
 
 def has_batched_column_major_matmul_kernel(call: BoundInstruction) -> bool:
-    """Return whether `bind_batched_column_major_matmul` binds a `mul_mat`."""
+    """Return whether the kernel for column-major weights should compute this `mul_mat`."""
     w, x = call.operand(0), call.operand(1)
     is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS
     return is_batched and w.is_float and x.is_float and w.strides[1] == call.out.strides[-1] == 1

@@ -202,16 +202,17 @@ HOOKS_WORD = ARGS.first_word_index("hooks")
 
 
 def make_grouped_expert_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
-    """Make the kernel of a matmul with experts: ``y[i] = w[expert of slot i] @ x[row of slot i]``.
+    """Make the kernel of a matmul with experts (MoE), or of a plain matmul, which is the case of one expert.
 
-    A slot is a pair of a token and one of its experts. A matmul without experts is the case of one expert. Kernel
-    arguments:
+    It computes ``y[i] = w[expert of slot i] @ x[row of slot i]``. A slot is a pair of a token and one of its experts.
+    All slots of an expert are multiplied together, with the tiles of `blocks`. Kernel arguments:
 
-    - `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of y) are in bytes.
-    - `starts` (int32) has the number of slots before each expert, then before the experts of other devices, then of all
+    - `stride`, `between`, `pitch`, `step`: bytes from weight row to weight row, from expert to expert, from row to row
+      of x, and from row to row of y.
+    - `starts` (int32): the number of slots before each expert, then before the experts of other devices, then of all
       slots. The slots, sorted by expert, follow.
-    - `used` is the slots per token, `shared` the activation rows per token.
-    - `scratch` has `WeightTiling.scratch_bytes` for each thread.
+    - `used`: the slots per token; `shared`: the activation rows per token.
+    - `scratch`: `WeightTiling.scratch_bytes` for each thread.
     - If `tickets` is not 0, threads take groups of the weight from a work queue (`work_queue.take_work_item`).
     - `prologue` lists kernels that are called first (`panel_hooks`).
     - `hooks` are called for each panel of the result (`panel_hooks`). Without experts, rows of a panel are activation

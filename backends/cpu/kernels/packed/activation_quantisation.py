@@ -309,7 +309,7 @@ class ResultReadForms:
 
     @property
     def rounding_kinds(self) -> Sequence[int]:
-        """The distinct kinds of rounding in which matmuls read the result."""
+        """The distinct quantised forms (kinds of rounding) in which matmuls read the result."""
         return list(dict.fromkeys(kind for _, kind in self.quantised_tensors))
 
     def make_quantised_row_memory_per_thread(

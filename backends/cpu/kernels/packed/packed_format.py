@@ -166,7 +166,7 @@ def unpack_four_2_bit_codes_of_128(row, c):
 
 @subroutine
 def copy_f16_to_lane(row, to, lane):
-    """Copy the two bytes of a float16 to their lane among the 16 float16 at `to`."""
+    """Copy the float16 at `row` to lane `lane` of the 16 float16 at `to`."""
     store_byte(to + 2 * lane, load_byte(row))
     store_byte(to + 2 * lane + 1, load_byte(row + 1))
 

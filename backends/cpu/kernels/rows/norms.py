@@ -29,7 +29,7 @@ FLOAT_ONE = np.float32(1)
 
 @subroutine
 def compute_sum_of_squares(x, n):
-    """Return the sum of squares of `n` float32."""
+    """Return the sum of squares of the `n` float32 at address `x`."""
     first, second = zeros(), zeros()
     c = 0
     while c + 2 * LANES <= n:

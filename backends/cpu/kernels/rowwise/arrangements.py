@@ -133,7 +133,7 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _select_cast_kernel(source: DType, target: DType, strides: tuple[int, ...]) -> Kernel:
-    """Return the kernel of a cast for the element stride of the operand."""
+    """Select the kernel of a cast by the element stride of the operand: 4 bytes, or 0 for one element per row."""
     return make_32_bit_cast_kernel(source, target, strides == (0,))
 
 

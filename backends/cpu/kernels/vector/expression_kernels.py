@@ -182,7 +182,7 @@ class _RowKernelEmitter:
 
     @property
     def _operand_and_result_count(self) -> int:
-        """The number of operands and results."""
+        """The number of operands that the expression reads, plus the number of its results."""
         return len(self.plan.operand_indices) + len(self.plan.expression.results)
 
     @property
