@@ -14,22 +14,22 @@ FIRST_MEMBER_WORD, WORDS_PER_MEMBER, RUN_NUMBER_WORD = 16, 8, 4
 
 
 def make_signal_pad(size: int) -> npt.NDArray[np.int64]:
-    """Make a zeroed signal pad for `size` devices, in memory pages of its own so that a GPU driver can pin it."""
+    """Make zeroed memory in which `size` devices report their progress, in pages that a GPU driver can pin."""
     return np.frombuffer(mmap.mmap(-1, 8 * (16 + 8 * size)), np.int64)
 
 
 def view_run_numbers(signal_pad: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return a writable view of the run numbers of all members.
+    """Return a writable view of the run numbers of all devices of the group, by which they tell their progress.
 
-    The numbers differ while members are in different runs.
+    The numbers differ while devices are in different runs.
     """
     return signal_pad[FIRST_MEMBER_WORD + RUN_NUMBER_WORD :: WORDS_PER_MEMBER]
 
 
 def set_run_numbers_to_highest_and_clear_failure(signal_pad: npt.NDArray[np.int64]) -> None:
-    """Set the run numbers of all members to the highest one; also clear a failure that the signal pad reports.
+    """Bring all devices of a group to the same run number, the highest one, and clear a reported failure.
 
-    The caller ensures that no member waits.
+    The caller ensures that no device waits.
     """
     last = view_run_numbers(signal_pad).max()
     if signal_pad[FAILURE_WORD]:

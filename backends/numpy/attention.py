@@ -82,7 +82,7 @@ def bind_attention(call: HostInstruction) -> Calls:
 
 
 def _count_keys(k: Sequence[int], mask: Sequence[int] | None, table: Sequence[int] | None) -> int:
-    """Count the keys of a sequence from the shapes of the operands; `table` is None without a pool of blocks."""
+    """Count the keys of a sequence from the shapes of k, mask and block table; `table` is None for an unpaged cache."""
     if table is None:
         return k[-3]
     return table[-1] * BLOCK_KEYS if mask is None else mask[-1]
@@ -107,12 +107,12 @@ def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
 
 
 def _select_mask_matrix(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
-    """Select the mask matrix for one index of the leading axes and the heads; axes of the mask may be broadcast.
+    """Select the mask matrix [tokens, keys] of one head of one sequence; axes of size 1 of the mask are broadcast.
 
     Args:
-        mask: The mask.
-        leading: The shape of the leading axes and the heads.
-        index: The index in this shape.
+        mask: The mask; it may lack the first axes of `leading`.
+        leading: The shape of all axes before tokens and keys, such as (sequences, heads).
+        index: The index in this shape, such as (1, 5) for head 5 of sequence 1.
     """
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]

@@ -94,7 +94,7 @@ def _count_rows_in_whole_groups(matrix: np.ndarray, max_bytes: int) -> int:
 
 
 class TimedMatmul:
-    """A timed matmul of weights of one dtype by rows of zeros, with every prefetch distance; results are discarded.
+    """A matmul of real weights by rows of zeros, which is timed with every prefetch distance; results are discarded.
 
     Each weight is an array of rows of bytes. Packed weights are whole groups of rows.
     """
@@ -154,7 +154,7 @@ class TimedMatmul:
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
     def measure_seconds_by_distance(self) -> list[float]:
-        """Run once with each pair of prefetch distances, and return the seconds of each run."""
+        """Run the matmul once with each pair of `PREFETCH_DISTANCES`; return the seconds of each run in this order."""
         return [self._measure_run(blocks) for blocks in self._blocks]
 
     def _measure_run(self, blocks: Sequence[np.ndarray]) -> float:

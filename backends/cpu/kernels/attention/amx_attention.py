@@ -293,7 +293,8 @@ def store_softmax_weights_of_two_keys(scores, x, y, to, sums, more):
 def _make_compute_weights_during_amx_steps() -> Subroutine:
     """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps of other jobs meanwhile.
 
-    The subroutine is ``(a, mine, job, scores, weights, at, end)``; it runs the AMX steps from address `at` to `end`.
+    The subroutine is ``(a, mine, job, scores, weights, at, end)``; it runs the AMX steps from address `at` to `end`. A
+    job is 32 tokens of one head and a tile of keys. An AMX step is a product of two 32 x 32 matrices of bfloat16.
     """
     run_steps = make_run_amx_steps()
 
@@ -366,7 +367,7 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
 
 
 def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
+    """Make the subroutine that adds a tile of keys to the attention of tokens of a head group, if a token sees it."""
     load_tile, attend_jobs = _make_convert_kv_tile_to_matrices(k, v), _make_run_jobs_in_pipeline(k, v)
 
     def attend_all(a, heads, start, end, s, place):

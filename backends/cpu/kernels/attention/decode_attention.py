@@ -144,9 +144,9 @@ def _choose_value_row_readers(cells: CacheRowReaders) -> CacheRowReaders:
 
 
 def _make_compute_scores_and_maxima(keys: QueryKeyOperations) -> Subroutine:
-    """Make the subroutine that computes the scores of all rows of a work unit for keys `low` to `high`.
+    """Make the subroutine that computes the attention scores of some heads and tokens for keys `low` to `high`.
 
-    At `lanes` it stores the highest score of each SIMD lane.
+    At `lanes` it stores the highest score of each row and SIMD lane, which the softmax needs.
     """
     prepare_query, store_scores = keys.prepare_query, keys.store_scores
     query_bytes, scratch_bytes = keys.query_bytes, keys.scratch_bytes
@@ -188,7 +188,7 @@ def _make_locate_or_expand_values(cells: CacheRowReaders) -> Subroutine:
 
 
 def _make_add_weighted_values(cells: CacheRowReaders) -> Subroutine:
-    """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
+    """Make the subroutine that adds the weighted values of a range of keys to the results of some heads and tokens."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _choose_value_row_readers(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))

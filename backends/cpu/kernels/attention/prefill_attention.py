@@ -328,7 +328,7 @@ def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state
 
 
 def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
+    """Make the subroutine that adds a tile of keys to the attention of tokens of a head group, if a token sees it."""
     copy_tile = _make_zero_padded_kv_tile_copy(k, v)
 
     def attend_all(a, heads, start, end, s, place):

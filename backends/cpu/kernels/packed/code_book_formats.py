@@ -38,9 +38,9 @@ IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
 
 @subroutine
 def spread_7_bit_fields_to_bytes(four):
-    """Move four adjacent 7-bit fields of sign bits to the low 7 bits of the four bytes of a 32-bit number.
+    """Move four 7-bit fields of sign bits to the low 7 bits of four bytes, and the 4 bits above them to the top bits.
 
-    The four bits above the fields become the top bits of the bytes.
+    IQ2_XXS and IQ3_XXS files store four fields of signs and a 4-bit scale in 32 bits. Kernels need bytes of signs.
     """
     fields = four & 0x7F | four << 1 & 0x7F00 | four << 2 & 0x7F0000 | four << 3 & 0x7F000000
     return fields | four >> 21 & 0x80 | four >> 14 & 0x8000 | four >> 7 & 0x800000 | four & 0x80000000

@@ -154,7 +154,8 @@ def emit_even_parity_bit(b: Any, signs: Any) -> Any:
 def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
     """Make the byte table that maps a level and a sign to the code of the signed number.
 
-    An index has the level in its low `width` bits and the sign in the next bit. Further bits are ignored.
+    A level is the position of a number in `book.magnitudes`. An index has the level in its low `width` bits and the
+    sign in the next bit. Further bits are ignored.
     """
     levels = [*book.magnitudes, *[0] * ((1 << width) - len(book.magnitudes))]
     codes = [*(book.zero + m for m in levels), *(book.zero - m for m in levels)]
@@ -162,16 +163,20 @@ def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
 
 
 def _emit_signed_codes(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
-    """Emit code that computes the codes of vector `j` of a block from its levels and from the signs of the block."""
+    """Emit code that computes the codes of vector `j` of a block from its levels and from the signs of the block.
+
+    A level is the position of a number in `book.magnitudes`; it has `width` bits.
+    """
     sign, mask = emit_fields_of_each_lane_as_4_bytes(b, signs, 4 * j - width, 1), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
     return simd.emit_llvm_call(b, PERMUTE_ONE, _B, _make_signed_code_table(book, width), chosen)
 
 
 def emit_2_bit_levels_as_bytes(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
-    """Emit code that unpacks the 2-bit levels of entries of 8 columns: each level moves to a byte of its own.
+    """Emit code that unpacks 2-bit levels, which stand for magnitudes of a code book, to one byte each.
 
-    In `both`, the two packed bytes of an entry are in two vectors. In the result a level begins at bit `low_bit`.
+    An entry of the code book has 8 levels in two bytes, which are in the two vectors of `both`. In the result a level
+    begins at bit `low_bit`.
     """
     return [emit_fields_of_each_lane_as_4_bytes(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
@@ -179,7 +184,11 @@ def emit_2_bit_levels_as_bytes(b: Any, both: Sequence[Any], low_bit: int) -> lis
 def _emit_lookup_of_8_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Emit code that looks indices up in a code book with entries of 8 columns; return vectors of levels by block."""
+    """Emit code that looks indices up in a code book with entries of 8 columns.
+
+    The result has for each block the vectors of levels: one byte per column with the position of its magnitude in
+    `book.magnitudes`.
+    """
     halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_levels_into_two_bytes()]
     return [emit_2_bit_levels_as_bytes(b, both, 0) for both in zip(*halves, strict=True)]
 
@@ -187,9 +196,10 @@ def _emit_lookup_of_8_column_entries(
 def _emit_lookup_of_4_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Emit code that looks indices up in a code book with entries of 4 columns; return vectors of levels by block.
+    """Emit code that looks indices up in a code book with entries of 4 columns; a block has two vectors of indices.
 
-    A block has two vectors of indices.
+    The result has for each block the vectors of levels: one byte per column with the position of its magnitude in
+    `book.magnitudes`.
     """
     halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_levels_into_two_bytes()]
     vectors = []
