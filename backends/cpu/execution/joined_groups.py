@@ -21,7 +21,7 @@ JoinedGroups = tuple[tuple[int, ...], ...]
 def choose_joined_groups(
     flow: Dataflow, patterns: Mapping[Sequence[int], FusedBinding]
 ) -> dict[tuple[int, ...], JoinedGroups]:
-    """Choose the norms and the matmuls of few rows that read them which run as one step, without barriers.
+    """Choose the norms that run in one step with the matmuls that read them, for matmuls of few rows.
 
     Each thread computes the whole norm for itself, then its columns of the matmuls. A norm and its matmuls become one
     group of `flow`.

@@ -67,7 +67,7 @@ def bind_program(
 
 
 def bind_relocatable_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
-    """Bind a program to placeholder addresses; return a step table for any buffer addresses, and its kernels.
+    """Bind a program without its buffers; return a step table that can be moved to any buffers, and its kernels.
 
     The table is None if the binding depends on addresses, other devices, other packages or Python calls.
     """
@@ -119,9 +119,9 @@ _recent_fusions: deque[tuple[Dataflow, _Fusions]] = deque(maxlen=4)
 
 
 def find_or_choose_fusions(program: Program) -> tuple[Dataflow, _Fusions]:
-    """Return the dataflow of a program at placeholder addresses, grouped by its fusions, and these fusions.
+    """Return the fusions of a program, and its dataflow grouped by them; both are independent of buffer addresses.
 
-    Verification, binding and reports of a program share one choice, also if they have copies of the program.
+    Recent results are kept, so that verification, binding and reports share one choice, also for copies of a program.
     """
     parts = attrgetter("buffers", "instructions", "outputs", "undo")
     for flow, fusions in [*_recent_fusions]:
@@ -230,7 +230,7 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _choose_longest_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
-    """Choose the longest fusion that begins at each instruction; return a dict from its instruction numbers to it.
+    """Choose the longest hand-written fusion that begins at each instruction; return them by instruction numbers.
 
     The instructions of each chosen fusion become a group of `flow`.
     """

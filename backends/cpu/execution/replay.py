@@ -158,7 +158,7 @@ class CompiledSegment:
 
 
 class KernelStoppedError(BackendError):
-    """The error that a kernel stopped the run.
+    """The error that a kernel stopped the run, for example because of an invalid row id or a late device.
 
     `instruction_number` is the instruction of the kernel. `is_late` is true if a collective timed out.
     """

@@ -131,11 +131,11 @@ def zero_result_rows_of_remote_experts(a, mine):
 def make_amx_moe_matmul_kernel(
     name: str, weight: AmxBf16WeightType, store_sums: Subroutine, first_weight_groups: int
 ) -> Kernel:
-    """Make the AMX kernel of an MoE matmul.
+    """Make the AMX kernel of an MoE matmul, or of the gated unit of two MoE matmuls (gate and up).
 
-    The kernel can instead compute the gated unit of two MoE matmuls. ``y[i] = w[expert of slot i] @ x[row of slot i]``.
-    A slot is a pair of a token and one of its experts. The kernel also quantises the result for the ops that read it.
-    Kernel arguments, in addition to `tile_loops.make_grouped_expert_matmul_kernel`:
+    An MoE matmul is ``y[i] = w[expert of slot i] @ x[row of slot i]``. A slot is a pair of a token and one of its
+    experts. The kernel also quantises the result for the ops that read it. Kernel arguments, in addition to
+    `tile_loops.make_grouped_expert_matmul_kernel`:
 
     - `weights`: two weights, or one weight and its second group of rows.
     - `x`: activation tiles.
@@ -145,7 +145,8 @@ def make_amx_moe_matmul_kernel(
     Args:
         name: The name of the kernel.
         weight: The weight type.
-        store_sums: The argument of `amx_matmul.make_multiply_rows_by_amx`.
+        store_sums: Stores the sums of a tile, or computes and stores their gated units
+            (`amx_matmul.make_multiply_rows_by_amx`).
         first_weight_groups: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
     multiply_matrices, configure = (
