@@ -19,7 +19,7 @@ def make_signal_pad(size: int) -> npt.NDArray[np.int64]:
 
 
 def view_run_numbers(signal_pad: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return a writable view of the run numbers of all devices of the group, by which they tell their progress.
+    """Return a writable view of the run numbers of all devices of the group: their progress in runs.
 
     The numbers differ while devices are in different runs.
     """
