@@ -39,7 +39,7 @@ def make_16_lane_integer_constant(values: Sequence[int]) -> Intrinsic:
     return intrinsic(INTS)(lambda b: constant)
 
 
-def make_count_reached_boundaries(boundaries: Sequence[float]) -> Intrinsic:
+def make_reached_boundary_counter(boundaries: Sequence[float]) -> Intrinsic:
     """Make an intrinsic that counts, for each float32 lane, the boundaries that are not above it; NaN counts all."""
 
     @intrinsic(INTS, FLOATS)

@@ -69,7 +69,7 @@ def reduce_4x4_products(b, sums):
 
 
 def _choose_rows_and_vectors_per_step() -> tuple[int, int]:
-    """Choose the size of one step: the number of rows that it adds, and the number of vectors of each row.
+    """Choose how much `add_weighted_rows_to_four_sums` adds at once: the number of rows, and of vectors of each row.
 
     With two rows an instruction does not wait for the previous sum.
     """

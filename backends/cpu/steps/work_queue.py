@@ -76,7 +76,7 @@ def compute_first_row_of_span(rows, row_multiple, span, spans):
 
 @subroutine
 def compute_span_queue_address(tickets, span):
-    """Return the address of the work queue of row span number `span`.
+    """Return the address of the work queue of row span number `span`; each span of rows has a queue of its own.
 
     The result is 0 if `tickets` is 0, which means no queues.
     """

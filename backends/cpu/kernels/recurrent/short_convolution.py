@@ -362,7 +362,10 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
 
 
 def _find_columns_viewed_as_heads(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """Find the columns of ``y`` [n, t, c] that `x` views as heads [n, t, heads, numbers]; None for other views."""
+    """Find the columns (first, end) of ``y`` [n, t, c] that `x` views as heads [n, t, heads, numbers].
+
+    The result is None if `x` is another view.
+    """
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]

@@ -20,7 +20,7 @@ from ...simd.candidate_lanes import (
     look_up_lanes_in_16_numbers,
     make_16_lane_constant,
     make_16_lane_integer_constant,
-    make_count_reached_boundaries,
+    make_reached_boundary_counter,
 )
 from ...simd.half_memory import load_splat_f16, store_lane_0_as_f16
 from ...simd.vectors import (
@@ -64,7 +64,7 @@ FLOAT_ONE, Q8_0_MAX_CODE, LARGEST_NIBBLE, IQ4_NL_FIRST = (np.float32(x) for x in
 IQ4_NL_BYTES = DType.IQ4_NL.block_bytes
 iq4_nl_values = make_16_lane_constant([*map(float, IQ4_NL_CODE_BOOK)])
 lane_integers = make_16_lane_integer_constant(range(LANES))
-find_iq4_nl_indices = make_count_reached_boundaries([*map(float, IQ4_NL_BOUNDARIES)])
+find_iq4_nl_indices = make_reached_boundary_counter([*map(float, IQ4_NL_BOUNDARIES)])
 
 
 @dataclass(frozen=True, slots=True)

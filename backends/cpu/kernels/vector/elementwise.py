@@ -231,7 +231,10 @@ def _make_scratch_for_dense_copy(steps: StepTableBuilder, x: Operand, number: in
 
 
 def _make_strided_copy_loop_args(x: Operand, to: Operand) -> list[int] | None:
-    """Make the loop arguments of `copy_strided_rows_to_dense` by `make_row_loop_args`; None if it cannot loop."""
+    """Make the argument words of `copy_strided_rows_to_dense`: row length, row counts, addresses and strides.
+
+    The result is None if the operands are not float32 or are empty, or if the loop has too many axes.
+    """
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_loop_args(to.shape, [x, to], apart=True)
@@ -257,10 +260,11 @@ def _add_strided_to_dense_copy_step(steps: StepTableBuilder, x: Operand, to: Ope
 def make_whole_row_args_and_dense_copy(
     steps: StepTableBuilder, x: Operand, y: Operand
 ) -> tuple[list[int], Operand] | None:
-    """Make the loop arguments of a kernel over whole rows of `x` and `y`; copy `x` first if its rows are not dense.
+    """Make the argument words with which a kernel loops over whole rows of `x` and `y`; copy `x` if it is strided.
 
     Returns:
-        The loop arguments and `x` or its dense copy; None if a loop over the rows is impossible.
+        The words (row length, row counts, addresses, strides), and `x` or its dense copy. None means that a kernel
+        cannot loop over the rows: they are not float32, or have too many axes.
     """
     for source in (x, _make_scratch_for_dense_copy(steps, x, 0)):
         walk = make_row_loop_args(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None

@@ -50,7 +50,10 @@ class ExpressionKernel:
 
     @cached_property
     def operand_boxes(self) -> tuple[int | None, ...]:
-        """For each operand that the expression reads, the number of its box; None without a box."""
+        """For each operand that the expression reads, the number of its box; None if it covers the whole shape.
+
+        A box is a part of the shape, such as the range of one operand of a concatenation.
+        """
         steps = self.expression.steps
         boxes = {int(s.value): int(steps[s.sources[0]].value) for s in steps if s.function == "operand" and s.sources}
         return tuple(boxes.get(index) for index in self.operand_indices)
