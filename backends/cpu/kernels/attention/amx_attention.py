@@ -221,7 +221,7 @@ def _make_append_score_steps(k: DType) -> Subroutine:
 
 
 def _make_append_result_steps(v: DType) -> Subroutine:
-    """Make the subroutine ``(end, job, values, weights, wide)`` that appends the AMX steps of weights times values."""
+    """Make the subroutine ``(end, job, values, weights, wide)`` that appends AMX products of values and weights."""
     list_steps = make_append_matmul_steps(count_bf16_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):

@@ -38,7 +38,7 @@ class AmxBf16WeightType:
 
     Attributes:
         dtype: The type of the weight.
-        activation_kind: The kind of rounding of its activations (`activation_quantisation`).
+        activation_kind: The form of its activations: a kind of rounding of `activation_quantisation`.
         term_count: bfloat16 terms of a weight.
         min_activation_rows: Activation rows (per expert, on average) from which on tiles are faster. Exception: float16
             is faster from 24 rows on; from 7 to 23 rows it is up to a third slower but ten times as exact.

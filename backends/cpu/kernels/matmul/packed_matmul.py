@@ -369,7 +369,7 @@ def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
 
 
 def has_matmul_kernel(call: BoundInstruction) -> bool:
-    """Return whether `bind_matmul_of_any_weight_type` can bind this `mul_mat` or `mul_mat_id`."""
+    """Return whether a kernel for packed or float weights can compute this `mul_mat` or `mul_mat_id`."""
     if call.op not in ("mul_mat", "mul_mat_id"):
         return False
     w, x = call.operand(0), call.operand(1)
