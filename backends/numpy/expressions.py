@@ -130,7 +130,7 @@ def count_scratch_elements(plan: ScratchPlan) -> int:
 
 
 def make_expression_binding(declared: ScalarLanguageDeclaration) -> Binding:
-    """Make the NumPy kernel of an op that is declared in the scalar language."""
+    """Make the NumPy kernel of an op from its declaration as an expression of one element or one row."""
 
     def arrange(
         operands: Sequence[Array | None], attrs: Attrs, out: Array
