@@ -25,10 +25,15 @@ ATTRIBUTE, CONSTANT, OPERAND, ROW_OPERAND, INSIDE = "attribute", "constant", "op
 
 
 def merge_tensor_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Axes | None:
-    """Return (size, stride) pairs of a tensor in row-major order, with adjacent axes merged if possible.
+    """Return the axes of a strided tensor as (size, stride) pairs in row-major order, merged where possible.
 
-    Two views have the same elements in the same order if these and their offsets are equal. `shape` is a shape to which
-    the tensor is repeated; the result is None if that is impossible.
+    Two views with equal offsets and equal merged axes read the same elements in the same order. Example: a dense [2,
+    3] tensor with strides (3, 1) gives ``((6, 1),)``.
+
+    Args:
+        tensor: The tensor.
+        shape: The shape to which the tensor is broadcast; None for its own shape. The result is None if it does not
+            fit.
     """
     target = tensor.shape if shape is None else shape
     missing = len(target) - len(tensor.shape)
@@ -50,15 +55,18 @@ def merge_tensor_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> A
 
 
 def compose_axes(outer: Axes, inner: Axes) -> Axes | None:
-    """Return the axes of a read through a repeated value, merged as far as possible.
+    """Return the axes with which a reader of a repeated value would read one operand of this value; None if impossible.
+
+    A kernel can compute an elementwise value again for each reader that repeats it. The operands of the value are
+    then read with the axes of the reader.
 
     Args:
-        outer: How a reader repeats the elements of the value: strides count elements. Axes with strides above 0 cover
-            all elements in order.
-        inner: The axes of an operand, element by element of the value.
+        outer: (size, stride) pairs with which the reader repeats the value. Stride 0 marks a repeated axis; the other
+            axes cover all elements in order.
+        inner: (size, stride) pairs with which the value reads the operand.
 
     Returns:
-        The axes of the operand for the reader; None if strides cannot express them.
+        The axes of the operand for the reader, merged; None if strides cannot express them.
     """
     left, axes, covered = [*inner], list[tuple[int, int]](), 1
     for size, step in reversed(outer):
@@ -89,7 +97,10 @@ def compose_axes(outer: Axes, inner: Axes) -> Axes | None:
 
 
 def merge_box_axes(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return (axis size, start, end) triples of a box, with whole inner axes merged into the axis before them."""
+    """Return (axis size, start, end) triples of a box: index ranges on the axes of `shape`, merged where possible.
+
+    An axis that lies inside the box completely is merged into the axis before it. Equal triples are equal boxes.
+    """
     axes: list[tuple[int, int, int]] = []
     for n, (low, high) in zip(shape, box, strict=True):
         if n != 1 and axes and (low, high) == (0, n):
@@ -102,10 +113,11 @@ def merge_box_axes(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tupl
 
 @dataclass
 class SymbolicTerms:
-    """Symbolic evaluation of a fused kernel and of the instructions that it replaces; both must compute equal terms.
+    """Proves by symbolic evaluation that a fused kernel computes what the instructions that it replaces compute.
 
-    A term is a function applied to other terms, or a leaf: a memory element, an attribute or a constant. `terms` gives
-    equal terms the same number.
+    A term is a symbolic expression: a function of other terms, or a memory element, an attribute or a constant.
+    `terms` gives equal terms the same number. So the kernel and an instruction compute equal results if their numbers
+    are equal.
     """
 
     program: Program
@@ -144,13 +156,13 @@ class SymbolicTerms:
             self._compute_instruction_term(number)
 
     def _compute_instruction_term(self, number: int) -> tuple[int, bool]:
-        """Return the term that an instruction computes, and whether it is one number per row. Results are cached."""
+        """Return the number of the term that an instruction computes, and whether it has only one result for each row."""
         if number not in self.computed:
             self.computed[number] = self._trace_instruction_to_term(number, self.program.instructions[number])
         return self.computed[number]
 
     def _is_result_of_instruction_at(self, number: int, place: Tensor) -> bool:
-        """Return whether the written tensor `place` has exactly the elements of an instruction's result."""
+        """Return whether a written tensor is the result of an instruction, with the same bytes, shape and strides."""
         (out,), is_per_row = self.program.instructions[number].dst, self._compute_instruction_term(number)[1]
         shape = (*self.group.shape[:-1], 1) if is_per_row else self.group.shape
         return place.shape == shape and (out.buffer, out.offset, merge_tensor_axes(out), out.dtype) == (
@@ -164,16 +176,24 @@ class SymbolicTerms:
         return self.terms.setdefault(term, len(self.terms))
 
     def _intern_memory_element_term(self, tensor: Tensor, axes: Axes | None) -> int:
-        """Return the term of the memory element that a tensor has at the index of the computed element."""
+        """Return the term number of a read from memory, of one element of `tensor` for each computed element.
+
+        `axes` are the (size, stride) pairs with which the tensor is read.
+        """
         _require(tensor.dtype is DType.F32, "operands: an operand is not float32")
         return self._intern(OPERAND, tensor.buffer, tensor.offset, axes)
 
     def _intern_memory_element_term_in_box(
         self, tensor: Tensor, shape: tuple[int, ...], box: Sequence[tuple[int, int]]
     ) -> int:
-        """Return the term for one element of a box in memory.
+        """Return the term number of a read from memory that happens only inside a box, an index range on each axis.
 
-        `tensor` begins at the first element of the box; `shape` is the whole shape around the box.
+        Example: an operand of a concatenation is read only in its part of the result.
+
+        Args:
+            tensor: The memory that is read; it begins at the first element of the box.
+            shape: The shape of the whole result.
+            box: The (start, end) indices on each axis of `shape`.
         """
         axes = merge_tensor_axes(replace(tensor, shape=shape))
         if merge_box_axes(shape, box) == merge_box_axes(shape, [(0, n) for n in shape]):
@@ -182,11 +202,15 @@ class SymbolicTerms:
         return self._intern(OPERAND, tensor.buffer, tensor.offset, axes, merge_box_axes(shape, box))
 
     def _intern_function_term(self, function: str, sources: Sequence[int], columns: int) -> int:
-        """Return the term of a function of other terms; the term of a row reduction includes the row length."""
+        """Return the term number of a function that is applied to other terms.
+
+        A sum over rows of 4 columns differs from a sum over rows of 8. So a row reduction includes the number of
+        columns.
+        """
         return self._intern(function, *sources, columns if function.startswith(REDUCTION_PREFIX) else None)
 
     def _compute_kernel_step_terms(self) -> list[int]:
-        """Return the term of each step of the kernel's expression, in order."""
+        """Return the term number that each step of the kernel's expression computes, in order."""
         own: list[int] = []
         columns = self.group.shape[-1] if self.group.shape else 1
         for function, sources, value in self.group.steps:
@@ -216,14 +240,17 @@ class SymbolicTerms:
         return own
 
     def _require_box_in_shape(self, number: int) -> tuple[tuple[int, int], ...]:
-        """Return box `number` of the kernel; raise `FusedKernelError` unless the box lies in the kernel's shape."""
+        """Return the (start, end) ranges of box `number`; raise `FusedKernelError` if it exceeds the kernel's shape."""
         shape, box = self.group.shape, self.group.boxes[number]
         is_part = len(box) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True))
         _require(is_part, "operands: a box does not lie in the shape")
         return box
 
     def _compute_boxed_operand_term(self, tensor: Tensor, sources: Sequence[int]) -> int:
-        """Return the term of a kernel step that reads an operand only inside a box."""
+        """Return the term number of a kernel step that reads an operand only inside a box, an index range on each axis.
+
+        `sources` must be one earlier step, which tests whether the element lies in the box.
+        """
         function, _, value = self.group.steps[sources[0]]
         _require(function == INSIDE and len(sources) == 1, "operands: an operand is read in no box")
         shape, box = self.group.shape, self.group.boxes[int(value)]
@@ -234,9 +261,16 @@ class SymbolicTerms:
     def _trace_instruction_to_term(
         self, number: int, instruction: Instruction, place: Placement | None = None, repeats: Axes | None = None
     ) -> tuple[int, bool]:
-        """Derive the term of a result from the declaration of the op; also return if it is one number per row.
+        """Compute the term of an instruction's result from the declared expression of its op.
 
-        With `place`, the result is read in this place only. With `repeats`, it is repeated with these axes.
+        Args:
+            number: The position of the instruction in the program.
+            instruction: The instruction.
+            place: The part of the kernel's shape in which the result is read; None if all of it is read.
+            repeats: The (size, stride) pairs with which a larger value repeats the result; None without repetition.
+
+        Returns:
+            The term number, and whether the result has only one number for each row.
         """
         size = math.prod(self.group.shape)
         declared = REGISTRY[instruction.op].expression if instruction.op in REGISTRY else None
@@ -291,9 +325,18 @@ class SymbolicTerms:
     def _compute_operand_placement(
         declared: ScalarLanguageDeclaration, instruction: Instruction, index: int, place: Placement | None
     ) -> Placement | None:
-        """Compute where an operand lies in the shape over which the kernel runs; None if the operand is read whole.
+        """Compute at which index of the kernel's shape an operand begins, and in which part of it the operand is read.
 
-        `place` is the placement of the instruction's result; None means that the result is the whole shape.
+        Only ops that join or pad values declare such places, for example a concatenation.
+
+        Args:
+            declared: The declared expression of the op.
+            instruction: The instruction that reads the operand.
+            index: The number of the operand.
+            place: Where the instruction's own result lies; None if it fills the whole shape.
+
+        Returns:
+            The shape, the index and the part; None if the operand is read whole.
         """
         if declared.place is None:
             return place
@@ -309,7 +352,10 @@ class SymbolicTerms:
         return place[0], start, tuple((max(low, at), min(high, at + n)) for (low, high), at, n in ends)
 
     def _compute_placed_operand_term(self, number: int, index: int, place: Placement, broadcasts: bool) -> int:
-        """Return the term of an operand that is read only in a box: another instruction's term, or a memory element."""
+        """Return the term number of an operand that is read only in one part of the kernel's shape.
+
+        It is the term of the instruction that computes the operand in the same kernel, or else a read from memory.
+        """
         tensor, (own,) = self.program.instructions[number].src[index], self.program.instructions[number].dst
         assert tensor is not None
         label = f"operands: operand {index} of instruction {number}"
@@ -345,9 +391,14 @@ class SymbolicTerms:
     def _compute_operand_term(
         self, number: int, index: int, shape: tuple[int, ...], is_per_row: bool, repeats: Axes | None
     ) -> int:
-        """Return the term of an operand: the term of its producer in the group, or a memory element.
+        """Return the term number of an operand: the term of its producer in the same kernel, or a read from memory.
 
-        `shape` is the shape of the instruction, and `repeats` are the axes with which its result is repeated.
+        Args:
+            number: The position of the reading instruction.
+            index: The number of the operand.
+            shape: The shape over which the instruction is evaluated.
+            is_per_row: Whether the instruction computes one number for each row.
+            repeats: The (size, stride) pairs with which a larger value repeats the result; None without repetition.
         """
         tensor = self.program.instructions[number].src[index]
         assert tensor is not None
@@ -380,13 +431,13 @@ class SymbolicTerms:
         return term
 
     def _is_per_row(self, maker: int, axes: Axes) -> bool:
-        """Return whether axes repeat the result of an instruction over the columns of each row and nothing else."""
+        """Return whether `axes` repeat each number of an instruction's result over one row, as for a [rows, 1] operand."""
         rows, columns = math.prod(self.program.instructions[maker].dst[0].shape), (self.group.shape or (1,))[-1]
         dense: Axes = ((rows, 1),) if rows > 1 else ()
         return rows * columns == math.prod(self.group.shape) and axes == self._repeat_row_number_over_columns(dense)
 
     def _repeat_row_number_over_columns(self, axes: Axes) -> Axes:
-        """Add an axis of stride 0 that repeats a number per row over the columns of the row."""
+        """Append a broadcast axis (stride 0) that repeats one number for each row over the columns of the row."""
         columns = self.group.shape[-1] if self.group.shape else 1
         if columns == 1:
             return axes
@@ -395,7 +446,7 @@ class SymbolicTerms:
 
 
 def _has_unchanged_operands(declared: ScalarLanguageDeclaration, instruction: Instruction) -> bool:
-    """Return whether the op's expression reads the operands of the instruction unchanged and in order."""
+    """Return whether the declared expression of an op reads the operands themselves, in order, and no views of them."""
     if declared.arrange is None:
         return True
     operands = [None if t is None else np.broadcast_to(np.float32(0), t.shape) for t in instruction.src]
@@ -404,7 +455,7 @@ def _has_unchanged_operands(declared: ScalarLanguageDeclaration, instruction: In
 
 
 class FusedKernelError(Exception):
-    """A fault of one fused kernel; the message begins with the name of its rule."""
+    """The error that a fused kernel does not compute its instructions; the message begins with the violated rule."""
 
 
 def _require(condition: bool, why: str) -> None:

@@ -28,13 +28,20 @@ REDUCTION_PREFIX, NUMBER_PER_ROW = "row_", "row_operand"
 
 
 def split_hooked_kernels(fusion: ProgramFusion) -> ProgramFusion:
-    """Return a fusion in which every stage of a hooked kernel is a separate group, in stage order."""
+    """Return the fusion as if no kernel called another: a kernel and the kernels that it calls run one after the other.
+
+    A hooked kernel is a kernel (the body) that calls other kernels (hooks) on each block of columns of its result.
+    The verifier first proves this simpler order, and then that blocks of columns do not affect each other.
+    """
     stages = {tuple(sorted(n for stage in hooked.stages for n in stage)): hooked.stages for hooked in fusion.hooked}
     return replace(fusion, order=tuple(part for group in fusion.order for part in stages.get(group, (group,))))
 
 
 def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
-    """Yield the reasons why a hooked kernel may compute other results than its stages run one after the other."""
+    """Yield the reasons why a body that calls its hooks block by block may compute other results than separate kernels.
+
+    A hook is a kernel that the body calls on each panel (block of columns) of its result.
+    """
     groups, seen = {*fusion.order}, set[int]()
     for hooked in fusion.hooked:
         numbers = sorted(n for stage in hooked.stages for n in stage)
@@ -49,7 +56,10 @@ def find_hook_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
 
 
 def _find_stage_faults(program: Program, fusion: ProgramFusion, hooked: HookedKernel) -> Iterator[str]:
-    """Yield the faults of one hooked kernel: wrong stages, sizes or operands, or panels that depend on each other."""
+    """Yield the faults of one hooked kernel: wrong instructions, sizes or operands, or panels that affect each other.
+
+    A panel is a block of columns of the body's result, on which the hooks run as soon as it is computed.
+    """
     first, *others = hooked.stages
     if not first or not others:
         yield "it has no body, or no hook"
@@ -89,7 +99,13 @@ def _find_body_fault(body: Sequence[Instruction], panel_columns: int) -> str | N
 
 
 def _find_dependence_on_other_panels(kernel: FusedExpression, out: Tensor, panel_columns: int) -> str | None:
-    """Return why a stage may read other panels of the body's result `out`; None if it reads only its own."""
+    """Return why a kernel may read other columns of the body's result than its panel has; None if it cannot.
+
+    Args:
+        kernel: The kernel that is called on each panel (block of columns).
+        out: The body's result.
+        panel_columns: The number of columns of a panel is a multiple of this number.
+    """
     if math.prod(kernel.shape) != math.prod(out.shape):
         return "has another number of elements than the body"
     if kernel.boxes:
@@ -106,7 +122,7 @@ def _find_dependence_on_other_panels(kernel: FusedExpression, out: Tensor, panel
 def _find_faults_across_panels(
     body: Sequence[Instruction], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> Iterator[str]:
-    """Yield a fault for memory that one panel writes and another panel may read or write.
+    """Yield a fault for memory that is written for one panel (block of columns) and used for another panel.
 
     Args:
         body: The instructions of the body, which read all of their operands for each panel.
@@ -129,7 +145,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _has_equal_elements(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are dense and are the same memory elements in the same order."""
+    """Return whether two tensors are dense and have the same bytes, so that they differ at most in shape."""
     size = math.prod(one.shape) == math.prod(other.shape)
     return size and one.offset == other.offset and one.dtype == other.dtype and _is_dense(one) and _is_dense(other)
 

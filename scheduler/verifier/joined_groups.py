@@ -16,14 +16,14 @@ from ...ops.collectives import COLLECTIVES
 
 
 def split_joined_groups(fusion: ProgramFusion) -> ProgramFusion:
-    """Return a fusion in which joined groups are separate entries of the order, in the order of their run."""
+    """Return the fusion in which groups that share one launch or step ("joined") run one after the other."""
     parts = {tuple(sorted(n for group in joined for n in group)): joined for joined in fusion.joined}
     order = tuple(group for entry in fusion.order for group in parts.get(entry, (entry,)))
     return replace(fusion, order=order, joined=())
 
 
 def find_joined_group_faults(program: Program, fusion: ProgramFusion) -> Iterator[str]:
-    """Yield the reasons why joined groups are not one entry of the order that splits into these groups."""
+    """Yield the reasons why groups that are joined to one launch or step do not exactly make up this launch."""
     entries, seen = {*fusion.order}, set[int]()
     for joined in fusion.joined:
         numbers = sorted(n for group in joined for n in group)

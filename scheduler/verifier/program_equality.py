@@ -22,7 +22,7 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 
 
 def make_program_prefilter_key(graph: Graph, program: Program) -> Hashable:
-    """Return a dictionary key that equal programs share, so that only few programs need a full comparison.
+    """Return a dictionary key that equal programs share, so that only programs with equal keys are compared in full.
 
     Programs with equal keys may still differ; `is_equal_to_proven_program_except_names` compares them.
     """
@@ -106,7 +106,7 @@ def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
 def _list_value_positions(
     values: tuple[Value | None, ...], position_by_node: Mapping[Node, int]
 ) -> list[tuple[int, int] | None]:
-    """Return for each value (position of its node in the graph, result number); None for a missing operand."""
+    """Return the position of each value as (node number in the graph, result number); None for a missing operand."""
     return [None if v is None else (position_by_node[v.node], v.index) for v in values]
 
 

@@ -15,9 +15,9 @@ Content = tuple[tuple[int, int, object], ...]
 
 
 class UnfusedRunContents:
-    """The contents that every operand would have if the instructions ran one by one in program order, without fusion.
+    """The reference for checks of fusion: what each operand holds if the instructions run one by one, without fusion.
 
-    `readers` are the instructions that read each result; a result that is read after the run has none.
+    `readers` has for each result the instructions that read it. A result that is read after the run has no entry.
     """
 
     def __init__(self, program: Program) -> None:
@@ -47,7 +47,7 @@ class UnfusedRunContents:
                 self.readers[value].add(number)
 
     def _read_final_contents(self, contents: BufferContents) -> dict[str, Content]:
-        """Return the contents at the end of a run of all outputs, state saves, weights and states, by name."""
+        """Return by name what outputs, saved states, weights and states hold at the end of a run."""
         program = self.program
         tensors = {f"output {name}": tensor for name, tensor in program.outputs.items()}
         for at, back in program.undo:
@@ -57,12 +57,15 @@ class UnfusedRunContents:
         return {name: _read_content(contents, tensor) for name, tensor in tensors.items()}
 
     def is_result_read_outside_group(self, number: int, members: Sequence[int]) -> bool:
-        """Return whether a result is read after the run, or by an instruction that is not in `members`."""
+        """Return whether anything outside of a fused group needs a result, so that the fused kernel must write it.
+
+        The reader may be an instruction that is not in `members`, or the caller after the run.
+        """
         values = [(number, index) for index in range(len(self.program.instructions[number].dst))]
         return any(value in self.retained or not self.readers[value] <= {*members} for value in values)
 
     def find_fused_run_differences(self, fusion: ProgramFusion) -> Iterator[str]:
-        """Yield each operand and buffer with other contents in a run with fused kernels than in an unfused run."""
+        """Yield each operand and each final buffer that holds other values with fusion than without."""
         contents = self._make_start()
         for group in fusion.order:
             members = {*group}
@@ -88,7 +91,7 @@ class UnfusedRunContents:
 
 
 def _read_content(contents: BufferContents, tensor: Tensor) -> Content:
-    """Return which value each byte range of a tensor holds, without the bytes that no instruction has written."""
+    """Return which result each byte range of a tensor holds; bytes that no instruction has written are left out."""
     buffer, start, end = compute_byte_extent(tensor)
     if start == end:
         return ()
@@ -104,7 +107,7 @@ def _record_scratch(contents: BufferContents, instruction: Instruction) -> None:
 
 
 def _remove_byte_ranges(content: Content, ranges: Sequence[tuple[int, int, object]]) -> Content:
-    """Return a content without the given byte ranges, which are sorted and do not overlap."""
+    """Return a list of byte ranges without the given ranges, which are sorted and do not overlap."""
     parts: Sequence[tuple[int, int, object]] = content
     for start, end, _ in ranges:
         before = [(low, min(high, start), value) for low, high, value in parts if low < start]

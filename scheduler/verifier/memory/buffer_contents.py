@@ -18,7 +18,7 @@ from ....ops.registry import find_graph_role
 
 
 class BufferContents:
-    """The values that are in each byte range of a device's buffers, at one instruction of a simulated run.
+    """Records which value each byte of a device's buffers holds, while the verifier simulates a program.
 
     - `starts`, `ranges`: for each buffer its disjoint byte ranges in order, as first bytes and as (end byte, value).
     - `overwritten_values`: the values that lost bytes, until a caller clears the list.
@@ -91,7 +91,7 @@ class BufferContents:
         return None
 
     def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
-        """Return why the bytes of a tensor are not the expected view of a value, or None if they are.
+        """Check that the bytes of a tensor hold the expected value; return the reason if they do not, else None.
 
         Args:
             tensor: The tensor that an instruction reads.

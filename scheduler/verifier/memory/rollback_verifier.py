@@ -67,7 +67,7 @@ class InstructionLabel:
 
 @dataclass(frozen=True, slots=True)
 class SavedContentMarker:
-    """Stands for a saved state in the recorded contents of memory."""
+    """Marks bytes of the arena that hold a saved copy of a state, in the simulated contents of memory."""
 
     state_name: str
 
@@ -76,7 +76,9 @@ class SavedContentMarker:
 
 
 def build_nodes_for_rollback_support_check(instruction: Instruction, state: Value) -> tuple[Node, Node]:
-    """Build stand-alone nodes that save and restore a state, to ask a backend whether it supports them.
+    """Build two nodes that save and restore a state; the verifier asks the backend whether it supports them.
+
+    Saves are instructions of a program without nodes in the graph, but backends answer questions about nodes only.
 
     Args:
         instruction: The saving instruction, `cont` (the whole state) or `get_rows` (some rows).
@@ -97,7 +99,11 @@ def build_nodes_for_rollback_support_check(instruction: Instruction, state: Valu
 
 
 def list_standalone_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """Yield a node outside of the graph for each instruction that saves a state, and for its restore."""
+    """Yield nodes that stand for the state saves of a program and for the restores from them.
+
+    Programs save states before they overwrite them, by instructions without nodes in the graph. The verifier asks the
+    backend whether it supports these nodes.
+    """
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
@@ -225,10 +231,7 @@ class FailedRunUndoChecker:
             yield "it overwrites its operands"
 
     def _find_unacceptable_save_operands(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield faults of a save and its restore that their kernels would not accept: dtypes, scratch or strides.
-
-        Wrong names of the two instructions are faults too.
-        """
+        """Yield the reasons why kernels would reject a save or its restore: dtypes, scratch or strides; or wrong names."""
         state, saved_tensor, index = _assert_tensor_is_present(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
@@ -283,7 +286,7 @@ class FailedRunUndoChecker:
         self.contents.overwritten_values.clear()
 
     def _is_restored_before_use_as_row_index(self, value: object) -> bool:
-        """Return whether `value` is a state with row numbers that the undo restores before it reads these numbers."""
+        """Return whether `value` is a state of row numbers that is restored before another restore reads the numbers."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [
@@ -315,7 +318,7 @@ class FailedRunUndoChecker:
 
 
 def _can_index_rows(index: Tensor, table: Tensor) -> bool:
-    """Return whether `index` can number rows of `table`: it has integers, and the leading axes of the table."""
+    """Return whether the integers of `index` can select rows of `table`: both have the same leading axes."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
@@ -365,14 +368,17 @@ def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Ins
 
 
 def _list_row_index_byte_offsets(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """Return the byte offset of each row number in a row index, to compare the row indices of two instructions.
+    """Return where each row number of a row index is in memory, in bytes, to compare it with another row index.
 
     Two tensors with equal offsets read the same row numbers. The offsets are sorted within each index of the leading
-    axes. The result is None if the shape does not match `leading_shape`.
+    axes.
 
     Args:
         index: The row index.
         leading_shape: The axes of the table before the row axis.
+
+    Returns:
+        The offsets; None if the shape of the index does not match `leading_shape`.
     """
     at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):

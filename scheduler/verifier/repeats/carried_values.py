@@ -77,8 +77,8 @@ class CarriedValueTrace(ValueTrace):
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
         """Record which graph values the results of a device's node equal, and yield the faults of the node.
 
-        A result may be a partial sum that is carried to the next repetition. Its readers then see one opaque term per
-        device, so they cannot depend on the terms of one repetition.
+        A result may be a partial sum that is carried to the next repetition. For its readers each device then has one
+        opaque term, so no proof can depend on the terms of one repetition.
         """
         yield from super()._record_node_facts(device, node)
         runs = self.device_repetitions[device]
@@ -151,7 +151,7 @@ class CarriedValueTrace(ValueTrace):
                     )
 
     def _find_position_relative_to_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
-        """Return where a graph value is computed, relative to a repetition, in order to compare repetitions.
+        """Return where a graph value is computed, counted from a repeated layer, so that layers can be compared.
 
         Returns:
             Three numbers: the position of the value's node in its repetition, the result number, and the number of

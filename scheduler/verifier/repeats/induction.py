@@ -50,7 +50,7 @@ def find_common_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
 
 def make_plan_before_unrolling(plan: Plan, shortened: ShortenedGraph) -> Plan:
-    """Return the plan of the short graph, with the graph and program that each device has before unrolling.
+    """Return the plan of the short graph, which has few repeated layers, from a plan that was unrolled to all layers.
 
     Args:
         plan: The plan of the deep graph.
@@ -75,10 +75,10 @@ def make_plan_before_unrolling(plan: Plan, shortened: ShortenedGraph) -> Plan:
 
 
 def find_shortened_graph_mismatches(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield faults of a shortened graph: it must be the plan's graph with fewer repetitions of the repeated layers.
+    """Yield the differences that forbid a short graph, with few of the repeated layers, to stand for the plan's graph.
 
-    Each repetition is compared with the repetition of the short graph that stands for it. Ops, operands and the layouts
-    of leaves must be equal. Outputs and state updates must agree as well.
+    Each repetition is compared with the repetition of the short graph that stands for it. Ops, operands and the
+    layouts of leaves must be equal. Outputs and state updates must agree as well.
     """
     runs, left_out = (
         shortened.deep_repetitions,
@@ -241,7 +241,7 @@ def _find_unequal_output_and_update_faults(
 def find_names_without_short_node_number(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield faults of the names of device nodes, which must begin with the number of a node of the short graph.
 
-    This number decides to which repetition the device's node belongs.
+    This number decides to which repeated layer the device's node belongs. An example is ``12.suffix``.
     """
     for device, device_plan in enumerate(short_plan.device_plans):
         for node in device_plan.graph.nodes:
@@ -251,7 +251,7 @@ def find_names_without_short_node_number(short_plan: Plan, shortened: ShortenedG
 
 
 def find_faults_of_reordering_repetitions(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield reasons why the repetitions of a proven short plan may not follow each other in any order.
+    """Yield the reasons why a proof for a few layers does not hold for all: the layers cannot be repeated freely.
 
     All devices must also have their collectives in the same repetitions, and by ascending sequence number.
 

@@ -33,10 +33,12 @@ ByteExtent: TypeAlias = tuple[int, int, int]
 
 
 class RepetitionsOfDeviceGraph:
-    """The repetitions of repeated layers in a device's short graph, and the values that each carries to the next.
+    """The repeated layers in a device's graph, and the values that each layer passes to the next.
+
+    The graph is short: it has only a few of the repeated layers, each called a repetition.
 
     - `kind_by_node`: the repetition of each node, called kind.
-    - `carried_key_by_node`: the key of each carried node, which is equal in all repetitions.
+    - `carried_key_by_node`: for each node that the next repetition reads, a key that is equal in all repetitions.
     """
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
@@ -53,10 +55,9 @@ class RepetitionsOfDeviceGraph:
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
     def find_key_of_value_carried_forward(self, node: Node, reader_repetition: int) -> CarriedKey | None:
-        """Return the key of a value that one repetition carries to the next one; None for other values.
+        """Return a key that names a value which one repeated layer passes to the next, alike in all layers; else None.
 
-        The key is the position of the user's node in its repetition, and a name ending. So it is equal in all
-        repetitions.
+        The key is the position of the user's node within its layer, and the ending of the device node's name.
 
         Args:
             node: A node of the device's graph.
@@ -77,10 +78,10 @@ class RepetitionsOfDeviceGraph:
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_faults_forbidding_any_repetition_order(self) -> Iterator[str]:
-        """Yield faults of a device's graph that would forbid its repetitions to follow each other in any order.
+        """Yield the reasons why the layers of a device's graph may not be repeated any number of times.
 
-        - A repetition may read its own values, values that the repetition before carries to it, and long-lived values.
-          These are computed before all repetitions.
+        - A repetition may read its own values, values that the repetition before carries to it, and long-lived
+          values. These are computed before all repetitions.
         - Every repetition must carry the same values with the same specs.
         - A state must be updated in its own repetition, and outputs must not belong to a repetition.
         """
@@ -119,7 +120,9 @@ class RepetitionsOfDeviceGraph:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_initial_carried_value(self, node: Node) -> bool:
-        """Return whether the first repetition reads this node where later repetitions read a carried value."""
+        """Return whether the first layer reads this node in place of a value of an earlier layer, such as the
+        embeddings.
+        """
         return (
             self.shortened_graph.short_repetitions.find_position_of_carried_value(split_numbered_name(node.name)[0], 0)
             is not None
@@ -129,7 +132,9 @@ class RepetitionsOfDeviceGraph:
 def find_faults_of_any_repetition_order(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
-    """Yield all reasons why the repetitions in a device's program may not follow each other in any order.
+    """Yield all reasons why the layers in a device's program may not be repeated in any order.
+
+    A proof for a program with a few layers then holds for the program with all layers.
 
     Args:
         graph: The device's short graph.
@@ -143,7 +148,7 @@ def find_faults_of_any_repetition_order(
 
 
 class _RepetitionReorderingChecker:
-    """The check that the repetitions in one device's program may follow each other in any order."""
+    """Checks that the layers in one device's program can be repeated in any order without a change of results."""
 
     def __init__(self, repetitions: RepetitionsOfDeviceGraph, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
@@ -182,13 +187,13 @@ class _RepetitionReorderingChecker:
         yield from self._find_lasting_value_overwrite_faults(self._find_long_lived_value_extents(), carried)
 
     def _is_repeated_kind(self, kind: int) -> bool:
-        """Return whether a kind is a repetition; the parts before and after all repetitions are not."""
+        """Return whether `kind` numbers a repeated layer, and not the part before or after all repeated layers."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
     def _find_gaps_in_state_saves(self) -> Iterator[str]:
-        """Yield faults of the layout of state saves: saves of repetitions must fill the arena's end without gaps.
+        """Yield faults of where state saves lie: those of all layers must fill the end of the arena without gaps.
 
-        No other value may overlap these bytes.
+        No other value may overlap these bytes, because unrolling appends the saves of further layers.
         """
         program = self.program
         saves = [at for at in sorted(program.save_positions) if self._is_repeated_kind(self.kind_by_instruction[at])]
@@ -215,7 +220,7 @@ class _RepetitionReorderingChecker:
                     yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
     def _find_foreign_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
-        """Yield faults of an instruction that reads or writes the leaves of another repetition.
+        """Yield faults of an instruction that uses the weights or states of another layer than its own.
 
         It may also read, but not write, leaves of the part before all repetitions.
         """
@@ -242,10 +247,11 @@ class _RepetitionReorderingChecker:
         return self.views.resolve_view(value).base
 
     def _find_carried_value_extents(self) -> Mapping[Value, ByteExtent] | str:
-        """Return the byte extents of the values that each repetition carries to the next one.
+        """Find the bytes of the values that each layer passes to the next; they must be the same bytes in all layers.
 
         Returns:
-            The extent, by the value that owns the memory. If it differs between repetitions, the reason as text.
+            The (buffer, first byte, end byte) extent, by the value that owns the memory. If it differs between
+            repetitions, the reason as text.
         """
         places: dict[tuple[int, str, int], ByteExtent] = {}
         found: dict[Value, ByteExtent] = {}
@@ -268,7 +274,7 @@ class _RepetitionReorderingChecker:
         return found
 
     def _find_long_lived_value_extents(self) -> Mapping[Value, ByteExtent]:
-        """Return the byte extents of long-lived values, which are computed before all repetitions and read in them.
+        """Find the bytes of the values that are computed before all repeated layers and read in them, such as a mask.
 
         Values that the first repetition reads in place of carried values are not long-lived.
         """

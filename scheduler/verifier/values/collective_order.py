@@ -19,7 +19,7 @@ def make_shared_collective_key(device: int, node: Node) -> object:
 
 
 def order_nodes_by_operands_and_sequence(graph: Graph) -> tuple[Node, ...]:
-    """Order the nodes of a graph: operands before their readers, and collectives by ascending sequence number."""
+    """Return the nodes of a graph with operands before readers, and collectives by ascending sequence number."""
     collectives = sorted(
         (n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: narrow_to_integer(n.attrs["sequence"])
     )

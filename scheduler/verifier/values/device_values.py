@@ -52,13 +52,13 @@ _FollowedNode: TypeAlias = tuple[list[list[DeviceValueFact]], list[set[int]]]
 
 
 class ValueTrace:
-    """Proves which values of the user's graph each device value equals; such a statement is called a fact.
+    """Derives which values of the user's graph the values on devices equal; such a proven statement is called a fact.
 
     After `find_faults`:
 
     - `facts_by_node` has for each device the facts of each result of each node.
-    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A product
-      with a slice of a weight, for example, is a part of the whole product.
+    - `computing_devices` maps a set of value numbers that a node may compute to the devices with such a node. A
+      product with a slice of a weight, for example, is a part of the whole product.
     - `complete_devices` maps a value number to the devices that compute all of its entries.
     - `search_limit_note` is the end of a message, if a search was stopped.
 
@@ -116,9 +116,9 @@ class ValueTrace:
             yield "devices wait for each other in a circle"
 
     def _mark_reached_and_check_participants(self, device: int, node: Node) -> bool:
-        """Return whether a node can be traced now; mark a collective as reached by this device.
+        """Return whether a node can be traced now; a collective waits until all participants have reached it.
 
-        A collective must wait until all participants have reached it. All other nodes are always ready.
+        The call also marks a collective as reached by this device.
         """
         if node.op not in COLLECTIVES:
             return True
@@ -170,7 +170,7 @@ class ValueTrace:
             those.add(device)
 
     def _intern_node_specs(self, node: Node) -> tuple[int, NodeSpecs]:
-        """Return the attributes and specs of a node as one shared object per distinct content, with its number."""
+        """Return one shared object for nodes with equal attributes and specs, and the number of this object."""
         if node not in self._instance_by_node:
             mine = make_node_specs(node)
             self._instance_by_node[node] = self._instance_numbers.setdefault(
@@ -211,9 +211,9 @@ class ValueTrace:
     def _list_fact_choices_of_conversion_operands(
         operand_facts: Sequence[list[DeviceValueFact]],
     ) -> Iterator[tuple[DeviceValueFact, ...]]:
-        """Yield choices of facts about the operands of a conversion, a node that only moves entries.
+        """Yield the combinations of facts to try for the operands of a conversion, a node that only moves entries.
 
-        A choice is one fact, or two facts about parts of one graph value.
+        A combination is one fact, or two facts about parts of one graph value, such as the halves of a concatenation.
         """
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
@@ -223,9 +223,10 @@ class ValueTrace:
     def _list_fact_combinations_with_graph_node(
         self, node: Node, operand_facts: Sequence[list[DeviceValueFact]]
     ) -> Iterator[tuple[DeviceValueFact | None, ...]]:
-        """Yield each choice of one fact (graph value) per operand with which the user's graph has such a node.
+        """Yield the combinations of operand facts for which the user's graph has a node of this op with these operands.
 
-        After `max_combinations` choices the search ends, and `search_limit_note` says so.
+        A combination has one fact for each operand. After `max_combinations` combinations the search ends, and
+        `search_limit_note` says so.
         """
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [
@@ -245,7 +246,7 @@ class ValueTrace:
                 yield operands
 
     def _is_fact_of_complete_value(self, fact: DeviceValueFact) -> bool:
-        """Return whether a fact (an equality with a graph value) covers all entries and is no partial sum."""
+        """Return whether a fact states that a device has all entries of a graph value, and not only a partial sum."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
@@ -289,9 +290,13 @@ class ValueTrace:
     def _infer_facts_for_operands(
         self, op: str, instance: NodeSpecs, operand_facts: Sequence[DeviceValueFact | None], reasons: list[str]
     ) -> Iterator[list[DeviceValueFact]]:
-        """Match a device's node with nodes of the user's graph; yield the facts of its results for each match.
+        """Find the nodes of the user's graph that a device's node may compute; yield the facts of its results for each.
 
-        `operand_facts` has one fact per operand. `reasons` receives the reasons why a graph node does not match.
+        Args:
+            op: The op of the device's node.
+            instance: The attributes and specs of the device's node.
+            operand_facts: One fact for each operand; None for a missing operand.
+            reasons: Receives the reasons why a graph node does not match.
         """
         meaning = self.numbering
         key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
@@ -357,10 +362,10 @@ class ValueTrace:
     def _list_device_fact_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[DeviceValueFact]]
     ) -> Iterator[tuple[DeviceValueFact, ...]]:
-        """Yield choices of one fact per device, in which all devices have parts of one graph value.
+        """Yield the combinations of facts, one for each device, in which all devices have parts of one graph value.
 
         It is the graph value of the first device. A device without a fitting fact takes part with any fact, so that a
-        fault is found. After `max_combinations` choices the search ends, and `search_limit_note` says so.
+        fault is found. After `max_combinations` combinations the search ends, and `search_limit_note` says so.
         """
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
@@ -418,7 +423,7 @@ class ValueTrace:
     def _concatenate_shard_entries(
         self, device_facts: Sequence[DeviceValueFact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
-        """Return the entries that shards of an axis form together; if they do not fit, return the reason as text.
+        """Return the entries of a value that all shards have together, as after an all-gather; return a misfit as text.
 
         Args:
             device_facts: The fact of each device about its shard.

@@ -42,14 +42,12 @@ class DeviceValueFact:
 
 
 def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
-    """Return the entries of each axis, with no entry on one axis, in order to compare all other axes."""
+    """Return the entries of each axis, with none on axis `axis`; two results are equal if all other axes are equal."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
 def infer_copied_or_sliced_value_facts(node: Node, operands: Sequence[DeviceValueFact | None]) -> list[DeviceValueFact]:
-    """Infer the graph value that the result of a conversion equals, from the facts about its operands.
-
-    A conversion is a node that only moves or cuts a value:
+    """Infer which graph value the result of a copy, slice or concatenation is, from the facts about its operands.
 
     - A copy or a message has the fact of its operand.
     - A slice has fewer entries of the same graph value.
@@ -61,7 +59,7 @@ def infer_copied_or_sliced_value_facts(node: Node, operands: Sequence[DeviceValu
         operands: The fact about each operand; None for a missing operand.
 
     Returns:
-        A list with the fact, or an empty list if the node is no conversion.
+        A list with the fact, or an empty list if the node is no such conversion.
     """
     first, attrs = operands[0] if operands else None, node.attrs
     if first is None or node.op not in CONVERSION_OPS:

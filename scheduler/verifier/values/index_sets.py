@@ -46,7 +46,7 @@ Entries: TypeAlias = npt.NDArray[np.int64]
 
 
 def make_index_of_all_entries(size: int) -> IndexRanges:
-    """Return the index of all entries of an axis, in order: one range, or no range for an empty axis.
+    """Return the index (tuple of ranges) with all entries of an axis in order: ``((0, size),)``, or ``()`` for size 0.
 
     Args:
         size: The number of entries of the axis.
@@ -55,20 +55,23 @@ def make_index_of_all_entries(size: int) -> IndexRanges:
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Return the number of entries in an index, which is the sum of the lengths of its ranges."""
+    """Return the number of entries in an index: ``((2, 2), (8, 3))`` has 5."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
 def list_entry_numbers(index: IndexRanges) -> Entries:
-    """Return the entry numbers of an index as an array. The array is cached and must not be written."""
+    """Return the entry numbers of an index as an array: ``((2, 2), (8, 1))`` gives 2, 3, 8.
+
+    The array is cached and must not be written.
+    """
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
 def merge_entries_into_ranges(entries: Entries) -> IndexRanges:
-    """Return an array of entry numbers as index ranges (first entry, length); consecutive numbers share a range."""
+    """Convert an array of entry numbers to ranges (first entry, length): 2, 3, 8 gives ``((2, 2), (8, 1))``."""
     if not entries.size:
         return ()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(entries) != 1) + 1])
@@ -78,12 +81,14 @@ def merge_entries_into_ranges(entries: Entries) -> IndexRanges:
 
 @lru_cache(maxsize=1 << 14)
 def slice_and_shift_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
-    """Return the entries from position `start` up to position `stop` of an index, each reduced by `subtracted`.
+    """Return the entries at positions `start` to `stop` (exclusive) of an index, each reduced by `subtracted`.
+
+    Example: ``((2, 2), (8, 2))`` lists 2, 3, 8, 9. Positions 1 to 3, reduced by 1, give 2 and 7.
 
     Args:
         index: The index ranges to slice.
-        start: The first position in the index; it is a position, not an entry number.
-        stop: The end position.
+        start: The first position in the list of entries; it is not an entry number.
+        stop: The end position, exclusive.
         subtracted: The number to subtract from each entry number.
     """
     runs, at = [], 0
@@ -97,7 +102,7 @@ def slice_and_shift_index(index: IndexRanges, start: int, stop: int, subtracted:
 
 @lru_cache(maxsize=1 << 12)
 def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
-    """Return whether two indices (entries of an axis, as ranges) have at least one entry in common."""
+    """Return whether two indices (entries of one axis as ranges) have at least one entry in common."""
     runs = sorted([*((a, 0, n) for a, n in index), *((a, 1, n) for a, n in other_index)])
     ends = [0, 0]
     for start, which, n in runs:
@@ -109,7 +114,7 @@ def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_each_entry_once(index: IndexRanges, size: int) -> bool:
-    """Return whether an index (entries as ranges) has each entry of an axis exactly once, in any order.
+    """Return whether an index has each entry of an axis exactly once, in any order.
 
     Args:
         index: The index to test.
@@ -131,7 +136,7 @@ def has_duplicates(index: IndexRanges) -> bool:
 
 
 def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
-    """Return one index (entries of an axis, as ranges) that lists the entries of several indices in turn."""
+    """Return the index that lists the entries of several indices one after the other."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
@@ -197,15 +202,18 @@ def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes
 
 
 def _extract_digit_times_stride(entries: Entries, digit: tuple[int, int]) -> Entries:
-    """Return one digit (stride, size) of each entry number, times its stride: ``entry // stride % size * stride``."""
+    """Return the part of each entry number that one digit contributes: ``entry // stride % size * stride``.
+
+    Example: the digit (stride 10, size 10) of 345 contributes 40.
+    """
     stride, n = digit
     return entries // stride % n * stride
 
 
 def _clear_entry_number_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
-    """Return entry numbers in which each of the given digits (stride, size) is set to zero.
+    """Return the entry numbers with the given digits set to zero; a digit (stride, size) is ``entry // stride % size``.
 
-    The digit is the part ``entry // stride % size`` of an entry number.
+    Entries that differ only in ignored digits become equal. Example: without the digit (10, 10), 345 becomes 305.
     """
     for digit in digits:
         entries = entries - _extract_digit_times_stride(entries, digit)
@@ -213,9 +221,10 @@ def _clear_entry_number_digits(entries: Entries, digits: IgnoredDigits) -> Entri
 
 
 def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
-    """Return the ignored digits (parts of an entry number that do not affect the value) that two values share.
+    """Return the digits that both of two values ignore, because neither value depends on them.
 
-    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number. An example of an ignored digit
+    is the axis along which a value was broadcast.
     """
     return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 
@@ -224,10 +233,10 @@ def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits)
 def find_index_matching_both_values(
     index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
 ) -> IndexRanges | None:
-    """Return entries that stand for the entries of two values at once; None if the entries do not match.
+    """Find entries that equal the entries of two values at once, up to digits that one value ignores, or None.
 
-    Two operands of a node must often have the same entries of an axis. They match if they differ only in digits that
-    one of the values ignores, because it does not depend on them.
+    Two operands of a node must have the same entries of a common axis. Entries that differ only in ignored digits
+    count as the same, because the value is equal there. The module docstring has an example.
 
     Args:
         index: Entries of the first value.
@@ -255,13 +264,11 @@ def find_index_matching_both_values(
 
 
 def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> bool:
-    """Return whether a device has all entries of an axis, in order.
-
-    Entries that differ only in ignored digits count as equal, because the value does not depend on these digits.
+    """Return whether a device has all entries of an axis in order, apart from entries that are equal by broadcasting.
 
     Args:
         index: The entries that the device has.
-        digits: The ignored digits of the value.
+        digits: The ignored digits of the value; entries that differ only in these count as equal.
         axis_size: The number of entries of the whole axis.
     """
     return index == make_index_of_all_entries(axis_size) or (
@@ -310,9 +317,10 @@ def is_valid_broadcast(
 
 
 def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
-    """Convert ignored digits of a factor axis to digits of the product axis: strides grow by `inner_size`.
+    """Convert digits of one factor to digits of the product axis that contains the factor.
 
-    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number. Example: in an axis [3, 4], the
+    digit (1, 3) of the outer factor becomes (4, 3).
 
     Args:
         factor_digits: Digits of the factor.
@@ -324,7 +332,8 @@ def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredD
 def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size: int) -> IgnoredDigits:
     """Convert digits of a product axis to digits of one of its factors; parts in other factors are dropped.
 
-    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number. Example: in an axis [3, 4], the
+    digit (4, 3) becomes the digit (1, 3) of the outer factor.
 
     Args:
         product_digits: Digits of the product axis. A digit may cover several factors or a part of one.
@@ -340,10 +349,10 @@ def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size
 
 
 def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
-    """Return the entries at the given positions of an index (entries of an axis, as ranges).
+    """Return the entries at the given positions of an index: of 2, 3, 8, 9 the positions 1 and 2 are 3 and 8.
 
     Args:
-        index: The index to select from.
+        index: The index (entries of an axis, as ranges).
         positions: Positions in `index`, as ranges (first position, length).
     """
     if len(positions) == 1:

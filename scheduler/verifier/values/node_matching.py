@@ -24,7 +24,10 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """All nodes of the user's graph that apply one op to the same operands, grouped by attributes for fast search."""
+    """The nodes of the user's graph that apply one op to the same operands, for a fast search by attributes.
+
+    The verifier looks up which of these nodes a device's node computes.
+    """
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -56,9 +59,9 @@ class ConsumerTable:
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
     def _list_attrs_equal_on_devices(self, node: NodeSpecs) -> AttrItems:
-        """List the attributes of a node that a device's node for a part of it must have as well, sorted by name.
+        """List the attributes that a device's node must share with its graph node, sorted by name.
 
-        Other attributes, such as sizes, may differ.
+        Other attributes, such as sizes, differ if the device computes only a part.
         """
         local = list_attrs_that_may_differ(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))

@@ -23,9 +23,10 @@ AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeSpecs:
-    """The attributes, operand specs and result specs of a node, of the user's graph or of a device's graph.
+    """What a node computes apart from its operands: its attributes, operand specs and result specs.
 
-    Operands are left out. So the result entries of nodes with equal specs are inferred once.
+    The node is of the user's graph or of a device's graph. Nodes with equal specs share one inference of result
+    entries.
     """
 
     attrs: AttrItems

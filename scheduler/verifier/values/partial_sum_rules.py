@@ -26,7 +26,7 @@ def propagate_partial_sum(
     inferred_entries: InferredEntries,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Derive the partial sum of a node's results from the partial sums of its operands; None for complete results.
+    """Derive which terms of a sum the results of a node have on a device, from the partial sums of its operands.
 
     1. A lookup in a table with some local rows has the terms of these rows.
     2. If all operands are complete, the node's own contraction gives the partial sum.
@@ -40,6 +40,9 @@ def propagate_partial_sum(
         operand_sums: Partial sum of each operand; None for a complete operand.
         inferred_entries: Entries of the results, their contraction terms, and local table rows.
         operand_numbers: Value number of each operand; None for a missing operand.
+
+    Returns:
+        The partial sum; None if the results are complete.
 
     Raises:
         ValueError: The op is not linear in an operand that is a partial sum.

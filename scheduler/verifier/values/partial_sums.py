@@ -39,10 +39,10 @@ from .index_sets import IndexRanges, count_entries, has_common_entries, has_dupl
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The terms of a sum that one device has, if the value is the sum over all devices.
+    """The terms that one device contributes to a sum over all devices.
 
-    Such a sum begins at a contraction, and linear ops pass it on. So the record is nested, with one level for each op.
-    The field `kind` decides which fields are used:
+    Such a sum begins at a contraction, such as a matmul over a sharded axis. Linear ops pass it on, so the record is
+    nested with one level for each op. The field `kind` decides which fields are used:
 
     - ``none``: The device has no term, only zeros.
     - ``terms``: The device has some terms of a contraction. `index_box` has its entries of each contracted axis, and
@@ -51,8 +51,8 @@ class PartialSum:
       such as ``a+b``. `operand_sums` has their partial sums; None stands for the complete operand.
 
     `routing` is set for rows that are looked up in a table. It is a pair: the value number of the index operand, and
-    its number of axes. The index operand has a row number for each index of the leading axes of the result. At such an
-    index, the result is zero unless `index_box` has this row.
+    its number of axes. The index operand has a row number for each index of the leading axes of the result. At such
+    an index, the result is zero unless `index_box` has this row.
     """
 
     kind: str
@@ -100,7 +100,7 @@ def make_contraction_partial_sum(index_box: tuple[IndexRanges, ...], axis_sizes:
 
 
 def make_linear_partial_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
-    """Return the partial sum of the result of a linear op, given the partial sums of its operands.
+    """Return the partial sum of a linear op's result, such as a sum ``a + b`` of which each device has only some terms.
 
     Args:
         linear_operands: Names of the operands in which the op is linear together, joined by ``+``.
@@ -120,7 +120,7 @@ def check_sum_is_complete(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
 ) -> str | None:
-    """Return why the partial sums of all devices are not a complete sum, with each term once; None if they are.
+    """Check that all devices together have each term of a sum exactly once; return the reason if not, else None.
 
     Args:
         partial_sums: The partial sum of each device; None for a device that has the complete value.
@@ -139,12 +139,15 @@ def _check_nested_partial_sums(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Return why the devices do not have each term of a sum exactly once, or None; nested sums are checked too.
+    """Check that the devices have each term of a sum once, through all linear ops back to the contraction.
 
     Args:
         partial_sums: The partial sum of each device.
         known_complete: Lists that are known to be complete, by the ids of their objects.
         being_checked: Lists that are checked already or now. It holds the objects, because keys are object ids.
+
+    Returns:
+        The reason why a term is missing or counted twice; None if the sum is complete.
     """
     key = tuple(map(id, partial_sums))
     if key in known_complete or key in being_checked:
@@ -168,10 +171,18 @@ def _check_linear_op_partial_sums(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Return why the partial sums of a linear op's result do not add up to the whole result; None if they do.
+    """Check that the devices' partial results of a linear op, such as an addition, add up to its whole result.
 
-    The partial sums of each operand are checked by themselves. A device with the complete result counts as a device
-    with the complete operand. A device with zeros counts as a device with zeros in the operand.
+    The sum over devices of each operand must be complete by itself. A device with the complete result counts as a
+    device with the complete operand. A device with zeros counts as a device with zeros in the operand.
+
+    Args:
+        partial_sums: The partial sum of each device, of the kind ``linear``.
+        known_complete: Lists that are known to be complete, by the ids of their objects.
+        being_checked: Lists that are checked already or now. It holds the objects, because keys are object ids.
+
+    Returns:
+        The reason why the results do not add up; None if they do.
     """
     forms = {(s.linear_operands, len(s.operand_sums)) for s in partial_sums if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in partial_sums if s is not None}
@@ -185,10 +196,14 @@ def _check_linear_op_partial_sums(
 
 
 def _check_index_boxes_cover_all_terms(boxes: Sequence[tuple[int, PartialSum]]) -> str | None:
-    """Return why the terms of all devices do not cover a contraction exactly once, or None if they do.
+    """Check that the index ranges of all devices cover a contraction once, without gaps and overlaps.
 
     Args:
-        boxes: Pairs of a device number and its partial sum of the kind ``terms``, with an index box.
+        boxes: Pairs of a device number and its partial sum of the kind ``terms``, with an index box: its entries of
+            each contracted axis.
+
+    Returns:
+        The reason why a term is missing or counted twice; None if all is right.
     """
     sizes, by = boxes[0][1].axis_sizes, boxes[0][1].routing
     for device, box in boxes:

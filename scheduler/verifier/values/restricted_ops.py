@@ -69,7 +69,9 @@ class NodeMismatchError(Exception):
 def infer_result_entries(
     op: str, graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
 ) -> InferredEntries | str:
-    """Return the entries of a graph node's results that a device's node computes from its part of the operands.
+    """Infer which entries of a graph node's results a device computes from its parts of the operands.
+
+    Example: with rows 0 to 3 of the weight, a matmul computes columns 0 to 3 of the result.
 
     Args:
         op: Name of the op.
@@ -94,7 +96,7 @@ def infer_result_entries(
 
 
 def _make_first_entries_of_empty_result(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
-    """Return entries for a result without elements: on each axis the first entries, as many as the device has."""
+    """Return entries for an empty result, which has no values to compare: the first ones of each axis."""
     return tuple((_make_prefix_index(n, m), ()) for n, m in zip(graph_spec.shape, device_spec.shape, strict=True))
 
 
@@ -125,7 +127,7 @@ def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
 
 @dataclass
 class _DimensionEntries:
-    """The entries that a device has of each signature dimension, collected from operands that must agree."""
+    """Collects the entries that a device has of each dimension of an op's signature; all operands must agree on them."""
 
     entries_by_dimension: dict[str, AxisEntries] = field(default_factory=dict)
     leading_entries: list[AxisEntries] = field(default_factory=list)
@@ -149,7 +151,10 @@ class _DimensionEntries:
 
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return the entries of an axis that two operands share, with the digits that both ignore; raise if they differ."""
+    """Return the entries of an axis that two operands share; raise `NodeMismatchError` if their entries differ.
+
+    Digits (parts of entry numbers) that only one value ignores no longer count as ignored.
+    """
     index = find_index_matching_both_values(*entries, *other_entries)
     if index is None:
         raise NodeMismatchError(
@@ -258,7 +263,7 @@ def _add_factor_entries(
     device_sizes: Mapping[str, int],
     dimensions: _DimensionEntries,
 ) -> None:
-    """Split an operand's entries of an axis that is a product into entries of its factors; record them."""
+    """Split the entries of an operand axis such as ``(h d)`` into entries of its factors h and d, and record them."""
     index, digits = entries
     theirs = tuple(int(f) if f.isdecimal() else graph_sizes[f] for f in dim.factors)
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
@@ -278,7 +283,10 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionEntries, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Return the entries of a result axis, combined from its factors. Factors that no operand has must be whole."""
+    """Return the entries of a result axis such as ``(h d)``, combined from the entries of its factors h and d.
+
+    A factor that no operand has must be whole.
+    """
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
@@ -338,7 +346,7 @@ def _require_result_shapes(device_node: NodeSpecs, result_entries: Sequence[Valu
 def _infer_entries_by_axis_links(
     declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
 ) -> InferredEntries:
-    """Infer the result entries of an op such as a slice or a reshape, by its links of operand axes to result axes."""
+    """Infer the result entries of an op such as a slice or a reshape, which declares links of operand and result axes."""
     assert declared.links is not None
     links = declared.links(graph_node.src, graph_node.attrs_by_name)
     starts = {
@@ -372,7 +380,7 @@ def _infer_entries_by_axis_links(
 def _map_operand_entries_and_detect_part(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Map the entries of an operand axis to its result axis; also return whether they are only a part of it."""
+    """Return the result entries that linked operand entries become, and whether the operand is only a part of the axis."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())

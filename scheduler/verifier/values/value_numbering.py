@@ -88,7 +88,7 @@ class ValueNumbering:
     def find_consumer_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the operand numbers of each graph node that applies `op` to allowed operands only.
+        """Yield the operand numbers of each graph node that applies `op` to operands from the allowed sets only.
 
         Nodes with equal operand numbers are yielded once. For speed, the search starts at the operand with the fewest
         consumers.
@@ -114,7 +114,9 @@ class ValueNumbering:
     def _infer_ignored_digits(
         self, op: str, instance: NodeSpecs, operand_numbers: Sequence[int | None]
     ) -> list[tuple[IgnoredDigits, ...]]:
-        """Return the ignored digits of a node's results: parts of the entry numbers on which the values do not depend.
+        """Return on which parts of the entry numbers a node's results do not depend, for each axis of each result.
+
+        Such an ignored digit (stride, size) is the part ``entry // stride % size``, for example of a broadcast axis.
 
         Args:
             op: Name of the op.
@@ -133,9 +135,7 @@ class ValueNumbering:
         return [((),) * len(r.shape) for r in instance.results]
 
     def attach_ignored_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
-        """Pair the entries of each axis of a value with the ignored digits of the axis.
-
-        The value does not depend on these parts of its entry numbers.
+        """Pair the entries of each axis of a value with the axis' ignored digits, on which the value does not depend.
 
         Args:
             value_number: The number of the graph value.
