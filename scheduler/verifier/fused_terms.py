@@ -156,7 +156,7 @@ class SymbolicTerms:
             self._compute_instruction_term(number)
 
     def _compute_instruction_term(self, number: int) -> tuple[int, bool]:
-        """Return the number of the term that an instruction computes, and whether it has only one result for each row."""
+        """Return the term number of an instruction's result, and whether the result has one number for each row."""
         if number not in self.computed:
             self.computed[number] = self._trace_instruction_to_term(number, self.program.instructions[number])
         return self.computed[number]
@@ -431,7 +431,7 @@ class SymbolicTerms:
         return term
 
     def _is_per_row(self, maker: int, axes: Axes) -> bool:
-        """Return whether `axes` repeat each number of an instruction's result over one row, as for a [rows, 1] operand."""
+        """Return whether `axes` repeat each number of an instruction's result over one row, as for a [rows, 1] tensor."""
         rows, columns = math.prod(self.program.instructions[maker].dst[0].shape), (self.group.shape or (1,))[-1]
         dense: Axes = ((rows, 1),) if rows > 1 else ()
         return rows * columns == math.prod(self.group.shape) and axes == self._repeat_row_number_over_columns(dense)

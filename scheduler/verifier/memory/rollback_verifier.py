@@ -231,7 +231,7 @@ class FailedRunUndoChecker:
             yield "it overwrites its operands"
 
     def _find_unacceptable_save_operands(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield the reasons why kernels would reject a save or its restore: dtypes, scratch or strides; or wrong names."""
+        """Yield the reasons why kernels reject a save or its restore (dtypes, scratch or strides), or wrong names."""
         state, saved_tensor, index = _assert_tensor_is_present(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
@@ -286,7 +286,7 @@ class FailedRunUndoChecker:
         self.contents.overwritten_values.clear()
 
     def _is_restored_before_use_as_row_index(self, value: object) -> bool:
-        """Return whether `value` is a state of row numbers that is restored before another restore reads the numbers."""
+        """Return whether `value` is a state of row numbers that is restored before another restore reads them."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [

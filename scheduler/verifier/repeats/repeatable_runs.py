@@ -120,9 +120,7 @@ class RepetitionsOfDeviceGraph:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_initial_carried_value(self, node: Node) -> bool:
-        """Return whether the first layer reads this node in place of a value of an earlier layer, such as the
-        embeddings.
-        """
+        """Return whether the first layer reads this node where later layers read a value of the layer before."""
         return (
             self.shortened_graph.short_repetitions.find_position_of_carried_value(split_numbered_name(node.name)[0], 0)
             is not None

@@ -127,7 +127,7 @@ def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
 
 @dataclass
 class _DimensionEntries:
-    """Collects the entries that a device has of each dimension of an op's signature; all operands must agree on them."""
+    """Collects a device's entries of each dimension of an op's signature; all operands must agree on them."""
 
     entries_by_dimension: dict[str, AxisEntries] = field(default_factory=dict)
     leading_entries: list[AxisEntries] = field(default_factory=list)
@@ -346,7 +346,7 @@ def _require_result_shapes(device_node: NodeSpecs, result_entries: Sequence[Valu
 def _infer_entries_by_axis_links(
     declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
 ) -> InferredEntries:
-    """Infer the result entries of an op such as a slice or a reshape, which declares links of operand and result axes."""
+    """Infer the result entries of an op, such as a slice, that declares links of operand and result axes."""
     assert declared.links is not None
     links = declared.links(graph_node.src, graph_node.attrs_by_name)
     starts = {
@@ -380,7 +380,7 @@ def _infer_entries_by_axis_links(
 def _map_operand_entries_and_detect_part(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Return the result entries that linked operand entries become, and whether the operand is only a part of the axis."""
+    """Return the result entries that linked operand entries become, and whether they are only a part of the axis."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
