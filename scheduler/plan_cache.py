@@ -151,9 +151,9 @@ def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
 
 
 def _uses_only_own_backends_and_ops(graph: Graph, group: Devices) -> bool:
-    """Return whether a plan may be cached: all its backends and ops must be part of hocket.
+    """Return whether a plan may be cached: all of its backends and ops must be part of hocket.
 
-    The source of other backends and ops may change unnoticed. The plan would then be outdated.
+    The source code of other packages may change unnoticed, and the cached plan would be outdated.
     """
     return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in group) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes

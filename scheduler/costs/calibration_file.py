@@ -67,9 +67,9 @@ def scale_built_in_hardware_by_threads(group: Devices) -> Hardware:
 
 
 def find_saved_speeds(group: Devices) -> Speeds | None:
-    """Return the speeds that a calibration on this machine saved for a device group, or None.
+    """Return the speeds that an earlier calibration on this machine saved for a device group; None without one.
 
-    It does not matter which processes have the devices.
+    The devices may belong to this process or to others.
     """
     file = make_saved_speeds_path()
     if not file.exists():
@@ -183,7 +183,7 @@ def _is_valid_speeds(s: Speeds) -> bool:
 def _describe_version_and_processors() -> str:
     """Return a text that identifies this version of hocket and the processors of this machine.
 
-    Speeds that were saved with another text are not used.
+    Saved speeds carry this text. Speeds with another text are outdated and not used.
     """
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()

@@ -308,7 +308,7 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """The predicted seconds of the run; seconds in which kernels and collectives overlap count once."""
+        """The predicted seconds of the run; time in which kernels and collectives overlap counts once."""
         return self.compute + self.collectives - self.overlapped_seconds
 
 
@@ -356,7 +356,8 @@ class WorkCounter:
 def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
     """Return the bytes that one run of `graph` reads from each weight and each state.
 
-    Of a lookup table only the selected rows count. Of a mixture of experts only the experts that tokens use count.
+    A lookup table counts only with the rows that are looked up. A mixture of experts counts only with the experts
+    that tokens use.
     """
     counts, read = WorkCounter(), defaultdict[Node, float](float)
     for node in graph.nodes:
@@ -373,7 +374,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
 
 
 def follow_views_and_updates_to_owner(value: Value) -> Node:
-    """Return the node that owns the memory of `value`: views and in-place updates are followed to their operand.
+    """Return the node that owns the memory of `value`, found through views and in-place updates.
 
     Example: new rows are written into a KV cache in place. The state of the cache owns the updated cache. A value in
     memory of its own is owned by the node that computes it.

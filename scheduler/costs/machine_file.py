@@ -33,7 +33,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class TableKeyRule(NamedTuple):
-    """The rule for one key of a TOML table.
+    """How one key of a table in a machine file (TOML) is checked and stored.
 
     Attributes:
         field_name: The field that the key sets.
@@ -47,7 +47,7 @@ class TableKeyRule(NamedTuple):
 
 
 def _make_pattern_argument_kind(description: str, pattern: str) -> ArgumentKind:
-    """Make an argument kind (a named test of a value) for texts that a regular expression matches in full.
+    """Make a named test that accepts the texts which a regular expression matches as a whole.
 
     Args:
         description: The description of allowed texts, for messages.
@@ -57,7 +57,7 @@ def _make_pattern_argument_kind(description: str, pattern: str) -> ArgumentKind:
 
 
 def _make_choice_argument_kind(names: Mapping[str, object]) -> ArgumentKind:
-    """Make an argument kind (a named test of a value) that accepts only the keys of `names`."""
+    """Make a named test that accepts only the keys of `names`; its name lists them for messages."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 

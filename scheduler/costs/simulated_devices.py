@@ -190,7 +190,7 @@ def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> S
 
 
 def apply_efficiencies(sheet: DataSheet, shares: KernelEfficiencies) -> Hardware:
-    """Return the speeds that kernels reach on a device: each factor times its figure of the data sheet."""
+    """Return the speeds that kernels reach on a device: the figures of the data sheet times measured shares below 1."""
     bandwidth = {name: share * sheet.bandwidth for name, share in shares.memory.items()}
     launch = {name: times * sheet.launch for name, times in shares.launch.items()}
     return Hardware(
@@ -206,7 +206,7 @@ def apply_efficiencies(sheet: DataSheet, shares: KernelEfficiencies) -> Hardware
 
 @dataclass(frozen=True, slots=True)
 class SimulatedGroup:
-    """A group of simulated devices with its host.
+    """Simulated devices to plan for, with their speeds, and the host that can take weights that do not fit.
 
     Attributes:
         group: The backend and the device of each simulated device.
@@ -279,7 +279,7 @@ class SimulatedGroup:
 def _choose_slowest(
     figures: Sequence[tuple[Mapping[str, float], float]], slowest: Callable[[Iterable[float]], float]
 ) -> Mapping[str, float]:
-    """Return the slowest figure of each cost class over several kinds of devices.
+    """Return for each cost class (op or dtype) the slowest figure of several kinds of devices.
 
     Args:
         figures: For each kind, its figures by cost class, and the figure of all other classes.

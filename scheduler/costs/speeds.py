@@ -99,7 +99,7 @@ class Speeds:
         return _compute_harmonic_mean_speed(speeds, amounts)
 
     def estimate_cached_share(self, nbytes: float) -> float:
-        """Estimate the fraction of `nbytes` bytes that is still in caches if each run reads these bytes again.
+        """Estimate which fraction of `nbytes` bytes is still in caches if each run reads the same bytes again.
 
         The fraction is interpolated linearly between the measured sizes. Above the largest size, the number of cached
         bytes is constant. Without a measurement the fraction is 0.

@@ -158,9 +158,9 @@ class InstructionCosts:
         return self.device_number, narrow_to_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _estimate_extra_work_without_sharding(self, node: Node) -> tuple[float, float]:
-        """Estimate how much more work a node would have on this device if its weights and states were whole.
+        """Estimate how much more work a node would have on this device if its weights and states were not sharded.
 
-        A weight or state counts only if this device has a part of it.
+        Reports use it to show the gain of sharding. A weight or state counts only if this device has a part of it.
 
         Returns:
             The growth factor of the FLOPs, and the extra bytes to read.
@@ -337,7 +337,7 @@ def _build_collective_entry(
 
 
 class _ProgramSplitAtCollectives:
-    """One program, split at its collectives into spans of compute instructions.
+    """One program, cut at its collectives into spans of compute instructions, from which the timeline is built.
 
     All fields are by the sequence number of the collective:
 

@@ -94,7 +94,7 @@ class PinnedNodes:
 )
 @dataclass(frozen=True, slots=True)
 class HostOffload:
-    """The host as an extra device, which takes the weights and states that exceed the memory of the other devices.
+    """A request to put the weights and states that exceed device memory on the host, as one more device of the plan.
 
     - `backend`, `device`: the backend and the device of the host.
     - `hardware`: the speeds of the host; None if they equal the speeds of the other devices.
@@ -159,7 +159,7 @@ class Plan:
 
     @cached_property
     def _field_fault(self) -> str:
-        """The first field of the plan, or of a record in it, with a value of a wrong type; empty if there is none."""
+        """A description of the first value of a wrong type in the plan or its records; empty if all are right."""
         return describe_field_fault(self)
 
     @property
@@ -222,7 +222,7 @@ class Plan:
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def count_collectives(self) -> int:
-        """Return how many collectives, messages included, the first device calls in one run."""
+        """Return the number of collectives and messages that the first device takes part in during one run."""
         return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
     @validate_arguments(PlanError, self=PLAN_KIND)

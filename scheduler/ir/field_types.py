@@ -23,11 +23,14 @@ MAX_INTEGER = 2**63 - 1
 
 
 class PlainAttributes(Protocol):
-    """The place of `Attrs` in annotations: its recursive alias cannot be evaluated."""
+    """Stands for the recursive type alias `Attrs` in annotations that are evaluated at run time.
+
+    Python cannot evaluate a recursive alias, so the checks of record fields use this class instead.
+    """
 
 
 class FieldFault(NamedTuple):
-    """A value that is not of the type of its field.
+    """A field of a record whose value has a wrong type.
 
     - `path`: the way to the value, such as ``.instructions[3].src[0].shape``.
     - `field`: the record class and its field, such as ``Tensor.shape``; empty outside a record.
@@ -55,7 +58,7 @@ LEAF_KINDS: Mapping[object, ArgumentKind] = {
 
 
 def describe_field_fault(record: object) -> str:
-    """Describe the first value in a record, or in a record below it, that is not of the type of its field.
+    """Describe the first field with a value of a wrong type, in a record such as a plan or in records inside it.
 
     The text names the record class, the field, the value, the need and the path. It is empty if all types are right.
     """
@@ -66,7 +69,7 @@ def describe_field_fault(record: object) -> str:
 
 
 def record_kind(*classes: type, description: str = "") -> ArgumentKind:
-    """Return the argument kind that accepts the instances of record classes with fields of the right types."""
+    """Return the argument kind (a named test) for records whose fields all have values of the right types."""
     kind = instance_of(*classes, description=description)
     return ArgumentKind(
         kind.description,
@@ -77,7 +80,7 @@ def record_kind(*classes: type, description: str = "") -> ArgumentKind:
 
 @cache
 def _find_field_check(annotation: Any) -> FieldCheck:
-    """Return the check of a value against an evaluated annotation."""
+    """Return the function that checks values against a type annotation, such as ``tuple[int, ...]`` or a record."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in LEAF_KINDS:
         return _make_leaf_check(LEAF_KINDS[annotation])
@@ -100,7 +103,10 @@ def _make_leaf_check(kind: ArgumentKind) -> FieldCheck:
 
 
 def _make_union_check(options: list[FieldCheck]) -> FieldCheck:
-    """Make the check of a union; of a record of a right class it reports the fault that is inside the record."""
+    """Make the check for a union of types.
+
+    If the value is a record of one of the types, the fault inside this record is reported.
+    """
 
     def check(value: Any, seen: set[int]) -> FieldFault | None:
         faults = []
@@ -151,7 +157,10 @@ def _make_mapping_check(key: FieldCheck, entry: FieldCheck) -> FieldCheck:
 
 
 def _make_record_check(cls: type) -> FieldCheck:
-    """Make the check of a record. Fields that it computes at the first access are left out before that access."""
+    """Make the check for the instances of a record class; it checks each field.
+
+    A field that the record computes at its first access is skipped until then.
+    """
 
     @cache
     def find_field_checks() -> list[tuple[str, FieldCheck]]:

@@ -35,9 +35,9 @@ class Partial:
 class Shard:
     """The layout of a sharded value: device `d` has the entries ``index_ranges[d]`` of `axis`, in ascending order.
 
-    Each range is (offset, length). The shards may be uneven or empty, and may have several ranges, for example one in
-    each segment of a concatenation. Each entry is on at least one device. Several devices may have the same entry, for
-    example in a segment that is not sharded.
+    Each range is (offset, length). Example: ``((0, 4),), ((4, 4),)`` divides 8 rows between two devices. The shards
+    may be uneven or empty. They may have several ranges, for example one in each part of a concatenation. Each entry
+    is on at least one device, and may be on several.
     """
 
     axis: int

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class PipelineAction(NamedTuple):
-    """One step of a device in a pipeline of several runs.
+    """One action of a device while several runs pass through a pipeline of devices.
 
     - `action` is ``put``, ``run`` or ``keep``. ``put`` writes the inputs where the program reads them, and ``run``
       executes the program. ``keep`` saves the outputs and the bytes for a rollback, before the next run overwrites

@@ -73,19 +73,18 @@ def assign_arena_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
 def assign_arena_offsets_for_any_repetition_order(
     lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]
 ) -> Arena:
-    """Assign arena offsets that stay valid if the repeated layers (repetitions) of a program run in any order.
+    """Assign arena offsets to the values of a program with few repeated layers, so that it can be unrolled to many.
 
-    This holds for the inner repetitions. The first and the last repetition are executed once.
+    Unrolling copies the layers in the middle any number of times. The offsets are therefore valid for any order of
+    these layers; the first and the last one run once. The arena has three regions, from the bottom:
 
-    The arena has three regions, from the bottom:
-
-    1. Values that live in several repetitions.
-    2. Values that live in one repetition. All repetitions use the same bytes for them.
-    3. Values of inner repetitions that live until the end of the program, in the order of their steps.
+    1. Values that live in several layers.
+    2. Values that live in one layer. All layers use the same bytes for them.
+    3. Values of middle layers that live until the end of the program, in the order of their steps.
 
     Args:
         lifetimes: The lifetimes of the values.
-        repetition_of_step: The number of the repetition to which each step belongs; -1 before all repetitions.
+        repetition_of_step: The number of the layer (repetition) to which each step belongs; -1 before all layers.
     """
     all_lifetimes, end, last_repetition = list(lifetimes), len(repetition_of_step), repetition_of_step[-1]
     bounds = [

@@ -148,7 +148,9 @@ class DevicePlan:
 
 @dataclass(frozen=True, eq=False)
 class UnrollableProgram:
-    """A device's graph and program with a few of the repeated layers, and the data to unroll them to all layers.
+    """A device's graph and program with only a few of the repeated layers, and all that is needed to unroll them.
+
+    Planning a few layers is much faster than planning all.
 
     - `graph`, `program`: the device's part of the short graph, and the program of this part.
     - `shortened_graph`: the short graph, the full ("deep") graph with all layers, and the relation between the two.

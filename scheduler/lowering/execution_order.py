@@ -180,7 +180,7 @@ def insert_copies_before_state_updates(graph: Graph) -> Graph:
 
 
 def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
-    """Return whether a node may write `result` over the memory of `overwritten_value` while it computes.
+    """Return whether a kernel may write `result` into the memory of `overwritten_value` while it runs.
 
     It may if the node does not read `overwritten_value`, or reads it only as an operand that its op declares as
     in-place.
@@ -202,15 +202,15 @@ def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value,
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether element i of the node's result needs only element i of its operands of the same shape."""
+    """Return whether element i of the node's result depends only on element i of its operands of the same shape."""
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
 class _OrderConstraints:
-    """The order constraints between nodes that operands do not show: for each node, the nodes that must run before it.
+    """The order constraints between nodes that their operands do not show, as predecessors of each node.
 
-    At first, each collective depends on the collective with the next lower sequence number.
-    `order_nodes_for_inplace_state_updates` adds the constraints of in-place updates.
+    - Collectives keep the order of their sequence numbers.
+    - A node that overwrites a state in place follows all readers of the old state.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -345,9 +345,16 @@ _MATMULS = ("mul_mat", "mul_mat_id")
 def is_matmul_operand_computed_in_group(
     value: Value, overwritten: Value, group: Sequence[Node], views: Mapping[Value, StridedView]
 ) -> bool:
-    """Return whether a fused group computes `value` as a matmul operand, so `overwritten` is read until the end.
+    """Return whether a fused kernel computes a matmul operand from `value`, so that `overwritten` may not be reused.
 
-    Each block of such a kernel computes the operand for itself, so `overwritten` is read until the end.
+    Each thread block of such a kernel computes the whole operand for itself. So it reads `overwritten` until its end,
+    and `value` may not take this memory. The answer is no if the kernel itself computes `overwritten`.
+
+    Args:
+        value: The result that would be written over `overwritten`.
+        overwritten: The value in the memory.
+        group: The nodes of the fused kernel.
+        views: The strided view of each value.
     """
     computed = {value}
     for node in () if overwritten.node in group else group:

@@ -130,9 +130,9 @@ def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]
 def _split_and_order_groups_by_repetition(
     groups: Sequence[Sequence[Node]], repetition_of_node: Mapping[Node, int]
 ) -> Sequence[Sequence[Node]]:
-    """Split groups of nodes so that each has nodes of one repeated layer only, and order the groups by layer.
+    """Split fused groups at the borders of repeated layers, and order them by layer, so that layers can be unrolled.
 
-    This keeps each node after its operands, because no node reads a result of a later repetition.
+    Each node still follows its operands, because no node reads a result of a later repetition.
 
     Args:
         groups: The groups of nodes, in execution order.
@@ -150,7 +150,7 @@ def _split_and_order_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _MemoryReuse:
-    """Which values share memory with another value, and until which step each memory is read.
+    """The result of the memory analysis: which values share memory, and until which step each memory is read.
 
     - `slot_of`: for each value that shares memory, the value that owns it. Other values own their memory.
     - `last_reading_step`: the last step that reads the memory of each value.
@@ -318,10 +318,10 @@ class _ProgramBuilder:
         return _MemoryReuse(slot_of, last_read, step, until)
 
     def _find_overlap_end_steps(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
-        """Return for each overlapped collective the last step that runs at the same time as the collective.
+        """Return for each collective that overlaps with compute the last step that may run at the same time.
 
-        The next step is another collective, or it reads the result. Until then, no instruction may write the memory
-        that the collective reads.
+        The overlap ends before the next collective, and before the first reader of the result. Until then, no
+        instruction may write the memory that the collective reads.
         """
         until: dict[Node, int] = {}
         for at, collective in enumerate(self.ordered_nodes):
@@ -343,9 +343,15 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Find an in-place operand with memory that `result` can take over; return the owner of this memory, or None.
+        """Find an operand whose memory an in-place result can take over; return the owner of this memory, or None.
 
-        The memory must be free: other operands and later nodes may not need it. `slot_of` has owners of memory.
+        The memory must be free: other operands and later nodes may not need it.
+
+        Args:
+            result: The result to place.
+            slot_of: For each value that shares memory, the value that owns it.
+            last_reading_step: The last step that reads the memory of each value.
+            step_by_node: The step of each node.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
@@ -416,7 +422,7 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_arena_unrollable_if_layers_repeat(self, lifetimes: Sequence[Lifetime]) -> Arena:
-        """Assign arena offsets to lifetimes; if layers repeat, in such a way that the program can be unrolled."""
+        """Assign arena offsets to values; if the graph has repeated layers, so that unrolling can copy the layers."""
         return (
             assign_arena_offsets_for_any_repetition_order(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
@@ -424,9 +430,10 @@ class _ProgramBuilder:
         )
 
     def _make_lifetime_extended_to_fused_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
-        """Make the lifetime of a value, extended to whole groups of nodes that may run as one kernel.
+        """Make the lifetime of a value in steps, extended to whole groups of nodes that may run as one kernel.
 
-        It begins at the first step of the group of `first_step`, and ends at the last step of the group of `last_step`.
+        One kernel reads and writes during all steps of its group. So the lifetime begins at the first step of the
+        group of `first_step`, and ends at the last step of the group of `last_step`.
         """
         return Lifetime(
             nbytes,

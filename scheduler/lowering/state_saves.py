@@ -155,6 +155,6 @@ def _find_changed_rows(
 
 
 def _is_saved_losslessly(state: Value, saved_value: Value, backend: Backend) -> bool:
-    """Return whether the stored dtype of the saved value can represent every number of the state."""
+    """Return whether the dtype in which a state is saved can represent every number that the state may have."""
     was, now = (backend.storage_spec(value.spec, find_graph_role(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

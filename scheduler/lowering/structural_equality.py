@@ -43,10 +43,10 @@ def make_structural_key(graph: Graph) -> Hashable:
 
 
 def make_key_without_exact_sizes(graph: Graph) -> Hashable:
-    """Return a dictionary key of a graph that has the ops, operands, dtypes and size classes, but no exact sizes.
+    """Return a dictionary key of a graph that is equal for graphs of other sizes, such as for 7 and 8 tokens.
 
-    The size class of an axis is 0, 1 or larger. Backends choose kernels by size class, and an empty result has no
-    kernel. So graphs with equal keys usually have the same fused groups.
+    Of each axis size the key has only the class: 0, 1 or larger. Backends choose kernels by size class, so graphs
+    with equal keys usually have the same fused groups.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -60,9 +60,10 @@ def make_key_without_exact_sizes(graph: Graph) -> Hashable:
 
 
 def make_leaf_output_and_collective_key(graph: Graph) -> Hashable:
-    """Return a dictionary key of a graph's leaf names, output names and collective attributes.
+    """Return a dictionary key of everything in a graph that its structural key leaves out.
 
-    The structural key leaves them out. Two graphs for which both keys are equal have the same program.
+    These are leaf names, output names and the attributes of collectives. Two graphs for which both keys are equal
+    have the same program.
     """
     collective_attributes = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
     return tuple(n.name for n in graph.nodes if n.is_leaf), collective_attributes, tuple(graph.outputs)

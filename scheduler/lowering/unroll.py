@@ -71,9 +71,9 @@ def unroll_kernel_calls(
 
 
 class _RepeatedLayerUnroller:
-    """Builds the graph and the program of all layers, by copies of the repeated layers of a short graph and program.
+    """Builds the graph and the program of all layers from those of a short graph, by copies of its repeated layers.
 
-    The full graph is called deep.
+    The graph with all layers is called deep, and one occurrence of the layer a repetition.
 
     - `kind_by_node`: for each node of the short graph, its repetition in the short graph, which is called kind.
     - `nodes_by_repetition`: for each repetition of the deep graph, its node for each node of the short graph.
@@ -146,7 +146,7 @@ class _RepeatedLayerUnroller:
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
     def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
-        """Return the key of a value that one repetition passes to the next one; None for all other values.
+        """Return a key, equal in all layers, for a value that one layer passes to the next; None for all other values.
 
         The key is the position of the user's node in its repetition, and the ending of the device node's name.
         """
@@ -230,9 +230,9 @@ class _RepeatedLayerUnroller:
 
 @dataclass(frozen=True, slots=True)
 class _RepetitionRelocator:
-    """Moves tensors and instructions of the short program to the buffers and arena offsets of one repetition.
+    """Adapts tensors and instructions of the short program to the buffers and arena offsets of one layer.
 
-    - `buffer_numbers`: the buffer of the repetition for each buffer of the short program.
+    - `buffer_numbers`: the buffer of the layer for each buffer of the short program.
     - `shifted_from_byte`: the arena offset at which state saves begin.
     - `shift_bytes`: the bytes that are added to arena offsets from there on.
     """
@@ -266,10 +266,10 @@ class _RepetitionRelocator:
 
 
 def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
-    """Find the arena offset at which state saves begin, and the bytes of saves in each repetition of the short graph.
+    """Find where state saves (copies for a rollback) begin in the arena, and how many bytes each layer saves.
 
     Returns:
-        The arena offset of the first state save, and the bytes by repetition.
+        The arena offset of the first state save, and the bytes by repetition of the short graph.
     """
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
@@ -285,9 +285,9 @@ def find_state_save_offset_and_bytes(program: Program, shortened: ShortenedGraph
 
 
 def find_short_repetition_of_each_instruction(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return for each instruction of the short program its repetition in the short graph, also called kind.
+    """Return for each instruction of the short program the repeated layer (kind) to which it belongs.
 
-    A kind stands for several repetitions of the full graph.
+    A kind stands for several layers of the full graph.
     """
     kinds = shortened.short_repetition_by_node(graph)
     return [

@@ -251,7 +251,7 @@ def load_probe_plan_with_fill_data(plan: Plan) -> Executor:
 
 
 def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
-    """List the names of the matrix-vector probes, sorted by size, largest first.
+    """List the names of the matrix-vector probes (small timed graphs), largest first.
 
     Probes of one size are in the reverse order of `kinds`: the dtypes with the longest read time come first.
     """
@@ -259,7 +259,7 @@ def _list_matvec_probe_names_by_size(kinds: Sequence[DType]) -> list[str]:
 
 
 def _select_probes_that_sum_to_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Select probes that together read from 15/16 of `nbytes` to `nbytes` bytes of weights.
+    """Select probes that together read about `nbytes` bytes of weights: at least 15/16 of them, and not more.
 
     Return no probe if they would read less.
 

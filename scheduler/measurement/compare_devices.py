@@ -183,11 +183,11 @@ class NodeComparer:
     def _find_first_value_wrong_when_fused(
         self, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array], seen: DeviceCopies, limit: float
     ) -> ValueDifference | None:
-        """Find the first value that is wrong only if its node is fused with others in one kernel, or return None.
+        """Find by bisection the first value that is wrong only if its node is fused with others in one kernel, or None.
 
-        A fused kernel computes several nodes at once. If a value between these nodes is observed, the backend does not
-        fuse them. So a run observes only one value, and is compared with the run in which all values were observed. A
-        binary search finds the first wrong value.
+        Backends do not fuse across a value that is observed, so a run in which all values are observed has no fused
+        kernels. A run that observes a single value keeps the fusion before it. The value is wrong if both runs
+        differ.
 
         Args:
             inputs: The inputs of the step.
@@ -228,16 +228,14 @@ class NodeComparer:
             self.store.state(name)[...] = array
 
     def _build_observed_and_reference_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """Build the two graphs that observe and recompute a portion of the values.
-
-        The first is for the devices of the plan, the second for the reference device.
+        """Build the graph that outputs some values on the devices, and the graph that recomputes each of them alone.
 
         Args:
-            names: The names of the values of the portion.
+            names: The names of the values.
 
         Returns:
-            The graph of the plan, with these values and their operands as further outputs.
-            A graph that computes each of the values from its operands alone. The operands are inputs of equal name.
+            The graph of the plan, with these values and their operands as further outputs. A graph that computes each
+            of the values from its operands alone. The operands are inputs of equal name.
         """
         graph = self.plan.graph
         known = {value: name for name, value in self.values.items()}
@@ -306,7 +304,7 @@ class NodeComparer:
 
 
 def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
-    """Split the computed values of a graph into portions, to observe one portion in each run; return value names.
+    """Split the computed values of a graph into portions, to be observed in one run each; return their value names.
 
     The values and operands of a portion have at most `MAX_PORTION_BYTES` bytes. Views and empty values are omitted,
     because nothing is computed for them.

@@ -283,8 +283,9 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
 def _solve_two_work_rate_equations(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Solve two equations ``a * x + b * y = seconds`` for `x` and `y`, the seconds per unit of two kinds of work.
 
-    `x` must dominate the first equation, and `y` the second. Each keeps at least a tenth of the seconds of its
-    equation, so both results are positive in spite of measurement errors.
+    Example: two probes with different amounts of FLOPs and bytes give the seconds per FLOP and per byte. `x` must
+    dominate the first equation, and `y` the second. Each keeps at least a tenth of the seconds of its equation, so
+    both results are positive in spite of measurement errors.
 
     Args:
         equations: Two tuples of `a`, `b` and `seconds`.

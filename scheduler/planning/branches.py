@@ -164,7 +164,9 @@ class BranchScheduler:
     def _yield_improving_cluster_schedules(
         self, division: Sequence[Cluster], device_count: int
     ) -> Iterator[BranchSchedule]:
-        """Schedule clusters on devices by list scheduling, then move single clusters, and yield each better schedule.
+        """Yield ever faster schedules: first list scheduling of the clusters, then moves of single clusters.
+
+        A cluster is a set of nodes that gain nothing from separate devices.
 
         Args:
             division: The clusters to schedule.
@@ -273,7 +275,7 @@ class BranchScheduler:
 
     @cached_property
     def _operands_with_device_deciding_nodes(self) -> dict[Node, list[tuple[Value, Node]]]:
-        """For each node its operands except weights, each with the node that decides on which device the operand is.
+        """For each node its operands except weights, each with the node whose device has the operand.
 
         This is the node that computes a value or updates a state. For a state without an update, it is its first
         reader.

@@ -64,10 +64,10 @@ class Candidate:
     refine: Callable[[], Iterable[Candidate]] | None = None
 
     def has_same_estimate_bias_as(self, other: Candidate) -> bool:
-        """Return whether the estimates of both candidates are wrong in the same way, so that one correction fits both.
+        """Return whether a correction of the estimate of `other` fits this candidate, because both err in the same way.
 
-        The correction comes from the plan of `other`. This candidate must have no plan yet. Two estimates of the factor
-        search have the same bias. So have two estimates that assume pipelining, if this candidate has at least as many
+        The plan of `other` shows its error. This candidate must have no plan yet. Two estimates of the factor search
+        have the same bias. So have two estimates that assume pipelining, if this candidate has at least as many
         stages; with fewer stages, estimates are more optimistic.
         """
         if other.assumes_pipelining:
@@ -168,19 +168,21 @@ class Candidate:
 
 
 def score_by_run_time_without_phrase(plan: Plan) -> tuple[float, str]:
-    """Score a plan by the predicted seconds of one run; return the seconds, and an empty phrase."""
+    """Score a plan by the predicted seconds of one run; return (seconds, empty text), the form of all scorers."""
     return plan.cost.total, ""
 
 
 def choose_plan_with_fewest_missing_bytes(
     candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time_without_phrase
 ) -> Plan:
-    """Choose the plan with the fewest missing bytes; among equals, the plan with the least penalised seconds.
+    """Choose the plan with the fewest missing bytes of memory; among equals, the plan with the least penalised seconds.
+
+    Only promising candidates are built:
 
     1. Build the plan of the candidate with the best estimate. Stop if it has a plan already.
     2. Correct the estimates of similar candidates by the ratio of plan seconds to estimated seconds.
-    3. If the plan overlaps collectives with compute, reduce the estimates of similar candidates to the seconds of this
-       plan. Estimates ignore the overlap.
+    3. If the plan overlaps collectives with compute, reduce the estimates of similar candidates to the seconds of
+       this plan. Estimates ignore the overlap.
     4. Continue with step 1.
 
     The reasons of the result list the rejected candidates, also candidates without a possible plan.
@@ -248,10 +250,10 @@ def choose_plan_with_fewest_missing_bytes(
 def _replace_by_refined_candidates(
     candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Return the candidates with `replaced` exchanged for its refined candidates.
+    """Return the candidates with `replaced` exchanged for more exact candidates of the same kind.
 
-    Candidates with the same kind and device count exclude each other. One with a plan excludes a refined candidate, and
-    a refined candidate excludes one without a plan.
+    Candidates with the same kind and device count exclude each other. One with a plan excludes a refined candidate,
+    and a refined candidate excludes one without a plan.
     """
     known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
     fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]

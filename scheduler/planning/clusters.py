@@ -118,9 +118,10 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
 def link_clusters_and_merge_short_ones(
     clusters: Sequence[Cluster], latency: float
 ) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Set for each cluster which nodes of other clusters it reads; merge very short clusters.
+    """Record for each cluster which nodes of other clusters it reads, and merge very short clusters into others.
 
-    A cluster shorter than `latency` seconds is merged into the cluster that it reads, if that is only one.
+    A cluster is a set of nodes for one device. One that is shorter than `latency` seconds is merged into the cluster
+    that it reads, if that is only one.
 
     Returns:
         The clusters, and a mapping of each node to its cluster.

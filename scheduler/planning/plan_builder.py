@@ -159,7 +159,7 @@ class PlanBuilder(ShardedPlanBuilder):
                 return plan
 
     def build_mainly_on_first_device(self) -> Plan:
-        """Build the plan on the first device; only nodes that must run elsewhere use other devices.
+        """Build the plan of split mode ``none``: the first device computes all nodes that do not have to run elsewhere.
 
         A node must run elsewhere if a placement rule says so, or if the first device does not support it. Devices
         without work are left out.

@@ -110,7 +110,7 @@ def plan_repeated_layers(
 
 
 class _ShortenedGraphSharding:
-    """The sharding over a device group of a short graph, which keeps only a few of the repeated layers.
+    """The sharding of a short graph over devices; the graph keeps only a few of the repeated layers.
 
     Args:
         shortened: The short graph, the graph with all layers, and their repetitions.
@@ -306,9 +306,9 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
 
 
 def _choose_layer_count_that_evens_rounding(short_sharding: _ShortenedGraphSharding) -> int:
-    """Choose how many repeated layers the short graph keeps, so that rounding evens out over the layers.
+    """Choose how many layers the short graph keeps, so that uneven shards add up to each device's proportion.
 
-    The shard ranges of a single layer are rounded. Over several layers, each device gets its proportion.
+    Example: two devices share 3 heads in each layer. One layer gives 2 and 1 heads, but two layers give 3 and 3.
     """
     inner = frozenset(
         sharded_factor
@@ -337,7 +337,7 @@ def _choose_layer_count_that_evens_rounding(short_sharding: _ShortenedGraphShard
 
 
 def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
-    """Return whether values passed from layer to layer have equal layouts before all layers and after each layer."""
+    """Return whether the values between layers have the same layout before the first layer and after each layer."""
     firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
     carried = [
         [shortened.short_nodes[first + place] for first in firsts]
@@ -350,7 +350,7 @@ def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: 
 
 
 def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGraph) -> bool:
-    """Return whether a device's instructions for the repeated layers can be unrolled to the graph with all layers.
+    """Return whether a device's instructions for a few repeated layers can be copied to all layers ("unrolled").
 
     - The instructions of each kind of layer are consecutive, and the kinds are in order.
     - A value that the next layer reads has the same memory offset in all kinds.

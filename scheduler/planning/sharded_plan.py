@@ -219,14 +219,16 @@ class ShardedPlanBuilder:
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """Move each node that its device does not support to another device, until all nodes are supported.
+        """Move each node that its device does not support to a device that supports it, until all nodes can run.
 
-        A pin assigns a node to one device. Each round builds the graphs again. Returns the pins and the graphs of the
-        last round.
+        A move may change the graphs of the devices, so each round builds them again.
 
         Args:
-            pins: The pins so far.
+            pins: The nodes that must run on one device (pins), so far.
             build: Returns the used pins and the graphs of all devices.
+
+        Returns:
+            The pins and the graphs of the last round.
         """
         pins = dict(pins)
         while True:

@@ -45,7 +45,7 @@ class MeasuredInstruction:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """The measured times of a plan, from a trace of its runs.
+    """The measured seconds of each instruction of a plan, from a trace of its runs.
 
     `steps_by_device` has for each device the measured step of each instruction, by position. It is None for an
     instruction that no kernel runs.

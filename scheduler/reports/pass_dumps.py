@@ -49,11 +49,11 @@ def join_first_names(found: Sequence[str]) -> str:
 
 
 def format_factor_tables(factors: Factors) -> str:
-    """Return two tables: all factors of a graph, and the axes of every value as products of factors.
+    """Return two tables for debugging: the factors of a graph, and the axes of every value as products of factors.
 
-    A factor is an index range that several axes share. Each has a letter, the leaves with this factor, and the nodes
-    that keep it from being sharded. Axes are written as in einops, outer first; ``|`` stands between segments, and
-    ``!`` follows a factor that cannot be sharded.
+    A factor is an index range that several axes share, such as attention heads. Each has a letter, the leaves with
+    this factor, and the nodes that keep it from being sharded. Axes are written as in einops, outer first; ``|``
+    stands between segments, and ``!`` follows a factor that cannot be sharded.
     """
     node_names = assign_names(factors.graph)
     symbols = _assign_factor_symbols(factors)
@@ -148,7 +148,7 @@ def format_device_graphs(graphs: Sequence[Graph]) -> str:
 
 @dataclass(slots=True, eq=False)
 class ArenaLifetime:
-    """The bytes of one value in the arena, and the steps from its write to its last read.
+    """Where a value lies in the arena (the memory for intermediate values), and during which steps.
 
     - `offset`, `nbytes`: the first byte, and the number of bytes.
     - `first_step`, `last_step`: the step that writes the value (-1 for inputs), and the last step that reads it.
@@ -325,8 +325,8 @@ def _format_texts_with_device_names(devices: Mapping[str, Sequence[str]]) -> str
 def format_fusion(program: Program, fusion: ProgramFusion) -> str:
     """Return a table of the generated kernels that compute several instructions, and a line with their sums.
 
-    ``saved`` is the memory traffic of single kernels that the fused kernel does without. A second table has the kernels
-    that run ops on each panel of their result. A last line counts the joined groups.
+    ``saved`` is the memory traffic that separate kernels would have in addition. A second table has the kernels that
+    run further ops on each block of columns of their result. A last line counts the groups that run as one step.
     """
     rows = [("steps", "ops", "over", "results", "saved")]
     kernels = [kernel for kernel in fusion.expressions if len(kernel.instruction_numbers) > 1]
@@ -348,7 +348,7 @@ def format_fusion(program: Program, fusion: ProgramFusion) -> str:
 
 
 def _format_hooked_kernels(program: Program, fusion: ProgramFusion) -> list[str]:
-    """Return a line and a table of the kernels that run ops on each panel of their result."""
+    """Return a line and a table of the kernels that call further ops on each block of columns of their result."""
     rows = [("steps", "body", "ops on each panel", "over", "columns")]
     for hooked in fusion.hooked:
         (*_, body), *hooks = ([program.instructions[n] for n in stage] for stage in hooked.stages)

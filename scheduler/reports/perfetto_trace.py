@@ -157,10 +157,7 @@ class _PlanTraceEvents:
             yield from _format_arrows_from_last_device(came, arrows)
 
     def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
-        """Return the part of a step's event that is equal in all runs, as the end of its JSON text.
-
-        The times of a run precede it.
-        """
+        """Return the part of a step's JSON event that is equal in all runs; the times of a run are put before it."""
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]
@@ -204,9 +201,9 @@ def _find_collective_of_step(program: Program, step: TimedKernel) -> tuple[int, 
 def _format_arrows_from_last_device(
     calls: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]
 ) -> Iterator[str]:
-    """Yield the arrows of one collective, from the device that others waited for to each of the other devices.
+    """Yield the arrows that show in a trace viewer for which device the others waited in a collective.
 
-    An arrow begins at the sender of a message, or at the device that arrived last.
+    They go from the sender of a message, or from the device that arrived last, to each of the other devices.
 
     Args:
         calls: For each device: its number, start, end, and whether it only sends.

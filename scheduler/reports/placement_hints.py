@@ -32,7 +32,7 @@ MAX_PATTERN_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SingleDevicePlacementHint:
-    """The advice to place a weight on one device only, because that saves memory on the other devices.
+    """The advice to store a weight on one device instead of all: memory is saved, and a run may take longer.
 
     - `placement_rule`: the argument of ``--place``, a pattern and a device.
     - `saved_bytes_by_device`: the bytes that each other device saves.
@@ -58,10 +58,10 @@ class SingleDevicePlacementHint:
 def suggest_weights_for_single_device(
     plan: Plan, layouts: Mapping[Node, str] | None = None
 ) -> dict[str, SingleDevicePlacementHint]:
-    """Find weights that should be on one device only; return the best placement hint of each, by name.
+    """Find replicated weights that had better be stored on one device; return the best hint for each, by name.
 
-    A weight has a hint only if the memory saved outweighs the time: the saved share of a device's bytes is at least the
-    relative increase of the run time.
+    A hint saves memory on the other devices and may cost time. It is given only if the saved share of a device's
+    bytes is at least the relative increase of the run time.
 
     Args:
         plan: The plan.
@@ -76,7 +76,7 @@ def suggest_weights_for_single_device(
 
 
 class _PlacementHintFinder:
-    """Finds placement hints: it estimates the time of a run if one device alone had a given weight."""
+    """Finds placement hints: it estimates memory and run time if only one device had a given weight."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
         self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
@@ -133,7 +133,7 @@ class _PlacementHintFinder:
         )
 
     def _find_nodes_unneeded_elsewhere(self, moved: Set[Node]) -> Set[Node]:
-        """Return the nodes that the other devices need not compute any more if one device alone computes `moved`.
+        """Return the nodes that the other devices need no longer compute if one device alone computes `moved`.
 
         These are `moved`, and replicated nodes that only such nodes read.
         """
@@ -148,16 +148,17 @@ class _PlacementHintFinder:
     def _estimate_extra_seconds_of_move(
         self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int
     ) -> float | None:
-        """Estimate how many seconds longer a run takes at most if one device alone computes some nodes.
+        """Estimate how many seconds longer a run takes if one device alone computes some nodes and sends the results.
 
-        The target device sends the values that other devices read. The result is None (unknown) in two cases:
+        The estimate is an upper bound. It is None (unknown) in two cases:
 
         - Other devices read a moved node that depends on computed values.
         - A moved node reads a value that is not replicated.
 
         Args:
             moved: The nodes that the target device alone computes.
-            skipped_nodes: The nodes that the other devices do not compute any more.
+            skipped_nodes: The nodes that the other devices do not compute any more: `moved`, and nodes that only
+                these read.
             target_device: The number of the target device.
         """
         seconds = 0.0

@@ -34,7 +34,7 @@ INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 @dataclass(frozen=True, slots=True)
 class InputSlots:
-    """The places in memory from which a device's program reads its inputs.
+    """The memory from which a device's program reads its inputs, and the function that fills it before a run.
 
     - `stored_inputs`: the name and the stored dtype of each input.
     - `write_arrays`: writes one array for each input to its place.
@@ -130,7 +130,7 @@ class BoundPlan:
     # ------------------------------------------------------------------------------------------------ outputs
 
     def find_output_device(self, name: str) -> int | None:
-        """Return a device that has the whole output; None if it must be assembled from shards or from other ranks."""
+        """Return a device that has the whole output; None if it must be assembled from shards of devices or ranks."""
         layout = self.plan.outputs[name]
         if self.device_placement.spans_ranks or isinstance(layout, Shard):
             return None
@@ -139,7 +139,7 @@ class BoundPlan:
     def make_runner_of_locally_whole_outputs(
         self, number: int, replay: Callable[[], Any]
     ) -> Callable[[], Mapping[str, Array]]:
-        """Make a function that runs the program of one device and returns the outputs that this device has whole.
+        """Make a function that runs the program of one device and returns the outputs that are complete on this device.
 
         Outputs that must be assembled from several devices are left out. The outputs are chosen once and not in each
         run, because a run for one token may take less than 1 ms.

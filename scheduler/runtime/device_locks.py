@@ -12,7 +12,7 @@ from ...backends.base import Backend
 
 
 class UndoableRun(Protocol):
-    """A run that has been launched, and that is undone unless its owner accepts it."""
+    """A run that a device has begun ahead of time; it is undone unless its owner asks for its results."""
 
     def undo(self) -> None:
         """Wait for the end of the run, and restore the states to their values before it.
@@ -22,7 +22,7 @@ class UndoableRun(Protocol):
 
 
 class _BackendLock:
-    """The lock of a backend, and the launched run that the next holder of the lock has to accept or undo."""
+    """The lock of a backend, with the run that was started ahead of time and is not yet accepted or undone."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -82,7 +82,7 @@ class DeviceLock:
 
     @contextmanager
     def accept_launched_or_undo_other(self, run: UndoableRun | None) -> Iterator[bool]:
-        """Take the lock; yield whether `run` is still the launched run. Any other launched run is undone.
+        """Take the lock; yield whether `run` is still the run that was started ahead. Any other such run is undone.
 
         The caller finishes or undoes an accepted run within the context.
         """

@@ -25,11 +25,11 @@ UndoData = Mapping[Tensor, Array]
 
 
 class RollbackLog:
-    """Restores the states of one device to their values before a run.
+    """Keeps the data with which one device can restore its states after failed runs, and restores them.
 
     `Program.undo` has the instructions that restore the states from the arena, as long as no other run has begun. For
-    earlier runs of a pipeline, the log saves the arena bytes that these instructions read. Two kinds of states need no
-    undo data:
+    earlier runs of a pipeline, the log saves the arena bytes that these instructions read. Two kinds of states need
+    no undo data:
 
     - states in `staying`, which a rollback does not restore;
     - states that the rollback of an earlier run overwrites completely.
@@ -78,7 +78,7 @@ class RollbackLog:
         return self._bound.compile_program(self._number, undo, SingleDeviceComm())
 
     def list_states_restored_by(self, earlier_logs: Iterable[RollbackLog]) -> frozenset[str]:
-        """Return the states that need no undo data, because the rollback of earlier runs restores them whole.
+        """Return the states that the rollback of earlier runs restores as a whole, so that they need no undo data.
 
         The result is empty if the rollback of one state reads another state.
 
@@ -129,5 +129,5 @@ def _read(restore: Instruction) -> list[Tensor]:
 
 
 def _is_whole_state_restore(restore: Instruction) -> bool:
-    """Return whether an instruction restores a whole state. It then reads only the arena."""
+    """Return whether an instruction restores all of a state, and therefore reads nothing but the arena."""
     return all(t.buffer == ARENA_BUFFER for t in _read(restore))

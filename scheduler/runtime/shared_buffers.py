@@ -63,7 +63,7 @@ class SharedIntermediateValueArena:
         return self._buffer
 
     def abandon_buffer(self, error: StatesLostError) -> None:
-        """Never use the present buffer again, because a device that has not stopped may still write to it.
+        """Give up the present buffer, because a device that has not stopped may still write to it.
 
         Plans that are bound to the buffer are refused by `error`. Plans of later stores get a new buffer.
         """

@@ -38,7 +38,7 @@ class LocalShard:
 
 
 class LostStates:
-    """Says whether the states of a store are lost, because a run over them could not be undone.
+    """Records whether the states of a store are lost, because a run over them could not be undone.
 
     Lost states are not read any more. `reason` is an empty text while they are good. `can_begin_anew` is as in
     `StatesLostError`.
@@ -69,10 +69,10 @@ class LostStates:
 
 
 class StateView:
-    """One state as a NumPy-like array, although it may be sharded over several devices.
+    """One state of a model as one NumPy-like array to read and assign, although devices may have shards of it.
 
-    Reads and writes wait for runs of other threads. Reads of lost states raise `StatesLostError`. Each process has the
-    `parts` of its own devices. All processes must read the state together.
+    Reads and writes wait for runs of other threads. Reads of lost states raise `StatesLostError`. Each process has
+    the `parts` of its own devices. All processes must read the state together.
     """
 
     name: str

@@ -42,8 +42,7 @@ class Trace:
     """The measured runs of plans, in the order of execution; at most `MAX_TRACED_RUNS`.
 
     - `dropped_runs`: the number of later runs, which are not timed.
-    - `noted`: raw data of the runs. Executors only append to it at the end of a run, because each further line of
-      Python would delay the next run.
+    - `noted`: raw data of the runs, which `runs` evaluates later. So a run is hardly delayed by its trace.
     """
 
     dropped_runs: int = 0

@@ -76,7 +76,7 @@ class SimulatedRunResult:
 
 
 def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> SimulatedRunResult:
-    """Run a plan once on devices that advance a virtual clock instead of computing; return the times.
+    """Run a plan once on devices that only advance a clock by predicted seconds; return the simulated times.
 
     Args:
         plan: The plan.

@@ -72,13 +72,14 @@ class LoadedWeightDigests:
 
     @property
     def has_to_digest_for_rank_0(self) -> bool:
-        """Whether this rank must compute digests of its weights, so that rank 0 can compare them with its own."""
+        """Whether this rank must compute digests of the weights that it loads, for a comparison by rank 0."""
         return self._world.rank in self._checked_ranks
 
     def list_remote_devices_rank_0_checks(self, layout: Layout) -> list[int]:
-        """Return the devices of other ranks that have a part of a weight with this layout and are checked by rank 0.
+        """Return the devices of other ranks for which rank 0 must compute digests of their parts of a weight.
 
-        Rank 0 must compute the digests of their parts. The list is empty on all other ranks.
+        These devices have a part in this layout, and their ranks do not map the same files as rank 0. On all other
+        ranks the list is empty.
         """
         if self._world.rank:
             return []

@@ -41,10 +41,10 @@ def build_digest_names_outputs_key(graph: Graph) -> tuple[object, ...]:
 def executable_parts_to_data(
     plan: Plan, device_to_data: Callable[[DevicePlan], dict[str, Any]], known: Graph | None = None
 ) -> dict[str, Any]:
-    """Return the parts of a plan that devices execute as plain data: graphs, programs, devices and layouts.
+    """Convert the parts of a plan that devices execute (graphs, programs, devices, layouts) to plain data for JSON.
 
-    Devices with equal programs share one program. The keys keep the order of the graph. Sorted keys would change the
-    order of a graph's outputs, and with it the numbers of unnamed nodes.
+    Devices with equal programs share one program. Dictionaries keep the order of the graph: sorted keys would change
+    the order of a graph's outputs, and with it the numbers of unnamed nodes.
 
     Args:
         plan: The plan.
@@ -160,7 +160,7 @@ def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
 
 
 def _parse_number_or_numbers_by_op(value: Any) -> Any:
-    """Parse one figure of `Hardware` from plain data: a nonnegative number, or a dict of such numbers by op."""
+    """Parse one field of `Hardware` from plain data: a nonnegative number, or a dict of such numbers by op."""
     return (
         {op: require_nonnegative_number(speed) for op, speed in value.items()}
         if isinstance(value, dict)

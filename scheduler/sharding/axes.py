@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Factor:
-    """A shardable index of the graph with `size` values, such as the attention heads; several axes may share it.
+    """A shardable index of a graph with `size` values, such as the attention heads; several axes may share it.
 
     If a plan shards a factor, each device has some of its values, in all axes that share it. Factors are nodes of a
     union-find structure, so compare them by `find_root`.
@@ -66,7 +66,7 @@ Axis = tuple[Segment, ...]
 
 
 def replace_merged_and_split_factors(segment: Iterable[Factor]) -> list[Factor]:
-    """Replace merged and split factors of a product by the present ones; return them, outer first.
+    """Return a product of factors in its present form: merged and split factors are replaced, outer first.
 
     A merged factor is replaced by its root, and a factor that was split into a product by its outer and inner factor.
     """
@@ -99,10 +99,7 @@ def compute_product_size(product: Iterable[Factor]) -> int:
 
 
 def forbid_sharding(factors: Iterable[Factor]) -> None:
-    """Forbid that a plan shards these factors, or a segment of them.
-
-    Callers do so if two views of one axis divide it in different ways.
-    """
+    """Mark factors so that no plan shards them, for example because two views divide one axis in different ways."""
     ahead = replace_merged_and_split_factors(factors)
     while ahead:
         factor = ahead.pop()
@@ -140,8 +137,9 @@ def merge_factors(factor: Factor, other_factor: Factor) -> None:
 def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
     """Make two products of factors equal, factor by factor, outer first; both have the same total size.
 
-    Two factors of equal size are merged. Of two different sizes, the larger factor is split if the smaller size divides
-    it. Otherwise these two and all inner factors may not be sharded.
+    Example: [6] and [2, 3] are made equal by splitting 6 into 2 and 3. Two factors of equal size are merged. Of two
+    different sizes, the larger factor is split if the smaller size divides it. Otherwise these two and all inner
+    factors may not be sharded.
     """
     left, right, i = replace_merged_and_split_factors(product), replace_merged_and_split_factors(other_product), 0
     while i < min(len(left), len(right)):
@@ -160,10 +158,10 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
 
 
 def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
-    """Split a segment of an axis into two segments, so that the second segment begins at `entry`.
+    """Split a segment of an axis (a part of a concatenation) so that a new segment begins at `entry`; return success.
 
-    Return whether that is possible: `entry` must be a multiple of the size of all inner factors. If it is not, the
-    factors of the segment may not be sharded.
+    `entry` must be a multiple of the size of all inner factors. If it is not, the factors of the segment may not be
+    sharded.
     """
     inner = compute_product_size(segment[1:])
     head = segment[0]
@@ -231,7 +229,7 @@ def unify_axes(axis: Axis, other_axis: Axis) -> None:
 
 
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
-    """Find the factors (shardable indices) that occur in two of these axes, or twice in one product.
+    """Find the factors (shardable indices) that occur twice in these axes, so that they cannot shard a node.
 
     Example: in ``W Wᵀ`` both axes are the rows of ``W``.
     """
@@ -258,7 +256,7 @@ def make_axis_of_new_factor(size: int, blocked: bool = False) -> Axis:
 
 
 def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
-    """Multiply axes into one axis, outer first, as a reshape of several axes to one does.
+    """Return the axis that a reshape of several axes into one has, outer first.
 
     The result is None if an axis other than the first is a concatenation, because a product of factors cannot express
     that.

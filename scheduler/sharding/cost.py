@@ -18,15 +18,16 @@ from .propagation import LayoutConversion, ShardingAssignment
 
 
 class AssignmentCost:
-    """Estimates the time of one run over equal devices, for any number of sharding assignments of one graph.
+    """Estimates the time of one run for each way to shard a graph that the planner considers.
 
-    A sharding assignment gives each value its layout over the devices.
+    A sharding assignment gives each value its layout over the devices, which are all equally fast.
 
     Args:
         graph: The graph.
         device_count: The number of devices.
         hardware: The speeds of each device and of the links.
-        node_multiplicity: For a graph in which one layer stands for several, the number of original nodes of each node.
+        node_multiplicity: For a graph in which one layer stands for several, the number of original nodes of each
+            node.
     """
 
     def __init__(

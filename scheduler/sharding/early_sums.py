@@ -21,10 +21,11 @@ def find_partial_sums_to_reduce_early(
     estimate_seconds: Callable[[LayoutConversion], float],
     row_factor: Factor | None = None,
 ) -> list[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Find partial sums to reduce early, because one collective then replaces several later ones at no higher cost.
+    """Find sums over devices to complete early, where one collective replaces several later ones at no higher cost.
 
-    A partial sum may be an all-reduce or a reduce-scatter of rows. If an early sum of the list replaces another one of
-    the list, the replaced sum comes first, and the savings of both count.
+    The values are partial sums, which later ops would otherwise pass on. A sum is an all-reduce or a reduce-scatter
+    of rows. If an early sum of the list replaces another one of the list, the replaced sum comes first, and the
+    savings of both count.
 
     Args:
         assignment: The layouts and conversions of the graph.

@@ -52,10 +52,10 @@ class FactorShard:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPartial:
-    """The layout of a routed partial sum: one device has the complete entry, all others have zero there.
+    """The layout of rows that are looked up in a sharded table: one device has the complete row, all others have zeros.
 
-    It is the layout of a lookup in a table with rows that `factor` shards: an entry is complete on the device that has
-    its table row. `index_operand` has the row number of each entry, and its axes are the first axes of the value.
+    `factor` shards the rows of the table, and an entry is complete on the device that has its table row.
+    `index_operand` has the row number of each entry, and its axes are the first axes of the value.
     """
 
     factor: Factor
@@ -79,10 +79,10 @@ FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Lo
 
 
 def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
-    """Find the layouts through which a value goes from `source_layout` to `target_layout`.
+    """Find the steps that change the layout of a value, as the sequence of layouts after each step.
 
-    The path excludes `source_layout`, and is empty if no conversion is needed. Each step is one collective, message or
-    slice.
+    Each step is one collective, message or slice. Example: a value on one device is made whole on all devices first,
+    and then sharded. Without a change the result is empty.
 
     Raises:
         AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.

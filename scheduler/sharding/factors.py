@@ -60,11 +60,10 @@ from .axes import (
 
 @dataclass(frozen=True, slots=True)
 class FactorRoles:
-    """The roles that the factors of a node have.
+    """How each factor (shardable index) occurs in the operands of a node, which decides whether it can shard the node.
 
-    A factor can be coupled, contracted or indexed:
-
-    - A plan may not shard `coupled_factors` at this node: the op forbids it, or one factor is two indices of the node.
+    - A plan may not shard `coupled_factors` at this node: the op forbids it, or one factor is two indices of the
+      node.
     - `contracted_factors` are summed over.
     - `indexed_factor` has the rows of a table that the node looks up.
     """
@@ -122,14 +121,11 @@ class Factors:
         return self._factor_sets[value]
 
     def roles_of(self, node: Node) -> FactorRoles:
-        """Return the roles of a node's factors: coupled (may not be sharded), contracted (summed over) or row index."""
+        """Return how a node uses each factor: as an index that no plan may shard, as a summed index, or as table rows."""
         return self._factor_roles[node]
 
     def format_signature_name_of_factor(self, factor: Factor) -> str:
-        """Describe a factor by its name in an op signature, such as ``kv heads``.
-
-        A name of one letter gives an empty string.
-        """
+        """Return the name of a factor in an op signature, such as ``kv heads``; empty for a name of one letter."""
         return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
@@ -209,10 +205,10 @@ class Factors:
     def _unify_axis_with_dimension(
         self, dimension: Dimension, axis: Axis, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> None:
-        """Unify the axis of an operand with the signature dimension of equal name.
+        """Give an operand axis the factors of its signature dimension, such as ``d`` or ``(h d)``, so both shard alike.
 
         Args:
-            dimension: The dimension of the signature, such as ``d`` or ``(h d)``.
+            dimension: The dimension of the signature.
             axis: The axis of the operand.
             axis_by_name: The first axis of each name so far; a new name is added.
             size_by_name: The size of each name.
@@ -272,7 +268,7 @@ class Factors:
 
     @staticmethod
     def _unify_broadcast_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxesBroadcast) -> None:
-        """Unify an axis with a smaller axis that is broadcast over it.
+        """Give an axis and a smaller axis that is broadcast over it common factors.
 
         The larger axis becomes the product of the smaller axis and a new factor, which counts the repeats.
 
@@ -369,7 +365,10 @@ class Factors:
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
     def _forbid_sharding_of_split_inner_factors(self) -> None:
-        """Forbid sharding of factors that were split into a concatenation and are an inner factor of some product."""
+        """Forbid sharding of factors that were split into a concatenation and are an inner factor of some product.
+
+        Only the outermost factor of a product may be a concatenation.
+        """
         for axes in self._axes.values():
             for axis in axes:
                 for product in list_segments(axis):

@@ -95,7 +95,7 @@ def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] |
 
 @dataclass(frozen=True)
 class HybridGraphs:
-    """The result of a hybrid split: the graphs of all devices, and the sharded factors.
+    """The graphs of all devices after a hybrid split: pipeline stages, with tensor parallelism within each stage.
 
     `has_chunks` states whether at least one stage has enough tokens for overlap chunks. Such chunks are parts of the
     tokens: one is sent while the next is computed.
@@ -312,7 +312,7 @@ class _HybridPartitioner:
         return part
 
     def _assign_message_endpoints_and_numbers(self, stage_number: int, stage: PipelineStage) -> None:
-        """Assign each message from one stage to later stages its sender, its receiver and its sequence number."""
+        """Assign a sender, a receiver and a sequence number to each message from one stage to later stages."""
         for name, value in stage.output_values.items():
             for later in range(stage_number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):
@@ -405,7 +405,7 @@ class _HybridPartitioner:
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
-    """Derive the layout of a weight or state within one device group from its layout over all devices."""
+    """Return the layout of a weight or state within one device group, given its layout over all devices."""
     if isinstance(layout, Shard):
         runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)

@@ -42,7 +42,7 @@ again."""
 
 
 def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
-    """Find the factor (shardable index) of the tokens in partial sums over devices, for a split into overlap chunks.
+    """Find the factor (shardable index) of the tokens, along which sums over devices can be cut into overlap chunks.
 
     The result is None if there are too few tokens for two chunks.
     """
@@ -56,10 +56,10 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
 
 @dataclass(frozen=True, slots=True)
 class OverlapChunkOptions:
-    """The number of overlap chunks, and whether the tokens of each chunk are also sharded (sequence parallelism).
+    """Into how many chunks the tokens are cut, so that sending one chunk overlaps with computing the next.
 
-    An overlap chunk is a part of the tokens: the sum over devices of one chunk is sent while the next chunk is
-    computed. With `required_saving_seconds`, tokens are sharded if that saves more seconds of compute than this number.
+    With `required_saving_seconds`, the tokens of each chunk are also sharded over the devices (sequence parallelism),
+    if that saves more seconds of compute than this number.
     """
 
     chunk_count: int
@@ -204,7 +204,7 @@ class _ChunkTokenRanges:
 
 
 class _ChunkedGraph:
-    """A device graph while it is split into token chunks: it stores each value whole, in chunks, or both."""
+    """A device graph while it is split into token chunks; each value is present whole, in chunks, or both."""
 
     def __init__(
         self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _ChunkTokenRanges

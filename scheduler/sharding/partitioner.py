@@ -87,9 +87,9 @@ def _choose_whole_or_produced_output_layout(layout: FactorLayout) -> FactorLayou
 
 
 def _make_equal_device_graph_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
-    """Make a key that is equal for devices with equal graphs, so that such a graph is emitted only once.
+    """Return a key that devices with equal graphs share, so that such a graph is built only once.
 
-    Devices have equal graphs if their shard ranges have equal sizes and no node depends on the device number.
+    Devices have equal graphs if their shards have equal sizes and no node depends on the device number.
     """
     for c in assignment.conversions:
         if isinstance(c.target_layout, FactorShard | Local) or isinstance(c.source_layout, Local):
@@ -150,7 +150,7 @@ def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ValueInLayout:
-    """A value in one of its layouts. There is one object for each pair, so dictionaries can use its identity."""
+    """A value in one of its layouts, as a dictionary key: there is one object for each pair of value and layout."""
 
     value: Value
     layout: FactorLayout
@@ -201,10 +201,10 @@ class _LayoutsAndSequenceNumbers:
         self.node_templates = {node: self._build_node_template(node) for node in graph.nodes if not node.is_leaf}
 
     def intern_value_in_layout(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
-        """Return the only object for a value in a layout.
+        """Return the unique object for a value in a layout.
 
-        A value on one device is whole there, so it gets the layout `Replicate`. A partial sum gets the layout in which
-        its node produces it.
+        A value on one device is whole there, so it gets the layout `Replicate`. A partial sum gets the layout in
+        which its node produces it.
         """
         if isinstance(factor_layout, Local):
             factor_layout = REPLICATE  # whole on that device
@@ -310,7 +310,7 @@ class _DeviceEmitter:
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
     def _emit_collective_for_reader_on_other_device(self, operand: Value) -> None:
-        """Emit this device's part of a collective that makes an operand whole for a node on another device."""
+        """Take part in a collective that makes an operand whole for a node which only another device computes."""
         layout = self.layouts.assignment.produced_layouts[operand]
         if layout.is_partial or isinstance(layout, FactorShard | EarlierPlanShard):
             self._find_or_emit_replicated_value(operand)

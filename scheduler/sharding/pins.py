@@ -127,9 +127,10 @@ def _is_discrete_choice(node: Node) -> bool:
 def pin_earlier_layouts_of_changed_leaves(
     pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
 ) -> Pins:
-    """Fix the earlier layout of each weight and state that would get another layout in the new plan; return all pins.
+    """Keep the earlier layout of each weight and state that the new plan would lay out differently; return all pins.
 
-    Two graphs may slice one weight differently, so a factor of one graph need not exist in the other.
+    Both plans share the memory of weights and states. Two graphs may slice one weight differently, so a factor of one
+    graph need not exist in the other.
 
     Args:
         pins: The pins so far.
@@ -239,7 +240,9 @@ def pin_unsupported_nodes(
 
 
 def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """Pin further nodes to the devices of pinned nodes that they read or feed, to save messages; return all pins.
+    """Move further nodes to the devices of pinned nodes that they read or feed, to save messages; return all pins.
+
+    A pin assigns a node to one device.
 
     1. A view is pinned if all its readers are pinned to one device.
     2. A node is pinned if all its computed operands come from pinned nodes of one device, and no other unpinned node

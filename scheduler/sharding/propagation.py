@@ -104,10 +104,11 @@ def list_present_operands_by_name(node: Node) -> list[tuple[str, Value]]:
 
 
 def find_table_rows_and_added_operands(node: Node) -> tuple[str, Value, Sequence[str]]:
-    """Find the operands of a table lookup: the table, the row numbers, and operands that are added to the rows.
+    """Find the operands of a table lookup, such as an embedding with an optional sum.
 
     Returns:
-        The name of the table; the value with the row numbers; the names of the table and of the added operands.
+        The name of the table; the value with the row numbers; the names of the table and of operands that are added
+        to it.
     """
     declared = op_of(node)
     looked_up = declared.signature_for(node.attrs).indexed_dimension
@@ -150,7 +151,7 @@ def propagate_layouts(
 def propagate_until_no_weight_is_gathered(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Derive layouts until no sharded weight is gathered; each time, keep the gathered weights whole on all devices.
+    """Derive layouts until no sharded weight has to be gathered in a run; each round replicates the gathered weights.
 
     Args:
         propagate: Derives the layouts for a given set of weights that stay whole.
@@ -166,7 +167,7 @@ def propagate_until_no_weight_is_gathered(
 
 
 class LayoutPropagation:
-    """One layout propagation through a graph: it chooses, node by node, how values are distributed over devices."""
+    """Derives the layouts of all values of a graph, node by node, from the chosen factors (indices to shard)."""
 
     def __init__(
         self,
@@ -249,7 +250,7 @@ class LayoutPropagation:
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
     def _assign_computation_layouts(self, node: Node) -> None:
-        """Assign operand and result layouts by the first rule of the module docstring that applies to a node."""
+        """Assign operand and result layouts to a node, by the first rule of the module docstring that applies."""
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
         results: tuple[FactorLayout, ...]
@@ -296,7 +297,10 @@ class LayoutPropagation:
         )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether a partial sum that `node` reads can be reduce-scattered by its row index (rule 6)."""
+        """Return whether a sum that `node` reads can be completed by a reduce-scatter of rows instead of an all-reduce.
+
+        Each device then computes the node for its rows only (rule 6).
+        """
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -333,9 +337,12 @@ class LayoutPropagation:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Choose the operand layouts and the result layout of a lookup in a table with sharded rows.
+        """Choose the layouts of a lookup in a table, such as an embedding, with rows that `factor` shards (rule 4).
 
-        Each device looks up the rows of its shard (rule 4). Operands that are added to them are read as partial sums.
+        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums.
+
+        Returns:
+            The layouts of the operands, and the layout of the result.
         """
         table, ids, joint = find_table_rows_and_added_operands(node)
         self.assignment.index_operands[node] = ids
@@ -357,9 +364,10 @@ class LayoutPropagation:
 
     @staticmethod
     def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
-        """Return whether the result is a routed partial sum like `operand`: each entry is complete on the same device.
+        """Return whether each entry of a result is complete on the device that has the operand's complete entry.
 
-        For that, the leading axes of the operand, which the row numbers index, must be the leading axes of the result.
+        The operand has rows that were looked up in a sharded table. Its leading axes, which the row numbers index,
+        must be the leading axes of the result.
         """
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]

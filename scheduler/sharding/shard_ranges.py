@@ -24,8 +24,9 @@ from .axes import Factor, compute_product_size
 def compute_axis_ranges_of_factor(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
-    """Compute the entries of an axis that belong to a range of indices of a factor.
+    """Compute which entries of an axis a device has if it has some indices of one factor of the axis.
 
+    Example: an axis of 2 heads of 4 entries is the product [2, 4]. The second head is the range ``((4, 4),)``.
     Segments (parts of a concatenated axis) without the factor are whole.
 
     Args:
@@ -97,7 +98,7 @@ def factor_ranges_from_layout(
 
 
 def _clip_and_shift_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
-    """Limit ranges to the entries from `start` to `stop`, exclusive; the results count entries from `start`."""
+    """Return the parts of ranges that lie from `start` to `stop`, exclusive, with entries counted from `start`."""
     return merge_adjacent_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
 
 
@@ -155,7 +156,7 @@ class ShardRanges:
         self.ranges_of(factor)
 
     def _choose_row_granularity(self, factor_size: int) -> int:
-        """Choose how many indices of a factor stay together: `ROW_GRANULARITY`, or 1 for a small factor."""
+        """Return how many neighbouring indices stay on one device: `ROW_GRANULARITY`, or 1 for a small factor."""
         return (
             ROW_GRANULARITY
             if factor_size % ROW_GRANULARITY == 0 and factor_size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)

@@ -431,7 +431,7 @@ class SymbolicTerms:
         return term
 
     def _is_per_row(self, maker: int, axes: Axes) -> bool:
-        """Return whether `axes` repeat each number of an instruction's result over one row, as for a [rows, 1] tensor."""
+        """Return whether `axes` repeat each number of an instruction's result over one row, as broadcasting does."""
         rows, columns = math.prod(self.program.instructions[maker].dst[0].shape), (self.group.shape or (1,))[-1]
         dense: Axes = ((rows, 1),) if rows > 1 else ()
         return rows * columns == math.prod(self.group.shape) and axes == self._repeat_row_number_over_columns(dense)

@@ -40,7 +40,7 @@ class CollapsedGraph:
 
 @dataclass(slots=True)
 class _LayerSection:
-    """A section of the graph between two points where a single value crosses, such as a decoder layer.
+    """A part of the graph between two points where a single value crosses, such as a decoder layer.
 
     - `incoming_value` and `outgoing_value` are the crossing values; None at the ends of the graph.
     - `own_leaves` maps each leaf that only these nodes read to its position.
@@ -55,10 +55,10 @@ class _LayerSection:
 
 
 def collapse_repeated_layers_to_two(graph: Graph) -> CollapsedGraph | None:
-    """Collapse each sequence of equal layers to two layers.
+    """Replace each sequence of equal layers by two layers, so that the factor search has a smaller graph.
 
-    The first of the two stands for all layers but the last. The last layer is kept, because the layer after it decides
-    where a sum over devices takes place. Returns None without repeated layers.
+    The first of the two stands for all layers but the last. The last layer is kept, because the layer after it
+    decides where a sum over devices takes place. Returns None without repeated layers.
     """
     nodes = [
         n for n in order_updates_directly_after_operands(graph) if not n.is_leaf

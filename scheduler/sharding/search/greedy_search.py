@@ -54,7 +54,7 @@ class FactorChoice:
 
 
 class FactorSearch:
-    """The search for the best set of factors (shardable indices) of one graph, for any number of devices.
+    """The search for the best factors (indices such as heads) of a graph to shard, for any number of devices.
 
     Of a sequence of equal layers only two are scored. The layouts for a set of factors do not depend on the number of
     devices, so they are derived once.
@@ -331,10 +331,10 @@ def group_factors(
 
 
 def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
-    """Describe a group of factors by a name that users can read.
+    """Return a name for a group of factors that users can read.
 
-    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
-    (128 pieces)``.
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
+    %output.weight (128 pieces)``.
     """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.format_signature_name_of_factor(factor)
@@ -363,10 +363,10 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def list_one_position_per_factor(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """List one position of each chosen factor in a weight or state, which identifies it in graphs over the same leaves.
+    """Name each chosen factor by one of its positions in a weight or state, for graphs over the same leaves.
 
-    A position is (leaf, axis, segment, place in the segment). A leaf that `leaf_layouts` shards along another axis is
-    not used.
+    Factors are objects of one graph, so a position identifies a factor in another graph. It is (leaf, axis, segment,
+    place in the segment). A leaf that `leaf_layouts` shards along another axis is not used.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _iterate_weight_and_state_factor_positions(graph, factors, chosen_factors):
@@ -379,7 +379,7 @@ def list_one_position_per_factor(
 def list_leaf_positions_of_factors(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """List all positions (leaf, axis, segment, place) of the chosen factors, for graphs over some of the leaves."""
+    """Name each chosen factor by all its positions (leaf, axis, segment, place), for graphs over some of the leaves."""
     return frozenset(place for _, place in _iterate_weight_and_state_factor_positions(graph, factors, chosen_factors))
 
 

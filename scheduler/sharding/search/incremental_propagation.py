@@ -29,10 +29,7 @@ from ..propagation import (
 
 
 class IncrementalLayoutPropagator:
-    """Derives the layouts for many sets of sharded factors of one graph.
-
-    Layouts for a new set are derived from the layouts for a similar set, which is faster.
-    """
+    """Derives the layouts for many sets of sharded factors, fast: each set starts from the layouts of a similar one."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
@@ -168,7 +165,10 @@ class _ChangedNodesPropagation(LayoutPropagation):
         )
 
     def _is_weight_or_state(self, value: Value) -> bool:
-        """Return whether `value` is a weight, a state or a view of one, and comes before the current node."""
+        """Return whether `value` is a weight, a state or a view of one, as known when the current node is visited.
+
+        Values that come after the current node do not count.
+        """
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:
