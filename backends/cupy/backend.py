@@ -134,7 +134,10 @@ class DriverBackend:
         return compute_scratch_bytes_at_placeholders(node.op, src, results, attrs, limits, strided_operand)
 
     def _to_unbound_operand(self, value: Value | None) -> UnboundOperand | None:
-        """Convert a value of a graph to an operand without an address; `None` stays `None`."""
+        """Convert a value of a graph to an operand without an address, from which kernels can be chosen.
+
+        `None` stays `None`.
+        """
         if value is None:
             return None
         base = find_view_base(value)
@@ -202,9 +205,9 @@ class DriverBackend:
 
 
 class RecordedProgram:
-    """A compiled program of one device: recorded launches, and collectives with other devices, in order.
+    """A compiled program of one device: recorded kernel launches, which a run replays, and collectives, in order.
 
-    With peer access or a collective library, collectives are launches. Otherwise they use host memory, between
+    With peer access or a collective library, collectives are launches, too. Otherwise they use host memory, between
     recordings. A kernel that reads an illegal number, or waits too long, records a fault and continues. The run then
     fails after its last instruction, so that the rollback can undo all of it.
     """
@@ -256,7 +259,10 @@ class RecordedProgram:
         )
 
     def _record_launches(self) -> None:
-        """Record all launches of the program. Launches between two collectives through the host are one recording."""
+        """Record all launches of the program, so that a run replays them without Python work for each launch.
+
+        Launches between two collectives through the host are one recording.
+        """
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}
         del self._builder.faults[self._bound_fault_count :]
         self._collectives.add_run_begin_launches(self._builder)
@@ -292,7 +298,10 @@ class RecordedProgram:
         return lambda: start()()
 
     def make_starter_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Callable[[], Sequence[Array]]]:
-        """Return a function that starts a run; see `SupportsLaunchAhead`."""
+        """Return a function that starts a run without waiting for it, and returns a function that waits for `tensors`.
+
+        `SupportsLaunchAhead` describes both functions.
+        """
         fault = replace(FAULT_RECORD, buffer=len(self._buffers))
         start_read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
 
@@ -366,7 +375,7 @@ class RecordedProgram:
         return times
 
     def _make_timed_call(self, times: list[TimedKernel], call: NumberedCall) -> NumberedCall:
-        """Return a call that also appends the start and end time of its launch or collective to `times`."""
+        """Return a call that runs one launch or collective, and appends its start and end time to `times`."""
         number, run = call
 
         def time_call() -> None:
@@ -412,7 +421,7 @@ class RecordedProgram:
         return self._constants[key]
 
     def _record_pending_steps(self) -> None:
-        """Record the pending steps as one call: all steps bound since the last collective through the host."""
+        """Record all steps since the last collective through the host as one replayable call."""
         if steps := [*self._pending_steps, *self._builder.take_launches()]:
             self._calls.append((steps[0].number, run := self.driver.record(steps, self.on)))
             self._recorded_steps[run] = flatten_steps(steps)
@@ -424,7 +433,7 @@ class RecordedProgram:
         return Operand(address, t, spec.declared_spec, spec.stored_spec, spec.kind)
 
     def _view_or_dequantise_for_host_copy(self, t: Tensor) -> Any:
-        """Return a view of `t` for copies to the host: in its buffer, or in a float32 copy if `t` is quantised."""
+        """Return the array from which `t` is copied to the host: its buffer, or a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
         quantised = self._make_operand(t)

@@ -22,7 +22,10 @@ HEADER = """// The code books of the types IQ1, IQ2 and IQ3, from `python -m hoc
 
 
 def compute_codebook_entry_levels(dtype: DType) -> npt.NDArray[np.uint16]:
-    """Return the levels of each entry of a code book in 16 bits: 4 bits for each of 4 columns, or 2 for each of 8."""
+    """Return each entry of a code book in 16 bits, as level numbers: 4 bits for each of 4 columns, or 2 for each of 8.
+
+    A level is the position of a value among the distinct values of the code book, in ascending order.
+    """
     book = load_code_book(dtype)
     levels = np.searchsorted(np.unique(book), book).astype(np.uint16)
     columns = levels.shape[1]
@@ -31,7 +34,7 @@ def compute_codebook_entry_levels(dtype: DType) -> npt.NDArray[np.uint16]:
 
 
 def format_book_levels_header() -> str:
-    """Return the text of ``book_levels.cuh``."""
+    """Return the text of the generated header ``book_levels.cuh``, with the code books of all dtypes as C++ arrays."""
     parts = [HEADER]
     for dtype in BOOK_DTYPES:
         words = [f"0x{level:04x}" for level in compute_codebook_entry_levels(dtype).tolist()]

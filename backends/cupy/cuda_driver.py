@@ -71,7 +71,7 @@ def _nccl() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """A buffer in device memory, and the transfers between its device and the host."""
+    """A buffer in device memory, together with the object that copies between its device and the host."""
 
     array: Any
     transfers: HostTransfers
@@ -320,7 +320,7 @@ class CudaDriver:
         return self._get_host_transfers(on).stream
 
     def _make_step_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
-        """Return a call that puts one step into a stream. The argument words of a launch are copied now."""
+        """Return a call that puts one launch or exchange into a stream. The arguments of a launch are copied now."""
         if isinstance(step, CollectiveLibraryExchange):
             return partial(step.communicator.enqueue_transfers, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._load_function(step.kernel, on.index)
@@ -407,7 +407,7 @@ def _compile_and_load_module(driver: CudaDriver, source: KernelSource, index: in
 
 
 class SimulatedGpuDriver(CudaDriver):
-    """A driver that answers the questions of the planner and runs nothing. Its simulated devices need not exist."""
+    """A driver that tells the planner the limits of a simulated device, and cannot run anything."""
 
     def __init__(self, of: type[CudaDriver], limits: KernelLimits) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class SimulatedGpuDriver(CudaDriver):
 
 
 class PlanOnlyGpuBackend(DriverBackend):
-    """A backend that serves plans and runs nothing. Its simulated devices need not exist."""
+    """A backend for plans on simulated devices: it chooses kernels and dtypes, but cannot run anything."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
         """Return whether kernels can run during collectives; peer access or a collective library is assumed."""

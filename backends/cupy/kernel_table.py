@@ -67,7 +67,7 @@ BINDINGS: Mapping[str, OpBinder] = merge_disjoint_tables(
 
 
 def find_op_binder(op: str) -> OpBinder | None:
-    """Return the binder of an op (the function that adds its launches), here or in an op package; `None` if missing."""
+    """Find the function that adds the launches of an op, here or in an installed op package; `None` if missing."""
     return BINDINGS.get(op) or find_op_package_binding(op, "cuda")
 
 

@@ -63,10 +63,10 @@ def bind_program(
 
 
 def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
-    """Find all fusions of a program and group their instructions in the dataflow; return the launches of each group.
+    """Choose the groups of instructions that fused kernels compute; return the launches of each group.
 
-    Convolutions come first, because they may take the matmuls of gates. Then come matmuls, because the ops before them
-    may become their prologue.
+    Convolutions come first, because they may take the matmuls of gates. Then come matmuls, because the ops before
+    them may become their prologue.
     """
     chains: dict[Sequence[int], list[SingleStep]] = {}
     instructions = flow.reader_table.program.instructions
@@ -95,7 +95,7 @@ def _bind_unfused_instruction(
 def bind_program_at_placeholders(
     program: Program, limits: KernelLimits, processors: int = 1
 ) -> tuple[Dataflow, Sequence[SingleStep | CollectiveStep]]:
-    """Bind a program without device memory: its operands have placeholder addresses.
+    """Choose the kernels of a program before memory exists, with placeholder addresses for all operands.
 
     Args:
         program: The program.
@@ -134,9 +134,9 @@ def list_launch_groups(program: Program, limits: KernelLimits) -> list[tuple[int
 
 
 def _make_placeholder_operand_factory(program: Program) -> Callable[[Tensor], Operand]:
-    """Return a function that makes the operand of a tensor without device memory.
+    """Return a function that gives tensors placeholder addresses, so that kernels can be chosen without memory.
 
-    The operand has a placeholder address; tensors of different buffers have different addresses.
+    Tensors of different buffers get different addresses.
     """
 
     @cache

@@ -23,7 +23,7 @@ LOADED_LEAF_KINDS = ("weight", "constant")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnboundOperand:
-    """An operand without an address, from which kernels are chosen before memory exists.
+    """An operand without an address, for choosing kernels before memory exists.
 
     A leaf, or a view of a leaf, also has the specs of its whole buffer. Two operands are equal only if they are the
     same object, so a backend makes each operand once.
@@ -44,7 +44,7 @@ class UnboundOperand:
 
 
 def _make_reversed_gapped_strides(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return strides that no contiguous array of this shape has: axes in reversed order, gaps between elements.
+    """Return strides that no dense array has, to test whether kernels accept any strides: reversed axes with gaps.
 
     The elements of rows of quantisation blocks stay adjacent.
     """
@@ -104,7 +104,7 @@ def compute_scratch_bytes_at_placeholders(
 
 @lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
 def infer_spec_in_device_memory(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """Return the shape and dtype in device memory for a declared spec.
+    """Return the shape and dtype in which the backend stores a value with the declared spec.
 
     An exact backend stores weights as float32. States that are rows of a dtype of caches keep it.
     """

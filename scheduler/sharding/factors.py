@@ -121,7 +121,7 @@ class Factors:
         return self._factor_sets[value]
 
     def roles_of(self, node: Node) -> FactorRoles:
-        """Return how a node uses each factor: as an index that no plan may shard, as a summed index, or as table rows."""
+        """Return how a node uses each factor: as an index that no plan may shard, a summed index, or table rows."""
         return self._factor_roles[node]
 
     def format_signature_name_of_factor(self, factor: Factor) -> str:

@@ -25,12 +25,12 @@ without a suitable kernel.
 def bind_largest_fusion(
     flow: Dataflow, launches: LaunchBuilder, fused: Mapping[str, Sequence[FusionBinder]], number: int
 ) -> Sequence[int]:
-    """Find the largest group of instructions from `number` on that one fused kernel can compute; add its launches.
+    """Find the largest group of instructions, from `number` on, that one fused kernel can compute; add its launches.
 
     Args:
         flow: The dataflow of the program. The function groups the fused instructions there.
         launches: Receives the launches of the fusion.
-        fused: Fusion binders by the op of the first instruction.
+        fused: The functions that match patterns and add launches, by the op of the first instruction.
         number: Index of the first instruction.
 
     Returns:

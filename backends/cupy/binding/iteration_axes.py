@@ -18,10 +18,10 @@ MAX_ITERATION_AXES = 10
 
 @dataclass(frozen=True, slots=True)
 class IterationAxes:
-    """The axes over which a kernel iterates, outermost first, after adjacent axes were merged where strides allow it.
+    """The loop axes of a kernel over several operands, outermost first; adjacent axes are merged if strides allow it.
 
-    ``sizes`` are the sizes of the axes. ``operand_strides[k]`` are the strides of operand `k`, in elements. A stride of
-    0 means that the operand is repeated along the axis.
+    ``sizes`` are the sizes of the axes. ``operand_strides[k]`` are the strides of operand `k`, in elements. A stride
+    of 0 means that the operand is repeated along the axis.
     """
 
     sizes: tuple[int, ...]
@@ -94,27 +94,33 @@ def _merge_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def as_row_starts(x: Operand) -> Operand:
-    """Return a view of the first element of each row of `x`; its axes are all axes of `x` except the last."""
+    """Return a view [..., rows] of the first element of each row of `x` [..., rows, columns].
+
+    Kernels with a loop of their own over a row need only the row's address.
+    """
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
 def as_row_starts_with_repeat_axis(x: Operand) -> Operand:
-    """Return a view of the row starts of `x` with a last axis of size 1 and stride 0, which repeats each start."""
+    """Return a view [..., rows, 1] of the first element of each row of `x`, with stride 0 along the last axis.
+
+    A kernel that iterates over columns then reads the same row start for all columns.
+    """
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 
 def split_tiled_axes_for_broadcast(
     shape: Sequence[int], operands: Sequence[Operand], tiled_index: int
 ) -> tuple[tuple[int, ...], list[Operand]]:
-    """Split each axis along which one operand is tiled into two axes, so that strides can express the repetition.
+    """Split each axis along which an operand is repeated into two axes, so that strides can express the repetition.
 
-    An axis is tiled if it is larger in `shape` than in the operand, by an integer factor. The operand advances along
-    the new outer axis and is repeated along the new inner axis.
+    Example: each entry of [2] is repeated three times along an axis of 6. This axis becomes [2, 3], where the operand
+    has the strides (1, 0). An axis is split if it is larger in `shape` than in the operand, by an integer factor.
 
     Args:
         shape: Shape of the iteration.
         operands: Operands with at most as many axes as `shape`.
-        tiled_index: Index of the tiled operand in `operands`.
+        tiled_index: Index of the repeated operand in `operands`.
 
     Returns:
         The new shape, and all operands with split axes.

@@ -107,7 +107,10 @@ class LaunchBuilder:
         )
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
-        """Pack launch words into 64-bit integers; also return the byte range behind each word that is an address."""
+        """Pack the fields of a kernel's argument struct into 64-bit integers.
+
+        Also return the range of bytes behind each field that is an address.
+        """
         packed, spans = [], []
         for i, word in enumerate(words):
             if isinstance(word, Operand):
@@ -126,7 +129,7 @@ class LaunchBuilder:
         return operand
 
     def begin_scratch_of_member(self, scratch: Operand | None) -> None:
-        """Let a fusion allocate the scratch memory of one of its instructions.
+        """Let a fused launch use the scratch memory that was planned for one of its instructions.
 
         Lowering keeps this memory apart from all values of the fusion that lie in memory.
 
@@ -159,7 +162,7 @@ class LaunchBuilder:
 
 
 class KernelListingBuilder(LaunchBuilder):
-    """A launch builder for callers that only list kernels: it leaves out the argument words of the launches."""
+    """A launch builder for callers that need only the list of kernels: its launches have no arguments."""
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
         return (), ()
@@ -183,13 +186,13 @@ def _make_dense_operand(address: int, shape: Sequence[int], dtype: DType, offset
 
 
 def compute_address_span(operand: Operand, word_index: int) -> AddressSpan:
-    """Return the range of addresses that a kernel may access through an operand.
+    """Return the range of device addresses that a kernel may access through an operand.
 
     The range covers all elements that the strides reach. For a quantised operand it is the whole buffer.
 
     Args:
         operand: The operand.
-        word_index: Index of the launch word that has the operand's address.
+        word_index: Index of the kernel argument (launch word) that has the operand's address.
     """
     region = operand.region
     begin = operand.address - operand.tensor.offset
@@ -202,7 +205,7 @@ def count_blocks(count: int, size: int) -> int:
 
 
 def compute_row_stride(x: Operand) -> int:
-    """Return the constant stride between consecutive rows of a float32 operand, in elements.
+    """Return the distance between consecutive rows of a float32 operand, in elements, which must be constant.
 
     Raises:
         NoKernelError: The operand has another dtype, or the stride between rows is not constant.

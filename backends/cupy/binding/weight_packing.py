@@ -50,7 +50,7 @@ NIBBLE_MASK = np.uint8(15)
 
 @dataclass(frozen=True, slots=True)
 class PackedPlaneLayout:
-    """The packed layout of a quantised dtype: for each plane a function that builds the plane from quantised blocks.
+    """How the blocks of a quantised dtype are packed into planes: one function for each plane.
 
     A plane has one kind of data of all blocks, such as the codes or their high bits. A function takes an array of `n`
     blocks, which are records of `BLOCK_LAYOUTS`. It returns uint8 [n, parts, bytes]. A super-block of 256 columns has
@@ -64,7 +64,7 @@ class PackedPlaneLayout:
 
 
 def _copy_code_bytes(blocks: BlockArray) -> U8:
-    """Copy the codes of quantised blocks unchanged to a plane: the bytes of field `qs`, in parts of 16 bytes.
+    """Make the plane of codes (field `qs`) without a change of their order, in parts of 16 bytes.
 
     If the codes are nibbles, a part has 32 columns: the low nibbles are the first 16 columns.
     """
@@ -76,7 +76,7 @@ def _flip_nibble_signs(blocks: BlockArray) -> U8:
 
 
 def _regroup_nibbles_into_32_columns(blocks: BlockArray) -> U8:
-    """Change the grouping of nibbles: from 16 columns in 8 bytes to 32 columns in 16 bytes.
+    """Make the plane of 4-bit codes that a file groups by 16 columns: two groups become 32 columns in 16 bytes.
 
     In both groupings the low nibbles are the first half of the columns. The result has the layout of
     `_copy_code_bytes`.
@@ -198,7 +198,7 @@ def _make_super_block_high_bit_plane_builder(flip: bool) -> Callable[[BlockArray
 
 
 def _make_field_copying_plane_builder(*names: str) -> Callable[[BlockArray], U8]:
-    """Return a function that copies adjacent fields of a block into a plane, without changes."""
+    """Return a function that copies adjacent fields of each block, such as scales, into a plane, unchanged."""
 
     def plane(blocks: BlockArray) -> U8:
         fields = blocks.dtype.fields
@@ -211,12 +211,12 @@ def _make_field_copying_plane_builder(*names: str) -> Callable[[BlockArray], U8]
 
 
 def _make_two_byte_field_plane_builder(field: str) -> Callable[[BlockArray], U8]:
-    """Return a function that copies a field with two bytes for each 32 columns into a plane, without changes."""
+    """Return a function that copies a field with two bytes for each 32 columns into a plane, unchanged."""
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
 
 def _make_byte_range_plane_builder(field: str, start: int, end: int) -> Callable[[BlockArray], U8]:
-    """Return a function that copies the bytes `start` to `end` (exclusive) of a field into a plane, without changes."""
+    """Return a function that copies the bytes from `start` to `end` (exclusive) of a field of each block to a plane."""
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
@@ -344,7 +344,7 @@ PLANE_LAYOUTS: Mapping[DType, PackedPlaneLayout] = MappingProxyType(
 
 
 def pad_packed_spec_rows_to_units(spec: Spec) -> Spec:
-    """Return the spec of a packed weight with its row count rounded up to a multiple of 32, the rows of a unit."""
+    """Return the spec of a packed weight: rows are packed in units of 32, so the row count is rounded up to them."""
     *leading, rows, columns = spec.shape
     return Spec((*leading, -(-rows // UNIT_ROWS) * UNIT_ROWS, columns), spec.dtype)
 

@@ -38,7 +38,7 @@ class DeviceMissedCollectiveError(BackendError):
 
 
 class CollectiveLibraryMembership:
-    """The membership of one device in a collective library's group: the group's identifier and a communicator.
+    """A device's membership in a group of a collective library such as NCCL: the group's identifier and a communicator.
 
     All programs of the device share the membership. If its communicator is lost, it stays lost.
     """
@@ -136,7 +136,7 @@ class HangWatchdog:
         return mark if mark is not None and mark.run == view_run_numbers(board)[rank] else None
 
     def _explain_permanent_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
-        """Return the reason why a collective can never end, or `None` as long as it may still end.
+        """Return the reason why a collective can never end, such as a lost device, or `None` while it may still end.
 
         Args:
             mine: The last progress mark of this device, which is at the collective.
@@ -156,10 +156,9 @@ class HangWatchdog:
         return f"{who} within {self.comm.timeout:g} s"
 
     def _abort_collectives_and_await_idle(self) -> None:
-        """Abort all collectives that wait in the device's stream, and wait until the stream is idle.
+        """Abort the collectives that wait in the device's stream, without results, and wait until the stream is idle.
 
-        The aborted collectives give no results. A daemon thread does the abort. It ends only after all recordings that
-        use the library are deleted.
+        A daemon thread does the abort. It ends only after all recordings that use the library are deleted.
         """
         self.membership.is_lost = True
         threading.Thread(target=self.membership.ring.abort, name="hocket abort", daemon=True).start()

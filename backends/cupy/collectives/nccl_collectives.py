@@ -113,7 +113,7 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
 
 
 def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
-    """Return the binder of a collective in which each pair of devices exchanges slices through the library.
+    """Return the function that adds a collective as messages of slices between pairs of devices, such as an all-gather.
 
     Args:
         find_pairs: Returns the slices that a receiver needs from a sender.
@@ -206,7 +206,7 @@ def _choose_receive_buffer(
 
 
 def _split_with_shapes_of(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
-    """Split a dense operand into consecutive dense parts; part i has the shape of ``like[i]``."""
+    """Split a dense operand into consecutive dense parts with the shapes of the operands in `like`."""
     parts, start = [], 0
     for x in like:
         dense = Tensor(-1, start, x.shape, contiguous_strides(x.shape), whole.dtype)
@@ -246,7 +246,10 @@ def _has_copy_kernel(sent: Operand) -> bool:
 
 
 def _find_reduce_scatter_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
-    """Return the slices that `receiver` sums in a `reduce_scatter`; they are the same for each sender."""
+    """Return the slice that `receiver` sums in a `reduce_scatter`, as pairs of indices into result and operand.
+
+    The slice is the same for each sender.
+    """
     assert sender < len(cast_to_index_ranges(attrs["runs"]))
     return compute_reduce_scatter_slice_pairs({**attrs, "rank": receiver})
 

@@ -164,10 +164,10 @@ class ProgramCollectives:
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_exchange_with_shared_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind a library exchange that uses the staging memory of the program as scratch.
+        """Add a library exchange, with one staging memory for the messages of all exchanges of the program.
 
-        All exchanges share this memory, because they run one after the other. `bind` is called twice: first at address
-        0, to measure the staging bytes, then at the real address.
+        They run one after the other, so sharing is safe. `bind` is called twice: first at address 0, to measure the
+        staging bytes, then at the real address.
         """
         items, faults, launches.scratch_address, launches.scratch_bytes = (
             len(launches.items),
@@ -202,9 +202,9 @@ class ProgramCollectives:
 
     @property
     def has_exchanges_without_timeout(self) -> bool:
-        """Whether the program has library exchanges, which wait for other devices without a timeout.
+        """Whether the program has exchanges of a library such as NCCL, which wait for other devices without a timeout.
 
-        The stream of any other program needs no polling.
+        Only then must the host poll the stream for hangs.
         """
         return self._watchdog is not None and bool(self._exchange_count)
 

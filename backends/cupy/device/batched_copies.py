@@ -13,7 +13,7 @@ from ...base import ALIGNMENT, Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class CoalescedArray:
-    """One array of a coalesced copy: its index among all arrays, and its byte offset in the copied range."""
+    """One of the arrays that a single copy transfers: its index among all arrays, and its offset in the copy."""
 
     number: int
     offset: int

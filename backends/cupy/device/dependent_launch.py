@@ -67,7 +67,7 @@ def open_driver_library() -> ctypes.CDLL | None:
 
 
 def compute_early_launch_flags(steps: Sequence[DriverStep]) -> list[bool]:
-    """Return for each step whether it may begin before the previous step ends.
+    """Return for each step whether it may begin before the previous step ends (programmatic dependent launch).
 
     Both steps must be launches. Every kernel waits for the end of the previous launch, so the end of a launch implies
     the end of all launches before it. A kernel without this wait would break the rule: the next kernel would not wait

@@ -26,7 +26,7 @@ WARPGROUP_CAPABILITIES = frozenset(("90",))
 
 
 class KernelCandidate(StrEnum):
-    """Alternative kernels that are off by default, because no GPU has measured them yet.
+    """New kernels that are off by default until a GPU has measured that they are faster than those in use.
 
     - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
     - `PRODUCT_ROLES`: `multiply_by_roles` in place of `clustered` with one term.
@@ -98,14 +98,14 @@ MULTIPROCESSORS: Mapping[str, MultiprocessorLimits] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class KernelLimits:
-    """Resource limits of kernels on a device.
+    """The resource limits of a device that decide which kernels can run on it.
 
     - `shared_bytes_per_block`: the maximum of declared and dynamic shared memory together.
     - `has_warpgroups`: whether the device has matrix products of four warps (wgmma).
     - `candidates`: the candidates that the device uses; see `ENABLED_CANDIDATES`.
-    - `computes_operands`: whether kernels do work that other launches could do: rows of products, logits of
-      gates, heads of attention, the sum of key splits, and gathered sums. Without it programs have the launches of
-      the steps that were measured on H100 and H200.
+    - `computes_operands`: whether kernels do work that other launches could do: rows of products, logits of gates,
+      heads of attention, the sum of key splits, and gathered sums. Without it programs have the launches of the steps
+      that were measured on H100 and H200.
     """
 
     shared_bytes_per_block: int

@@ -101,7 +101,10 @@ class KernelInstance:
 
 @dataclass(frozen=True, slots=True)
 class AddressSpan:
-    """The byte range that a kernel may access through one launch word (an address), and the index of that word."""
+    """The bytes from `low` to `high` (exclusive) that a kernel may access through one of its arguments, an address.
+
+    `word_index` is the index of this argument among the launch words.
+    """
 
     word_index: int
     low: int
@@ -110,12 +113,12 @@ class AddressSpan:
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """One launch of a kernel: grid, block and the words of its argument struct.
+    """One launch of a GPU kernel: its grid, its block size and its arguments.
 
     - `words`: the fields of the kernel's argument struct, 64 bits each.
     - `number`: the index of the instruction that the launch computes.
-    - `cluster`: the shape of a cluster. Its blocks run at the same time on neighbouring multiprocessors, and read each
-      other's shared memory.
+    - `cluster`: the shape of a cluster. Its blocks run at the same time on neighbouring multiprocessors, and read
+      each other's shared memory.
     """
 
     kernel: KernelInstance
@@ -187,7 +190,7 @@ class CollectiveLibrary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveLibraryExchange:
-    """A step of a program that runs several transfers of a collective library as one group."""
+    """A step of a program that runs several sends, receives or sums of a library such as NCCL as one group."""
 
     communicator: Communicator
     transfers: tuple[CollectiveLibraryTransfer, ...]

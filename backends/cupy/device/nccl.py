@@ -121,9 +121,9 @@ class NcclCommunicator:
 
 
 class RecordedGraphWithCommunicators:
-    """A recorded CUDA graph together with the communicators that it uses, so that both are deleted in the right order.
+    """A recorded CUDA graph that keeps the communicators alive which it uses.
 
-    The graph is deleted first. A communicator that ends while a graph uses it would wait forever.
+    The graph is deleted before them. A communicator that ends while a graph uses it would wait forever.
     """
 
     def __init__(self, run: Callable[[], None], communicators: tuple[Communicator, ...]) -> None:

@@ -41,7 +41,7 @@ MAIN_PATH_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessCostAllowance:
-    """An exception from the access budget: one source line may cost more than the minimum.
+    """A permission for one source line to access memory less efficiently than the access budget allows in general.
 
     Attributes:
         file: Name of the source file.
@@ -164,9 +164,9 @@ ACCESS_ALLOWANCES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessTableRow:
-    """One row of the access table: the summed accesses of one kind and width in a kernel.
+    """One row of the report about memory accesses: the sums over all accesses of one kind and width in a kernel.
 
-    `worst_site` has the largest cost above the minimum.
+    `worst_site` is the access with the largest cost above the minimum.
     """
 
     kernel: str

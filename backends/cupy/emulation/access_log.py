@@ -58,10 +58,10 @@ MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)
 
 @dataclass(frozen=True, slots=True)
 class StreamAssignedLaunch:
-    """A launch that is assigned to one of the two streams of its device.
+    """A launch with the stream (queue) of its device in which it runs, and the launches that must end before it.
 
-    It follows all earlier launches of its stream. It also follows the launches of the other stream with an index below
-    `predecessors_end`.
+    It follows all earlier launches of its stream. It also follows the launches of the other stream with an index
+    below `predecessors_end`.
     """
 
     launch: KernelLaunch

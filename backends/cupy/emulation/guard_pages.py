@@ -134,7 +134,7 @@ def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> lis
 
 
 def redirect_words_to_guarded(launch: KernelLaunch, operands: Sequence[GuardedOperand]) -> list[int]:
-    """Return all words of a launch; addresses of operands are replaced by the addresses of their guarded copies."""
+    """Return the arguments of a launch with all operand addresses replaced by those of the guarded copies."""
     words = list(launch.words)
     for span in launch.spans:
         operand = _find_operand(span, operands)

@@ -47,7 +47,7 @@ def has_cuda_text_for_all_functions(expression: Expression) -> bool:
 
 
 def list_argument_steps(expression: Expression) -> list[int]:
-    """List the steps with numbers that depend on attributes of the call; kernels receive them as arguments."""
+    """List the steps of an expression whose value comes from attributes of the call; kernels get them as arguments."""
     from_attributes: set[int] = set()
     for number, step in enumerate(expression.steps):
         if step.function == "attribute" or from_attributes.intersection(step.sources):
@@ -56,7 +56,7 @@ def list_argument_steps(expression: Expression) -> list[int]:
 
 
 def write_number_statements(expression: Expression, arguments: Iterable[int]) -> list[str]:
-    """Write CUDA statements for numbers that are equal for the whole call: constants and arguments.
+    """Write the CUDA statements for the numbers that are equal for all elements: constants and kernel arguments.
 
     The steps `arguments` read the fields ``a.n<step>``.
     """
@@ -76,7 +76,7 @@ def write_step_statement(number: int, step: Step) -> str:
 
 
 def _find_number_steps_read_by_element_steps(expression: Expression) -> set[int]:
-    """Find the steps with one number for the whole call that a step per element or per row reads."""
+    """Find the steps with one number for the whole call that are used in the computation of elements or rows."""
     alone = expression.steps_without_operands
     return {s for n, step in enumerate(expression.steps) if n not in alone for s in step.sources if s in alone}
 

@@ -44,7 +44,9 @@ PLAIN_PROLOGUE_WORDS: Sequence[LaunchWord] = (0,)
 
 @dataclass(frozen=True)
 class RowPrologue:
-    """A generated prologue of a matmul kernel: CUDA code that computes the rows of x before the kernel multiplies them.
+    """Generated CUDA code at the start of a matmul kernel, which computes the activation rows x that it multiplies.
+
+    So the ops that produce x, such as a norm, need no launch of their own.
 
     Attributes:
         instruction_numbers: the instructions, ascending.
@@ -53,7 +55,7 @@ class RowPrologue:
         numbers_per_row: numbers that a block keeps for each whole row.
         is_per_head: whether warps reduce parts of a row; a stretch of columns has whole parts.
         operands: operands that the kernel reads.
-        tees: results that the kernel writes.
+        tees: results that the kernel also writes, because other instructions read them.
     """
 
     instruction_numbers: tuple[int, ...]
@@ -66,11 +68,13 @@ class RowPrologue:
 
 
 def find_row_prologue(flow: Dataflow, readers: Sequence[int], rows: int, columns: int) -> RowPrologue:
-    """Find the declared ops that compute the rows x of some matmuls, and make them a prologue of the matmul kernel.
+    """Find the ops that compute the activation rows of some matmuls, and make them a prologue of the matmul kernel.
+
+    The ops must be declared in the scalar language, from which CUDA code can be generated.
 
     Args:
         flow: The dataflow.
-        readers: Numbers of the instructions. All have the same operand 1.
+        readers: Numbers of the matmuls. All have the same operand 1, the rows.
         rows: Rows of the operand.
         columns: Columns of the operand.
 
@@ -117,7 +121,10 @@ def _add_last_producer_to_prologue(
 
 
 def _has_cuda_text(composition: GroupComposition) -> bool:
-    """Return whether a prologue can compute all steps; numbers per row and placed operands have no CUDA text."""
+    """Return whether CUDA code can be generated for all steps of a prologue.
+
+    Numbers per row, and operands that are read only in a part of the rows, have no CUDA code.
+    """
     return has_cuda_text_for_all_functions(Expression(tuple(composition.steps)))
 
 
@@ -149,7 +156,10 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
 
 
 def _build_prologue(group: ExpressionGroup, stored: Collection[int], size: tuple[int, int]) -> RowPrologue:
-    """Build the prologue of a group; its last result is x [rows, columns], `stored` results are written."""
+    """Build the prologue that computes a group of ops; its last result is x [rows, columns].
+
+    The results of the instructions `stored` are also written to memory.
+    """
     rows, columns = size
     head, expression = group.shape[-1], group.expression
     require_supported(
@@ -202,7 +212,8 @@ def write_prologue_struct(
     """Write the CUDA struct ``Prologue``, which computes an expression for the rows of x.
 
     Args:
-        expression: The expression. Its last result is x; the first results are tees, or x too.
+        expression: The expression. Its last result is x. The first results are those to write to memory (tees), or x
+            too.
         operand_count: The number of operands.
         tee_count: The number of results that are written.
         head: Columns of a part of a row over which the expression is evaluated; 0 for whole rows.

@@ -99,7 +99,7 @@ class PeerAddresses:
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup:
-    """The devices of a collective group by rank, from the view of device `rank`.
+    """The devices of a collective group and all addresses that device `rank` needs to reach the others.
 
     `signal_pad_address` is the address of the group's signal pad on the host. Float32 sums of at least
     `min_narrow_elements` values are transferred in bfloat16; `None` means no sums. `inbox_half` is the half of the
@@ -155,9 +155,9 @@ def launch_run_number_signal(launches: LaunchBuilder, group: PeerGroup, *, is_pi
 def launch_progress_mark(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, *, has_results: int
 ) -> None:
-    """Launch a kernel that tells the host how far the device is: at a collective, or past it.
+    """Launch a kernel that records on the host that the device has reached a collective, or has finished it.
 
-    The mark is on the signal pad, and `read_progress_mark` reads it.
+    The watchdog for hangs reads the mark from the signal pad (`read_progress_mark`).
 
     Args:
         launches: Receives the launch.
@@ -172,7 +172,7 @@ def launch_progress_mark(
 
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
-    """The progress of a device: its run number, the number of its last collective, and whether that has ended."""
+    """How far a device has come: its run number, its last collective, and whether this collective has ended."""
 
     run: int
     sequence: int
@@ -401,12 +401,18 @@ def slice_operand(x: Operand, index: Index) -> Operand:
 def _list_gathered_slices(
     compute_pairs: Callable[[Attrs], list[Pairs]], call: BoundInstruction
 ) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the slices that a device gathers, as (result slice, [(other device, slice of that device's operand)])."""
+    """List for a gathering collective which slice of which device's operand becomes each slice of the result.
+
+    The entries are (result slice, [(other device, slice of that device's operand)]).
+    """
     return [(into, [(other, index)]) for other, pairs in enumerate(compute_pairs(call.attrs)) for into, index in pairs]
 
 
 def _list_reduce_scatter_slices(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the slices of the result of a `reduce_scatter`, each with its addends: (device, operand slice) pairs."""
+    """List for a `reduce_scatter` the slices of the result, each with the operand slices that are added to it.
+
+    The entries are (result slice, [(device, slice of that device's operand)]).
+    """
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     pairs = compute_reduce_scatter_slice_pairs(call.attrs)

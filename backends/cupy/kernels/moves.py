@@ -58,7 +58,7 @@ def launch_broadcast_and_convert(launches: LaunchBuilder, x: Operand, out: Opera
 
 
 def _view_bytes_as_integers(x: Operand, dtype: DType = DType.I16) -> Operand:
-    """Return a view of the bytes of `x`, with a dense last axis, as integers of `dtype`."""
+    """View the bytes of `x`, with a dense last axis, as integers of `dtype`, so that integer kernels can copy them."""
     nbytes = dtype.storage.itemsize
     shape = (*x.shape[:-1], x.dtype.count_bytes(x.shape[-1]) // nbytes)
     strides = (*(x.dtype.count_bytes(step) // nbytes for step in x.strides[:-1]), 1)
@@ -159,9 +159,9 @@ def _bind_acc(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def gather_key_blocks(launches: LaunchBuilder, call: BoundInstruction) -> BoundInstruction:
-    """Gather the keys and values of an attention over a pool of blocks to scratch memory, in their dtype.
+    """Copy the keys and values of a paged attention (blocks of a pool) to scratch memory in order, in their dtype.
 
-    The result is the attention over keys in order. All kernels of attention then serve it.
+    All kernels of attention over contiguous keys can then compute the returned instruction.
 
     Raises:
         BackendError: a pool of 16-bit keys begins at an odd element; only an address tells this.

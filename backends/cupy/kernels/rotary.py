@@ -42,7 +42,7 @@ SOURCES = (SOURCE,)
 
 @dataclass(frozen=True, slots=True)
 class RopeOperands:
-    """The positions and frequencies of a RoPE instruction.
+    """Where RoPE reads positions and frequencies, for the two RoPE ops in one form.
 
     - `positions`: the positions of each token, `step` elements apart if a token has several.
     - `plane`: for each pair of columns, the index of the position to use.
@@ -253,7 +253,7 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 @dataclass(frozen=True, slots=True)
 class HeadPatternLaunch:
-    """One prepared launch of the kernel that fuses norm, RoPE and cache store of attention heads.
+    """One prepared launch of the kernel that computes norm, RoPE and cache store of attention heads.
 
     It has one thread block for each row of x. `words` are the fields of the C struct `Head`. The operands are stored
     for the check that they do not overlap.
@@ -279,7 +279,7 @@ def _split_rows_into_heads(x: Operand, columns: int) -> Operand:
 def build_head_pattern_launch(
     launches: LaunchBuilder, flow: Dataflow, chain: NormRopeStoreInstructions, stored_columns: int = 0
 ) -> HeadPatternLaunch:
-    """Prepare the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel.
+    """Prepare a launch that computes norm, RoPE and cache store of heads; raise `NoKernelError` if operands do not fit.
 
     Args:
         launches: Uploads the constants.
@@ -357,7 +357,7 @@ def build_head_pattern_launch(
 
 
 def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: NormRopeStoreInstructions) -> Sequence[int]:
-    """Launch a head pattern and return the indices of its instructions."""
+    """Launch norm, RoPE and cache store of attention heads as one kernel; return the indices of these instructions."""
     head_launch = build_head_pattern_launch(launches, flow, chain)
     kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
     threads = choose_row_threads(head_launch.columns)
@@ -366,25 +366,25 @@ def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: NormRop
 
 
 def match_norm_and_rope_pattern(flow: Dataflow, first: int) -> NormRopeStoreInstructions:
-    """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE, with or without a cache store."""
+    """Match instructions on attention heads: ``rms_norm(x) * w``, RoPE, and an optional store into a KV cache."""
     chain = match_normed_rope(flow, first)
     return NormRopeStoreInstructions(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
 
 def _fuse_norm_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse RMS norm, multiplication by a weight vector and RoPE of heads, and a following store into a KV cache."""
+    """Compute RMS norm, multiplication by a weight vector and RoPE of heads in one launch, also a cache store."""
     return _launch_head_pattern(launches, flow, match_norm_and_rope_pattern(flow, first))
 
 
 def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse RoPE of heads and the store into a KV cache."""
+    """Compute RoPE of heads and their store into a KV cache in one launch."""
     store, save = _find_cache_store_and_row_save(flow, first)
     require_supported(store is not None, "it goes into no cache")
     return _launch_head_pattern(launches, flow, NormRopeStoreInstructions(rope=first, store=store, save=save))
 
 
 def match_optional_norm_rope_and_store(flow: Dataflow, store: int) -> NormRopeStoreInstructions:
-    """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
+    """Match instructions on attention heads, from the last one back: a cache store, optionally RoPE and a norm."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:
@@ -400,7 +400,7 @@ def match_optional_norm_rope_and_store(flow: Dataflow, store: int) -> NormRopeSt
 
 
 def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse the save of an old cache row for a rollback and the store of the new row over it."""
+    """Save an old cache row for a rollback, and store the new row over it, in one launch."""
     save = flow.bound_instruction(first)
     _, store = match_saved_state_update(flow, first, "set_rows")
     require_supported(_is_save_of_overwritten_row(save, flow.bound_instruction(store)), "it saves no single row")

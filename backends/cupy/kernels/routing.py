@@ -24,7 +24,7 @@ GATING_CODES = {"softmax": 0, "sigmoid": 1}
 
 
 def _fuse_expert_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the expert routing of an MoE layer: probabilities, choice of experts, and the chosen experts' weights."""
+    """Compute the routing of a mixture-of-experts layer in one launch: probabilities, chosen experts and weights."""
     chain = match_expert_routing(flow, number)
     gate, choice, last = (
         flow.bound_instruction(number),

@@ -123,7 +123,7 @@ def _launch_scaled_norm_with_optional_sum(
 
 
 def _fuse_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse an RMS norm and its scaling by a weight vector: ``rms_norm(x) * w``."""
+    """Compute an RMS norm and its scaling by a weight vector, ``rms_norm(x) * w``, in one launch."""
     chain = match_scaled_norm(flow, number)
     norm, scaled = map(flow.bound_instruction, chain)
     _launch_scaled_norm_with_optional_sum(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
@@ -131,7 +131,7 @@ def _fuse_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) 
 
 
 def _fuse_sum_and_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse ``rms_norm(x + y) * w``: a sum, its RMS norm and a scaling. The launch also writes the sum."""
+    """Compute ``rms_norm(x + y) * w`` in one launch, which also writes the sum."""
     norm, factor = match_scaled_norm(flow, flow.require_first_reader_of_whole_result(number, "rms_norm"))
     total, scaled = flow.bound_instruction(number), flow.bound_instruction(factor)
     require_supported(len(flow.require_readers(number)) > 1, "the sum has no other reader")

@@ -28,7 +28,7 @@ SOURCES = (SOURCE,)
 
 @dataclass(frozen=True, slots=True)
 class SortPass:
-    """One pass of a sort over all rows, which either sorts parts of a row or merges pairs of sorted parts.
+    """One pass of a merge sort over all rows: it sorts parts of a row, or merges pairs of sorted parts.
 
     - `columns`: the items of a row before the pass.
     - `length`: the items of a part.

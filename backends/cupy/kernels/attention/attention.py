@@ -90,11 +90,11 @@ def _make_attention_binder(
 
 
 def launch_attention_with_heads(launches: LaunchBuilder, call: BoundInstruction, heads: Sequence[LaunchWord]) -> None:
-    """Launch the attention of one token over 16-bit caches; its blocks also compute and store the heads.
+    """Launch the attention of one token; the same blocks first compute its queries and store its new key and value.
 
     Args:
         launches: Receives the launch.
-        call: The attention. Its queries are not in memory.
+        call: The attention over 16-bit caches. Its queries are not in memory.
         heads: The fields of three C structs `Head`: for queries, keys and values.
 
     Raises:
@@ -116,7 +116,7 @@ def _convert_cache_unless_readable(launches: LaunchBuilder, x: Operand) -> Opera
 
 @dataclass(frozen=True, slots=True)
 class _SplitKeyValueHalvesScratch:
-    """Scratch for keys and values that are split: each number becomes two 16-bit halves, and each row has a scale."""
+    """Scratch for float32 keys and values as tensor cores read them: two 16-bit halves, and a scale for each row."""
 
     k: Operand
     v: Operand
@@ -193,7 +193,10 @@ class _AttentionBinder:
         ]
 
     def _allocate_partial_sums(self, splits: int) -> list[LaunchWord]:
-        """Allocate scratch for the partial results of the key splits: value sums, and pairs of softmax terms."""
+        """Allocate scratch for the partial results of key splits, the parts of the keys that different blocks process.
+
+        They are sums of values, and pairs (maximum, sum) of the online softmax.
+        """
         if splits == 1:
             return [0, 0]
         s = self.shape
@@ -201,10 +204,10 @@ class _AttentionBinder:
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
     def _make_bunch_fields(self, splits: int, sums: list[LaunchWord]) -> list[LaunchWord]:
-        """Return the fields of the C struct `Cells` that tell `attend_cells` how to combine key splits.
+        """Return the fields of the C struct `Cells`, by which `attend_cells` combines the results of its key splits.
 
-        Adjacent splits are a bunch. The last block of a bunch adds its splits, and the last block of all adds the
-        bunches. Few splits are their own bunches.
+        A key split is a part of the keys that one block processes. Adjacent splits form a bunch. The last block of a
+        bunch to finish adds its splits, and the last block of all adds the bunches. Few splits are their own bunches.
 
         Args:
             splits: Number of splits of the keys.
@@ -219,7 +222,7 @@ class _AttentionBinder:
         return [size, *sums, self.launches.upload_constant(counters)]
 
     def _launch_combine_splits(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
-        """Launch the kernel that combines the partial results of all key splits. Launch nothing for one split."""
+        """Launch the kernel that adds the partial results of all key splits; launch nothing for one split."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.query_heads
             few = count < 2 * TARGET_MULTIPROCESSORS
@@ -277,7 +280,7 @@ class _AttentionBinder:
     def launch_cells_with_heads(
         self, operands: tuple[Operand, Operand, Operand | None, Operand], heads: Sequence[LaunchWord]
     ) -> None:
-        """Launch `attend_cells` for one token; its blocks also compute the heads.
+        """Launch the kernel `attend_cells` for one token; its blocks also compute the norm and RoPE of its heads.
 
         Args:
             operands: Keys, values, mask and result, each with one leading axis of size 1.
@@ -312,7 +315,7 @@ class _AttentionBinder:
         return next((c for c in CELL_SOURCES if c.can_process(s.key_columns, s.value_columns, cells)), None)
 
     def _choose_cell_splits(self) -> int:
-        """Choose the number of key splits of `attend_cells`."""
+        """Choose into how many parts `attend_cells` splits the keys, so that enough blocks work."""
         s = self.shape
         return s.choose_balanced_key_splits(count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS)
 
@@ -379,7 +382,10 @@ class _AttentionBinder:
             self._launch_combine_splits(batch, words, splits)
 
     def _compute_visibility_strides(self, mask: Operand, tiles: int) -> list[int]:
-        """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
+        """Compute the strides of the table that tells which tiles the mask leaves visible; 0 where masks are equal.
+
+        The strides are between batches and between key heads.
+        """
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
         return [tiles * groups if compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
 

@@ -27,9 +27,9 @@ from .attention import launch_attention_with_heads
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeadPatterns:
-    """The head patterns of an attention instruction: of its queries, keys and values, in this order.
+    """The instructions that prepare the heads of an attention: norm, RoPE and cache store of queries, keys and values.
 
-    `instruction_numbers` are all instructions of the patterns; `attention` is the instruction that reads them.
+    `instruction_numbers` are all of these instructions; `attention` is the instruction that reads them.
     """
 
     attention: int
@@ -38,9 +38,9 @@ class AttentionHeadPatterns:
 
 
 def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> AttentionHeadPatterns:
-    """Match all head patterns of an attention and prepare their launches: queries, cache stores of keys and values.
+    """Match the instructions that prepare the heads of an attention, and build the launches that compute them.
 
-    A head pattern is a chain of RMS norm, RoPE and cache store; see `NormRopeStoreInstructions`.
+    They are the norm and RoPE of queries and keys, and the stores of keys and values into the cache.
     """
     query = (
         match_norm_and_rope_pattern(flow, first)
@@ -65,7 +65,7 @@ def match_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
 
 
 def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse all head patterns of an attention into one launch."""
+    """Fuse norm, RoPE and cache store of all queries, keys and values of an attention into one launch."""
     found = match_attention_heads(launches, flow, first)
     columns, ends = max(m.columns for m in found.launches), [*accumulate(m.rows for m in found.launches)]
     launches.add_launch(
@@ -79,10 +79,10 @@ def _fuse_query_key_value_head_patterns(launches: LaunchBuilder, flow: Dataflow,
 
 
 def _fuse_heads_and_attention(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse attention over two caches with all head patterns of its queries, keys and values.
+    """Fuse the attention of one token with norm, RoPE and cache store of its queries, keys and values into one launch.
 
-    Each block computes the queries of its key head. One block for each key head stores the new key and value: the block
-    that alone reads their cells.
+    Each block computes the queries of its key head. One block for each key head stores the new key and value: the
+    block that alone reads their cells.
     """
     require_supported(launches.limits.computes_operands, "attention computes no heads")
     found = match_attention_heads(launches, flow, first)

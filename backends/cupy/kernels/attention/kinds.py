@@ -104,7 +104,10 @@ class KeyTiledVariant:
 
     @property
     def visibility_tile_rows(self) -> int:
-        """The query rows of a tile in the visibility table, which marks the tiles that the mask leaves visible."""
+        """The number of query rows for which the visibility table has one entry per tile of keys.
+
+        An entry says whether the mask leaves any key of the tile visible.
+        """
         return max(TILE_ROWS, self.rows)
 
     @property
@@ -127,7 +130,10 @@ class KeyTiledVariant:
 
 @dataclass(frozen=True, slots=True)
 class WideKeyTiledVariant(KeyTiledVariant):
-    """The kernel `attend_wide`, for long keys and values. Queries use the shared memory before keys do."""
+    """The attention kernel `attend_wide`, for keys and values with many columns.
+
+    Queries and keys use the same shared memory, one after the other.
+    """
 
     rows: int = 32
     threads: int = 256

@@ -65,14 +65,16 @@ def launch_gemv(
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several float weights.
 
+    An entry is one weight matrix with its rows of x. With experts it is a pair of a token and a chosen expert.
+
     Args:
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route, each with one matrix of a weight.
+        entries: The number of entries.
         tokens: Rows of x for each entry, at most 4.
-        route: The fields of the routing.
-        unit: Code of the gated unit that joins two products.
+        route: The fields that map each entry to its matrix and rows.
+        unit: Code of the gated unit, such as SwiGLU, that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
         prologue: The computation of x, which is not read then.
@@ -124,7 +126,7 @@ def launch_gemv(
 def launch_gemv_with_expert_sum(
     launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
 ) -> None:
-    """Launch a GEMV with the float weights of chosen experts that also sums the weighted products of each token.
+    """Launch a GEMV with the float weights of chosen experts, which also adds up the weighted results of each token.
 
     Args:
         launches: Receives the launch.

@@ -29,7 +29,7 @@ from .same_rows import as_matrix, find_gated_unit_as_only_reader, match_gated_pr
 
 @dataclass(frozen=True, slots=True)
 class _GatedUnitMatch:
-    """The fused pattern of a gated unit: two matmuls of the same rows, and the op that joins them, such as `swiglu`.
+    """A gated unit that was found in a program: two matmuls of the same rows, and the op that joins them (`swiglu`).
 
     - `products`: the instruction indices of the two matmuls.
     - `unit`: the instruction index of the op that joins them.
@@ -108,7 +108,7 @@ def _launch_gated_units(
 
 
 def _fuse_expert_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the gated units of chosen experts: two matmuls with the experts' weights, and the op that joins them."""
+    """Compute the gated units of chosen experts in one launch: two matmuls with each, and the op that joins them."""
     chosen = _GatedUnitMatch.match_gated_unit(flow, number)
     _launch_gated_units(launches, flow, chosen)
     return chosen.instruction_numbers
@@ -138,9 +138,9 @@ def _launch_weighted_expert_sum(
     shared_down: BoundInstruction | None = None,
     gate: Operand | None = None,
 ) -> None:
-    """Launch one GEMV that computes the down projections of the chosen experts and sums them, weighted by their shares.
+    """Launch one GEMV that computes the last matmul ("down") of each chosen expert and adds the weighted results.
 
-    It also adds the down projection of the shared expert, if there is one.
+    It also adds the result of the shared expert, if there is one.
 
     Args:
         launches: Receives the launch.
@@ -192,7 +192,7 @@ def _launch_weighted_expert_sum(
 
 
 def _fuse_down_projections_and_weighted_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the down projections of chosen experts and their weighted sum."""
+    """Compute the last matmuls ("down") of chosen experts and the weighted sum of their results in one launch."""
     chain = match_expert_sum(flow, number)
     down, total = map(flow.bound_instruction, chain)
     _launch_weighted_expert_sum(launches, down, total, total.out)
@@ -200,7 +200,7 @@ def _fuse_down_projections_and_weighted_sum(launches: LaunchBuilder, flow: Dataf
 
 
 def _fuse_weighted_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the down projections of chosen experts and of the shared expert, and the weighted sum of all."""
+    """Compute the last matmuls ("down") of chosen and shared experts and their weighted sum in one launch."""
     chain = match_expert_sum_with_shared(flow, number)
     down, total, both, other = (flow.bound_instruction(n) for n in chain[:4] if n is not None)
     gate = None if chain.sigmoid is None else flow.bound_instruction(chain.sigmoid).operand(0)

@@ -190,7 +190,7 @@ def has_few_slots_per_expert(call: BoundInstruction) -> bool:
 def make_slot_map_and_choice_fields(
     launches: LaunchBuilder, call: BoundInstruction
 ) -> tuple[list[LaunchWord], list[LaunchWord]]:
-    """Return the fields that route tokens to experts: the map from slots to rows of x, and the C struct `Choice`.
+    """Return the kernel arguments that route tokens to experts: the row of x of each slot, and the C struct `Choice`.
 
     A slot is one pair of a token and a chosen expert.
     """

@@ -126,7 +126,7 @@ def _count_row_units(w: Operand) -> int:
 
 
 def _choose_gemv_rows_and_blocks(dtype: DType, tokens: int) -> tuple[int, int]:
-    """Return the tile of a GEMV warp: the number of weight rows, and of 32-column blocks, that it processes at a time.
+    """Return how many weight rows, and how many blocks of 32 columns, a warp of a GEMV processes at a time.
 
     The struct ``Part`` in C++ has the same numbers.
     """
@@ -138,7 +138,9 @@ def _choose_gemv_rows_and_blocks(dtype: DType, tokens: int) -> tuple[int, int]:
 def _choose_gemv_tile_for_grid(
     dtype: DType, tokens: int, weight_rows: Sequence[int], columns: int, blocks: int, step: int
 ) -> tuple[int, int]:
-    """Return the tile of a GEMV warp: half as many rows for one token if blocks then share the rows more evenly.
+    """Return the weight rows and column blocks that a GEMV warp processes at a time, adapted to the number of blocks.
+
+    For one token the rows are halved if that divides the work more evenly among the blocks that run at once.
 
     Args:
         dtype: Dtype of the weights.
@@ -162,7 +164,7 @@ def _choose_gemv_tile_for_grid(
 
 
 def _count_shared_activation_items(columns: int, tokens: int) -> int:
-    """Return the size of the shared memory for the quantised activations of all tokens in a GEMV, in items.
+    """Return how many items the shared memory for the quantised activations of all tokens has in a GEMV.
 
     The function ``place`` in C++ computes the positions of these items.
 
@@ -193,14 +195,16 @@ def launch_gemv(
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several packed weights.
 
+    An entry is one weight matrix with its rows of x. With experts it is a pair of a token and a chosen expert.
+
     Args:
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route, each with one matrix of a weight.
+        entries: The number of entries.
         tokens: Rows of x for each entry, at most 4.
-        route: The fields of the routing.
-        unit: Code of the gated unit that joins two products.
+        route: The fields that map each entry to its matrix and rows.
+        unit: Code of the gated unit, such as SwiGLU, that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
         prologue: The computation of x, which is not read then.
@@ -256,7 +260,7 @@ def launch_gemv(
 def launch_gemv_with_expert_sum(
     launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
 ) -> None:
-    """Launch a GEMV with the packed weights of chosen experts that also sums the weighted products of each token.
+    """Launch a GEMV with the packed weights of chosen experts, which also adds up the weighted results of each token.
 
     Args:
         launches: Receives the launch.

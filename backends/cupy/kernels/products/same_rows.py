@@ -98,7 +98,7 @@ def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], 
 
 @dataclass(frozen=True, slots=True)
 class MatmulsOfSameRows:
-    """Matmuls of the same rows that one launch computes, and the gated unit that joins two of them."""
+    """Matmuls that multiply the same activation rows in one launch, and the gated unit (SwiGLU) of two of them."""
 
     products: tuple[int, ...]
     results: tuple[Operand, ...]
@@ -118,7 +118,7 @@ def _find_gated_unit(flow: Dataflow, number: int) -> MatmulsOfSameRows:
 
 
 def _find_matmuls_of_same_rows(flow: Dataflow, number: int) -> MatmulsOfSameRows:
-    """Find the matmuls that have the same rows of x. Matmuls of gated units are excepted."""
+    """Find the matmuls that multiply the same activation rows as matmul `number`, without those of gated units."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit_as_only_reader(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]
@@ -138,22 +138,22 @@ def _find_matmuls_of_same_rows(flow: Dataflow, number: int) -> MatmulsOfSameRows
 
 
 def _fuse_gated_unit_and_its_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse a gated unit, its two products, and the declared ops that compute their rows."""
+    """Compute a gated unit, its two matmuls, and the ops that compute their rows (such as a norm) in one launch."""
     return _launch_with_prologue(launches, flow, _find_gated_unit(flow, number))
 
 
 def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse a gated unit and its two products."""
+    """Compute a gated unit such as SwiGLU and its two matmuls in one launch."""
     return _launch_several_products(launches, flow, _find_gated_unit(flow, number))
 
 
 def _fuse_matmuls_and_their_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse matmuls of the same rows and the declared ops that compute these rows."""
+    """Compute matmuls of the same rows, and the ops that compute these rows (such as a norm), in one launch."""
     return _launch_with_prologue(launches, flow, _find_matmuls_of_same_rows(flow, number))
 
 
 def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse several matmuls of the same rows."""
+    """Compute several matmuls of the same activation rows in one launch."""
     return _launch_several_products(launches, flow, _find_matmuls_of_same_rows(flow, number))
 
 

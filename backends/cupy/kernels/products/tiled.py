@@ -188,7 +188,7 @@ def choose_tile_shape(
 
 
 def unpack_to_bf16_if_faster(launches: LaunchBuilder, w: Operand, entries: int) -> Operand | None:
-    """Launch the unpacking of a packed matrix to bfloat16 in scratch memory; return `None` if that would be slower.
+    """Launch the unpacking of a packed matrix to bfloat16 in scratch memory, for faster kernels; `None` if slower.
 
     Args:
         launches: Receives the launch.
@@ -230,16 +230,18 @@ def _is_cluster_faster_than_warpgroup(rows: int, entries: int) -> bool:
 
 
 def _choose_largest_cluster_with_few_idle(row_blocks: int) -> int:
-    """Choose the largest number of blocks in a cluster for which rounding up leaves almost no block without work.
+    """Choose the largest cluster (blocks that run together) for which at most 1/8 of the blocks have no weight rows.
 
-    A cluster has complete blocks, so the last one may have blocks without weight rows. At most 1/8 of `row_blocks` may
-    be such blocks.
+    The number of blocks is rounded up to whole clusters, so the last cluster may have blocks without work.
     """
     return next(size for size in CLUSTER_SIZES if 8 * (-row_blocks % size) <= row_blocks)
 
 
 def count_activation_terms(dtype: DType, tile: TileShape, is_exact: bool) -> int:
-    """Count the 16-bit terms of each activation: one for packed weights and for inexact 16-bit weights, else two."""
+    """Return into how many 16-bit terms each activation is split: one, or two for more exact products.
+
+    Packed weights and inexact 16-bit weights need one term, all others two.
+    """
     return 1 if dtype in PLANE_LAYOUTS or (tile in (WARPGROUP_TILE, CLUSTER_TILE) and not is_exact) else 2
 
 
@@ -311,7 +313,7 @@ def _select_tiled_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelIns
 
 
 def _launch_weight_tiling(launches: LaunchBuilder, w: Operand, row_tiles: int) -> Operand:
-    """Launch the copy of a 16-bit matrix [rows, columns] into tiles in the order and layout of shared memory."""
+    """Launch the copy of a 16-bit matrix [rows, columns] into tiles that kernels load unchanged into shared memory."""
     rows, columns = w.shape[-2:]
     stages = count_blocks(columns, STAGE_COLUMNS)
     to = launches.allocate_scratch((row_tiles, stages, CLUSTER_TILE.rows, STAGE_COLUMNS), DType.BF16)
@@ -321,9 +323,10 @@ def _launch_weight_tiling(launches: LaunchBuilder, w: Operand, row_tiles: int) -
 
 
 def _count_persistent_blocks(multiprocessors: int, cluster: int, items: int) -> int:
-    """Count the blocks that are resident at once in clusters of `cluster` blocks, at most one cluster for each item.
+    """Return how many blocks to launch so that all run at once, in clusters of `cluster` blocks.
 
-    Blocks of a cluster share a group of multiprocessors; a group has at least `MULTIPROCESSOR_GROUP` of them.
+    There is at most one cluster for each item. Blocks of a cluster share a group of multiprocessors; a group has at
+    least `MULTIPROCESSOR_GROUP` of them.
     """
     group = MULTIPROCESSOR_GROUP if cluster > 1 else 1
     return cluster * max(1, min(items, multiprocessors // group * (group // cluster)))

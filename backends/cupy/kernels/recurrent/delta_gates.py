@@ -17,7 +17,10 @@ MAX_PRODUCT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class DecayAndRateInstructions:
-    """The instruction indices of the ops that compute log decays and learning rates; `None` for an absent copy."""
+    """The indices of the instructions that compute log decays and learning rates of a gated delta net.
+
+    `None` stands for an absent copy.
+    """
 
     shifted: int
     steps: int
@@ -63,7 +66,7 @@ def _find_dense_copy_for_only_reader(flow: Dataflow, reader: int) -> int | None:
 
 
 def require_gate_operands(flow: Dataflow, gates: DecayAndRateInstructions, tokens: int, heads: int) -> None:
-    """Require padding marks with one number per token, and gate weights with one number per head.
+    """Require operands of the gates that kernels can read: padding marks per token, and gate weights per head.
 
     Raises `NoKernelError` otherwise.
     """

@@ -35,7 +35,7 @@ MIN_SEGMENTS, MAX_SEGMENTS, MIN_SEGMENT_CHUNKS = 6, 16, 8
 
 @dataclass(frozen=True, slots=True)
 class PromptSegments:
-    """The division of a prompt into `count` segments of `tokens` tokens, which are scanned at the same time.
+    """The division of a long prompt into `count` segments of `tokens` tokens, which are scanned in parallel.
 
     At least one token is left after the segments.
     """
@@ -46,7 +46,7 @@ class PromptSegments:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChunkScan:
-    """A scan over token chunks with prepared keys and value heads: operands, and fields of first and last states.
+    """A scan (token chunks in order, with a running state) whose keys and values are prepared in scratch memory.
 
     Sequence n ends with the stored state ``n * end_step``.
     """
@@ -80,7 +80,9 @@ def launch_state_carries_between_segment_scans(
     chunk_bytes: tuple[int, int],
     chunk_tokens: int = 32,
 ) -> Iterator[PreparedChunkScan]:
-    """Launch the kernels that carry states from segment to segment, and yield each scan for the caller to launch.
+    """Launch the kernels that compute the first state of each prompt segment, and yield the scans between them.
+
+    The caller launches each scan that is yielded. The module docstring explains the steps.
 
     Args:
         launches: Receives the launches.
@@ -145,7 +147,7 @@ def _split_token_axis_into_segments(x: Operand, segments: int, tokens: int) -> O
 def _slice_prepared_memory_after_chunks(
     scan: PreparedChunkScan, chunks: int, chunk_bytes: tuple[int, int]
 ) -> tuple[Operand, Operand]:
-    """Return the prepared keys and value heads after the first `chunks` chunks."""
+    """Return the scratch memory of prepared keys and value heads from chunk number `chunks` on."""
     keys, heads = (
         x.slice_axis(0, chunks * n, x.shape[0] - chunks * n) for x, n in zip(scan.memory, chunk_bytes, strict=True)
     )

@@ -18,14 +18,14 @@ from .states import DeltaRuleOperands, bind_states_and_prepare_memory
 
 
 def _fuse_delta_rule_and_logits(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the delta rule with its inputs and with the matmuls that compute the logits of its decays and rates."""
+    """Compute the delta rule, its inputs, and the matmuls for its decays and learning rates in one launch."""
     return _fuse_delta_rule_and_inputs(launches, flow, number, computes_logits=True)
 
 
 def _fuse_delta_rule_and_inputs(
     launches: LaunchBuilder, flow: Dataflow, number: int, computes_logits: bool = False
 ) -> Sequence[int]:
-    """Fuse the delta rule, the save of its state, and the ops between the linear layers and the delta rule.
+    """Compute the delta rule, the save of its state, and the ops that compute its inputs in one launch.
 
     Several blocks read the old rows of a channel. The last of them writes the new rows, so that these may lie there.
     """

@@ -70,7 +70,7 @@ SCAN_FILE = "gated_delta_net_scan.cu"
 
 @dataclass(frozen=True, slots=True)
 class ChunkedDeltaRuleVariant:
-    """A variant of the kernels that process the delta rule in chunks of tokens.
+    """The sizes of the kernels that compute the gated delta rule in chunks of tokens.
 
     - `size`: the size of a key.
     - `channels`: whether each key channel has its own decay, instead of one decay per head.
@@ -112,7 +112,7 @@ class ChunkedDeltaRuleVariant:
         return f"{kernel}<{self.size}, {self.tokens}, {values}, {switches}>"
 
     def compute_scan_shared_bytes(self, values: int, cluster: int = 1) -> int:
-        """Compute the shared-memory bytes of a scan block. Clusters have more stages, with two mbarriers each."""
+        """Compute the shared-memory bytes of a block that scans chunks; clusters need more of them, for more stages."""
         stage, sums = self.keys_bytes + self.heads_bytes + 4 * self.tokens * (values + 4), 12 * self.tokens * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
@@ -199,7 +199,7 @@ def launch_delta_rule_by_chunks(
     chunk: ChunkedDeltaRuleVariant,
     values: int | None = None,
 ) -> None:
-    """Launch the delta rule for all tokens in chunks; the final state becomes the oldest snapshot.
+    """Launch the delta rule for all tokens in chunks; the state after them becomes the oldest snapshot.
 
     Args:
         launches: Receives the launches.
@@ -297,9 +297,10 @@ def _can_both_kernels_fit_shared_memory(
 
 
 def _choose_scan_block_rows(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkedDeltaRuleVariant) -> int:
-    """Choose how many state rows a block of the scan processes: as many as fit into shared memory and fill the device.
+    """Choose how many rows of the state a block of the scan computes.
 
-    Many rows are better, because each block reads all prepared values.
+    They fit into shared memory, and enough blocks are left to fill the device. Many rows are better, because each
+    block reads all prepared values.
     """
     possible = [n for n in SLICE_ROWS if rule.value_size % n == 0]
     fitting = [

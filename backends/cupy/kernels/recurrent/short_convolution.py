@@ -65,7 +65,7 @@ def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetInputs:
-    """The operands q, k, v, g and beta of the delta rule, which the kernel `delta_inputs` computes.
+    """The inputs of the delta rule (q, k, v, g and beta), which the kernel `delta_inputs` writes.
 
     - `q`, `k`: queries and keys [B, T, key heads, size].
     - `v`: values [B, T, value heads, size].
@@ -99,7 +99,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSources:
-    """The operands of the instructions before the delta rule: convolution, SiLU, norms of q and k, and gates.
+    """The operands from which a kernel computes the inputs of the delta rule, by convolution, SiLU, norms and gates.
 
     ``frontends/models/layers/gated_delta_net.py`` has the decomposition.
 
@@ -218,7 +218,7 @@ def launch_gated_rms_norm(
 
 
 def _fuse_delta_net_inputs_and_logits(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the ops that compute the delta rule's operands with the matmuls of the decay and rate logits."""
+    """Compute the delta rule's inputs, and the matmuls for the logits of its decays and rates, in one launch."""
     require_supported(launches.limits.computes_operands, "gates compute no logits")
     return fuse_delta_net_inputs(launches, flow, number, match_gate_products)
 
@@ -230,7 +230,7 @@ def fuse_delta_net_inputs(
     match_products: Callable[[Dataflow, DecayAndRateInstructions], GateProducts | None] = lambda flow, gates: None,
     launch: DeltaNetLauncher = launch_delta_net_inputs,
 ) -> Sequence[int]:
-    """Fuse the ops between the linear layers and the delta rule: convolution, SiLU, norms of q and k, and gates."""
+    """Compute the ops between the linear layers and the delta rule in one launch: convolution, SiLU, norms, gates."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
     rule = find_delta_rule(flow, silu)
     require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
@@ -276,7 +276,7 @@ def fuse_delta_net_inputs(
 
 @dataclass(frozen=True, slots=True)
 class _MatchedConvolution:
-    """The instructions of a matched short convolution and of its state update, by index.
+    """The indices of the instructions of a short convolution and its state update that were found in a program.
 
     `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
     """
@@ -376,7 +376,7 @@ def _require_disjoint_results(
     alpha: Operand,
     beta: Operand,
 ) -> None:
-    """Raise `NoKernelError` if a result overlaps an operand that other threads of the kernel still read.
+    """Raise `NoKernelError` if the kernel would overwrite an operand that another thread still reads.
 
     These overlaps are allowed: `next_rows` over old rows, gates over their own operands, and values over their inputs
     within `TOKENS_PER_THREAD` tokens.
@@ -417,7 +417,7 @@ def _reshape_dense(x: Operand, shape: tuple[int, ...]) -> Operand:
 
 
 def _fuse_gated_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse a gated RMS norm: ``rms_norm(x) * w * silu(z)``."""
+    """Compute a gated RMS norm, ``rms_norm(x) * w * silu(z)``, in one launch."""
     factor = flow.require_sole_reader(number, "mul")
     gated = flow.require_sole_reader(factor, "mul")
     silu = flow.require_producer(gated, 1)

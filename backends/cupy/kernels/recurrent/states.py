@@ -40,7 +40,7 @@ def is_vector_aligned(x: Operand) -> bool:
 
 
 def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the stride of one axis that replaces several axes; raise `NoKernelError` if they cannot be merged."""
+    """Return the stride of the one axis into which several axes merge; raise `NoKernelError` if strides forbid it."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
@@ -52,11 +52,11 @@ def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateOperands:
-    """The old and new states of a recurrence, for all sequences, as operands of kernels.
+    """The old and new states of a recurrent layer, for all sequences, as operands of kernels.
 
-    A sequence has several snapshots: snapshot s is the state after all tokens but the last s. For sequence n, it is row
-    ``slots[n, s]`` of `new`, or row ``n * snapshots + s`` without slots. Kernels write the first `stored_snapshots`
-    snapshots.
+    A sequence has several snapshots: snapshot s is the state after all tokens but the last s. For sequence n, it is
+    row ``slots[n, s]`` of `new`, or row ``n * snapshots + s`` without slots. Kernels write the first
+    `stored_snapshots` snapshots.
     """
 
     sequences: int
@@ -68,7 +68,7 @@ class StateOperands:
     fault_fields: tuple[LaunchWord, ...]
 
     def make_fields_without_newer_snapshots(self, snapshot: int = 0) -> list[LaunchWord]:
-        """Return the fields of the C struct `States`, for a launch that writes snapshot `snapshot` and older ones only.
+        """Return the fields of the C struct `States` for a launch that writes snapshot `snapshot` and older ones only.
 
         In the struct, state ``n * snapshots`` is snapshot `snapshot` of sequence n.
         """
