@@ -25,10 +25,10 @@ GroupNeighbours = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 class Dataflow:
-    """The dataflow of a program: the instructions that compute and read each value, and the groups that run together.
+    """Which instructions of a program compute and read each value, and which of them run together in one kernel.
 
-    A group is the set of instructions that one fused kernel computes. All other instructions run one by one. The class
-    also has the order of the groups.
+    A group is the set of instructions that one fused kernel computes. All other instructions run one by one. The
+    class also has the order of the groups.
     """
 
     def __init__(self, program: Program, readers: ReaderTable) -> None:
@@ -49,16 +49,16 @@ class Dataflow:
     # -------------------------------------------------------------------------------------------- from value to value
 
     def require_readers(self, number: int) -> list[int]:
-        """Return all instructions that read the result of instruction `number`.
+        """Return all instructions that read the result of instruction `number`, if these are known.
 
-        Raises `NoKernelError` if the result is retained or has no reader.
+        Raises `NoKernelError` if the result is retained after the run or has no reader.
         """
         readers = self.find_readers(number)
         require_supported(readers, "a result is kept, or nobody reads it")
         return readers or []
 
     def find_readers(self, number: int) -> list[int] | None:
-        """Return all instructions that read the result of instruction `number`; None if the result is retained."""
+        """Return all instructions that read the result of instruction `number`; None if it is needed after the run."""
         return self.reader_table.find_readers(number)
 
     def require_sole_reader(self, number: int, op: str, index: int = 0, in_order: bool = True) -> int:
@@ -76,7 +76,7 @@ class Dataflow:
         return readers[0]
 
     def require_first_reader_of_whole_result(self, number: int, op: str) -> int:
-        """Return the first reader of result `number` that has the op `op` and reads all of it as its first operand.
+        """Return the first instruction that reads all of result `number` as its first operand and has the op `op`.
 
         Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
         """
@@ -169,7 +169,7 @@ class Dataflow:
         return self._order[self._position_by_instruction[number]]
 
     def can_join_fusion(self, number: int) -> bool:
-        """Return whether an instruction may join a fusion: its order may change, and it is in no group yet."""
+        """Return whether an instruction may be fused with others: it is in no group, and its order may change."""
         return number not in self.fixed_instructions and len(self.find_group(number)) == 1
 
     def can_group(self, numbers: Sequence[int]) -> bool:
@@ -180,24 +180,29 @@ class Dataflow:
         return all(map(self.can_join_fusion, numbers)) and self._partition_around_group(numbers) is not None
 
     def group_instructions_unchecked(self, numbers: Sequence[int]) -> None:
-        """Make one group of these instructions; the caller has tested `can_group`."""
+        """Make one group of these instructions, without a test; the caller has tested `can_group`."""
         touched = self._find_external_accesses(numbers)
         self._insert_group_into_order(numbers, self._partition_around_group(numbers, touched))
         self._accesses |= touched
 
     def can_join_groups(self, numbers: Sequence[int]) -> bool:
-        """Return whether several groups, with these instructions in all, can run one after the other as one group.
+        """Return whether several groups can run directly one after the other, for example as kernels of one launch.
 
-        The groups still write the values that they pass to each other.
+        `numbers` are all instructions of the groups. The groups still write the values that they pass to each other.
         """
         return self.fixed_instructions.isdisjoint(numbers) and self._partition_around_group(numbers, {}) is not None
 
     def join_groups_unchecked(self, numbers: Sequence[int]) -> None:
-        """Make one group of several groups; the caller has tested `can_join_groups`."""
+        """Make one group of several groups, without a test; the caller has tested `can_join_groups`."""
         self._insert_group_into_order(numbers, self._partition_around_group(numbers, {}))
 
     def _insert_group_into_order(self, numbers: Sequence[int], parted: GroupNeighbours | None) -> None:
-        """Insert a group into the execution order, between the groups that run before and after it."""
+        """Insert a group into the execution order, between the groups that run before it and after it.
+
+        Args:
+            numbers: The instructions of the group.
+            parted: The groups to run before and after it; None if no group runs between its instructions.
+        """
         assert parted is not None
         first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))
         groups = [*parted[0], tuple(sorted(numbers)), *parted[1]]
@@ -210,11 +215,14 @@ class Dataflow:
     def _partition_around_group(
         self, numbers: Sequence[int], accesses: Mapping[int, AccessedRegions] | None = None
     ) -> GroupNeighbours | None:
-        """Partition the groups that run between the members of a new group: groups to run before it, and after it.
+        """Decide which groups run before a new group and which after it, of those between its instructions.
 
-        A group runs after the new group if it must follow a member, or follow another group that runs after. The result
-        is None if a group would have to run on both sides, or if a member cannot move. `accesses` are the accesses of
-        the members if these are known.
+        A group runs after the new group if it must follow a member, or follow another group that runs after. The
+        result is None if a group would have to run on both sides, or if a member cannot move.
+
+        Args:
+            numbers: The instructions of the new group.
+            accesses: The memory that they access, if it is known.
         """
         places = sorted(self._position_by_instruction[n] for n in numbers)
         if not any(self._order[place] for place in {*range(places[0], places[-1])}.difference(places)):
@@ -236,7 +244,7 @@ class Dataflow:
     def _has_group_order_dependency(
         self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
     ) -> bool:
-        """Return whether `group` must keep its order relative to any of `groups`, because they access common memory.
+        """Return whether `group` must stay before or after one of `groups`, because they access common memory.
 
         `touched` has the accesses of each instruction.
         """
@@ -248,7 +256,7 @@ class Dataflow:
         )
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
-        """Return the memory regions that each instruction of a group accesses, except values inside the group.
+        """Return the memory that each instruction of a group accesses, without values that stay inside the group.
 
         Such a value is the result of one of the instructions, and no instruction outside of the group reads it.
         """
@@ -282,10 +290,10 @@ class Dataflow:
         return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
 
     def find_instructions_finished_before(self, number: int) -> int | frozenset[int]:
-        """Return the instructions that have finished if the run fails at instruction `number`, in the order of groups.
+        """Return which instructions have finished if a run fails at instruction `number`, so that they can be undone.
 
-        The result is a count if these are the first instructions of the program, else the set of their numbers.
-        `StepError.finished_instructions` has this form.
+        Groups do not run in program order. The result is a count if the finished instructions are the first ones of
+        the program, else the set of their numbers. `StepError.finished_instructions` has this form.
         """
         done = frozenset(n for group in self._order[: self._position_by_instruction[number]] for n in group)
         return number if done == {*range(number)} else done
@@ -302,13 +310,13 @@ def _find_scratch_regions(scratch: Tensor | None) -> list[MemoryRegion]:
 
 
 def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
-    """Require that a kernel may write `out` while it still reads its operands. Raises `NoKernelError` otherwise.
+    """Require that a kernel may write `out` while it still reads its operands; raise `NoKernelError` otherwise.
 
     Args:
         out: The result.
         sources: Operands that must not overlap the result.
-        same: Operands that may be in place: they must not overlap the result, or must have exactly its elements in the
-            same order. Each thread reads such an element before it writes the element of `out`.
+        same: Operands that may be in place: they must not overlap the result, or must have exactly its elements in
+            the same order. Each thread reads such an element before it writes the element of `out`.
     """
     for source in sources:
         require_supported(
@@ -321,7 +329,7 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
 
 
 def has_same_elements(one: Operand, other: Operand) -> bool:
-    """Return whether two operands consist of the same memory elements in the same order."""
+    """Return whether two operands read the same memory elements in the same order; their shapes may differ."""
     if one.address != other.address:
         return False
     has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)

@@ -36,7 +36,7 @@ MAX_GROUP_STEPS = 96
 
 @dataclass(frozen=True, eq=False)
 class ExpressionGroup:
-    """Instructions that one generated kernel computes, with their composed expression.
+    """Instructions that one generated kernel computes, as one expression, with the memory that it reads and writes.
 
     Attributes:
         instruction_numbers: the instructions, ascending.
@@ -44,7 +44,7 @@ class ExpressionGroup:
         attributes: the float attributes of the composed expression, ``position.name``.
         shape: the shape over which the expression is evaluated.
         operands: the operands as views with this shape; repeated axes have stride 0. Of an operand that is read in a
-            box, only the elements of the box.
+            box (an index range on each axis), only the elements of the box.
         boxes: the parts of the shape in which operands are read.
         results: the results that are written, as views with this shape, or with one column for a number per row.
         saved_bytes: the bytes that single kernels would move in addition.
@@ -87,9 +87,10 @@ class ExpressionGroup:
 
 @dataclass
 class GroupComposition:
-    """A composed expression under construction: the steps, operands and boxes of instructions over one common shape.
+    """An expression under construction, which computes several instructions over one common shape.
 
-    `compose_instructions` makes one. Another instruction adds its steps to the present ones (`join`).
+    It consists of steps, operands, and the boxes (index ranges) in which operands are read. `compose_instructions`
+    makes one. Another instruction adds its steps to the present ones (`join`).
     """
 
     calls: Mapping[int, TracedInstruction]
@@ -105,7 +106,7 @@ class GroupComposition:
     can_repeat: bool = False
 
     def join(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
-        """Return a composition with more instructions; raise `NoKernelError` if they cannot join."""
+        """Return a composition that also computes the instructions `calls`; raise `NoKernelError` if that is impossible."""
         return _compose_over_any_shape({**self.calls, **calls}, self, self.can_repeat)
 
     def copy_for_adding_instructions(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
@@ -130,7 +131,7 @@ class GroupComposition:
         return self.build_group_with_results(self.list_numbers_read_outside())
 
     def list_numbers_read_outside(self) -> list[int]:
-        """List the instructions with a result that is read outside of the group, ascending."""
+        """List the instructions with results that are read outside of the group, so that the kernel must write them."""
         calls = self.calls
         return sorted(n for n, c in calls.items() if c.readers is None or not c.readers <= calls.keys())
 
@@ -157,7 +158,10 @@ class GroupComposition:
         )
 
     def build_group_for_any_order(self) -> ExpressionGroup:
-        """Build the group with results in a canonical order, so that any valid program order gives an equal kernel."""
+        """Build the group with its results in a canonical order, so that equal groups always share one compiled kernel.
+
+        The order does not depend on the order of the program.
+        """
         whole, stored = (
             GroupComposition(self.calls, self.shape, can_repeat=self.can_repeat),
             sorted(self.list_numbers_read_outside(), key=self._make_result_key),
@@ -181,9 +185,13 @@ class GroupComposition:
         return producers
 
     def add_with_producers(self, number: int, placement: OperandPlacement | None = None) -> None:
-        """Add the steps of an instruction, after the steps of its producers in the group; existing steps are reused.
+        """Add the steps that compute an instruction, after the steps of its producers in the group.
 
-        With a placement, the result of the instruction is read in this place only, or repeatedly.
+        Steps that exist already are reused.
+
+        Args:
+            number: The instruction.
+            placement: Where the result is read, if only a part of it is read or if it is repeated; else None.
         """
         if (number, placement) in self.step_by_number:
             return
@@ -239,7 +247,11 @@ class GroupComposition:
         return True
 
     def _add_box_test_step(self, placement: OperandPlacement | None) -> int:
-        """Add the step that tests whether the current element lies in the box of a placement; return its number."""
+        """Add the step that tests whether the current element lies in the box (index range) of a placed value.
+
+        Returns:
+            The number of the step.
+        """
         assert isinstance(placement, Placement)
         box = reshape_box(placement.shape, placement.box, self.shape)
         self.boxes += [] if box in self.boxes else [box]
@@ -277,7 +289,11 @@ class GroupComposition:
         return self._find_or_add_memory_read_step("row_operand" if is_per_row else "operand", (), view)
 
     def _add_placed_operand_step(self, call: TracedInstruction, operand: Operand, place: Placement) -> int:
-        """Add the step that reads an operand from memory only inside its box; return its number."""
+        """Add the step that reads an operand from memory only where it has elements, as in a concatenation.
+
+        Returns:
+            The number of the step.
+        """
         strides = compute_broadcast_strides(operand, operand.shape if call.starts else call.shape)
         require_supported(len(strides) == len(place.shape), "a placed operand has other axes")
         own = find_strides_of_reshape(place.shape, strides, self.shape)
@@ -291,7 +307,10 @@ class GroupComposition:
         return self._find_or_add_memory_read_step("operand", inside, view)
 
     def _find_or_add_memory_read_step(self, function: str, inside: tuple[int, ...], view: Operand) -> int:
-        """Return the step that reads a view of memory; add the view to the operands if it is new."""
+        """Return the number of the step that reads a view of memory; add the step and the operand if they are new.
+
+        `inside` has the step that tests a box, if the view is read only there.
+        """
         keys = [(o.address, o.strides, i) for o, i in zip(self.operands, self.inside_steps, strict=True)]
         key = view.address, view.strides, inside
         if key not in keys:
@@ -302,7 +321,11 @@ class GroupComposition:
         return self.steps.setdefault(Step(function, inside, position), len(self.steps))
 
     def _is_read_repeatedly(self, maker: int, call: TracedInstruction, operand: Operand) -> bool:
-        """Return whether an instruction repeats the result of an elementwise producer along axes of the group."""
+        """Return whether an instruction broadcasts the result of another instruction of the group, its producer.
+
+        The producer `maker` must be elementwise. Its steps are then computed again for each element that repeats the
+        result.
+        """
         producer = self.calls[maker]
         if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length or operand.size >= call.size:
             return False
@@ -310,7 +333,7 @@ class GroupComposition:
         return call.size == self.size and not is_per_row
 
     def _reads_numbers_of_rows(self, call: TracedInstruction, operand: Operand) -> bool:
-        """Return whether an instruction reads one number for each row of the group."""
+        """Return whether an operand has one number for each row of the group, with shape [..., 1] for rows [..., n]."""
         padded = (1,) * (len(call.shape) - len(operand.shape)) + operand.shape
         return call.shape[-1:] == self.shape[-1:] and padded == (*call.shape[:-1], 1)
 
@@ -351,7 +374,7 @@ class GroupComposition:
 
 
 def compose_instructions(calls: Mapping[int, TracedInstruction], *, can_repeat: bool = False) -> GroupComposition:
-    """Compose the expressions of several instructions into one, over a common shape.
+    """Compose several instructions into one expression over a common shape, for one generated kernel.
 
     Args:
         calls: The instructions.
@@ -366,7 +389,7 @@ def compose_instructions(calls: Mapping[int, TracedInstruction], *, can_repeat: 
 def _compose_over_any_shape(
     calls: Mapping[int, TracedInstruction], smaller: GroupComposition | None, can_repeat: bool
 ) -> GroupComposition:
-    """Compose instructions over the first of their shapes that works, the largest shape first.
+    """Compose instructions over the shape of one of them: the largest shape that works.
 
     `smaller` is the composition of some of the instructions. Its steps are kept if one other is the last.
     """

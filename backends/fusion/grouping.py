@@ -27,7 +27,7 @@ Rank = tuple[int, str, Sequence[tuple[int, int]], int]
 
 @dataclass(frozen=True)
 class GroupingRules:
-    """The functions through which the search for groups asks a backend about its generated kernels.
+    """What a backend tells the search for fusible groups about its generated kernels.
 
     Attributes:
         trace: returns the traced instruction of a number; None for one that must stay alone.
@@ -42,10 +42,10 @@ class GroupingRules:
 
 
 def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[ExpressionGroup]:
-    """Find the groups of declared ops that one generated kernel should compute, and make each a group of `flow`.
+    """Find neighbouring instructions that one generated kernel should compute, and make them groups of `flow`.
 
-    Instructions in a group of `flow` stay there, and fixed instructions stay alone. Each valid order of a program has
-    the same groups.
+    Their ops must be declared in the scalar language. Instructions that are in a group already stay there. Each valid
+    order of a program gives the same groups.
     """
     search = _GroupSearch(flow, rules, _rank_by_chain_op_and_place(flow))
     groups: list[ExpressionGroup] = []
@@ -57,7 +57,10 @@ def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[Express
 
 
 def _rank_by_chain_op_and_place(flow: Dataflow) -> Mapping[int, Rank]:
-    """Rank each instruction by the length of its longest producer chain, its op, and the place of its result."""
+    """Return for each instruction a rank, by which the search visits instructions in every program order alike.
+
+    The rank has the length of the longest chain of producers, the op, the memory of the results and the position.
+    """
     instructions = flow.reader_table.program.instructions
     depths = [0] * len(instructions)
     for number in range(len(instructions)):
@@ -69,7 +72,7 @@ def _rank_by_chain_op_and_place(flow: Dataflow) -> Mapping[int, Rank]:
 
 @dataclass
 class _GroupSearch:
-    """The search for expression groups in a program. Each instruction is traced once."""
+    """The search for groups of instructions to fuse in a program. Each instruction is traced to its expression once."""
 
     flow: Dataflow
     rules: GroupingRules
@@ -77,7 +80,7 @@ class _GroupSearch:
     traced: dict[int, TracedInstruction | None] = field(default_factory=dict)
 
     def trace(self, number: int) -> TracedInstruction | None:
-        """Trace an instruction to its expression; return None if it cannot join a group or is in one already."""
+        """Return an instruction with its expression; None if it cannot be fused or is in a group already."""
         if not self.flow.can_join_fusion(number):
             return None
         if number not in self.traced:
@@ -122,9 +125,13 @@ class _GroupSearch:
     def _add_joins_with_readers(
         self, members: GroupComposition, candidates: Sequence[Mapping[int, TracedInstruction]]
     ) -> Iterator[Mapping[int, TracedInstruction]]:
-        """Yield the candidates for a join, then larger candidates together with other readers of the group.
+        """Yield the candidates for a join, and larger candidates with further readers of the group's results.
 
         A result that a larger value repeats is not written, so all of its readers must join.
+
+        Args:
+            members: The group.
+            candidates: The instructions that may join, by number, one mapping for each candidate.
         """
         yield from candidates
         for candidate in candidates:

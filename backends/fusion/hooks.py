@@ -32,7 +32,7 @@ MIN_PANELS_PER_ROW, MAX_SMALL_PANEL_COLUMNS = 8, 32
 
 @dataclass(frozen=True)
 class ResultPanels:
-    """How a kernel divides its result, a matrix of `rows` by `columns`, into panels of adjacent columns.
+    """How a kernel divides its result, a matrix of `rows` by `columns`, into panels: blocks of adjacent columns.
 
     The panel bounds are multiples of `unit` columns. None means that the kernel can use any unit.
     """
@@ -42,7 +42,7 @@ class ResultPanels:
     unit: int | None
 
     def has_columns_in_multiples_of(self, columns: int) -> bool:
-        """Return whether the number of columns of every panel can be a multiple of `columns`."""
+        """Return whether the kernel can use panels with a multiple of `columns` columns each."""
         if self.unit is not None:
             return self.columns % columns == 0 and self.unit % columns == 0
         is_shared = columns <= MAX_SMALL_PANEL_COLUMNS or MIN_PANELS_PER_ROW * columns <= self.columns
@@ -51,10 +51,12 @@ class ResultPanels:
 
 @dataclass(frozen=True, eq=False)
 class PanelHook:
-    """A group of elementwise or row-wise ops that the kernel of a body calls for each panel of its result.
+    """A generated kernel that another kernel (the body) calls for each panel: a block of columns of its result.
+
+    The panel is still in cache then.
 
     Attributes:
-        group: the group.
+        group: the elementwise or row-wise ops that the hook computes.
         operands: the operands as views [groups of rows, rows of a group, row blocks, columns of a block]. The rows of
             the body in order are one or more such groups, for example one for each image.
         results: the results as views of this shape, or with one column for a number per row block.
@@ -73,7 +75,7 @@ class PanelHook:
 
     @property
     def panel_columns(self) -> int:
-        """The column multiple: the number of columns of each panel must be a multiple of it."""
+        """The number of columns of each panel must be a multiple of this number, for example the size of a head."""
         return self.shape[-1] if self.has_whole_blocks else 1
 
     def slice_columns(self, first: int, last: int) -> tuple[list[Operand], list[Operand]]:
@@ -89,7 +91,7 @@ class PanelHook:
 
 @dataclass(frozen=True, eq=False)
 class HookedBody:
-    """A body (kernel of one or more instructions) with the hooks that run on each panel of its result, in order.
+    """A kernel (the body) and the kernels that it calls for each block of columns of its result (hooks), in order.
 
     `body` has the instruction numbers, ascending; the last instruction computes the result.
     """
@@ -109,7 +111,7 @@ class HookedBody:
 
     @property
     def panel_columns(self) -> int:
-        """The column multiple that all hooks need: the number of columns of each panel is a multiple of it."""
+        """The number of columns of each panel must be a multiple of this number, because of all hooks."""
         return math.lcm(*(hook.panel_columns for hook in self.hooks))
 
 
@@ -119,7 +121,9 @@ def find_hooked_bodies(
     bodies: Iterable[HookedBody],
     trace: Callable[[int], TracedInstruction | None],
 ) -> list[HookedBody]:
-    """Find groups of declared ops that can run as hooks of bodies; make each body with its hooks one group of `flow`.
+    """Find ops that can run on each panel of another kernel's result, while it is in cache; group them in `flow`.
+
+    A panel is a block of columns. The heavy kernel is called body, and the kernels that it calls are hooks.
 
     Args:
         flow: The dataflow.
@@ -140,7 +144,7 @@ def find_hooked_bodies(
 
 @dataclass(frozen=True)
 class _HookSearch:
-    """The search for groups of declared ops that can become hooks of bodies."""
+    """The search for groups of ops that a heavy kernel can call for each block of columns of its result."""
 
     flow: Dataflow
     trace: Callable[[int], TracedInstruction | None]
@@ -168,7 +172,7 @@ class _HookSearch:
         return sorted(candidates - self.numbers_in_hooks.union(members))
 
     def _make_hook_from_reader(self, hooked: HookedBody, reader: int) -> PanelHook | None:
-        """Make a hook of the instruction `reader` or of its group; return None if it cannot run on each panel."""
+        """Make a hook that computes the instruction `reader` with its group; None if it cannot run panel by panel."""
         group = self.group_by_number.get(reader)
         try:
             if group is None:
@@ -189,10 +193,13 @@ class _HookSearch:
 
 
 def make_panel_hook(group: ExpressionGroup, rows: int, columns: int) -> PanelHook:
-    """Make the panel hook of a group with one element for each element of a body's result [rows, columns].
+    """Make the hook that computes a group of ops for each panel of a body's result [rows, columns].
+
+    The group must have one element for each element of the result.
 
     Raises:
-        NoKernelError: the group has another size, or no loop over the rows and columns of a panel expresses its views.
+        NoKernelError: the group has another size, or no loop over the rows and columns of a panel expresses its
+            views.
     """
     length = group.shape[-1] if group.shape else 1
     require_supported(group.size == rows * columns and columns > 1 and length > 1, "it has another size")
@@ -242,7 +249,10 @@ def _reshape_group_views(group: ExpressionGroup, shape: Shape) -> Views | None:
 def _require_no_access_across_panels(
     body: Sequence[BoundInstruction], hooks: Sequence[PanelHook], hook: PanelHook
 ) -> None:
-    """Require that no panel reads or writes memory that another panel writes; raise `NoKernelError` otherwise."""
+    """Require that what is computed for one panel does not depend on another; raise `NoKernelError` otherwise.
+
+    No memory that is written for one panel may be used for another.
+    """
     stages = [*hooks, hook]
     written = [body[-1].out, *(o for stage in stages for o in stage.results)]
     read = [o for stage in stages for o in stage.operands]

@@ -16,7 +16,7 @@ AccessedRegions = tuple[list[MemoryRegion], list[MemoryRegion]]
 
 
 class ReaderTable:
-    """A table of the readers of each result in a program, together with the bound instructions of the program."""
+    """Which instructions read each result of a program, with the instructions bound to their memory."""
 
     def __init__(
         self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[MemoryRegion]
@@ -40,7 +40,7 @@ class ReaderTable:
         return self._accesses[number]
 
     def find_reader_instructions(self, number: int) -> list[BoundInstruction] | None:
-        """Return all instructions that read the first result of instruction `number`, as bound instructions.
+        """Return all instructions that read the first result of instruction `number`, bound to their memory.
 
         Returns None in the cases in which `find_readers` returns None.
         """
@@ -50,7 +50,8 @@ class ReaderTable:
     def find_readers(self, number: int) -> list[int] | None:
         """Return the numbers of all instructions that read the first result of instruction `number`, ascending.
 
-        Returns None if the result is read after the last instruction, lies in retained memory, or has gaps.
+        The result is None if there may be other readers: after the last instruction, through retained memory, or if
+        the result has gaps.
         """
         readers = self._readers_by_instruction.get(number)
         return None if number in self._retained_results else readers
@@ -106,7 +107,7 @@ The entries of a buffer are in order and do not overlap.
 
 
 def _find_slice_of_overlapping_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the sorted list `producers` that holds the overlaps with a memory region."""
+    """Return which part of the sorted list `producers` overlaps with a memory region, as a slice of the list."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
@@ -116,7 +117,7 @@ def _find_producers(region: MemoryRegion, producers: Sequence[ProducedBytes]) ->
 
 
 def _record_write(region: MemoryRegion, producers: list[ProducedBytes], maker: int | None) -> None:
-    """Update `producers`, the last writer of each byte range of a buffer, after instruction `maker` writes `region`.
+    """Record that instruction `maker` writes `region`, in the table of the last writer of each byte of a buffer.
 
     Entries that the region covers are removed; entries that it covers in part are shortened.
 

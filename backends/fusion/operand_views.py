@@ -14,10 +14,10 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a value in the shape over which an instruction that reads it is evaluated.
+    """Where a value lies in a larger shape, such as one operand of a concatenation in the result.
 
     Attributes:
-        shape: the shape of the reader.
+        shape: the larger shape, over which the reader of the value is evaluated.
         start: the index at which the value begins.
         box: the part of the shape in which the value is read.
     """
@@ -35,7 +35,7 @@ class Placement:
         return Placement(self.shape, starts, box)
 
     def slice_box_of_operand(self, operand: Operand, strides: Sequence[int]) -> Operand:
-        """Slice an operand, which has these `strides` along the axes of the shape, to the elements in the box."""
+        """Return the part of an operand that lies in the box; `strides` are its strides along the axes of the shape."""
         first = sum((low - at) * step for (low, _), at, step in zip(self.box, self.start, strides, strict=True))
         sizes = tuple(high - low for low, high in self.box)
         tensor = replace(operand.tensor, offset=operand.tensor.offset + 4 * first, shape=sizes, strides=(*strides,))
@@ -44,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Repetition:
-    """The way in which the shape of a group repeats a value that is smaller.
+    """How a value is repeated to the larger shape of a group, through broadcasts and reshapes.
 
     Attributes:
         reshapes: pairs of a shape in which a value is read, and the shape to which the reader repeats it. The first
@@ -70,12 +70,15 @@ class Repetition:
 
 
 def place_whole(shape: Shape) -> Placement:
-    """Return the placement of a value that fills the whole shape."""
+    """Return the placement of a value that fills the whole shape and is read everywhere."""
     return Placement(shape, (0,) * len(shape), tuple((0, n) for n in shape))
 
 
 def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
-    """Convert a box of `own_shape` to a box of `shape`; raise `NoKernelError` if it is no box there."""
+    """Convert a box (an index range on each axis) of `own_shape` to the same elements as a box of `shape`.
+
+    Raises `NoKernelError` if these elements are no box there.
+    """
     reshaped: list[tuple[int, int]] = []
     axes = [(n, *bounds) for n, bounds in zip(own_shape, box, strict=True) if n != 1]
     for size in reversed(shape):
@@ -92,9 +95,9 @@ def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:
 
 
 def extend_box_view_to_shape(operand: Operand, box: Box, shape: Shape) -> Operand:
-    """Return a view with the whole shape from an operand that has only the elements of a box.
+    """Return a view with the whole shape of an operand that has memory only for the elements of a box.
 
-    Memory exists only for the elements in the box. No reader may touch others. The address is the box's first element.
+    No reader may touch other elements. The address is the address of the box's first element.
     """
     return replace(operand, tensor=replace(operand.tensor, shape=shape))
 
@@ -105,7 +108,7 @@ def is_box_of_whole_shape(box: Box, shape: Shape) -> bool:
 
 
 def reshape_repeated_operand(operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
-    """Broadcast an operand to `own_shape`, and return it as a view of `shape`, which has equal size.
+    """Broadcast an operand to `own_shape`, then view the result with the shape `shape` of equal size.
 
     Raises:
         NoKernelError: no strides describe this view.

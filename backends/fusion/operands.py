@@ -22,7 +22,7 @@ from ..base import Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
-    """The bytes [`low`, `high`) of one buffer: all of them, or the first `width` bytes of every `pitch` bytes."""
+    """A set of bytes in one buffer: [`low`, `high`), or only the first `width` bytes of every `pitch` bytes of it."""
 
     buffer: int
     low: int
@@ -41,7 +41,7 @@ class MemoryRegion:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor at its memory address.
+    """A tensor of a program at its memory address, as kernels read or write it.
 
     If the tensor is a weight, state or constant, or a view of one, there are also two specs of its whole buffer.
     `declared_spec` is the spec in the graph, `stored_spec` the spec in memory. `kind` is the kind of the buffer.
@@ -72,7 +72,7 @@ class Operand:
 
     @property
     def has_packed_layout(self) -> bool:
-        """Whether quantised blocks have the packed layout, as weights do; the blocks of states lie row by row."""
+        """Whether quantised blocks are reordered for kernels ("packed"), as weights are; in states they lie row by row."""
         return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
 
     @property
@@ -117,7 +117,7 @@ class Operand:
 
     @property
     def has_uniform_row_stride(self) -> bool:
-        """Whether each row is contiguous and all consecutive rows have the same distance."""
+        """Whether each row is contiguous, and the distance between consecutive rows is the same everywhere."""
         return self._find_row_stride_bytes() is not None
 
     @property
@@ -160,7 +160,7 @@ class NoKernelError(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class BoundInstruction:
-    """One instruction with its operands and results at their memory addresses."""
+    """One instruction of a program with the memory addresses of its operands and results."""
 
     op: str
     src: tuple[Operand | None, ...]

@@ -24,7 +24,7 @@ from .operands import MemoryRegion, Operand
 def find_instructions_beside_collectives(
     program: Program, groups: Iterable[Sequence[int]] | None = None
 ) -> Mapping[int, tuple[int, ...]]:
-    """Return for each collective, by its position, the positions of the instructions that may run at the same time.
+    """Return for each collective which instructions may run while it is in progress, by positions in the program.
 
     Args:
         program: The program of one device.
@@ -51,7 +51,7 @@ def can_be_overlapped(op: str) -> bool:
 
 
 def has_conflict_with_collective(collective: AccessedRegions, other: AccessedRegions) -> bool:
-    """Return whether an instruction must wait for a collective because of common memory.
+    """Return whether an instruction must wait for a collective, because both use the same memory.
 
     It must wait if it reads or writes results of the collective, or writes operands of the collective.
 

@@ -204,7 +204,10 @@ def match_expert_sum_with_shared(flow: Dataflow, product: int) -> ExpertSumWithS
 
 
 class SavedStateUpdate(NamedTuple):
-    """The instruction numbers of a state update and of the preceding save of the old state, or of some of its rows."""
+    """The instruction numbers of an update of a state, and of the save of its old content before it (for a rollback).
+
+    The save has the whole state or some of its rows.
+    """
 
     save: int
     update: int

@@ -18,7 +18,7 @@ OperandPlacement = Placement | Repetition
 
 @dataclass(frozen=True, eq=False)
 class TracedInstruction:
-    """An instruction of a declared op, traced to an expression, so that it can be fused with others.
+    """An instruction together with the scalar expression that it computes, so that it can be fused with others.
 
     Attributes:
         expression: the expression of the op.
@@ -87,7 +87,12 @@ class TracedInstruction:
         return operand
 
     def compute_operand_placement(self, index: int, placement: OperandPlacement | None) -> OperandPlacement | None:
-        """Compute where an operand lies in the shape of the group; None stands for the whole shape."""
+        """Compute where an operand lies in the shape of a fused group; None stands for the whole shape.
+
+        Args:
+            index: The number of the operand.
+            placement: Where the result of the instruction lies in that shape.
+        """
         if self.starts is None:
             return placement
         if isinstance(placement, Repetition):
@@ -104,5 +109,5 @@ class TracedInstruction:
 
 
 def count_region_bytes(operands: Sequence[Operand]) -> int:
-    """Return the sum of the bytes between the first and the last byte of each operand."""
+    """Return the bytes that operands span in memory: the sum of the distances from first to last byte."""
     return sum(o.region.high - o.region.low for o in operands)
