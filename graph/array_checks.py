@@ -38,7 +38,7 @@ def as_real_number_array(subject: str, data: npt.ArrayLike, error: type[HocketEr
 def as_array_for_spec(
     subject: str, data: npt.ArrayLike, spec: Spec, error: type[HocketError] = PlanError
 ) -> npt.NDArray[Any]:
-    """Return `data` as an array with the shape of `spec` and with numbers that the dtype of `spec` can hold.
+    """Return `data` as an array, if it has the shape of `spec` and only numbers that the dtype of `spec` can hold.
 
     The array keeps its own dtype. A call takes one microsecond for an array that fits.
 
@@ -49,8 +49,8 @@ def as_array_for_spec(
         error: The class of the error.
 
     Raises:
-        HocketError: The shape differs, a number is not an integer, or an integer does not fit into the dtype. The class
-            is `error`.
+        HocketError: The shape differs, a number is not an integer, or an integer does not fit into the dtype. The
+            class is `error`.
     """
     if type(data) is np.ndarray and data.shape == spec.shape and data.dtype is spec.dtype.storage:
         return data

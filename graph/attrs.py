@@ -37,7 +37,10 @@ def are_attributes_plain(attrs: Attrs) -> bool:
 
 
 def describe_attribute_fault(attrs: object) -> str:
-    """Describe the first attribute with a value that is not plain data; empty if there is none, or no mapping."""
+    """Describe the first attribute with a value that graphs cannot store; empty if there is none.
+
+    Attributes that are no mapping give an empty text too.
+    """
     if not isinstance(attrs, Mapping) or not all(isinstance(name, str) for name in attrs):
         return ""
     wrong = [name for name, value in attrs.items() if not is_plain_attribute(value)]

@@ -159,7 +159,9 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
 
 
 def order_updates_directly_after_operands(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
-    """Return all nodes in topological order; a node that computes a state update directly follows its last operand.
+    """Return all nodes in topological order, where nodes that compute state updates come as early as possible.
+
+    Such a node directly follows its last operand.
 
     Args:
         graph: The graph.

@@ -42,14 +42,14 @@ Spans = dict[Value, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class NodeBlock:
-    """Adjacent computed nodes of a graph, shown as one block; leaves are not included."""
+    """A run of computed nodes of a graph that is displayed as one block; leaves are not included."""
 
     nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedGroup:
-    """A group of adjacent repetitions of equal structure, such as the layers of a model.
+    """Repeated layers of a graph that are displayed once, with their count.
 
     ``repetitions[i]`` has the blocks of repetition i, and inner groups if a part of it repeats again.
     """
@@ -61,7 +61,10 @@ Item = NodeBlock | RepeatedGroup
 
 
 def fold_layers(graph: Graph) -> tuple[Item, ...]:
-    """Fold the repeated layers of `graph`: return its computed nodes as blocks and groups, operands before users."""
+    """Divide the computed nodes of a graph into blocks and groups of repeated layers, so that each layer is shown once.
+
+    Operands come before users.
+    """
     nodes = _order_operands_before_users_for_folding(graph)
     spans = find_live_spans(graph, nodes)
     long_lived = find_long_lived_values(nodes, spans)
@@ -151,7 +154,7 @@ def find_adjacent_repetitions(items: Sequence[object]) -> Iterator[tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class _SectionBetweenSplits:
-    """A section: the nodes between two adjacent split points of the node order.
+    """The nodes between two points of the node order that only one value crosses.
 
     - `nodes`: the nodes.
     - `structure`: the structural key, equal for repetitions of one structure.
@@ -177,7 +180,7 @@ def _order_operands_before_users_for_folding(graph: Graph) -> list[Node]:
 
 
 def _order_operands_before_users(graph: Graph, early: Set[Node]) -> list[Node]:
-    """Return the computed nodes in topological order, as if the nodes `early` were computed before all others."""
+    """Return the computed nodes in topological order; those of `early` count as computed before all others."""
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(_iterate_deepest_operand_first(graph, early)):
         position[node] = (at, -1)
@@ -225,7 +228,7 @@ def find_live_spans(graph: Graph, nodes: Sequence[Node]) -> Spans:
 
 
 def _count_crossing_values(points: int, spans: Spans) -> list[int]:
-    """Count, at each point between two adjacent nodes, the values that are computed before and read after it.
+    """Count how many values are computed before and read after each point between two adjacent nodes.
 
     Args:
         points: The number of nodes.
@@ -239,7 +242,7 @@ def _count_crossing_values(points: int, spans: Spans) -> list[int]:
 
 
 def find_long_lived_values(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
-    """Return the long-lived values: their spans cover more than the share `LONG_LIVED_SHARE` of all nodes."""
+    """Return the values that are needed during more than the share `LONG_LIVED_SHARE` of all nodes, such as a mask."""
     return frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
 
 
@@ -251,7 +254,7 @@ def split_where_one_value_crosses(nodes: Sequence[Node], spans: Spans, long_live
 
 
 class SectionStructures:
-    """The structure of each section, as a hashable key; sections with equal keys are repetitions of one structure.
+    """Compares sections of a graph: sections with equal keys are repetitions of one structure, such as layers.
 
     A key has all properties of the nodes except their names and the names of the section's own leaves.
 
@@ -300,7 +303,7 @@ class SectionStructures:
         ]
 
     def describe_value(self, at: int, value: Value | None) -> object:
-        """Describe a value that section number `at` reads or makes, in the same way for all repetitions."""
+        """Return a key of a value that section number `at` reads or computes, which is equal in all repetitions."""
         if value is None:
             return None
         node = value.node

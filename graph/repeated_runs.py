@@ -70,24 +70,24 @@ class RepeatedRuns:
         return self.start + repetition * self.length
 
     def without_first_repetition(self) -> RepeatedRuns:
-        """Return the repetitions without the first one, which becomes a part of the preamble."""
+        """Return the same layers with the first one counted as a part of the preamble before them."""
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
     def without_last_repetition(self) -> RepeatedRuns:
-        """Return the repetitions without the last one, so that all readers of carried values have equal structure."""
+        """Return the same layers without the last one, so that all readers of values between layers are alike."""
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
     def find_position_of_carried_value(self, node_number: int, reader_repetition: int) -> int | None:
-        """Return the position in its repetition of a carried value that repetition `reader_repetition` reads.
+        """Return where in its layer a value is computed that repetition `reader_repetition` reads from the layer before.
 
-        The result is None if node `node_number` computes no carried value of the previous repetition.
+        The result is None if node `node_number` computes no such carried value.
         """
         position = node_number - self.first_node_of(reader_repetition - 1)
         return position if 0 <= position < self.length and position in self.carried_positions else None
 
 
 def find_largest_repeated_runs(graph: Graph) -> RepeatedRuns | None:
-    """Find the adjacent repetitions of equal structure with the most nodes; None if there are fewer than three."""
+    """Find the repeated layers of a graph with the most nodes; None if fewer than three layers repeat in a row."""
     kinds: dict[object, int] = {}
     nodes = order_updates_directly_after_operands(graph)
     keys = [kinds.setdefault((n.op, make_attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
@@ -126,7 +126,9 @@ def _list_present_operands(line: Sequence[tuple[int, int] | None]) -> list[int]:
 
 
 def _find_longest_periodic_range(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
-    """Find the longest range of nodes in which each node has the same key as the node one period later.
+    """Find the longest range of node keys that repeats with a period, such as the nodes of one layer.
+
+    Example: the keys e a b a b a b have the period 2 from position 1 on.
 
     Returns:
         The tuple (length, first, last). `length` is the period in nodes, 0 if there is no such range. `first` is the
@@ -160,7 +162,7 @@ def _pair_operands_one_period_apart(
 def _find_largest_consistent_range(
     reads: Sequence[Sequence[tuple[int, int] | None]], length: int, first: int, last: int
 ) -> tuple[int, int]:
-    """Shorten a periodic range to the largest part in which operands repeat as well.
+    """Shorten a periodic range of nodes to the largest part in which the operands repeat as well as the ops.
 
     An operand repeats if it is one period later too, or if it is the same value in all repetitions.
 
@@ -252,11 +254,11 @@ def _is_valid_repetition(
 
 @dataclass(frozen=True, eq=False)
 class ShortenedGraph:
-    """A graph with many repetitions (the deep graph), and a short graph with the first `short_count` of them.
+    """A graph with many repeated layers ("deep"), and a short graph with only the first `short_count` of them.
 
-    The planner works on the short graph in place of the deep one. Repetition r of the deep graph corresponds to
-    repetition ``r % short_count`` of the short graph, which has equal structure. The names of the nodes of the short
-    graph are their numbers.
+    The planner works on the short graph, which is faster. Repetition r of the deep graph corresponds to repetition
+    ``r % short_count`` of the short graph, which has equal structure. The names of the nodes of the short graph are
+    their numbers.
     """
 
     deep_graph: Graph
@@ -316,7 +318,7 @@ class ShortenedGraph:
         return tuple([printed_names[node] for node in self.deep_nodes_by_number])
 
     def deep_name_in_repetition(self, name: str, repetition: int, short_repetition: int) -> str:
-        """Translate the name of a node of the short graph to the name of the corresponding node of the deep graph.
+        """Translate the name of a node of the short graph to the name of the same node in one layer of the deep graph.
 
         Args:
             name: A node name of the short graph, which begins with the node number.
@@ -332,7 +334,7 @@ class ShortenedGraph:
 
 @dataclass(frozen=True, eq=False)
 class DeviceNodeRepetitions:
-    """Maps each node of a device's graph to the repetition of the shortened graph that it belongs to.
+    """Tells to which repeated layer of the shortened graph each node in the graph of a device belongs.
 
     `name_of_node` returns the name of the corresponding node of the short graph. It has a suffix if the device node
     converts a layout or computes an overlap chunk.

@@ -83,14 +83,17 @@ def _quantise_q8_0(x: F32) -> np.ndarray:
 
 
 def _quantise_without_minimum(dtype: DType, middle: int, x: F32) -> np.ndarray:
-    """Quantise blocks to a scale and codes from 0 to ``2 * middle - 1``; the code `middle` means 0."""
+    """Quantise blocks to a scale and unsigned codes; a number is ``scale * (code - middle)``.
+
+    Codes are from 0 to ``2 * middle - 1``.
+    """
     d = _find_signed_peak(x) / np.float32(-middle)
     codes = _truncate_to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
     return _with_fifth_bits(build_block_records(dtype, pack_nibbles(codes), d=d), codes)
 
 
 def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
-    """Quantise blocks to a scale, a minimum and codes from 0 to `top`; the code 0 means the minimum."""
+    """Quantise blocks to a scale, a minimum and codes from 0 to `top`; a number is ``minimum + scale * code``."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = (high - low) / np.float32(top)
     codes = _truncate_to_codes((x - low) * _safe_reciprocal(d) + HALF, top)

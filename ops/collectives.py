@@ -50,13 +50,16 @@ def _find_largest_index_range_end(runs: DeviceIndexRanges) -> int:
 
 
 def narrow_to_integer(value: Attr) -> int:
-    """Narrow the type of an attribute to int, and assert it."""
+    """Return an attribute that is known to be an integer, as an int for type checkers."""
     assert isinstance(value, int)
     return value
 
 
 def cast_to_index_ranges(value: Attr) -> DeviceIndexRanges:
-    """Narrow the type of an attribute to index ranges of devices; `normalise_attribute` has checked it."""
+    """Return an attribute that is known to be index ranges of devices, with this type for type checkers.
+
+    `normalise_attribute` has checked it.
+    """
     return value  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
 

@@ -40,7 +40,7 @@ ENTRY_POINT_GROUP = "hocket.ops"
 
 
 class Registry(Mapping[str, Op[Any]]):
-    """All ops by name: ops of hocket, ops from `register`, and ops of installed packages.
+    """All ops by name: built-in ops, ops from `register`, and ops that installed packages provide.
 
     Installed packages are searched at the first lookup of an unknown name, and before an iteration.
     """
@@ -89,7 +89,7 @@ class Registry(Mapping[str, Op[Any]]):
             raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
 
     def _import_installed_ops_once(self) -> None:
-        """Import the ops of installed packages at the first call; later calls do nothing.
+        """Import the ops that installed packages provide, at the first call; later calls do nothing.
 
         An op that cannot be imported or registered goes to `faults`, and the other ones are imported.
         """
@@ -179,7 +179,7 @@ def find_view_base(value: Value) -> Value:
 
 
 def find_graph_role(value: Value) -> str:
-    """Return the role of a value in its graph, from which a backend chooses the dtype in which it stores the value.
+    """Return what a value is in its graph (a leaf kind, a state or a value); backends choose its stored dtype by it.
 
     Returns:
         For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. For the result of an op that replaced

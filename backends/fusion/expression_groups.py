@@ -106,7 +106,7 @@ class GroupComposition:
     can_repeat: bool = False
 
     def join(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:
-        """Return a composition that also computes the instructions `calls`; raise `NoKernelError` if that is impossible."""
+        """Return a composition that also computes the instructions `calls`; raise `NoKernelError` if it cannot."""
         return _compose_over_any_shape({**self.calls, **calls}, self, self.can_repeat)
 
     def copy_for_adding_instructions(self, calls: Mapping[int, TracedInstruction]) -> GroupComposition:

@@ -72,7 +72,7 @@ class Operand:
 
     @property
     def has_packed_layout(self) -> bool:
-        """Whether quantised blocks are reordered for kernels ("packed"), as weights are; in states they lie row by row."""
+        """Whether quantised blocks are reordered for kernels ("packed"), as in weights; in states they are not."""
         return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
 
     @property

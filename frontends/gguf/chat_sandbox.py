@@ -88,9 +88,9 @@ class IgnoredGenerationTag(Extension):
 
 
 class FuelInstrumenter(NodeTransformer):
-    """Rewrites the syntax tree of a template so that it consumes fuel (a budget of execution steps).
+    """Rewrites a chat template so that each execution step is counted, because a hostile template could run forever.
 
-    It inserts calls of methods of `LimitedChatSandbox`:
+    The syntax tree gets calls of methods of `LimitedChatSandbox`. Fuel is the number of steps that are left.
 
     - Loops and macros begin with ``consume_fuel()``.
     - Literals and comparison operands pass through ``charge_value()``, slices through ``charge_length()``.
@@ -146,7 +146,7 @@ def _build_call(method: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
 
 
 class FuelGauge(threading.local):
-    """The remaining fuel of the rendering in the current thread; renderings in other threads have their own fuel."""
+    """How many execution steps ("fuel") a template may still take; each thread that renders has its own count."""
 
     remaining = INITIAL_FUEL
 
@@ -174,15 +174,15 @@ class LimitedChatSandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = strftime_now
 
     def compile_template_charging_constants(self, source: str) -> Template:
-        """Compile the template `source`, with fuel for the constants that jinja2 computes; syntax errors propagate."""
+        """Compile the template `source`; constants that jinja2 computes in advance count as execution steps.
+
+        Syntax errors propagate.
+        """
         self._fuel.remaining = INITIAL_FUEL
         return self.from_string(FuelInstrumenter().visit(self.parse(source)))
 
     def render_template_with_fuel(self, template: Template, variables: Mapping[str, object]) -> str:
-        """Render a template of `compile_template_charging_constants` with new fuel.
-
-        Exceptions of the template propagate.
-        """
+        """Render a compiled template with a new budget of execution steps; exceptions of the template propagate."""
         self._fuel.remaining = INITIAL_FUEL
         pieces, size = [], 0
         for piece in template.generate(variables):
@@ -242,7 +242,7 @@ class LimitedChatSandbox(ImmutableSandboxedEnvironment):
         return self.join_output_pieces(str(self.charge_value(part)) for part in parts)
 
     def join_output_pieces(self, parts: Iterable[str]) -> str:
-        """Join the output pieces of a macro or a block as one text, after a check of the total length."""
+        """Join the output pieces of a macro or a block to one text; raise an error if the text is too long."""
         texts = list(parts)
         self._require_size(sum(map(len, texts)))
         text = "".join(texts)
@@ -333,7 +333,10 @@ class CompiledChatTemplate:
         self._template = self._environment.compile_template_charging_constants(source)
 
     def render_with_new_fuel(self, variables: Mapping[str, object]) -> str:
-        """Render the template with variables and new fuel; exceptions of the template propagate."""
+        """Render the template with these variables and a new budget of execution steps.
+
+        Exceptions of the template propagate.
+        """
         return self._environment.render_template_with_fuel(self._template, variables)
 
 

@@ -45,7 +45,7 @@ class ArchitectureMetadata:
         return self._check_count(name, self.gguf.require(self._full_key(name), int), minimum)
 
     def read_count_or_default(self, name: str, default: int) -> int:
-        """Read a count, or return `default` if the key is missing or 0; llama.cpp writes 0 for unset."""
+        """Read a count; return `default` if the key is missing or 0, because llama.cpp writes 0 for unset."""
         return self.read_count(name, 0, minimum=0) or default
 
     def read_per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:

@@ -202,7 +202,7 @@ class HeaderCursor:
         self.position = at
 
     def _find_string_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
-        """Find the lengths in bytes of the next `count` strings by a vectorised search: int64[count].
+        """Find the lengths in bytes of the next `count` strings at once, without a loop over them: int64[count].
 
         A length below 256 is one byte and seven zero bytes. So each run of seven zeros may be a length. The found
         lengths are right if each string ends where the next one starts. Example: ``03 00 00 00 00 00 00 00 61 62 63``

@@ -127,13 +127,13 @@ class Model:
     def uses_half_precision_activation(self) -> bool:
         """Whether some activation function is computed in half precision (f16).
 
-        Rounding then makes the last bits of its operand visible in the results.
+        The rounding makes differences in the last bits of its operand visible in the results.
         """
         return any(block.uses_half_precision_activation for block in self.hyper.blocks)
 
     @property
     def ngram_history_token_count(self) -> int:
-        """The number of previous tokens per sequence that n-gram embeddings read from a `Batch`; 0 without them."""
+        """How many earlier tokens of each sequence a `Batch` must contain for n-gram embeddings; 0 without them."""
         return self.hyper.ngrams.hash_history_token_count if self.hyper.ngrams else 0
 
     def attention_window_tokens(self, cache: str) -> int:
@@ -145,7 +145,10 @@ class Model:
         return self.hyper.window_tokens(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     def tokens_per_cell(self, cache: str) -> int:
-        """Return how many tokens share a cell of a cache: one, or with compressed attention the tokens of a block."""
+        """Return how many tokens one row (cell) of a KV cache stands for.
+
+        It is 1, or with compressed attention the number of tokens of a block.
+        """
         kind, _, layer = cache.rpartition(".")
         return self.hyper.tokens_per_block_key(int(layer)) if kind == "cache_c" else 1
 
@@ -156,7 +159,7 @@ class Model:
 
     @property
     def can_mix_segments(self) -> bool:
-        """Whether a step can read a prompt of one sequence and decode a token of others."""
+        """Whether one step can read the prompt of one sequence and decode one token of each other sequence."""
         return self.hyper.can_mix_segments
 
     @property
@@ -187,7 +190,7 @@ class Model:
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
-        """Return whether a state belongs to the sequences.
+        """Return whether a state is part of the context of sequences, so that a saved session must contain it.
 
         States of MTP blocks, copies for rewinding, and the next token and the logits of a decode step do not.
         """
@@ -196,7 +199,7 @@ class Model:
         return not self.is_mtp_state(state)
 
     def is_mtp_state(self, state: str) -> bool:
-        """Return whether a state is a cache of an MTP block."""
+        """Return whether a state is a KV cache of a multi-token prediction (MTP) block."""
         return state.endswith(tuple(f".{self.layer_count_without_mtp + k}" for k in range(self.mtp_block_count)))
 
     def require_context_within_training(self, context: int, subject: str = "context") -> None:

@@ -23,9 +23,10 @@ from .picture_tokens import suppress_token_logits
 
 
 class Decoder:
-    """Builds the graph of one decoder step: the output ``logits`` f32[outputs, vocabulary], and the new states.
+    """Builds the graph of one step of a decoder-only model: token embedding, blocks, last norm and logits.
 
-    Only tokens with requested logits (the output rows) are computed further after the last mixer.
+    The output is ``logits`` f32[outputs, vocabulary], and the new states. After the last token mixer, only the rows
+    of tokens with requested logits are computed further.
     """
 
     def __init__(self, hyper: Hyperparameters, weights: ModelWeights, frame: StepGraphBuilder) -> None:
@@ -161,7 +162,7 @@ class Decoder:
     def compute_feed_forward_without_residual(
         self, i: int, layer: Layer, h: Value, added: Value, before: Value
     ) -> Value:
-        """Return the result of the feed-forward part of block i, dense or with experts: f32[n, E].
+        """Return the result of the feed-forward part of block i (dense or experts), without the residual: f32[n, E].
 
         Args:
             i: Number of the block.

@@ -26,13 +26,16 @@ from .layers.ngram_embedding import NgramEmbedding
 
 
 class GraphInputProvider(Protocol):
-    """A part of a model with graph inputs of its own; it builds their arrays for each batch."""
+    """A part of a model, such as n-gram embeddings, that needs graph inputs of its own and builds their arrays.
+
+    The arrays are built from each batch of tokens.
+    """
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
 
 
 class TokenMixer(Protocol):
-    """A part of a layer that lets the tokens of a sequence read each other, such as attention or a recurrence.
+    """A part of a layer through which tokens read other tokens of their sequence, such as attention or Mamba.
 
     It maps f32[B*T, E] to f32[B*T, E]. ``taps`` is the number of taps of its short convolution. It is 0 for a mixer
     that has no state except a cache.
@@ -140,7 +143,7 @@ class Hyperparameters:
 
     @cached_property
     def input_sources(self) -> tuple[GraphInputProvider, ...]:
-        """The parts of the model that build graph inputs of their own, such as ring caches and n-gram embeddings."""
+        """The parts of the model with graph inputs of their own, such as ring caches and n-gram embeddings."""
         rings = map(RingRowNumberInput, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
@@ -166,7 +169,7 @@ class Hyperparameters:
 
     @cached_property
     def can_mix_segments(self) -> bool:
-        """Whether a step can read a prompt of one sequence and decode others; see `MixedStepGraphBuilder`."""
+        """Whether one step can read the prompt of one sequence and decode others; see `MixedStepGraphBuilder`."""
         keeps_order = LatentAttention | CompressedAttention
         return (
             self.is_causal
@@ -198,9 +201,9 @@ class Hyperparameters:
 
 
 def compute_window_of_each_cached_block(blocks: Mapping[int, Layer]) -> dict[int, int]:
-    """Return the attention window in tokens of each block that has a cache; 0 for full attention.
+    """Return the attention window in tokens of each block with a KV cache; 0 for full attention.
 
-    A cell outside the window is never read again, so that a ring cache may overwrite it.
+    A ring cache may overwrite a cell when it has left the window, because the cell is never read again.
     """
     cached = Attention | LatentAttention | CompressedAttention
     return {

@@ -79,10 +79,10 @@ class MtpGraphBuilder:
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
     def take_draft_row_of_previous_token(self, k: int, draft_rows: Value) -> Value:
-        """Make the draft input of MTP block k for each token: the row of ``draft_rows`` of the token before it.
+        """Return for each token the draft input that block k made at the token before it: f32[B*T, columns].
 
-        The first token of a sequence gets the row that the caller has kept from the previous run. ``draft_rows`` and
-        the result are f32[B*T, columns].
+        The first token of a sequence gets the row that the caller has kept from the previous run. ``draft_rows`` is
+        f32[B*T, columns].
         """
         frame = self.frame
         first = ops.reshape(self.draft_inputs[k], shape=(frame.step.sequences, 1, self.draft_columns))
@@ -109,7 +109,10 @@ class MtpGraphBuilder:
         return x, self.decoder.apply_output_norm(x, name)
 
     def create_draft_input_of_next_block(self, x: Value, normed: Value) -> Value:
-        """Make the draft input of the next MTP block, f32[n, columns], from a residual ``x`` or from its norm."""
+        """Return the vector that the next MTP block reads in addition to the token: the residual ``x`` or its norm.
+
+        It is f32[n, columns].
+        """
         whole = self.streams > 1 or self.hyper.family.draft_input == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.draft_columns)) if whole else normed
 

@@ -242,9 +242,9 @@ class HyperparameterReader:
         )
 
     def uses_experts(self, i: int) -> bool:
-        """Return whether block i has experts that are used.
+        """Return whether block i computes its FFN by experts.
 
-        As in llama.cpp, other blocks of a model with experts apply only the activation.
+        As in llama.cpp, the other blocks of a model with experts apply only the activation.
         """
         step = (
             self.keys.read_count_or_default("interleave_moe_layer_step", 1)

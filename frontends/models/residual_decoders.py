@@ -214,7 +214,7 @@ def split_off_first_stream(x: Value) -> tuple[Value, Value]:
 
 
 def match_row_norms(x: Value, like: Value) -> Value:
-    """Scale the rows of ``x`` f32[n, k, E] to match the L2 norms of the rows of ``like`` f32[n, 1, E]."""
+    """Scale each row of ``x`` f32[n, k, E] to the length (L2 norm) of the row of ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 
@@ -297,7 +297,7 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_pre(x, pre), post, comb
 
     def compute_mix_logits_scale_and_offset(self, name: str, x: Value) -> tuple[Value, Value, Value]:
-        """Compute the logits of the stream weights from all streams ``x``; also return their factors and offsets.
+        """Compute the logits from which the weights of all streams follow, from the streams ``x``.
 
         Returns:
             The logits; the factors of the logits; the offsets of the logits.

@@ -23,16 +23,17 @@ _FILE_OF_DESCRIPTOR = "/proc/self/fd/{}"
 
 @contextmanager
 def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file that takes the place of `path` when the context ends without an error.
+    """Open a file to write that replaces `path` only when the context ends without an error, completely or not at all.
 
-    The file has no name before that where the file system allows it, so a killed process leaves nothing. After an error
-    `path` is unchanged. A symbolic link is followed, and an existing file keeps its mode. A pipe or a device such as
-    /dev/null is written directly.
+    The file has no name before that where the file system allows it, so a killed process leaves nothing. After an
+    error `path` is unchanged. A symbolic link is followed, and an existing file keeps its mode. A pipe or a device
+    such as /dev/null is written directly.
 
     Args:
         path: The file to write.
         mode: The mode of a new file, before the umask.
-        durable: Whether the bytes are on the disk before the file gets its name, so that a crash leaves no empty file.
+        durable: Whether the bytes are on the disk before the file gets its name, so that a crash leaves no empty
+            file.
 
     Raises:
         OSError: The file cannot be written; the error names `path`.

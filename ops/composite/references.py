@@ -51,9 +51,9 @@ def _infer_from_graph(build: Callable[..., Value]) -> InferSpec:
 def _list_taps(
     size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[Index, Index]]:
-    """Yield indices of each entry of a window: in an array of weights, and in padded images for all windows.
+    """Yield for each entry (tap) of a window its index in an array of weights, and its slices in padded images.
 
-    Both arrays have two axes before the axes of a window.
+    The slices have the entry of all windows at once. Both arrays have two axes before the axes of a window.
     """
     for tap in np.ndindex(*size):
         places = zip(tap, stride, dilation, counts, strict=True)
@@ -321,7 +321,7 @@ def interpolate_(
 
 
 def _compute_row(old: int, new: int, i: int, mode: str, align_corners: bool, antialias: bool) -> Array:
-    """Return the weights of the `old` entries in entry `i` of `new` ones."""
+    """Return the interpolation weights with which the `old` entries of an axis give entry `i` of the `new` ones."""
     step = (old - 1) / max(new - 1, 1) if align_corners else old / new
     at = i * step if align_corners else (i + 0.5) * step - 0.5
     row = np.zeros(old)
@@ -334,7 +334,7 @@ def _compute_row(old: int, new: int, i: int, mode: str, align_corners: bool, ant
 
 
 def _compute_kernel(distance: float, mode: str) -> float:
-    """Return the weight of an entry at a distance of at most 2: the hat function, or the kernel of Keys (1981)."""
+    """Return the interpolation weight of an entry at a distance of at most 2: the hat function, or Keys (1981)."""
     if mode == "linear":
         return max(0.0, 1 - distance)
     first = 1.25 * distance**3 - 2.25 * distance**2 + 1

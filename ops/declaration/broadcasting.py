@@ -8,7 +8,7 @@ from .numpy_functions import Array
 
 
 def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
-    """Repeat `b` as tiles to `shape`: entry i of an axis is ``b[i % size]``."""
+    """Repeat `b` as tiles to `shape`, as in a b a b: entry i of an axis is ``b[i % size]``."""
     if b.shape == shape:
         return b
     b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
@@ -18,7 +18,7 @@ def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
 
 
 def repeat_leading_axis_entries(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
-    """Repeat each entry of the leading axes of `w` until they have the shape `leading`; copies are neighbours.
+    """Repeat the entries of the leading axes of `w` in place until these have the shape `leading`: a b becomes a a b b.
 
     Entry i of a repeated axis is ``w[i // ratio]``. The last `trailing` axes of `w` stay as they are.
     """

@@ -80,7 +80,7 @@ def build_call_signature(
 
 
 def widen_annotation_for_callers(annotation: str) -> str:
-    """Widen a type annotation to the types that callers may pass.
+    """Return the type annotation of an attribute with all types that a caller may pass.
 
     Callers may pass sequences for tuples, and dtype names for dtypes.
     """

@@ -66,7 +66,7 @@ class Expression:
         )
 
     def _find_steps_computed_only_from(self, holds: Callable[[Step], bool]) -> set[int]:
-        """Find the steps for which `holds` is true, and all steps that read only steps found so far."""
+        """Find the steps for which `holds` is true, and all steps that are computed only from such steps."""
         found: set[int] = set()
         for number, step in enumerate(self.steps):
             if holds(step) or (step.sources and found.issuperset(step.sources)):
@@ -74,7 +74,7 @@ class Expression:
         return found
 
     def find_steps_of_operands(self, operands: frozenset[int]) -> frozenset[int]:
-        """Find the steps that depend only on these operands, given by their indices, and on numbers of the row."""
+        """Find the steps that depend only on some operands, given by their indices, and on numbers of the row."""
 
         def is_leaf(step: Step) -> bool:
             return step.function == "operand" and not step.sources and int(step.value) in operands
@@ -94,7 +94,7 @@ class Expression:
         return self.depends_on_row_reduction_or_length and self.steps_with_one_number_per_row.issuperset(self.results)
 
     def find_element_steps(self, number: int, known: frozenset[int] = frozenset()) -> set[int]:
-        """Find the steps that must be computed per element for a step, itself included.
+        """Find the steps that must be computed for each element in order to get step `number`, itself included.
 
         Numbers of the row and `known` steps are left out, with everything that only they need.
         """
@@ -127,7 +127,7 @@ class Expression:
 
 
 def linearise(result: Scalar) -> Expression:
-    """Convert a `Scalar` (an expression tree) to an `Expression` (a list of steps); equal terms become one step.
+    """Convert an expression tree (`Scalar`) to a list of steps (`Expression`); equal subtrees become one step.
 
     Raises:
         TypeError: the result is no number, or a reduction reads a number of the row.
@@ -210,7 +210,7 @@ def format_formula(expression: Expression, operand_names: tuple[str, ...]) -> st
 def _format_step_and_binding_strength(
     step: Step, texts: list[tuple[str, int]], operand_names: tuple[str, ...]
 ) -> tuple[str, int]:
-    """Return the text of one step, and the binding strength of its outermost operator, for parentheses."""
+    """Return the text of one step, and the precedence of its outermost operator, from which parentheses follow."""
     function, sources, value = step
     if function == "operand":
         return operand_names[int(value)], _ATOM

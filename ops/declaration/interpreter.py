@@ -28,7 +28,7 @@ It returns None if the attributes ask for more than a placement.
 
 @dataclass(frozen=True, eq=False)
 class ScalarLanguageDeclaration:
-    """The declaration of an op by a function in the scalar language.
+    """The declaration of an op by a function that computes one element or row of the result (the scalar language).
 
     Attributes:
         build: the function: it takes one `Scalar` for each operand and each float attribute, and returns the result.
@@ -129,7 +129,10 @@ class ScalarLanguageDeclaration:
                 raise SignatureMismatch(f"{part.text} may be {integers[0]}; a Scalar is a float")
 
     def has_expression_selecting_attributes(self, attributes: Mapping[str, Attr]) -> bool:
-        """Return whether `attributes` has each attribute that is not a float, because these select the expression."""
+        """Return whether `attributes` has all attributes that decide which expression an op has, as a kind does.
+
+        These are all attributes that are not floats.
+        """
         return all(name in attributes or kind == "float" for name, kind in self.attribute_types.items())
 
     def format(self, attributes: Mapping[str, Attr]) -> str:

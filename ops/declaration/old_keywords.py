@@ -22,7 +22,7 @@ OLD_KEYWORDS: Mapping[str, str] = MappingProxyType(
 
 
 def accept_old_keywords(function: F) -> F:
-    """Wrap `function` so that it also accepts the former names of its keyword arguments, listed in `OLD_KEYWORDS`."""
+    """Wrap `function` so that callers may still use the former names of its keyword arguments (`OLD_KEYWORDS`)."""
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:

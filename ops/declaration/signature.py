@@ -55,9 +55,9 @@ DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
 
 
 class DimensionRole(Enum):
-    """The role of a dimension, which decides how it may be sharded; the module docstring explains the roles.
+    """How the planner may shard a dimension of an op: freely, as partial sums, as table rows, or not at all.
 
-    The value is the sign of the role in a signature.
+    The module docstring explains the roles. The value is the sign of the role in a signature.
     """
 
     PARALLEL = ""
@@ -159,7 +159,7 @@ class Signature:
         return len(self.results) == 1 and mine == self._make_axis_index_keys(self.results[0], result, sizes)[:count]
 
     def _make_axis_index_keys(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
-        """Return a key for each axis of an operand or result; axes with equal keys always have equal indices."""
+        """Return a key for each axis of an operand or result; axes with equal keys have the same index in the op."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []

@@ -88,10 +88,9 @@ def _check_attention(
 
 
 def _list_unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
-    """Return the head dimensions that may not be sharded.
+    """Return the head dimensions that a plan may not shard, because the result depends on the number of a head.
 
-    All of them are returned if the result depends on the number of a head, else none. ALiBi slopes and tiled masks
-    depend on it, and a shard would number its heads from 0.
+    ALiBi slopes and tiled masks depend on it, and a shard would number its heads from 0.
     """
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 

@@ -34,7 +34,9 @@ def require_row_numbers(ids: Array, count: int, subject: str) -> Array:
 
 
 def to_local_rows(ids: Array, first: int, count: int, total: int, subject: str) -> Array:
-    """Convert row numbers of a complete table to row numbers of one shard; rows of other shards become -1.
+    """Convert row numbers of a table to row numbers of one device's shard; rows of other shards become -1.
+
+    Example: in a shard of rows 4 to 7, row 5 becomes 1 and row 2 becomes -1.
 
     Args:
         ids: row numbers in the complete table.

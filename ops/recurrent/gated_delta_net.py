@@ -51,7 +51,10 @@ _HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": 
 
 
 def _build_signatures_by_state_layout(heads: str) -> dict[str, str]:
-    """Return the signatures of `gated_delta_net` by layout of the state; `heads` is the dimension of value heads."""
+    """Return the signatures of `gated_delta_net` for states of sequences and for pools of states, by layout.
+
+    `heads` is the dimension of value heads.
+    """
     operands = (
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"

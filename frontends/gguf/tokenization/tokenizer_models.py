@@ -54,7 +54,7 @@ NO_TOKEN = "\0\0nothing"
 
 
 class TokenizerModelCache:
-    """Builds the tokenizer models of one vocabulary on demand, and keeps them.
+    """Builds the models that encode text with one vocabulary, when they are needed, and keeps them.
 
     A short text uses a small model that is built fast. Longer texts use the model of the full vocabulary.
 
@@ -144,9 +144,10 @@ class TokenizerModelCache:
         return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
 
     def _list_limited_word_substrings(self, text: str) -> set[str]:
-        """Return the substrings of all words of a text, up to the length of the longest token.
+        """List the substrings of all words of a text that could be tokens, to build a small vocabulary for the text.
 
-        The search stops as soon as there are more than `MAX_PARTIAL_LOOKUPS` substrings; the result is then incomplete.
+        The search stops as soon as there are more than `MAX_PARTIAL_LOOKUPS` substrings; the result is then
+        incomplete.
         """
         pieces = (
             [text]

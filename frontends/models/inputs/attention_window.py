@@ -7,9 +7,9 @@ from ....graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The cells that a token attends to: all earlier ones and its own, or only the last ``window`` cells.
+    """Which earlier tokens a token attends to: all of them and itself, or only the last ``window`` ones.
 
-    A cell is the place of one token in a KV cache; ``window`` 0 means all cells.
+    A ``window`` of 0 means all.
 
     - ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
     - ``has_distance_bias`` adds distances to the mask, for ALiBi.
@@ -25,9 +25,9 @@ class AttentionWindow:
 
     @property
     def cell_lifetime_tokens(self) -> int:
-        """Number of tokens after which a cell is never read again.
+        """Number of tokens after which the key and value of a token are never read again; 0 without such a number.
 
-        It is 0 if a cell may be read at any time. A ring cache may overwrite a cell that is never read again.
+        A ring cache overwrites them then.
         """
         return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
 

@@ -40,11 +40,11 @@ def _require_whole_quantisation_blocks(name: str, size: int, dtype: DType) -> No
 
 
 class StepGraphBuilder:
-    """Builds the graph of one `Step`: it holds the graph inputs, the values that layers share, and the state updates.
+    """Builds the graph of one step of a model: graph inputs, masks and caches that the layers share, and state updates.
 
-    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. The
-    graph keeps only the inputs that its outputs depend on. ``steered(block, x)`` adds control vectors: it returns the
-    residual after a block.
+    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...],
+    for B sequences of T tokens. The graph keeps only the inputs that its outputs depend on. ``steered(block, x)``
+    adds control vectors: it returns the residual after a block.
     """
 
     def __init__(
@@ -120,7 +120,10 @@ class StepGraphBuilder:
 
     @cached_property
     def token_positions_relative_to_query(self) -> Value:
-        """The distance of each token to every token of its text, negative for earlier ones: f32[B, T, T]."""
+        """How many positions each token of a text is after each other token: f32[B, T, T], negative for earlier tokens.
+
+        Rows are the tokens that attend (queries), columns the tokens that they attend to.
+        """
         count = self.step.tokens
         numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
         return ops.sub(numbers, self.positions)
@@ -181,7 +184,7 @@ class StepGraphBuilder:
 
     @cached_property
     def cell_numbers(self) -> Value:
-        """The numbers 0, 1, 2, ... of the KV-cache cells, f32[cells]."""
+        """The numbers 0, 1, 2, ... of the rows (cells) of a KV cache, f32[cells], to compare with positions."""
         return ops.arange(start=0.0, stop=float(self.step.cells))
 
     @cached_property
@@ -195,7 +198,7 @@ class StepGraphBuilder:
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def compute_position_quotient(self, ratio: int, offset: float) -> Value:
-        """Compute ``(pos + offset) // ratio`` for each token position ``pos``, f32[B, T].
+        """Compute ``(pos + offset) // ratio`` for each token position ``pos``, as float32 [B, T].
 
         Half a position is added before the division, so that rounding errors do not change the quotient.
         """
@@ -236,7 +239,7 @@ class StepGraphBuilder:
 
     @cached_property
     def token_validity_mask(self) -> Value:
-        """The mask of valid tokens, f32[B, T, 1, 1]: 1 for tokens and 0 for padding."""
+        """The mask that is 1 for tokens and 0 for padding, f32[B, T, 1, 1]."""
         return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
 
     @property
@@ -256,9 +259,9 @@ class StepGraphBuilder:
         return ops.reshape(x, shape=(self.step.padded_token_count, x.spec.size // self.step.padded_token_count))
 
     def select_output_rows_unless_mtp(self, x: Value) -> Value:
-        """Return the rows of ``x`` f32[B*T, n] for tokens with requested logits; with MTP blocks, return all rows.
+        """Return the rows of ``x`` f32[B*T, n] for which logits are requested; return all if MTP blocks follow.
 
-        The result is f32[outputs, n], or ``x`` itself, because MTP blocks read every token.
+        MTP (multi-token prediction) blocks read every token. The result is f32[outputs, n], or ``x`` itself.
         """
         return self.select_output_rows(x) if self.step.output_kind in PLAIN_KINDS else x
 
@@ -354,14 +357,22 @@ class StepGraphBuilder:
     def attend_by_segment(
         self, attend: Callable[[StepGraphBuilder, Value, Value, Value], Value], q: Value, layer: int
     ) -> Value:
-        """Attend to the caches of a layer: apply ``attend`` to a frame, queries, and all cells of keys and values.
+        """Compute attention over the caches of a layer, for a normal step or for each part of a mixed step.
 
-        A mixed step has two segments, which attend in turn: see `MixedStepGraphBuilder`.
+        A mixed step has decoded tokens and a prompt, which attend one after the other; see `MixedStepGraphBuilder`.
+
+        Args:
+            attend: Maps a builder, queries, keys and values to the result of attention.
+            q: The queries.
+            layer: Number of the layer.
         """
         return attend(self, q, self.shared_values[f"cache_k.{layer}"], self.shared_values[f"cache_v.{layer}"])
 
     def run_mixer(self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool) -> Value:
-        """Run a mixer on rows f32[B*T, E]; in a mixed step a recurrent one runs for each segment."""
+        """Run a token mixer on rows f32[B*T, E].
+
+        In a mixed step, a recurrent mixer runs separately for the decoded tokens and for the prompt.
+        """
         return mixer(self, x)
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
@@ -385,17 +396,17 @@ class StepGraphBuilder:
 
     @property
     def snapshot_count(self) -> int:
-        """Number of states that a recurrent op must return.
+        """How many states a recurrent op must return for each sequence.
 
-        A reversible step needs one state per token, another step only the last.
+        A step that can be undone token by token needs the state after each token, another step only the last.
         """
         return self.step.tokens if self.step.reversible else 1
 
     def set_state(self, old: Value, new: Value) -> None:
-        """Set the value that a state gets at the end of the run to ``new`` f32[B, ...].
+        """Set the value that replaces a state at the end of the run: ``new`` f32[B, ...].
 
-        In a reversible step, ``new`` is f32[B, snapshots, ...] and has the state after several tokens. Its first entry
-        is the new state, and all entries are saved.
+        In a step that can be undone token by token, ``new`` is f32[B, snapshots, ...] and has the state after several
+        tokens. Its first entry is the new state, and all entries are saved.
         """
         if self.snapshot_count > 1:
             self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new
@@ -406,7 +417,7 @@ class StepGraphBuilder:
         self._updates[old] = new
 
     def set_state_and_place_nodes_first(self, old: Value, new: Value) -> None:
-        """Set the new value of a state, and place the nodes that compute it at the beginning of the graph."""
+        """Set the new value of a state, and make the nodes that compute it the first of the graph."""
         self._updates = {old: new, **self._updates}
 
     def run_recurrence_and_set_state(

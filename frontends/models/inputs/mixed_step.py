@@ -20,7 +20,10 @@ from .step import PROMPT_ROW, Step, make_prompt_table_input_name
 
 
 class MixedStepGraphBuilder(StepGraphBuilder):
-    """Builds the graph of a mixed step; each row is a group of its own, except in attention and recurrences."""
+    """Builds the graph of a mixed step, which decodes one token of several sequences and reads the prompt of another.
+
+    All tokens are rows of one batch, except in attention and recurrences, which run for both parts separately.
+    """
 
     def __init__(self, step: Step, *, taps: int, steered: Callable[[int, Value], Value]) -> None:
         super().__init__(step, taps=taps, steered=steered)
@@ -68,7 +71,7 @@ class MixedStepGraphBuilder(StepGraphBuilder):
 
 
 class _Segment(StepGraphBuilder):
-    """The rows of a mixed step from `first` on, as a step of their own over the same states.
+    """One part of a mixed step (the decoded tokens or the prompt), seen as a step of its own over the same states.
 
     Args:
         whole: The mixed step.
@@ -102,7 +105,7 @@ class _Segment(StepGraphBuilder):
 
 
 class _PromptSegment(_Segment):
-    """The prompt of a mixed step: one sequence. Its recurrent states are a row of the states of all sequences."""
+    """The prompt of a mixed step: one sequence, with its row of the recurrent states of all sequences."""
 
     def __init__(self, whole: MixedStepGraphBuilder) -> None:
         super().__init__(whole, whole.step.sequences, 1, whole.step.prompt_tokens)

@@ -41,9 +41,9 @@ Each sequence then begins at a multiple of 64 bytes, and its rows are whole bloc
 
 
 def count_cache_rows_with_spare(cells: int) -> int:
-    """Return the number of cache rows of a sequence with `cells` cells.
+    """Return how many cache rows a sequence with `cells` cells has: some more, for padding tokens and for alignment.
 
-    There is at least one spare row, which padding writes. Further rows serve alignment.
+    Padding tokens write the first spare row.
     """
     return -(-(cells + 1) // CACHE_ROW_MULTIPLE) * CACHE_ROW_MULTIPLE
 
@@ -129,9 +129,9 @@ class Step:
             )
 
     def ring_cells(self, window: int) -> int:
-        """Return the cells per sequence of the ring cache for a window of `window` tokens.
+        """Return how many rows for each sequence a ring cache has for an attention window of `window` tokens.
 
-        The result is 0 without a ring cache.
+        A ring cache overwrites rows that have left the window. The result is 0 without a ring cache.
         """
         cells = window + self.max_new_tokens
         return cells if window and self.max_new_tokens and cells < self.context and not self.blocks else 0
@@ -150,12 +150,15 @@ class Step:
 
     @property
     def padded_token_count(self) -> int:
-        """The token count of all sequences, padding included: ``sequences * tokens``, and the prompt tokens."""
+        """The number of token rows that a run computes, padding and prompt tokens included.
+
+        It is ``sequences * tokens``, and in a mixed step the tokens of the prompt.
+        """
         return self.sequences * self.tokens + self.prompt_tokens
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The shape (groups of rows, tokens of a group) in which layers see the rows of the step.
+        """How the tokens of the step are arranged for layers: (number of groups, tokens of a group).
 
         A group is a sequence, or in a mixed step a single token.
         """
@@ -190,7 +193,7 @@ PROMPT_ROW = "prompt_row"
 
 
 def make_prompt_table_input_name(window: int) -> str:
-    """Return the name of the graph input with the cache blocks of the prompt.
+    """Return the name of the graph input with the cache blocks of the prompt in a mixed step.
 
     Ring caches for a `window` have an input of their own; 0 names the input of all other caches.
     """
@@ -209,7 +212,7 @@ def split_mixed_batch(step: Step, batch: Batch) -> tuple[tuple[Step, Batch], tup
 
 
 def build_prompt_table(step: Step, batch: Batch, cells: int, context: int) -> npt.NDArray[np.int32]:
-    """Build the block table i32[1, blocks] of the sequence of a prompt in caches with a region per sequence.
+    """Build the table of the cache blocks in which a prompt's sequence lies, i32[1, blocks], for caches without a pool.
 
     Args:
         step: The mixed step.
@@ -243,9 +246,10 @@ def _build_mixed_step_inputs(step: Step, batch: Batch, taps: int) -> dict[str, n
 
 @dataclass(frozen=True, slots=True)
 class RingRowNumberInput:
-    """The graph input that tells which row of a ring cache each token writes, for layers with an attention window.
+    """The graph input with the row of a ring cache that each token writes, for layers with an attention window.
 
-    The input is ``ring_slot.W`` i32[B*T] for a window of W tokens. Padding writes the first spare row of its sequence.
+    The input is ``ring_slot.W`` i32[B*T] for a window of W tokens. Padding writes the first spare row of its
+    sequence.
     """
 
     window: int
@@ -374,7 +378,7 @@ def _require_fit(step: Step, batch: Batch) -> None:
 def _build_inputs_from_new_token_counts(
     step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
-    """Build the inputs that depend only on the numbers of new tokens, so that they are the same from token to token.
+    """Build the graph inputs that depend only on how many new tokens each sequence has; they are cached for decoding.
 
     The arrays are read-only, because several runs share them.
     """

@@ -16,9 +16,10 @@ STEP_LOGITS_STATE = "step_logits"
 
 
 def choose_argmax_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
-    """Store the index of each sequence's largest logit as its next token, and return the outputs of the step.
+    """Choose the token with the largest logit for each sequence on the device, and store it as its next token.
 
-    The outputs are ``token`` i32[B] and ``logit`` f32[B], the largest logit. ``logits`` is f32[B, vocabulary].
+    Returns the outputs of the step: ``token`` i32[B], and ``logit`` f32[B], the largest logit. ``logits`` is f32[B,
+    vocabulary].
     """
     chosen = ops.argmax(logits, name=f"{NEXT_TOKEN_STATE}.new")
     frame.set_state(frame.tokens, chosen)
@@ -60,17 +61,17 @@ def sample_next_tokens(frame: StepGraphBuilder, logits: Value) -> dict[str, Valu
 
 
 def store_logits_in_state(frame: StepGraphBuilder, logits: Value) -> dict[str, Value]:
-    """Store ``logits`` f32[B, vocabulary] in a state, from which `build_masked_candidate_graph` selects later.
+    """Store ``logits`` f32[B, vocabulary] on the device, for a later graph that selects tokens from them.
 
-    There are no outputs. The nodes have the order of a step with the output ``logits``. So they are fused as there,
-    with the same rounding.
+    This graph is `build_masked_candidate_graph`. There are no outputs. The nodes have the order of a step with the
+    output ``logits``. So they are fused as there, with the same rounding.
     """
     frame.set_state_and_place_nodes_first(state(STEP_LOGITS_STATE, logits.shape), logits)
     return {}
 
 
 def build_masked_candidate_graph(frame: StepGraphBuilder, vocabulary: int) -> Graph:
-    """Build the graph that selects candidates among the stored logits, only from tokens that a bit mask allows.
+    """Build the graph that selects the best tokens among stored logits, only from tokens that a grammar allows.
 
     The input ``token_bits`` is i32[B, w] with a bit for each token of the vocabulary, as the op `mask_bits` reads it.
     """

@@ -92,10 +92,9 @@ class ModelWeights:
         return shape
 
     def _find_name_in_file(self, name: str) -> str:
-        """Find the name that a tensor has in the file.
+        """Return the name that a tensor has in the file, or the given name if the file lacks it.
 
-        Return the given name if there is none. Repeated blocks have the tensors of their source block, and some names
-        lack ``.weight``.
+        Repeated blocks have the tensors of their source block, and some names lack ``.weight``.
         """
         if self._source and not name.endswith(".scale") and (match := BLOCK_PREFIX.match(name)):
             name = BLOCK_PREFIX.sub(f"blk.{self._source[int(match[1])]}.", name, count=1)
@@ -105,7 +104,7 @@ class ModelWeights:
         return short if short in self.gguf.tensors else name
 
     def require_no_unknown_unread_tensors(self, layers: int) -> None:
-        """Raise `ModelError` if the file has tensors that no graph reads and that are not known to be optional.
+        """Raise `ModelError` if the file has a tensor that no graph reads, unless it is known to be optional.
 
         Results without such a tensor would be wrong. MTP blocks, which have numbers from ``layers`` on, may stay
         unused.

@@ -159,7 +159,7 @@ class Attention:
         return x
 
     def norm_each_head_or_all_heads(self, weights: ModelWeights, name: str, x: Value) -> Value:
-        """Normalise the heads of ``x``: each head alone, or all heads of a token together.
+        """Normalise queries or keys ``x``: each head alone, or all heads of a token as one row.
 
         The length of the norm weight in the file tells which.
         """
@@ -219,7 +219,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MatrixInsteadOfAttention:
-    """A layer with one matrix in place of attention, so that no token reads another one: f32[n, E] to f32[n, E]."""
+    """A layer that applies one matrix in place of attention: each token is computed alone, f32[n, E] to f32[n, E]."""
 
     taps: int = 0
     required_inputs: frozenset[str] = frozenset()

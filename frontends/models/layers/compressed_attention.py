@@ -38,11 +38,13 @@ The keys of blocks of 4 tokens include the tokens of the previous block.
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of ``ratio`` (R) consecutive tokens, each with one cached key, and the graph inputs for them.
+    """Blocks of ``ratio`` (R) consecutive tokens with one cached key each, for attention to compressed keys.
 
-    A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
+    The object makes the graph inputs of the blocks. A run completes at most ``max_block_count(step)`` (N) blocks of
+    each sequence.
 
-    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as row numbers in [history rows, new tokens].
+    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as row numbers in [history rows, new
+      tokens].
     - ``block_pos.R`` i32[B, N]: the position of the first own token of each block.
     - ``block_slot.R`` i32[B*N]: the cache row of each block; an incomplete block writes a spare row.
     """
@@ -51,7 +53,7 @@ class TokenBlocks:
 
     @property
     def tokens_per_key(self) -> int:
-        """Number of tokens from which the key of a block is computed."""
+        """Number of tokens from which the key of a block is computed; it may include tokens before the block."""
         return 2 * self.ratio if self.ratio == BLOCK_RATIOS[1] else self.ratio
 
     @property
@@ -236,9 +238,9 @@ class CompressedAttention:
 
 
 def build_mask_of_missing_previous_block(pos: Value) -> Value:
-    """Build the mask that hides the previous block from the first block, which has none: f32[B, N, 1, 1].
+    """Build a mask f32[B, N, 1, 1] that is -inf for the first block of a text, which has no previous block, else 0.
 
-    It is -inf for a block that begins at position 0, and 0 for other blocks.
+    ``pos`` has the position of the first token of each block.
     """
     before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
     return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))

@@ -138,7 +138,7 @@ def soft_cap(x: Value, cap: float) -> Value:
 
 
 def subtract_gate_threshold_and_clamp(x: Value, deviations: float) -> Value:
-    """Subtract a threshold from each gate value of ``x`` f32[n, k], and set negative results to 0.
+    """Keep only the largest gate values of each row of ``x`` f32[n, k]: subtract a threshold, then set negatives to 0.
 
     The threshold of a row is its mean plus ``deviations`` standard deviations. Gemma team, Gemma 3n, 2025; graph:
     llama.cpp ``gemma3n.cpp``.

@@ -182,7 +182,7 @@ class KimiDeltaAttention:
         return ops.mul(g, frame.token_validity_mask, name=f"{block}.decay")
 
     def project_full_or_low_rank(self, weights: ModelWeights, block: str, name: str, x: Value) -> Value:
-        """Multiply ``x`` f32[B*T, E] by one full matrix, or by two low-rank ones if the file has these.
+        """Multiply ``x`` f32[B*T, E] by a weight matrix, which the file has in full or as two low-rank factors.
 
         The result is f32[B*T, heads * size].
         """

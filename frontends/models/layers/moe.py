@@ -134,11 +134,9 @@ def run_expert_layer(
 def run_experts_between_projections(
     weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
 ) -> Value:
-    """Run the routed experts between the projections to their width and back.
+    """Run the routed experts; if they are narrower than the model, project ``x`` to their width before and back after.
 
-    There are projections only if the experts are narrower than the model. If the file has the two projections, the
-    first one reduces the columns of ``x`` before `run_routed_experts`, and the second one restores E columns after it.
-    The operand ``x`` and the result are f32[n, E].
+    The file has the two projections then. The operand ``x`` and the result are f32[n, E].
     """
     for down, norm, up in (
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
@@ -181,11 +179,11 @@ def run_routed_experts(
 def run_group_shared_experts(
     weights: ModelWeights, block: str, x: Value, experts: ExpertLayerHyperparameters, scores: Value
 ) -> Value:
-    """Return the weighted sum f32[n, E] of the small expert of each selected group of experts.
+    """Return the weighted sum f32[n, E] of small experts that groups of experts share (Grove MoE, Inclusion AI, 2025).
 
-    In Grove MoE (Inclusion AI, 2025) each group of experts shares one small expert. The operand ``x`` f32[n, E] is the
-    result of the usual experts. As in llama.cpp ``grovemoe.cpp``, the number of a group is also used as the number of
-    an expert to look up the routing weight.
+    Each selected group adds its small expert. The operand ``x`` f32[n, E] is the result of the usual experts. As in
+    llama.cpp ``grovemoe.cpp``, the number of a group is also used as the number of an expert to look up the routing
+    weight.
     """
     rows, count = scores.shape
     used = min(experts.experts_per_token, count // experts.group_size)

@@ -105,7 +105,7 @@ class NgramEmbedding:
         return {"ngram_rows": rows.reshape(-1)}
 
     def hash_last_ngrams_to_table_rows(self, tokens: list[int]) -> list[int]:
-        """Hash the n-grams that end with the last one of ``tokens``, and return their table rows."""
+        """Hash the n-grams that end with the last of ``tokens``; return their rows in the embedding table."""
         latest = [tokens[-1]]
         for token in reversed(tokens[:-1]):
             if token == self.end:

@@ -138,10 +138,10 @@ def find_frequency_divisors(
 
 
 def _compute_attn_factor_correction(keys: ArchitectureMetadata, factor: float, unit: float) -> float:
-    """Compute the correction of the attention factor of `ops.rope` for files with their own YaRN multiplier.
+    """Compute a factor of attention scores for files with a YaRN multiplier of their own; 1 for other files.
 
     `ops.rope` multiplies by ``1 + 0.1 ln(factor)``. A file with the key ``rope.scaling.yarn_log_multiplier`` needs
-    another number, which the correction gives as a further factor. Without the key the correction is 1.
+    another number, which is reached by this further factor.
 
     Args:
         keys: The metadata.
@@ -164,7 +164,7 @@ def read_original_context_length(keys: ArchitectureMetadata) -> int:
 
 
 def choose_normal_or_neox_rope(keys: ArchitectureMetadata, rope: str) -> str:
-    """Choose the RoPE mode of a model: ``normal`` or ``neox``.
+    """Choose which columns RoPE rotates together: ``normal`` (neighbours) or ``neox`` (halves of a head).
 
     For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In
     some families only files with ``rope.dimension_sections`` have multi-axis RoPE.

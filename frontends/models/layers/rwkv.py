@@ -221,7 +221,7 @@ class RwkvDecoder(Decoder):
 
 
 def compute_token_shift_difference(frame: StepGraphBuilder, name: str, x: Value) -> Value:
-    """Return the previous token minus the token, for each row of ``x`` f32[B*T, E].
+    """Return the previous token's row minus the token's row, for each row of ``x`` f32[B*T, E] (RWKV token shift).
 
     The state ``name`` holds the last row of the previous run, and receives the last row of this one.
     """
