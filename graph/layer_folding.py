@@ -180,7 +180,7 @@ def _order_operands_before_users_for_folding(graph: Graph) -> list[Node]:
 
 
 def _order_operands_before_users(graph: Graph, early: Set[Node]) -> list[Node]:
-    """Return the computed nodes in topological order; those of `early` count as computed before all others."""
+    """Return the computed nodes in topological order; the nodes `early` count as computed before all others."""
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(_iterate_deepest_operand_first(graph, early)):
         position[node] = (at, -1)

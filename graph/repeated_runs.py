@@ -78,7 +78,7 @@ class RepeatedRuns:
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
     def find_position_of_carried_value(self, node_number: int, reader_repetition: int) -> int | None:
-        """Return where in its layer a value is computed that repetition `reader_repetition` reads from the layer before.
+        """Return where in its layer a value is computed that `reader_repetition` reads from the layer before.
 
         The result is None if node `node_number` computes no such carried value.
         """

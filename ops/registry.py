@@ -179,7 +179,7 @@ def find_view_base(value: Value) -> Value:
 
 
 def find_graph_role(value: Value) -> str:
-    """Return what a value is in its graph (a leaf kind, a state or a value); backends choose its stored dtype by it.
+    """Return the kind of a value in its graph, from which a backend chooses the dtype in which it stores it.
 
     Returns:
         For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. For the result of an op that replaced

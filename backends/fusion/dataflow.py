@@ -201,7 +201,7 @@ class Dataflow:
 
         Args:
             numbers: The instructions of the group.
-            parted: The groups to run before and after it; None if no group runs between its instructions.
+            parted: The groups to run before it and after it.
         """
         assert parted is not None
         first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))

@@ -27,7 +27,7 @@ Rank = tuple[int, str, Sequence[tuple[int, int]], int]
 
 @dataclass(frozen=True)
 class GroupingRules:
-    """What a backend tells the search for fusible groups about its generated kernels.
+    """The functions with which a backend answers the search for fusible groups.
 
     Attributes:
         trace: returns the traced instruction of a number; None for one that must stay alone.
@@ -57,7 +57,7 @@ def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[Express
 
 
 def _rank_by_chain_op_and_place(flow: Dataflow) -> Mapping[int, Rank]:
-    """Return for each instruction a rank, by which the search visits instructions in every program order alike.
+    """Return for each instruction a rank, which is the order in which the search visits the instructions.
 
     The rank has the length of the longest chain of producers, the op, the memory of the results and the position.
     """

@@ -249,7 +249,7 @@ def _reshape_group_views(group: ExpressionGroup, shape: Shape) -> Views | None:
 def _require_no_access_across_panels(
     body: Sequence[BoundInstruction], hooks: Sequence[PanelHook], hook: PanelHook
 ) -> None:
-    """Require that what is computed for one panel does not depend on another; raise `NoKernelError` otherwise.
+    """Require that results for one panel do not depend on other panels; raise `NoKernelError` otherwise.
 
     No memory that is written for one panel may be used for another.
     """

@@ -190,7 +190,7 @@ class Model:
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
-        """Return whether a state is part of the context of sequences, so that a saved session must contain it.
+        """Return whether a state belongs to the sequences, as KV caches and recurrent states do.
 
         States of MTP blocks, copies for rewinding, and the next token and the logits of a decode step do not.
         """

@@ -30,7 +30,7 @@ class PlainAttributes(Protocol):
 
 
 class FieldFault(NamedTuple):
-    """A field of a record whose value has a wrong type.
+    """A field of a record with a value of a wrong type.
 
     - `path`: the way to the value, such as ``.instructions[3].src[0].shape``.
     - `field`: the record class and its field, such as ``Tensor.shape``; empty outside a record.
@@ -69,7 +69,7 @@ def describe_field_fault(record: object) -> str:
 
 
 def record_kind(*classes: type, description: str = "") -> ArgumentKind:
-    """Return the argument kind (a named test) for records whose fields all have values of the right types."""
+    """Return the argument kind (a named test) for records with values of the right types in all fields."""
     kind = instance_of(*classes, description=description)
     return ArgumentKind(
         kind.description,

@@ -343,9 +343,9 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Find an operand whose memory an in-place result can take over; return the owner of this memory, or None.
+        """Find an operand with memory that an in-place result can take over; return the owner of this memory.
 
-        The memory must be free: other operands and later nodes may not need it.
+        The memory must be free: other operands and later nodes may not need it. The result is None without such memory.
 
         Args:
             result: The result to place.

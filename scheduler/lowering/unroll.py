@@ -71,7 +71,7 @@ def unroll_kernel_calls(
 
 
 class _RepeatedLayerUnroller:
-    """Builds the graph and the program of all layers from those of a short graph, by copies of its repeated layers.
+    """Builds the graph and the program of all layers by copies of the repeated layers of a short graph.
 
     The graph with all layers is called deep, and one occurrence of the layer a repetition.
 

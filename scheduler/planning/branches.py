@@ -275,7 +275,7 @@ class BranchScheduler:
 
     @cached_property
     def _operands_with_device_deciding_nodes(self) -> dict[Node, list[tuple[Value, Node]]]:
-        """For each node its operands except weights, each with the node whose device has the operand.
+        """For each node its operands except weights, each with the node that decides on which device the operand is.
 
         This is the node that computes a value or updates a state. For a state without an update, it is its first
         reader.

@@ -29,7 +29,7 @@ def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def group_names_that_differ_in_numbers(names: Iterable[str]) -> list[str]:
-    """Merge names that differ only in numbers, such as those of layers, into one text with ``*`` and their count.
+    """Merge names that differ only in numbers, such as layer names, into one text with ``*`` and their count.
 
     Example: ``%blk.*.ffn_up.weight (80)``.
     """

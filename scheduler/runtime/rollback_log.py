@@ -129,5 +129,5 @@ def _read(restore: Instruction) -> list[Tensor]:
 
 
 def _is_whole_state_restore(restore: Instruction) -> bool:
-    """Return whether an instruction restores all of a state, and therefore reads nothing but the arena."""
+    """Return whether an instruction restores all of a state, and therefore reads only the arena."""
     return all(t.buffer == ARENA_BUFFER for t in _read(restore))

@@ -32,8 +32,8 @@ def merge_tensor_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> A
 
     Args:
         tensor: The tensor.
-        shape: The shape to which the tensor is broadcast; None for its own shape. The result is None if it does not
-            fit.
+        shape: The shape to which the tensor is broadcast; None for its own shape. If that is impossible, the result
+            is None.
     """
     target = tensor.shape if shape is None else shape
     missing = len(target) - len(tensor.shape)
@@ -113,7 +113,7 @@ def merge_box_axes(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tupl
 
 @dataclass
 class SymbolicTerms:
-    """Proves by symbolic evaluation that a fused kernel computes what the instructions that it replaces compute.
+    """Proves by symbolic evaluation that a fused kernel computes the same as the instructions that it replaces.
 
     A term is a symbolic expression: a function of other terms, or a memory element, an attribute or a constant.
     `terms` gives equal terms the same number. So the kernel and an instruction compute equal results if their numbers

@@ -15,7 +15,7 @@ Content = tuple[tuple[int, int, object], ...]
 
 
 class UnfusedRunContents:
-    """The reference for checks of fusion: what each operand holds if the instructions run one by one, without fusion.
+    """The reference for checks of fusion: the content of each operand if the instructions run one by one.
 
     `readers` has for each result the instructions that read it. A result that is read after the run has no entry.
     """
@@ -47,7 +47,7 @@ class UnfusedRunContents:
                 self.readers[value].add(number)
 
     def _read_final_contents(self, contents: BufferContents) -> dict[str, Content]:
-        """Return by name what outputs, saved states, weights and states hold at the end of a run."""
+        """Return by name the contents of outputs, saved states, weights and states at the end of a run."""
         program = self.program
         tensors = {f"output {name}": tensor for name, tensor in program.outputs.items()}
         for at, back in program.undo:

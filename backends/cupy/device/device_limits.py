@@ -26,7 +26,7 @@ WARPGROUP_CAPABILITIES = frozenset(("90",))
 
 
 class KernelCandidate(StrEnum):
-    """New kernels that are off by default until a GPU has measured that they are faster than those in use.
+    """New kernels that are off by default until a measurement on a GPU shows that they are faster.
 
     - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
     - `PRODUCT_ROLES`: `multiply_by_roles` in place of `clustered` with one term.

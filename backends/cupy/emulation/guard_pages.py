@@ -134,7 +134,7 @@ def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> lis
 
 
 def redirect_words_to_guarded(launch: KernelLaunch, operands: Sequence[GuardedOperand]) -> list[int]:
-    """Return the arguments of a launch with all operand addresses replaced by those of the guarded copies."""
+    """Return the arguments of a launch in which addresses of guarded copies replace the addresses of operands."""
     words = list(launch.words)
     for span in launch.spans:
         operand = _find_operand(span, operands)

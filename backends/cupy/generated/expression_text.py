@@ -47,7 +47,7 @@ def has_cuda_text_for_all_functions(expression: Expression) -> bool:
 
 
 def list_argument_steps(expression: Expression) -> list[int]:
-    """List the steps of an expression whose value comes from attributes of the call; kernels get them as arguments."""
+    """List the steps of an expression that read attributes of the call; kernels get their values as arguments."""
     from_attributes: set[int] = set()
     for number, step in enumerate(expression.steps):
         if step.function == "attribute" or from_attributes.intersection(step.sources):

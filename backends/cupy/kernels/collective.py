@@ -401,7 +401,7 @@ def slice_operand(x: Operand, index: Index) -> Operand:
 def _list_gathered_slices(
     compute_pairs: Callable[[Attrs], list[Pairs]], call: BoundInstruction
 ) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List for a gathering collective which slice of which device's operand becomes each slice of the result.
+    """List for a gathering collective the device and the operand slice that become each slice of the result.
 
     The entries are (result slice, [(other device, slice of that device's operand)]).
     """

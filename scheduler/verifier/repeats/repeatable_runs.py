@@ -189,7 +189,7 @@ class _RepetitionReorderingChecker:
         return PREAMBLE < kind < self.shortened_graph.short_count
 
     def _find_gaps_in_state_saves(self) -> Iterator[str]:
-        """Yield faults of where state saves lie: those of all layers must fill the end of the arena without gaps.
+        """Yield faults of the places of state saves: all layers together must fill the end of the arena without gaps.
 
         No other value may overlap these bytes, because unrolling appends the saves of further layers.
         """

@@ -23,7 +23,7 @@ AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeSpecs:
-    """What a node computes apart from its operands: its attributes, operand specs and result specs.
+    """The properties of a node except its operands: attributes, operand specs and result specs.
 
     The node is of the user's graph or of a device's graph. Nodes with equal specs share one inference of result
     entries.

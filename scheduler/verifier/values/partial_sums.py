@@ -100,7 +100,7 @@ def make_contraction_partial_sum(index_box: tuple[IndexRanges, ...], axis_sizes:
 
 
 def make_linear_partial_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
-    """Return the partial sum of a linear op's result, such as a sum ``a + b`` of which each device has only some terms.
+    """Return the partial sum of a linear op's result, for example of ``a + b`` if `a` is a partial sum.
 
     Args:
         linear_operands: Names of the operands in which the op is linear together, joined by ``+``.

@@ -204,7 +204,7 @@ class _AttentionBinder:
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
     def _make_bunch_fields(self, splits: int, sums: list[LaunchWord]) -> list[LaunchWord]:
-        """Return the fields of the C struct `Cells`, by which `attend_cells` combines the results of its key splits.
+        """Return the fields of the C struct `Cells`; they tell `attend_cells` how to add its key splits.
 
         A key split is a part of the keys that one block processes. Adjacent splits form a bunch. The last block of a
         bunch to finish adds its splits, and the last block of all adds the bunches. Few splits are their own bunches.

@@ -118,7 +118,7 @@ def _find_gated_unit(flow: Dataflow, number: int) -> MatmulsOfSameRows:
 
 
 def _find_matmuls_of_same_rows(flow: Dataflow, number: int) -> MatmulsOfSameRows:
-    """Find the matmuls that multiply the same activation rows as matmul `number`, without those of gated units."""
+    """Find the matmuls that multiply the same activation rows as matmul `number`, except matmuls of gated units."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit_as_only_reader(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]

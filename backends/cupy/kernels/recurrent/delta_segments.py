@@ -46,7 +46,7 @@ class PromptSegments:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChunkScan:
-    """A scan (token chunks in order, with a running state) whose keys and values are prepared in scratch memory.
+    """A scan (token chunks in order, with a running state) over keys and values that scratch memory holds.
 
     Sequence n ends with the stored state ``n * end_step``.
     """
