@@ -134,10 +134,7 @@ class DriverBackend:
         return compute_scratch_bytes_at_placeholders(node.op, src, results, attrs, limits, strided_operand)
 
     def _to_unbound_operand(self, value: Value | None) -> UnboundOperand | None:
-        """Convert a value of a graph to an operand without an address, from which kernels can be chosen.
-
-        `None` stays `None`.
-        """
+        """Convert a value to an operand without an address, from which kernels are chosen; `None` stays `None`."""
         if value is None:
             return None
         base = find_view_base(value)
@@ -259,10 +256,7 @@ class RecordedProgram:
         )
 
     def _record_launches(self) -> None:
-        """Record all launches of the program, so that a run replays them without Python work for each launch.
-
-        Launches between two collectives through the host are one recording.
-        """
+        """Record all launches for replay; launches between two collectives through the host are one recording."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}
         del self._builder.faults[self._bound_fault_count :]
         self._collectives.add_run_begin_launches(self._builder)
@@ -298,10 +292,7 @@ class RecordedProgram:
         return lambda: start()()
 
     def make_starter_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Callable[[], Sequence[Array]]]:
-        """Return a function that starts a run without waiting for it, and returns a function that waits for `tensors`.
-
-        `SupportsLaunchAhead` describes both functions.
-        """
+        """Return a function that starts a run, and that returns a function which waits for `tensors`."""
         fault = replace(FAULT_RECORD, buffer=len(self._buffers))
         start_read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
 

@@ -343,15 +343,9 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Find an operand with memory that an in-place result can take over; return the owner of this memory.
+        """Find an operand with memory that an in-place result can take over; return the owner of this memory, or None.
 
-        The memory must be free: other operands and later nodes may not need it. The result is None without such memory.
-
-        Args:
-            result: The result to place.
-            slot_of: For each value that shares memory, the value that owns it.
-            last_reading_step: The last step that reads the memory of each value.
-            step_by_node: The step of each node.
+        Other operands and later nodes may not need the memory. `slot_of` has owners of memory.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:

@@ -104,11 +104,9 @@ def list_present_operands_by_name(node: Node) -> list[tuple[str, Value]]:
 
 
 def find_table_rows_and_added_operands(node: Node) -> tuple[str, Value, Sequence[str]]:
-    """Find the operands of a table lookup, such as an embedding with an optional sum.
+    """Find the operands of a table lookup: the name of the table, the row numbers, and names of all added operands.
 
-    Returns:
-        The name of the table; the value with the row numbers; the names of the table and of operands that are added
-        to it.
+    The last result has the names of the table and of operands that the op adds to its rows.
     """
     declared = op_of(node)
     looked_up = declared.signature_for(node.attrs).indexed_dimension
@@ -297,10 +295,7 @@ class LayoutPropagation:
         )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether a sum that `node` reads can be completed by a reduce-scatter of rows instead of an all-reduce.
-
-        Each device then computes the node for its rows only (rule 6).
-        """
+        """Return whether a sum that `node` reads can be reduce-scattered by rows instead of all-reduced (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -337,12 +332,9 @@ class LayoutPropagation:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Choose the layouts of a lookup in a table, such as an embedding, with rows that `factor` shards (rule 4).
+        """Choose the operand layouts and the result layout of a lookup, such as an embedding, in sharded table rows.
 
-        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums.
-
-        Returns:
-            The layouts of the operands, and the layout of the result.
+        Each device looks up the rows of its shard (rule 4). Operands that are added to them are read as partial sums.
         """
         table, ids, joint = find_table_rows_and_added_operands(node)
         self.assignment.index_operands[node] = ids
@@ -366,8 +358,8 @@ class LayoutPropagation:
     def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
         """Return whether each entry of a result is complete on the device that has the operand's complete entry.
 
-        The operand has rows that were looked up in a sharded table. Its leading axes, which the row numbers index,
-        must be the leading axes of the result.
+        For that, the leading axes of the operand, which the row numbers index, must be the leading axes of the
+        result.
         """
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]

@@ -188,12 +188,8 @@ class SymbolicTerms:
     ) -> int:
         """Return the term number of a read from memory that happens only inside a box, an index range on each axis.
 
-        Example: an operand of a concatenation is read only in its part of the result.
-
-        Args:
-            tensor: The memory that is read; it begins at the first element of the box.
-            shape: The shape of the whole result.
-            box: The (start, end) indices on each axis of `shape`.
+        Example: an operand of a concatenation. `tensor` begins at the first element of the box; `shape` is the whole
+        shape.
         """
         axes = merge_tensor_axes(replace(tensor, shape=shape))
         if merge_box_axes(shape, box) == merge_box_axes(shape, [(0, n) for n in shape]):
@@ -202,11 +198,7 @@ class SymbolicTerms:
         return self._intern(OPERAND, tensor.buffer, tensor.offset, axes, merge_box_axes(shape, box))
 
     def _intern_function_term(self, function: str, sources: Sequence[int], columns: int) -> int:
-        """Return the term number of a function that is applied to other terms.
-
-        A sum over rows of 4 columns differs from a sum over rows of 8. So a row reduction includes the number of
-        columns.
-        """
+        """Return the term number of a function of other terms; for a row reduction, it depends on the row length."""
         return self._intern(function, *sources, columns if function.startswith(REDUCTION_PREFIX) else None)
 
     def _compute_kernel_step_terms(self) -> list[int]:
@@ -261,16 +253,10 @@ class SymbolicTerms:
     def _trace_instruction_to_term(
         self, number: int, instruction: Instruction, place: Placement | None = None, repeats: Axes | None = None
     ) -> tuple[int, bool]:
-        """Compute the term of an instruction's result from the declared expression of its op.
+        """Compute the term of a result from the declared expression of its op, and whether it is one number per row.
 
-        Args:
-            number: The position of the instruction in the program.
-            instruction: The instruction.
-            place: The part of the kernel's shape in which the result is read; None if all of it is read.
-            repeats: The (size, stride) pairs with which a larger value repeats the result; None without repetition.
-
-        Returns:
-            The term number, and whether the result has only one number for each row.
+        With `place`, the result is read in this part of the kernel's shape only. With `repeats`, a larger value
+        repeats it.
         """
         size = math.prod(self.group.shape)
         declared = REGISTRY[instruction.op].expression if instruction.op in REGISTRY else None
@@ -325,18 +311,10 @@ class SymbolicTerms:
     def _compute_operand_placement(
         declared: ScalarLanguageDeclaration, instruction: Instruction, index: int, place: Placement | None
     ) -> Placement | None:
-        """Compute at which index of the kernel's shape an operand begins, and in which part of it the operand is read.
+        """Compute where an operand begins in the kernel's shape, and in which part of it the operand is read.
 
-        Only ops that join or pad values declare such places, for example a concatenation.
-
-        Args:
-            declared: The declared expression of the op.
-            instruction: The instruction that reads the operand.
-            index: The number of the operand.
-            place: Where the instruction's own result lies; None if it fills the whole shape.
-
-        Returns:
-            The shape, the index and the part; None if the operand is read whole.
+        Only ops such as a concatenation declare such places; None means that the operand is read whole. `place` is
+        the place of the instruction's own result; None means the whole shape.
         """
         if declared.place is None:
             return place
@@ -393,12 +371,8 @@ class SymbolicTerms:
     ) -> int:
         """Return the term number of an operand: the term of its producer in the same kernel, or a read from memory.
 
-        Args:
-            number: The position of the reading instruction.
-            index: The number of the operand.
-            shape: The shape over which the instruction is evaluated.
-            is_per_row: Whether the instruction computes one number for each row.
-            repeats: The (size, stride) pairs with which a larger value repeats the result; None without repetition.
+        `shape` is the shape of the instruction. `repeats` are the (size, stride) pairs with which its result is
+        repeated.
         """
         tensor = self.program.instructions[number].src[index]
         assert tensor is not None

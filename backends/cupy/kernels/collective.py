@@ -401,18 +401,12 @@ def slice_operand(x: Operand, index: Index) -> Operand:
 def _list_gathered_slices(
     compute_pairs: Callable[[Attrs], list[Pairs]], call: BoundInstruction
 ) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List for a gathering collective the device and the operand slice that become each slice of the result.
-
-    The entries are (result slice, [(other device, slice of that device's operand)]).
-    """
+    """List the slices that a device gathers, as (result slice, [(other device, slice of that device's operand)])."""
     return [(into, [(other, index)]) for other, pairs in enumerate(compute_pairs(call.attrs)) for into, index in pairs]
 
 
 def _list_reduce_scatter_slices(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List for a `reduce_scatter` the slices of the result, each with the operand slices that are added to it.
-
-    The entries are (result slice, [(device, slice of that device's operand)]).
-    """
+    """List the slices of the result of a `reduce_scatter`, each with its addends: (device, operand slice) pairs."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     pairs = compute_reduce_scatter_slice_pairs(call.attrs)

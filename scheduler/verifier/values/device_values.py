@@ -292,11 +292,7 @@ class ValueTrace:
     ) -> Iterator[list[DeviceValueFact]]:
         """Find the nodes of the user's graph that a device's node may compute; yield the facts of its results for each.
 
-        Args:
-            op: The op of the device's node.
-            instance: The attributes and specs of the device's node.
-            operand_facts: One fact for each operand; None for a missing operand.
-            reasons: Receives the reasons why a graph node does not match.
+        `operand_facts` has one fact per operand. `reasons` receives the reasons why a graph node does not match.
         """
         meaning = self.numbering
         key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
@@ -425,10 +421,8 @@ class ValueTrace:
     ) -> tuple[IndexRanges, ...] | str:
         """Return the entries of a value that all shards have together, as after an all-gather; return a misfit as text.
 
-        Args:
-            device_facts: The fact of each device about its shard.
-            axis: The sharded axis.
-            ranges_by_device: The positions of each device's entries in the whole value.
+        `axis` is the sharded axis, and `ranges_by_device` has the positions of each device's entries in the whole
+        value.
         """
         number, axes = device_facts[0].value_number, device_facts[0].axes
         if any(h.partial_sum is not None for h in device_facts):

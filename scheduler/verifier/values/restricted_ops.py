@@ -151,10 +151,7 @@ class _DimensionEntries:
 
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return the entries of an axis that two operands share; raise `NodeMismatchError` if their entries differ.
-
-    Digits (parts of entry numbers) that only one value ignores no longer count as ignored.
-    """
+    """Return the entries of an axis that two operands share, with the digits that both ignore; raise if they differ."""
     index = find_index_matching_both_values(*entries, *other_entries)
     if index is None:
         raise NodeMismatchError(
@@ -283,10 +280,7 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionEntries, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Return the entries of a result axis such as ``(h d)``, combined from the entries of its factors h and d.
-
-    A factor that no operand has must be whole.
-    """
+    """Return the entries of a result axis such as ``(h d)``, combined from its factors; other factors must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
