@@ -1,4 +1,4 @@
-"""Benchmark each `KernelCandidate` and the kernels that are used now.
+"""Benchmark each `UnmeasuredKernelCandidate` and the kernels that are used now.
 
 The results decide `ENABLED_CANDIDATES` in ``backends/cupy/device/device_limits.py``. A case of each family checks
 the results, and cases that measure both kernels one after the other in one process.
@@ -16,7 +16,7 @@ import numpy as np
 
 from hocket import ops
 from hocket.backends.base import Device
-from hocket.backends.cupy.device.device_limits import KernelCandidate, KernelLimits
+from hocket.backends.cupy.device.device_limits import KernelLimits, UnmeasuredKernelCandidate
 from hocket.backends.cupy.device.driver import Driver
 from hocket.benchmarks.gpu.attention import SHAPES, AttentionShape, measure_attention
 from hocket.benchmarks.gpu.delta_net import DeltaNetShape, bind_chunks, bind_steps, compute_output, make_problem
@@ -25,12 +25,14 @@ from hocket.benchmarks.gpu.matmul import GATE_UP_SHAPE, SQUARE_SHAPE, check_clus
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
 
-ALL_CANDIDATES: Mapping[str, tuple[KernelCandidate, ...]] = MappingProxyType({"candidates": tuple(KernelCandidate)})
-DELTA_CANDIDATES: Mapping[str, tuple[KernelCandidate, ...]] = MappingProxyType(
+ALL_CANDIDATES: Mapping[str, tuple[UnmeasuredKernelCandidate, ...]] = MappingProxyType(
+    {"candidates": tuple(UnmeasuredKernelCandidate)}
+)
+DELTA_CANDIDATES: Mapping[str, tuple[UnmeasuredKernelCandidate, ...]] = MappingProxyType(
     {
-        "segments": (KernelCandidate.DELTA_SEGMENTS,),
-        "chunks of 64": (KernelCandidate.DELTA_LONG_CHUNKS,),
-        "both": (KernelCandidate.DELTA_SEGMENTS, KernelCandidate.DELTA_LONG_CHUNKS),
+        "segments": (UnmeasuredKernelCandidate.DELTA_SEGMENTS,),
+        "chunks of 64": (UnmeasuredKernelCandidate.DELTA_LONG_CHUNKS,),
+        "both": (UnmeasuredKernelCandidate.DELTA_SEGMENTS, UnmeasuredKernelCandidate.DELTA_LONG_CHUNKS),
     }
 )
 """Sets of candidates that are measured, by name."""
@@ -39,7 +41,9 @@ DELTA_CANDIDATES: Mapping[str, tuple[KernelCandidate, ...]] = MappingProxyType(
 class CandidateDriver:
     """A driver of devices that use some candidates."""
 
-    def __init__(self, driver: Driver, candidates: Iterable[KernelCandidate] = KernelCandidate) -> None:
+    def __init__(
+        self, driver: Driver, candidates: Iterable[UnmeasuredKernelCandidate] = UnmeasuredKernelCandidate
+    ) -> None:
         self.driver, self.kind, self.candidates = driver, driver.kind, frozenset(candidates)
 
     def limits(self, on: Device) -> KernelLimits:
@@ -94,7 +98,7 @@ def _measure_delta_net(
 def _measure_both(
     bench: BenchmarkDevice,
     measure: Callable[[BenchmarkDevice], Iterator[ResultRow]],
-    candidates: Mapping[str, tuple[KernelCandidate, ...]] = ALL_CANDIDATES,
+    candidates: Mapping[str, tuple[UnmeasuredKernelCandidate, ...]] = ALL_CANDIDATES,
 ) -> Iterator[ResultRow]:
     """Measure with the kernels that are used now, and with each set of candidates by its name."""
     drivers = {by: CandidateDriver(bench.driver.driver, own) for by, own in candidates.items()}

@@ -135,7 +135,7 @@ def _search_q3_scale(x: F32) -> F32:
     return np.where(np.abs(peak) < ZERO_MAGNITUDE, np.float32(0), _divide_or_zero(sum_lx, sum_l2))
 
 
-def _to_half(x: F32) -> F32:
+def _round_to_float16(x: F32) -> F32:
     """Round to float16, in which the scale of a super-block is stored."""
     return x.astype(np.float16).astype(np.float32)
 
@@ -177,7 +177,7 @@ def _quantise_q2_k(x: F32) -> np.ndarray:
         _round_to_codes(_divide_or_zero(np.float32(15), m) * s, 0, 15) for m, s in ((top, scales), (deepest, minima))
     )
     d, dmin = top / np.float32(15), deepest / np.float32(15)
-    codes = _choose_codes(columns, (_to_half(d) * ls).ravel(), (_to_half(dmin) * lm).ravel(), 0, 3)
+    codes = _choose_codes(columns, (_round_to_float16(d) * ls).ravel(), (_round_to_float16(dmin) * lm).ravel(), 0, 3)
     blocks = build_block_records(DType.Q2_K, _pack_low_2_bits(codes), d=d, dmin=dmin)
     blocks["scales"] = ls.astype(np.uint8) | lm.astype(np.uint8) << 4
     return blocks
@@ -189,7 +189,7 @@ def _quantise_q3_k(x: F32) -> np.ndarray:
     factor = _divide_or_zero(np.float32(-32), _find_signed_peak(scales.T)[:, None])
     levels = _round_to_codes(factor * scales, -32, 31)
     d = _divide_or_zero(np.float32(1), factor)
-    codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -4, 3)
+    codes = _choose_codes(columns, (_round_to_float16(d) * levels).ravel(), np.float32(0), -4, 3)
     blocks = build_block_records(DType.Q3_K, _pack_low_2_bits(codes), d=d)
     blocks["qh"] = _pack_bit_planes(codes >> np.uint8(2))
     stored = (levels + 32).astype(np.uint8)
@@ -214,7 +214,7 @@ def _quantise_q4_or_q5_k(dtype: DType, top: int, first: float, count: int, x: F3
         for m, s in ((highest, scales), (deepest, minima))
     )
     d, dmin = highest / np.float32(63), deepest / np.float32(63)
-    codes = _choose_codes(columns, (_to_half(d) * ls).ravel(), (_to_half(dmin) * lm).ravel(), 0, top)
+    codes = _choose_codes(columns, (_round_to_float16(d) * ls).ravel(), (_round_to_float16(dmin) * lm).ravel(), 0, top)
     blocks = build_block_records(dtype, pack_nibbles(codes, 64), d=d, dmin=dmin)
     if dtype is DType.Q5_K:
         blocks["qh"] = _pack_bit_planes(codes >> np.uint8(4))
@@ -232,7 +232,7 @@ def _quantise_q6_k(x: F32) -> np.ndarray:
     factor = _divide_or_zero(np.float32(-128), np.where(np.abs(peak) < ZERO_MAGNITUDE, np.float32(0), peak))
     levels = _round_to_codes(factor * scales, -128, 127)
     d = _divide_or_zero(np.float32(1), factor)
-    codes = _choose_codes(columns, (_to_half(d) * levels).ravel(), np.float32(0), -32, 31)
+    codes = _choose_codes(columns, (_round_to_float16(d) * levels).ravel(), np.float32(0), -32, 31)
     blocks = build_block_records(DType.Q6_K, pack_nibbles(codes, 128), d=d)
     blocks["qh"] = _pack_low_2_bits(codes >> np.uint8(4))
     blocks["scales"] = levels.astype(np.int8)

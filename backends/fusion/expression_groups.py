@@ -65,15 +65,15 @@ class ExpressionGroup:
         return math.prod(self.shape)
 
     @cached_property
-    def single_operands(self) -> frozenset[int]:
+    def operands_with_one_number_per_row(self) -> frozenset[int]:
         """The operands with one number for all columns of a row; a kernel reads it once per row."""
         boxed = {int(s.value) for s in self.expression.steps if s.function == "operand" and s.sources}
         return frozenset(n for n, o in enumerate(self.operands) if o.strides[-1:] == (0,) and n not in boxed)
 
     @cached_property
     def row_count(self) -> int:
-        """The number of rows for which a kernel reads `single_operands`: trailing axes with one number are a row."""
-        strides = [self.operands[n].strides for n in self.single_operands]
+        """The number of rows: trailing axes with one number of each of `operands_with_one_number_per_row` are a row."""
+        strides = [self.operands[n].strides for n in self.operands_with_one_number_per_row]
         axis = len(self.shape)
         while axis and all(s[axis - 1] == 0 for s in strides):
             axis -= 1
@@ -197,8 +197,8 @@ class GroupComposition:
             return
         call = self.calls[number]
         expression = call.expression
-        if call.why_it_must_stay_alone is not None:
-            raise NoKernelError(call.why_it_must_stay_alone)
+        if call.reason_against_fusion is not None:
+            raise NoKernelError(call.reason_against_fusion)
         is_per_row = placement is None and self._computes_one_number_per_row(call)
         require_supported(
             placement is None or not expression.depends_on_row_reduction_or_length, "a part of a row is read"

@@ -26,7 +26,7 @@ Rank = tuple[int, str, Sequence[tuple[int, int]], int]
 
 
 @dataclass(frozen=True)
-class GroupingRules:
+class FusionGroupingCallbacks:
     """The functions with which a backend answers the search for fusible groups.
 
     Attributes:
@@ -41,7 +41,7 @@ class GroupingRules:
     price_expression: Callable[[Expression, frozenset[int]], tuple[float, float]]
 
 
-def find_expression_groups(flow: Dataflow, rules: GroupingRules) -> list[ExpressionGroup]:
+def find_expression_groups(flow: Dataflow, rules: FusionGroupingCallbacks) -> list[ExpressionGroup]:
     """Find neighbouring instructions that one generated kernel should compute, and make them groups of `flow`.
 
     Their ops must be declared in the scalar language. Instructions that are in a group already stay there. Each valid
@@ -75,7 +75,7 @@ class _GroupSearch:
     """The search for groups of instructions to fuse in a program. Each instruction is traced to its expression once."""
 
     flow: Dataflow
-    rules: GroupingRules
+    rules: FusionGroupingCallbacks
     ranks: Mapping[int, Rank]
     traced: dict[int, TracedInstruction | None] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class _GroupSearch:
             return None
         if number not in self.traced:
             call = self.rules.trace(number)
-            self.traced[number] = None if call is None or call.why_it_must_stay_alone else call
+            self.traced[number] = None if call is None or call.reason_against_fusion else call
         return self.traced[number]
 
     def grow_group(self, first: int) -> ExpressionGroup | None:
@@ -173,5 +173,5 @@ class _GroupSearch:
 
     def _price_group(self, group: ExpressionGroup) -> float:
         """Estimate the cost of a kernel: its memory traffic in bytes, plus its arithmetic as bytes."""
-        per_element, per_row = self.rules.price_expression(group.expression, group.single_operands)
+        per_element, per_row = self.rules.price_expression(group.expression, group.operands_with_one_number_per_row)
         return group.moved_bytes + group.size * per_element + group.row_count * per_row

@@ -177,7 +177,7 @@ class _HookSearch:
         try:
             if group is None:
                 call = self.trace(reader) if self.flow.can_join_fusion(reader) else None
-                if call is None or call.why_it_must_stay_alone:
+                if call is None or call.reason_against_fusion:
                     return None
                 group = compose_instructions({reader: call}).build_group_for_any_order()
             body = [*map(self.flow.bound_instruction, hooked.body)]

@@ -51,7 +51,7 @@ class TracedInstruction:
         return math.prod(self.shape)
 
     @cached_property
-    def why_it_must_stay_alone(self) -> str | None:
+    def reason_against_fusion(self) -> str | None:
         """The reason why the instruction cannot be fused with others; None if it can be."""
         out, expression = self.out, self.expression
         if not self.size:

@@ -155,7 +155,7 @@ def read_metadata(cursor: HeaderCursor, count: int) -> dict[str, MetadataValue]:
     return pairs
 
 
-def skip_pair(cursor: HeaderCursor) -> str:
+def skip_metadata_pair(cursor: HeaderCursor) -> str:
     """Skip the pair at the cursor and return its key."""
     key = cursor.read_name()
     cursor.section = f"metadata {format_name_for_message(key)}"

@@ -16,7 +16,7 @@ import numpy as np
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from .mapped_file import HeaderCursor, map_file
-from .metadata import MAX_PAIRS, MetadataType, skip_pair
+from .metadata import MAX_PAIRS, MetadataType, skip_metadata_pair
 from .reader import DEFAULT_ALIGNMENT, MAGIC, SPLIT_FILE_NAME
 
 WRITTEN_VERSION = 3
@@ -77,7 +77,7 @@ def read_encoded_metadata_pairs(path: Path) -> dict[str, bytes]:
     pairs: dict[str, bytes] = {}
     for i in range(count):
         cursor.section, start = f"metadata pair {i + 1} of {count}", cursor.position
-        key = skip_pair(cursor)
+        key = skip_metadata_pair(cursor)
         pairs[key] = cursor.file.data[start : cursor.position]
     return pairs
 

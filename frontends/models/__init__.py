@@ -253,7 +253,7 @@ class Model:
         arrays = build_step_inputs(step, batch, taps=hyper.max_convolution_taps, causal=hyper.is_causal)
         needs = hyper.select_step_inputs(step)
         arrays = {name: array for name, array in arrays.items() if name in needs}
-        for feed in hyper.input_sources:
+        for feed in hyper.graph_input_providers:
             arrays |= feed.build_inputs(step, batch)
         if step.output_kind in ("both", "guess"):
             shape = (step.sequences, self.draft_input_columns)

@@ -142,7 +142,7 @@ class Hyperparameters:
         return max(taps, self.ngrams.convolution_history_token_count + 1) if self.ngrams else taps
 
     @cached_property
-    def input_sources(self) -> tuple[GraphInputProvider, ...]:
+    def graph_input_providers(self) -> tuple[GraphInputProvider, ...]:
         """The parts of the model with graph inputs of their own, such as ring caches and n-gram embeddings."""
         rings = map(RingRowNumberInput, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))

@@ -182,7 +182,7 @@ def average_pool(
             return div(out, float(divisor))
         counted = np.pad(np.ones(x.shape[2:]), pads, constant_values=float(count_padding))
         inner = replace(settings, left=(0,) * len(size), right=tuple(longer))
-        number = inner.sum_over_array(counted)
+        number = inner.sum_each_window(counted)
         return div(out, constant_tensor(np.maximum(number, 1).astype(np.float32)))
 
     return _pool_batch_or_single_image(x, pool, len(size))

@@ -67,7 +67,7 @@ def convolution(
     if not taps:
         return _fill_result_of_empty_windows(x, o, settings)
     counts = settings.count(name, x.shape)
-    by_group = reshape(settings.slide_over(x), shape=(n, prod(counts), groups, c // groups * taps))
+    by_group = reshape(settings.collect_windows_of(x), shape=(n, prod(counts), groups, c // groups * taps))
     shared = reshape(_as_f32(w), shape=(1, groups, o // groups, c // groups * taps))
     # The windows take the place of the weight of a product, which so has the channels before the windows.
     product = mul_mat(permute(by_group, axes=(0, 2, 1, 3)), broadcast(shared, shape=(n, *shared.shape[1:])))
@@ -150,7 +150,7 @@ def _convolve_with_reversed_taps(x: Value, w: Value, settings: WindowSettings, g
     )
     for i, (before, after) in enumerate(zip(left, right, strict=True)):
         n, outer, inner = x.shape[2 + i], x.shape[: 2 + i], x.shape[3 + i :]
-        rows = _take_range(reshape(x, shape=(prod(outer), n, prod(inner))), -before, n + after)
+        rows = _slice_axis_1_padding_with_zeros(reshape(x, shape=(prod(outer), n, prod(inner))), -before, n + after)
         x = reshape(rows, shape=(*outer, n + before + after, *inner))
     return convolution(x, weight, dilation=settings.dilation, groups=groups)
 
@@ -225,7 +225,7 @@ def _add_overlapping(
         before, fewer = prod(outer) * prod(settings.size[:i]), prod(counts[:i])
         taps = reshape(x, shape=(before, settings.size[i], fewer, counts[i], done))
         sums = _add_shifted_taps(taps, settings.stride[i], settings.dilation[i])
-        x = _take_range(sums, settings.left[i], settings.left[i] + shape[i])
+        x = _slice_axis_1_padding_with_zeros(sums, settings.left[i], settings.left[i] + shape[i])
         done *= shape[i]
     return reshape(x, shape=(*outer, *shape))
 
@@ -269,7 +269,7 @@ def _append_zeros(x: Value, count: int) -> Value:
     return x if x.shape[1] == count else pad(x, left=(0, 0, 0), right=(0, count - x.shape[1], 0))
 
 
-def _take_range(x: Value, start: int, stop: int) -> Value:
+def _slice_axis_1_padding_with_zeros(x: Value, start: int, stop: int) -> Value:
     """Return the entries from `start` to before `stop` of axis 1 of x [a, n, b]; entries outside of it are zero."""
     n = x.shape[1]
     first, last = min(max(start, 0), n), min(max(stop, 0), n)

@@ -58,11 +58,11 @@ def pool(
     shape = (*x.shape[:2], *settings.count("pool", x.shape))
     if kind == "max":
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.dtype.is_integer else -inf
-        by_channel = permute(settings.slide_over(x, lowest), axes=(0, 2, 1, 3))
+        by_channel = permute(settings.collect_windows_of(x, lowest), axes=(0, 2, 1, 3))
         return reshape(reduce(by_channel, kind="max"), shape=shape)
-    sums = reshape(sum_rows(permute(settings.slide_over(x), axes=(0, 2, 1, 3))), shape=shape)
+    sums = reshape(sum_rows(permute(settings.collect_windows_of(x), axes=(0, 2, 1, 3))), shape=shape)
     if kind == "mean":
         return scale(sums, scale=1 / prod(settings.size))
     if kind == "inner_mean":
-        return div(sums, make_shared_constant(np.maximum(settings.sum_over_array(np.ones(x.shape[2:])), 1)))
+        return div(sums, make_shared_constant(np.maximum(settings.sum_each_window(np.ones(x.shape[2:])), 1)))
     return sums

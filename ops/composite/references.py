@@ -32,7 +32,7 @@ _WINDOW_AXES = ("+u", "+t, +u", "+s, +t, +u")
 """Axes of a window; an entry of a convolution is a sum over them."""
 
 
-def _infer_from_graph(build: Callable[..., Value]) -> InferSpec:
+def _infer_specs_by_building_graph(build: Callable[..., Value]) -> InferSpec:
     """Return a rule for result specs: the spec of the value that `build` makes on inputs.
 
     The rule raises `SignatureMismatch` if `build` refuses the call.
@@ -48,7 +48,7 @@ def _infer_from_graph(build: Callable[..., Value]) -> InferSpec:
     return infer_spec
 
 
-def _list_taps(
+def _list_window_entry_indices(
     size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[Index, Index]]:
     """Yield for each entry (tap) of a window its index in an array of weights, and its slices in padded images.
@@ -67,7 +67,7 @@ def _pad_images(x: Array, left: Sequence[int], right: Sequence[int], value: floa
     return np.pad(x, ((0, 0), (0, 0), *zip(left, right, strict=True)), constant_values=smallest if value else 0)
 
 
-def _take_inside(images: Array, start: Sequence[int], stop: Sequence[int]) -> Array:
+def _slice_image_axes(images: Array, start: Sequence[int], stop: Sequence[int]) -> Array:
     """Return the entries of images from `start` to before `stop` along each axis."""
     index: Index = (slice(None), slice(None), *map(slice, start, stop))
     return np.asarray(images[index])
@@ -94,7 +94,7 @@ def _fill_in(settings: Sequence[int], default: int, count: int) -> tuple[int, ..
     signature_key=lambda attrs: (
         f"{'one group' if attrs.get('groups', 1) == 1 else 'groups'} {len(integers_attribute(attrs, 'stride'))}"
     ),
-    infer=_infer_from_graph(convolution),
+    infer=_infer_specs_by_building_graph(convolution),
     linear=("x", "w"),
     samples=(
         *expand_template(
@@ -132,7 +132,7 @@ def convolution_(
     counts = _count_windows(padded.shape[2:], size, stride, dilation)
     n, c, o = *x.shape[:2], w.shape[0]
     out = np.zeros((n, groups, o // groups, prod(counts)))
-    for tap, places in _list_taps(size, stride, dilation, counts):
+    for tap, places in _list_window_entry_indices(size, stride, dilation, counts):
         entries = padded[places].reshape(n, groups, c // groups, prod(counts))
         out += w[tap].reshape(groups, o // groups, c // groups) @ entries
     return out.reshape(n, o, *counts)
@@ -144,7 +144,7 @@ def convolution_(
         for count, (images, windows) in enumerate(zip(_IMAGE_AXES, _WINDOW_AXES, strict=True), 1)
     },
     signature_key=lambda attrs: str(len(integers_attribute(attrs, "stride"))),
-    infer=_infer_from_graph(transposed_convolution),
+    infer=_infer_specs_by_building_graph(transposed_convolution),
     linear=("x", "w"),
     samples=(
         *expand_template("x={x}[2,3,4], w={w}[3,2,2], stride=(3,)", x=("f32", "f16"), w=("f32", "bf16")),
@@ -181,18 +181,18 @@ def transposed_convolution_(
     n, c, o, counts = *x.shape[:2], w.shape[1], x.shape[2:]
     full = np.zeros((n, groups * o, *((m - 1) * s + k for m, s, k in zip(counts, stride, spans, strict=True))))
     entries = x.reshape(n, groups, c // groups, prod(counts))
-    for tap, places in _list_taps(size, stride, dilation, counts):
+    for tap, places in _list_window_entry_indices(size, stride, dilation, counts):
         weights = np.swapaxes(w[tap].reshape(groups, c // groups, o), 1, 2)
         full[places] += (weights @ entries).reshape(n, groups * o, *counts)
     removed = tuple(zip(left, right, strict=True))
     padded = _pad_images(full, [max(-a, 0) for a, _ in removed], [max(-b, 0) for _, b in removed])
     inside = zip(padded.shape[2:], removed, strict=True)
-    return _take_inside(padded, [max(a, 0) for a, _ in removed], [m - max(b, 0) for m, (_, b) in inside])
+    return _slice_image_axes(padded, [max(a, 0) for a, _ in removed], [m - max(b, 0) for m, (_, b) in inside])
 
 
 @op(
     "x[n, +windows, c, +entries]: float -> [...]",
-    infer=_infer_from_graph(add_windows),
+    infer=_infer_specs_by_building_graph(add_windows),
     linear=("x",),
     samples=(
         *expand_template("x={x}[2,5,3,4], shape=(8,), size=(4,), stride=(1,)", x=("f32", "f16", "bf16")),
@@ -222,9 +222,9 @@ def add_windows_(
     n, c = x.shape[0], x.shape[2]
     by_channel = np.moveaxis(x, 1, -1).reshape(n, c, *size, *counts)
     out = np.zeros((n, c, *padded))
-    for tap, places in _list_taps(size, stride, dilation, counts):
+    for tap, places in _list_window_entry_indices(size, stride, dilation, counts):
         out[places] += by_channel[tap]
-    return _take_inside(out, left, [a + m for a, m in zip(left, shape, strict=True)])
+    return _slice_image_axes(out, left, [a + m for a, m in zip(left, shape, strict=True)])
 
 
 @op(
@@ -236,7 +236,7 @@ def add_windows_(
     signature_key=lambda attrs: (
         f"{'max' if attrs['kind'] == 'max' else 'sums'} {len(integers_attribute(attrs, 'size'))}"
     ),
-    infer=_infer_from_graph(pool),
+    infer=_infer_specs_by_building_graph(pool),
     samples=(
         *expand_template(
             'x=f32[2,3,7,5], kind="{kind}", size=(3,2), stride=(2,1), dilation=(1,2), left=(3,0), right=(1,2)',
@@ -267,7 +267,7 @@ def pool_(
     padded = _pad_images(x, left, right, -np.inf if kind == "max" else 0.0)
     inside = _pad_images(np.ones((1, 1, *x.shape[2:])), left, right)
     counts = _count_windows(padded.shape[2:], size, stride, dilation)
-    places = [at for _, at in _list_taps(size, stride, dilation, counts)]
+    places = [at for _, at in _list_window_entry_indices(size, stride, dilation, counts)]
     entries = np.stack([padded[at] for at in places])
     if kind == "max":
         return np.asarray(entries.max(0))
@@ -281,7 +281,7 @@ def pool_(
         for count, axes in enumerate(("*l", "*h, *l", "n, *h, *l", "n, c, *h, *l"), 1)
     },
     signature_key=lambda attrs: str(len(integers_attribute(attrs, "shape"))),
-    infer=_infer_from_graph(interpolate),
+    infer=_infer_specs_by_building_graph(interpolate),
     samples=(
         *expand_template(
             'x=f32[2,3,7,4], shape=(2,3,{sizes}), mode="{mode}"',
@@ -315,12 +315,16 @@ def interpolate_(
         if mode == "nearest":
             x = x.take([i * old // new for i in range(new)], axis)
             continue
-        matrix = np.array([_compute_row(old, new, i, mode, align_corners, antialias) for i in range(new)])
+        matrix = np.array(
+            [_compute_interpolation_row_weights(old, new, i, mode, align_corners, antialias) for i in range(new)]
+        )
         x = np.moveaxis(np.tensordot(matrix, x, (1, axis)), 0, axis)
     return x
 
 
-def _compute_row(old: int, new: int, i: int, mode: str, align_corners: bool, antialias: bool) -> Array:
+def _compute_interpolation_row_weights(
+    old: int, new: int, i: int, mode: str, align_corners: bool, antialias: bool
+) -> Array:
     """Return the interpolation weights with which the `old` entries of an axis give entry `i` of the `new` ones."""
     step = (old - 1) / max(new - 1, 1) if align_corners else old / new
     at = i * step if align_corners else (i + 0.5) * step - 0.5
@@ -329,11 +333,11 @@ def _compute_row(old: int, new: int, i: int, mode: str, align_corners: bool, ant
         row = np.maximum(1 - np.abs(np.arange(old) - at) / max(1.0, step), 0)
         return row / row.sum()
     for entry in range(int(np.floor(at)) - 1, int(np.floor(at)) + 3):
-        row[min(max(entry, 0), old - 1)] += _compute_kernel(abs(at - entry), mode)
+        row[min(max(entry, 0), old - 1)] += _compute_interpolation_kernel_weight(abs(at - entry), mode)
     return row
 
 
-def _compute_kernel(distance: float, mode: str) -> float:
+def _compute_interpolation_kernel_weight(distance: float, mode: str) -> float:
     """Return the interpolation weight of an entry at a distance of at most 2: the hat function, or Keys (1981)."""
     if mode == "linear":
         return max(0.0, 1 - distance)

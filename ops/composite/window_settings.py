@@ -84,11 +84,11 @@ class WindowSettings:
         except SignatureMismatch as why:
             raise GraphError(f"{op}: {why}") from None
 
-    def slide_over(self, x: Value, value: float = 0.0) -> Value:
+    def collect_windows_of(self, x: Value, value: float = 0.0) -> Value:
         """Return the `windows` of images with padding of this value: [images, windows, channels, entries]."""
         return windows(x, **asdict(self), value=value)
 
-    def sum_over_array(self, image: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def sum_each_window(self, image: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the sum of each window of one image without channels, in the shape of the window counts."""
         settings: Mapping[str, tuple[int, ...]] = asdict(self)
         sums = windows.reference(image[None, None], **settings).sum(-1)

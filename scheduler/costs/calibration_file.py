@@ -93,10 +93,10 @@ def describe_speed_source(hardware: Hardware) -> str:
 
 def format_calibrated_with_day(group: Devices) -> str:
     """Return ``calibrated`` with the day on which a group was measured; plans store it as `Hardware.source`."""
-    return f"calibrated {_read_dates().get(format_saved_speeds_key(group), 'on an unknown day')}"
+    return f"calibrated {_read_calibration_dates().get(format_saved_speeds_key(group), 'on an unknown day')}"
 
 
-def _read_dates() -> dict[str, str]:
+def _read_calibration_dates() -> dict[str, str]:
     """Read the day on which each device group was measured, by key. There are none if the file is unusable."""
     with suppress(ValueError, AttributeError):
         dates = json.loads(read_cached(make_saved_speeds_path()) or b"{}").get("dates", {})
@@ -133,7 +133,7 @@ def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
     saved = read_speeds(file) or {}
     document = {
         "of": _describe_version_and_processors(),
-        "dates": {name: day for name, day in _read_dates().items() if name in saved} | dates,
+        "dates": {name: day for name, day in _read_calibration_dates().items() if name in saved} | dates,
         "speeds": {name: speeds_to_data(speeds) for name, speeds in {**saved, **speeds_by_key}.items()},
     }
     write_cached(file, json.dumps(document, allow_nan=False, indent=1).encode())

@@ -48,7 +48,7 @@ class LinkSpeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class DeviceAndLinkCatalogue:
     """The known kinds of devices and of links, by name."""
 
     data_sheets: Mapping[str, DataSheet]
@@ -89,5 +89,5 @@ LINKS: Mapping[str, LinkSpeeds] = MappingProxyType(
     }
 )
 """The built-in kinds of links."""
-CATALOGUE = Catalogue(DATA_SHEETS, LINKS)
+CATALOGUE = DeviceAndLinkCatalogue(DATA_SHEETS, LINKS)
 """All built-in kinds of devices and links."""

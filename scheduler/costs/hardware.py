@@ -331,7 +331,7 @@ class WorkCounter:
 
     def count_work(self, node: Node) -> WorkEstimate:
         """Return the FLOPs and the bytes of one execution of a node."""
-        homes = tuple(follow_views_and_updates_to_owner(source).op for source in node.inputs)
+        homes = tuple(find_memory_owner_node(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
         key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.active_fraction(node))
@@ -364,7 +364,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
         sizes = [
             (home, source.spec.nbytes)
             for source in node.inputs
-            if (home := follow_views_and_updates_to_owner(source)).op in STORED_LEAF_OPS
+            if (home := find_memory_owner_node(source)).op in STORED_LEAF_OPS
         ]
         if sizes and (stored_bytes := counts.count_work(node).stored_bytes):
             whole = sum(size for _, size in sizes)
@@ -373,7 +373,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
     return read
 
 
-def follow_views_and_updates_to_owner(value: Value) -> Node:
+def find_memory_owner_node(value: Value) -> Node:
     """Return the node that owns the memory of `value`, found through views and in-place updates.
 
     Example: new rows are written into a KV cache in place. The state of the cache owns the updated cache. A value in

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ...backends.device_name import DEVICE_KIND_PATTERN
 from ...graph.errors import PlanError
 from ...graph.validation import TEXT, ArgumentKind, number_between, require
-from .device_catalogue import CATALOGUE, GIB, Catalogue, DataSheet, LinkSpeeds
+from .device_catalogue import CATALOGUE, GIB, DataSheet, DeviceAndLinkCatalogue, LinkSpeeds
 
 MAX_FILE_BYTES = 1 << 20
 """The largest accepted size of a machine file, in bytes."""
@@ -102,7 +102,7 @@ DEFAULT_DATA_SHEET = DataSheet(flops=100e9, bandwidth=20e9, memory=64 * GIB, lin
 """The figures of a kind without ``like``; the file replaces the required ones."""
 
 
-def read_simulated_machine_file(path: Path) -> tuple[str, Catalogue]:
+def read_simulated_machine_file(path: Path) -> tuple[str, DeviceAndLinkCatalogue]:
     """Read a TOML file that describes simulated devices and their links.
 
     Returns:
@@ -122,7 +122,7 @@ def read_simulated_machine_file(path: Path) -> tuple[str, Catalogue]:
         name: LinkSpeeds(**_read_table_fields(path, f"links.{name}.", table, LINK_KEYS, LINK_KEYS))
         for name, table in own
     }
-    known = Catalogue(CATALOGUE.data_sheets, MappingProxyType({**CATALOGUE.links, **links}))
+    known = DeviceAndLinkCatalogue(CATALOGUE.data_sheets, MappingProxyType({**CATALOGUE.links, **links}))
     kinds = {
         name: _read_device_kind(path, f"kinds.{name}.", table, known)
         for name, table in _list_user_tables(path, document, "kinds")
@@ -197,7 +197,7 @@ def _list_user_tables(path: Path, document: Mapping[str, Any], group: str) -> li
     return list(document.get(group, {}).items())
 
 
-def _read_device_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
+def _read_device_kind(path: Path, where: str, table: Mapping[str, Any], known: DeviceAndLinkCatalogue) -> DataSheet:
     """Return the data sheet that a table of a machine file describes for a kind of device.
 
     For a missing key, the figure of the built-in kind that the key ``like`` names is used.

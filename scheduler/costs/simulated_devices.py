@@ -32,7 +32,7 @@ from ...graph.node import Node
 from ...graph.old_names import make_module_getattr
 from ...graph.spec import Spec
 from ...graph.validation import TEXT, validate_arguments
-from .device_catalogue import CATALOGUE, DATA_SHEETS, Catalogue, DataSheet
+from .device_catalogue import CATALOGUE, DATA_SHEETS, DataSheet, DeviceAndLinkCatalogue
 from .hardware import BUILT_IN_SOURCE, PRODUCTS, Hardware
 from .machine_file import read_simulated_machine_file
 from .speeds import Speeds
@@ -323,7 +323,7 @@ def parse_simulated_group(text: str) -> SimulatedGroup:
     return _parse_machines_and_links(spec, catalogue)
 
 
-def _parse_machines_and_links(text: str, known: Catalogue) -> SimulatedGroup:
+def _parse_machines_and_links(text: str, known: DeviceAndLinkCatalogue) -> SimulatedGroup:
     """Parse a description such as ``h200:8,nvlink`` (one machine) or ``h200:8,nvlink x 4,ib400`` (four machines)."""
     machine, times, rest = text.partition(" x ")
     if not times:
@@ -342,7 +342,9 @@ def _parse_machines_and_links(text: str, known: Catalogue) -> SimulatedGroup:
     return replace(one, hardware=hardware)
 
 
-def _parse_equal_machines(text: str, description: str, machine_count: int, known: Catalogue) -> SimulatedGroup:
+def _parse_equal_machines(
+    text: str, description: str, machine_count: int, known: DeviceAndLinkCatalogue
+) -> SimulatedGroup:
     """Parse the description of one machine, and return a group of `machine_count` equal machines.
 
     Args:
@@ -377,7 +379,9 @@ def _parse_equal_machines(text: str, description: str, machine_count: int, known
     )
 
 
-def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[str], known: Catalogue) -> Hardware:
+def _build_slowest_hardware(
+    data_sheets: Sequence[DataSheet], links: Sequence[str], known: DeviceAndLinkCatalogue
+) -> Hardware:
     """Build the hardware model of a mixed group: for each speed the slowest figure of its kinds and links.
 
     Args:
@@ -396,7 +400,7 @@ def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[st
     )
 
 
-def _describe_wrong_machine_text(text: str, part: str, known: Catalogue) -> str:
+def _describe_wrong_machine_text(text: str, part: str, known: DeviceAndLinkCatalogue) -> str:
     """Return the error message for a machine description that cannot be parsed.
 
     Args:

@@ -62,7 +62,7 @@ def describe_field_fault(record: object) -> str:
 
     The text names the record class, the field, the value, the need and the path. It is empty if all types are right.
     """
-    fault = _find_field_check(cast(Hashable, type(record)))(record, set())
+    fault = _build_check_of_annotation(cast(Hashable, type(record)))(record, set())
     if fault is None:
         return ""
     return f"{fault.field} is {format_value(fault.value)} at {fault.path[1:]}; it must be {fault.need}"
@@ -79,19 +79,19 @@ def record_kind(*classes: type, description: str = "") -> ArgumentKind:
 
 
 @cache
-def _find_field_check(annotation: Any) -> FieldCheck:
+def _build_check_of_annotation(annotation: Any) -> FieldCheck:
     """Return the function that checks values against a type annotation, such as ``tuple[int, ...]`` or a record."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in LEAF_KINDS:
         return _make_leaf_check(LEAF_KINDS[annotation])
     if origin in (Union, UnionType):
-        return _make_union_check([_find_field_check(option) for option in arguments])
+        return _make_union_check([_build_check_of_annotation(option) for option in arguments])
     if origin is tuple and arguments[-1] is not Ellipsis:
-        return _make_fixed_tuple_check([_find_field_check(entry) for entry in arguments])
+        return _make_fixed_tuple_check([_build_check_of_annotation(entry) for entry in arguments])
     if origin in (tuple, frozenset):
-        return _make_collection_check(origin, _find_field_check(arguments[0]))
+        return _make_collection_check(origin, _build_check_of_annotation(arguments[0]))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _make_mapping_check(*map(_find_field_check, arguments))
+        return _make_mapping_check(*map(_build_check_of_annotation, arguments))
     if dataclasses.is_dataclass(annotation):
         return _make_record_check(cast(type, annotation))
     classes = (c for c in (annotation, origin) if isinstance(c, type) and c is not Any)
@@ -165,7 +165,7 @@ def _make_record_check(cls: type) -> FieldCheck:
     @cache
     def find_field_checks() -> list[tuple[str, FieldCheck]]:
         hints = get_type_hints(cls, localns={"Attrs": PlainAttributes})
-        return [(field.name, _find_field_check(hints[field.name])) for field in dataclasses.fields(cls)]
+        return [(field.name, _build_check_of_annotation(hints[field.name])) for field in dataclasses.fields(cls)]
 
     need = instance_of(cls).description
 

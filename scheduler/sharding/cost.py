@@ -11,7 +11,13 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.movement.sharded_tables import estimate_busiest_device_entries
-from ..costs.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, follow_views_and_updates_to_owner
+from ..costs.hardware import (
+    STORED_LEAF_OPS,
+    Estimate,
+    Hardware,
+    WorkCounter,
+    find_memory_owner_node,
+)
 from .early_sums import find_partial_sums_to_reduce_early
 from .factor_layouts import FactorShard
 from .propagation import LayoutConversion, ShardingAssignment
@@ -119,7 +125,7 @@ class AssignmentCost:
             nbytes = _estimate_bytes_accessed_per_device(work.nbytes, uncut, max_share)
             stored_bytes = _estimate_bytes_accessed_per_device(
                 work.stored_bytes,
-                [v for v in read if follow_views_and_updates_to_owner(v).op in STORED_LEAF_OPS],
+                [v for v in read if find_memory_owner_node(v).op in STORED_LEAF_OPS],
                 max_share,
             )
             work = work._replace(flops=work.flops * share, nbytes=nbytes, stored_bytes=stored_bytes)

@@ -6,7 +6,7 @@ the shard ranges of the factor are known.
 - `Replicate`: every device has the whole value.
 - `FactorShard`: every device has the entries of its indices of `factor`.
 - `Partial`: every device has a partial sum.
-- `RoutedPartial`: a partial sum in which each entry is zero on all devices except one.
+- `TableLookupPartial`: a partial sum in which each entry is zero on all devices except one.
 - `Local`: the listed devices have the whole value.
 - `EarlierPlanShard`: every device has the entries that an earlier plan gave it, which no factor of this graph
   describes. Only weights and states have this layout.
@@ -17,13 +17,13 @@ A value is produced in one layout and read in another. These pairs need one conv
 - `Replicate` to `Partial`: one device keeps the value, and all others have zeros.
 - `FactorShard` to `Replicate`: all-gather.
 - `FactorShard` to another `FactorShard`: all-to-all.
-- `Partial` or `RoutedPartial` to `Replicate`: all-reduce.
-- `Partial` or `RoutedPartial` to `FactorShard`: reduce-scatter.
+- `Partial` or `TableLookupPartial` to `Replicate`: all-reduce.
+- `Partial` or `TableLookupPartial` to `FactorShard`: reduce-scatter.
 - `Local` to `Replicate` or to another device: messages.
 - `EarlierPlanShard` to `Replicate`: all-gather.
 
-All other pairs are converted to `Replicate` first. `RoutedPartial` is never the target of a conversion: a device could
-not know where its partial sum has to be zero.
+All other pairs are converted to `Replicate` first. `TableLookupPartial` is never the target of a conversion: a device
+could not know where its partial sum has to be zero.
 
 >>> f, g = Factor(8), Factor(6)
 >>> find_conversion_path(FactorShard(f), FactorShard(f)), find_conversion_path(FactorShard(f), FactorShard(g))
@@ -51,7 +51,7 @@ class FactorShard:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedPartial:
+class TableLookupPartial:
     """The layout of rows that are looked up in a sharded table: one device has the complete row, all others have zeros.
 
     `factor` shards the rows of the table, and an entry is complete on the device that has its table row.
@@ -74,7 +74,7 @@ class EarlierPlanShard:
     is_partial = False
 
 
-FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Local | EarlierPlanShard
+FactorLayout: TypeAlias = Replicate | FactorShard | Partial | TableLookupPartial | Local | EarlierPlanShard
 """A layout in terms of factors."""
 
 
@@ -85,11 +85,11 @@ def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayou
     and then sharded. Without a change the result is empty.
 
     Raises:
-        AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.
+        AssertionError: `target_layout` is a `TableLookupPartial` other than `source_layout`.
     """
     if source_layout == target_layout or (target_layout is PARTIAL and source_layout.is_partial):
         return ()
-    assert not isinstance(target_layout, RoutedPartial), f"{source_layout} cannot become {target_layout}"
+    assert not isinstance(target_layout, TableLookupPartial), f"{source_layout} cannot become {target_layout}"
     if isinstance(source_layout, Local) and isinstance(target_layout, Local):
         return () if set(target_layout.devices) <= set(source_layout.devices) else (target_layout,)
     direct = REPLICATE in (source_layout, target_layout) or (

@@ -8,7 +8,7 @@ factor that shards an operand already, or that may shard a weight or state of th
    other operands are `Replicate`.
 3. ``f`` is contracted. Operands are as in rule 2, and results are `Partial`.
 4. ``f`` is the row index of a table. The table is `FactorShard` of ``f``, and the row numbers are `Replicate`. The
-   result is `RoutedPartial`, or `Partial` if the node adds other operands; these are read as partial sums.
+   result is `TableLookupPartial`, or `Partial` if the node adds other operands; these are read as partial sums.
 5. The node is linear in its operands that are partial sums. These stay partial sums, and so do the results. All other
    operands are `Replicate`.
 6. A partial sum that the node reads is scattered by rows ``r``, one index of every result. Results are `FactorShard` of
@@ -49,7 +49,7 @@ from ...graph.node import Node, Value
 from ...ops import op_of
 from ..ir.layout import PARTIAL, REPLICATE, Local
 from .axes import Factor, find_repeated_factors
-from .factor_layouts import FactorLayout, FactorShard, RoutedPartial, find_conversion_path
+from .factor_layouts import FactorLayout, FactorShard, TableLookupPartial, find_conversion_path
 from .factors import FactorRoles, Factors
 from .pins import NO_PINS, Pins
 
@@ -338,7 +338,7 @@ class LayoutPropagation:
         """
         table, ids, joint = find_table_rows_and_added_operands(node)
         self.assignment.index_operands[node] = ids
-        routed = RoutedPartial(factor, ids)
+        routed = TableLookupPartial(factor, ids)
         wants: list[FactorLayout] = []
         result_layout: FactorLayout = routed if self._is_result_routed_like_operand(node, ids, routed) else PARTIAL
         for name, source in list_present_operands_by_name(node):
@@ -355,7 +355,7 @@ class LayoutPropagation:
         return tuple(wants), result_layout
 
     @staticmethod
-    def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
+    def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: TableLookupPartial) -> bool:
         """Return whether each entry of a result is complete on the device that has the operand's complete entry.
 
         For that, the leading axes of the operand, which the row numbers index, must be the leading axes of the
@@ -390,12 +390,12 @@ class LayoutPropagation:
                 return tuple(partial_layouts[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
-    def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
+    def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> TableLookupPartial | None:
         """Find the routed layout that all partial operands of a node share and that its result keeps, or None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
-            or not isinstance(routed, RoutedPartial)
+            or not isinstance(routed, TableLookupPartial)
             or not all(self._is_result_routed_like_operand(node, s, routed) for s in partial_operands)
         ):
             return None
@@ -412,7 +412,7 @@ class LayoutPropagation:
             return False
         declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]
         passing = declared.linear_operands(reader_node.attrs)
-        if isinstance(layout, RoutedPartial) and self._is_result_routed_like_operand(reader_node, value, layout):
+        if isinstance(layout, TableLookupPartial) and self._is_result_routed_like_operand(reader_node, value, layout):
             if (
                 layout.factor is self.factors.roles_of(reader_node).indexed_factor
                 and find_table_rows_and_added_operands(reader_node)[1] == layout.index_operand

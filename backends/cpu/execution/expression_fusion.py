@@ -14,7 +14,7 @@ from ....ops.registry import REGISTRY
 from ...capabilities import FusedExpression
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup
-from ...fusion.grouping import GroupingRules, find_expression_groups
+from ...fusion.grouping import FusionGroupingCallbacks, find_expression_groups
 from ...fusion.operands import BoundInstruction
 from ...fusion.traced_instruction import TracedInstruction
 from ...kernel_tables import find_op_package_binding
@@ -37,7 +37,7 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
     The instructions of each chosen group become a group of `flow`, which keeps them together in the execution order.
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = GroupingRules(partial(trace_instruction, flow), has_group_kernel, estimate_prices_per_element_and_row)
+    rules = FusionGroupingCallbacks(partial(trace_instruction, flow), has_group_kernel, estimate_prices_per_element_and_row)
     return find_expression_groups(flow, rules)
 
 
@@ -56,19 +56,19 @@ def to_fused_expression(group: ExpressionGroup) -> FusedExpression:
 
 
 @cache
-def estimate_prices_per_element_and_row(expression: Expression, single_operands: frozenset[int]) -> tuple[int, int]:
+def estimate_prices_per_element_and_row(expression: Expression, operands_with_one_number_per_row: frozenset[int]) -> tuple[int, int]:
     """Estimate the compute time of an expression, in bytes that a core moves in this time; over all passes over a row.
 
     Each step of the expression has the price `ARITHMETIC_PRICE` or `TRANSCENDENTAL_PRICE`.
 
     Args:
         expression: The expression.
-        single_operands: The operands with one number per row.
+        operands_with_one_number_per_row: The operands with one number per row.
 
     Returns:
-        The price per element, and the price per row of the steps that depend only on `single_operands`.
+        The price per element, and the price per row of the steps that depend only on those operands.
     """
-    once = expression.find_steps_of_operands(single_operands)
+    once = expression.find_steps_of_operands(operands_with_one_number_per_row)
     steps = [n for some in ExpressionKernel(expression, ()).list_passes() for n in some - once]
     return _sum_step_prices(expression, steps), _sum_step_prices(
         expression, once - expression.steps_with_one_number_per_row

@@ -17,8 +17,8 @@ FusionBinder = Callable[[LaunchBuilder, Dataflow, int], Sequence[int]]
 
 It adds the launches of the pattern that begins with instruction `number`, and returns the indices of all its
 instructions. The launches write no value that only these instructions read. They may use the scratch of one of these
-instructions (`LaunchBuilder.begin_scratch_of_member`). The function raises `NoKernelError` for another pattern, or
-without a suitable kernel.
+instructions (`LaunchBuilder.use_scratch_of_fused_instruction`). The function raises `NoKernelError` for another
+pattern, or without a suitable kernel.
 """
 
 
@@ -40,7 +40,7 @@ def bind_largest_fusion(
     for bind in fused.get(flow.bound_instruction(number).op, ()):
         faults = len(launches.faults)
         launches.number = number
-        launches.begin_scratch_of_member(None)
+        launches.use_scratch_of_fused_instruction(None)
         try:
             numbers = bind(launches, flow, number)
             require_supported(launches.scratch_bytes <= launches.scratch_limit, "a fusion has less scratch")

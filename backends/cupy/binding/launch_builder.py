@@ -39,7 +39,7 @@ class LaunchBuilder:
         scratch_address: Address of the scratch memory of the current instruction.
         number: Index of the current instruction in the program.
         scratch_bytes: Scratch bytes that the current instruction has allocated so far.
-        scratch_limit: Scratch bytes that a fusion may allocate; see `begin_scratch_of_member`.
+        scratch_limit: Scratch bytes that a fusion may allocate; see `use_scratch_of_fused_instruction`.
         items: Launches and exchanges so far.
         faults: Instruction index and message of each fault.
         fault_address: Address of the fault record, into which a kernel writes an illegal number and its fault.
@@ -128,7 +128,7 @@ class LaunchBuilder:
         self.scratch_bytes += -(-operand.tensor.spec.nbytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         return operand
 
-    def begin_scratch_of_member(self, scratch: Operand | None) -> None:
+    def use_scratch_of_fused_instruction(self, scratch: Operand | None) -> None:
         """Let a fused launch use the scratch memory that was planned for one of its instructions.
 
         Lowering keeps this memory apart from all values of the fusion that lie in memory.

@@ -17,7 +17,7 @@ from ....graph.errors import BackendError
 from ...base import Comm, Device
 from ...host.progress_board import FAILURE_WORD, view_run_numbers
 from ..device.driver import CollectiveLibrary, Communicator, Driver
-from ..kernels.collective import ProgressMark, read_progress_mark
+from ..kernels.collective import CollectiveProgressMark, read_progress_mark
 from .peer_exchange import Words, all_gather_words
 
 POLL_SECONDS = 50e-6
@@ -122,10 +122,10 @@ class HangWatchdog:
         self.membership.is_lost = True
         return BackendError(f"{self.device} does not stop; end the process")
 
-    def _describe_mark(self, mark: ProgressMark) -> str:
+    def _describe_mark(self, mark: CollectiveProgressMark) -> str:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
 
-    def _read_progress_mark(self, rank: int) -> ProgressMark | None:
+    def _read_progress_mark(self, rank: int) -> CollectiveProgressMark | None:
         """Return the last progress mark of a device in this run: the collective that it has reached or ended.
 
         Returns `None` before the first collective of the run.
@@ -135,7 +135,7 @@ class HangWatchdog:
         mark = read_progress_mark(board, rank)
         return mark if mark is not None and mark.run == view_run_numbers(board)[rank] else None
 
-    def _explain_permanent_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
+    def _explain_permanent_hang(self, mine: CollectiveProgressMark, wait_seconds: float) -> str | None:
         """Return the reason why a collective can never end, such as a lost device, or `None` while it may still end.
 
         Args:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ...base import Comm, Tensor
 from ...fusion.operands import Operand
-from ..kernels.collective import CollectiveOperands, PeerAddresses, PeerGroup
+from ..kernels.collective import OneDeviceCollectiveOperands, PeerAddresses, PeerGroup
 
 Words = npt.NDArray[np.int64]
 """An array of 64-bit words."""
@@ -95,7 +95,9 @@ def _decode_peer_addresses(table: Words) -> PeerAddresses:
     """Decode the addresses of a device from the table that `_encode_peer_addresses` made."""
     first, *rows = table.tolist()
     offers = {
-        r[0]: CollectiveOperands(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
+        r[0]: OneDeviceCollectiveOperands(
+            _decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :])
+        )
         for r in rows
         if r[0] != EMPTY_WORD
     }

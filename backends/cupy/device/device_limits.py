@@ -25,7 +25,7 @@ WARPGROUP_CAPABILITIES = frozenset(("90",))
 """Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
 
 
-class KernelCandidate(StrEnum):
+class UnmeasuredKernelCandidate(StrEnum):
     """New kernels that are off by default until a measurement on a GPU shows that they are faster.
 
     - `ATTENTION_ROLES`: `attend_roles` in place of `attend_warpgroups`.
@@ -40,7 +40,7 @@ class KernelCandidate(StrEnum):
     DELTA_LONG_CHUNKS = "delta-long-chunks"
 
 
-ENABLED_CANDIDATES: Mapping[str, frozenset[KernelCandidate]] = MappingProxyType({"90": frozenset()})
+ENABLED_CANDIDATES: Mapping[str, frozenset[UnmeasuredKernelCandidate]] = MappingProxyType({"90": frozenset()})
 """Candidates that devices use, by compute capability: none, because none is measured.
 
 The part `candidates` of ``benchmarks/run_gpu.py`` measures each candidate and the kernels that are used now. Add a
@@ -110,7 +110,7 @@ class KernelLimits:
 
     shared_bytes_per_block: int
     has_warpgroups: bool = False
-    candidates: frozenset[KernelCandidate] = frozenset()
+    candidates: frozenset[UnmeasuredKernelCandidate] = frozenset()
     computes_operands: bool = True
 
 

@@ -152,7 +152,7 @@ def _trace_instruction(flow: Dataflow, number: int) -> TracedInstruction | None:
     traced = TracedInstruction(
         expression, operands, producers, call.attrs, call.out, None if readers is None else frozenset(readers)
     )
-    return None if traced.why_it_must_stay_alone else traced
+    return None if traced.reason_against_fusion else traced
 
 
 def _build_prologue(group: ExpressionGroup, stored: Collection[int], size: tuple[int, int]) -> RowPrologue:

@@ -74,7 +74,7 @@ BINDINGS: Mapping[str, OpBinder] = {}  # collectives also need a group: `COLLECT
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveOperands:
+class OneDeviceCollectiveOperands:
     """The operand that one device contributes to a collective, and the result that it receives."""
 
     source: Operand
@@ -94,7 +94,7 @@ class PeerAddresses:
     signals: int
     transfer_buffer: int
     inbox: int
-    operands: Mapping[int, CollectiveOperands]
+    operands: Mapping[int, OneDeviceCollectiveOperands]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,11 @@ class PeerGroup:
         """Return whether a sum of operands with the shape of `x` is transferred in bfloat16."""
         return x.is_float and self.min_narrow_elements is not None and math.prod(x.shape) >= self.min_narrow_elements
 
-    def list_device_operands(self, sequence: int) -> list[CollectiveOperands]:
+    def list_device_operands(self, sequence: int) -> list[OneDeviceCollectiveOperands]:
         """List the operands of all devices in a collective. Raises `BackendError` if a device does not have it."""
         return [self.require_device_operands(device, sequence) for device in range(len(self.peers))]
 
-    def require_device_operands(self, device: int, sequence: int) -> CollectiveOperands:
+    def require_device_operands(self, device: int, sequence: int) -> OneDeviceCollectiveOperands:
         """Return the operands of one device in a collective; raise `BackendError` if the device does not have it."""
         if sequence not in (known := self.peers[device].operands):
             raise BackendError(
@@ -131,12 +131,12 @@ class PeerGroup:
         return known[sequence]
 
 
-def select_peer_accessible_operands(call: BoundInstruction) -> CollectiveOperands:
+def select_peer_accessible_operands(call: BoundInstruction) -> OneDeviceCollectiveOperands:
     """Return the operands of an instruction that other devices may access: its first operand and its result.
 
     A sender exposes its result in place of its operand, because the result is unchanged until the run ends.
     """
-    return CollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
+    return OneDeviceCollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
 def launch_run_number_signal(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
@@ -171,7 +171,7 @@ def launch_progress_mark(
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressMark:
+class CollectiveProgressMark:
     """How far a device has come: its run number, its last collective, and whether this collective has ended."""
 
     run: int
@@ -179,10 +179,10 @@ class ProgressMark:
     has_results: bool
 
 
-def read_progress_mark(board: npt.NDArray[np.int64], rank: int) -> ProgressMark | None:
+def read_progress_mark(board: npt.NDArray[np.int64], rank: int) -> CollectiveProgressMark | None:
     """Read the last progress mark of device `rank` from the signal pad `board`; return `None` before the first."""
     word = int(board[FIRST_MEMBER_WORD + WORDS_PER_MEMBER * rank])
-    return ProgressMark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
+    return CollectiveProgressMark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
 
 
 def bind_peer_collective(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
@@ -332,7 +332,7 @@ def launch_bfloat16_widening(launches: LaunchBuilder, rounded: LaunchWord, out: 
     )
 
 
-def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
+def _has_one_dtype(collectives: Iterable[OneDeviceCollectiveOperands]) -> bool:
     types = {o.dtype for operands in collectives for o in (operands.source, operands.target)}
     return len(types) == 1 and types <= COLLECTIVE_TYPE_NAMES.keys()
 

@@ -141,8 +141,8 @@ def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     x, y, sum_x, sum_y = (copy_aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
     room = np.zeros(1 << 20, np.uint8)  # for signals, the signal pad and pushed data; the sum touches none of it
     offers = [
-        collective.CollectiveOperands(operand(x), operand(sum_x)),
-        collective.CollectiveOperands(operand(y), operand(sum_y)),
+        collective.OneDeviceCollectiveOperands(operand(x), operand(sum_x)),
+        collective.OneDeviceCollectiveOperands(operand(y), operand(sum_y)),
     ]
     peers = tuple(collective.PeerAddresses(room.ctypes.data, 0, room.ctypes.data, {0: operands}) for operands in offers)
     launches = LaunchBuilder(upload_array=lambda array: 0)

@@ -9,7 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.device.device_limits import (
+    LARGEST_LIMITS,
+    KernelLimits,
+    UnmeasuredKernelCandidate,
+    find_kernel_limits,
+)
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
@@ -292,7 +297,7 @@ LONG_FAULTS = {
     "outputs behind the last token": (SCAN, "- 16 * OWN * half - column;", "- 16 * half - column;"),
 }
 """Faults that only chunks of 64 tokens reveal: the file, the text and its replacement."""
-LONG_LIMITS = replace(A100, candidates=frozenset((KernelCandidate.DELTA_LONG_CHUNKS,)))
+LONG_LIMITS = replace(A100, candidates=frozenset((UnmeasuredKernelCandidate.DELTA_LONG_CHUNKS,)))
 
 
 def long_chunks() -> Problem:

@@ -14,9 +14,9 @@ from hocket.backends.cupy.emulation.access_budget import list_budget_violations
 from hocket.backends.cupy.emulation.access_counters import run_with_counters
 from hocket.backends.cupy.kernels.recurrent.delta_gates import GateProducts
 from hocket.backends.cupy.kernels.recurrent.short_convolution import (
-    DeltaNetInputs,
-    DeltaNetSources,
     DeltaNetWeights,
+    DeltaRuleInputs,
+    OperandsBeforeDeltaRule,
     launch_delta_net_inputs,
     launch_gated_rms_norm,
 )
@@ -100,8 +100,8 @@ def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.nd
     if "rows" in p.build_inputs:
         products = GateProducts((0, 1), *(operand(p[name]) for name in ("rows", "w_alpha", "w_beta")))
         source = (operand(p[n] if n in p.build_inputs else np.full_like(p[n], NOTHING)) for n in SOURCES)
-    sources = DeltaNetSources(*source, layer, EPS, products=products)
-    launch_delta_net_inputs(launches, sources, DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}))
+    sources = OperandsBeforeDeltaRule(*source, layer, EPS, products=products)
+    launch_delta_net_inputs(launches, sources, DeltaRuleInputs(**{name: operand(x) for name, x in outputs.items()}))
     return launches.items, outputs
 
 

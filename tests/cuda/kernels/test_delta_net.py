@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate, KernelLimits, find_kernel_limits
+from hocket.backends.cupy.device.device_limits import (
+    LARGEST_LIMITS,
+    KernelLimits,
+    UnmeasuredKernelCandidate,
+    find_kernel_limits,
+)
 from hocket.backends.cupy.kernels.recurrent import delta_segments
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.cupy.kernels.recurrent.delta_segments import PromptSegments, choose_prompt_segments
@@ -317,7 +322,7 @@ def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "MIN_LONG_CHUNKED_TOKENS", 1)
 
 
-LONG_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset((KernelCandidate.DELTA_LONG_CHUNKS,)))
+LONG_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset((UnmeasuredKernelCandidate.DELTA_LONG_CHUNKS,)))
 
 
 @pytest.mark.long

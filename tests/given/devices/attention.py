@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, KernelCandidate
+from hocket.backends.cupy.device.device_limits import LARGEST_LIMITS, UnmeasuredKernelCandidate
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
@@ -17,7 +17,7 @@ TOLERANCE = 5e-12
 """Of the worst row, in the normalised mean square: errors of 2e-6.  Products of halves alone are off by 1e-4."""
 ROUNDED = {"f16": 1e-6, "bf16": 6e-5}
 """Where queries and weights become such cells."""
-CANDIDATE_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset(KernelCandidate))
+CANDIDATE_LIMITS = replace(LARGEST_LIMITS, candidates=frozenset(UnmeasuredKernelCandidate))
 """Limits of a device that uses all candidates."""
 
 

@@ -36,7 +36,7 @@ from hocket.scheduler.costs.calibration_file import (
     scale_built_in_hardware_by_threads,
     write_speeds,
 )
-from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, follow_views_and_updates_to_owner
+from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, find_memory_owner_node
 from hocket.scheduler.measurement.calibrate import PROBED_DTYPES, ConcurrentTimer, compute_trimmed_mean, measure_speeds
 from hocket.scheduler.measurement.probe_graphs import (
     CHAIN_STEPS,
@@ -319,8 +319,8 @@ def test_a_cache_with_new_rows_is_read_from_memory_like_any_state():
     cache, ids = state("cache", (64, 8)), constant("ids", np.arange(2, dtype=np.int32))
     new = set_rows(cache, input("rows", (2, 8)), ids)
     new_heads = reshape(new, shape=(64, 8, 1))
-    assert follow_views_and_updates_to_owner(new_heads) is cache.node
-    assert follow_views_and_updates_to_owner(input("rows", (2, 8))).op == "input"
+    assert find_memory_owner_node(new_heads) is cache.node
+    assert find_memory_owner_node(input("rows", (2, 8))).op == "input"
     read, other = add(new_heads, new_heads).node, add(input("x", (64, 8)), input("x", (64, 8))).node
     assert WorkCounter().count_work(read).stored_bytes == 2 * cache.spec.nbytes
     assert WorkCounter().count_work(other).stored_bytes == 0

@@ -21,7 +21,7 @@ from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.ir.layout import Shard
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.cost import AssignmentCost
-from hocket.scheduler.sharding.factor_layouts import RoutedPartial
+from hocket.scheduler.sharding.factor_layouts import TableLookupPartial
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.propagation import propagate_layouts
 from hocket.scheduler.sharding.search.greedy_search import group_factors
@@ -339,8 +339,8 @@ def test_what_is_routed_stays_so_until_it_is_combined():
     factors = Factors(graph)
     plan = propagate_layouts(graph, factors, whole_experts(graph, factors)).produced_layouts
     kinds = {v.node.name: type(state).__name__ for v, state in plan.items() if not v.node.is_leaf and v.node.name}
-    assert kinds == {**dict.fromkeys(kinds, "RoutedPartial"), "combined": "Partial", "y": "Replicate"}
-    assert len({state for state in plan.values() if isinstance(state, RoutedPartial)}) == 1
+    assert kinds == {**dict.fromkeys(kinds, "TableLookupPartial"), "combined": "Partial", "y": "Replicate"}
+    assert len({state for state in plan.values() if isinstance(state, TableLookupPartial)}) == 1
 
 
 def test_a_class_of_experts_is_called_so():

@@ -12,7 +12,7 @@ from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE
 from hocket.scheduler.ir.layout import PARTIAL, REPLICATE, Local
 from hocket.scheduler.planning.plan_builder import PlanBuilder
-from hocket.scheduler.sharding.factor_layouts import FactorLayout, FactorShard, RoutedPartial, find_conversion_path
+from hocket.scheduler.sharding.factor_layouts import FactorLayout, FactorShard, TableLookupPartial, find_conversion_path
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.partitioner import partition_graph
 from hocket.scheduler.sharding.pins import NO_PINS
@@ -42,7 +42,7 @@ class Experts:
             FactorShard(self.row),
             FactorShard(self.column),
             PARTIAL,
-            RoutedPartial(self.expert, self.ids),
+            TableLookupPartial(self.expert, self.ids),
         )
         self.states = dict(zip(STATES, (*kinds, Local((0,)), Local((2,))), strict=True))
 
@@ -99,7 +99,7 @@ def test_only_a_routed_result_is_read_as_routed(produced):
 
 def test_a_sum_that_is_routed_otherwise_is_as_good_as_any_sum():
     experts = Experts()
-    other = RoutedPartial(experts.expert, Value(input("others", (4, 1), "i32").node))
+    other = TableLookupPartial(experts.expert, Value(input("others", (4, 1), "i32").node))
     assert find_conversion_path(other, PARTIAL) == ()
     with pytest.raises(AssertionError, match="cannot become"):
         find_conversion_path(other, experts.states["routed"])

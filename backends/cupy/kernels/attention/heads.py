@@ -104,7 +104,7 @@ def _fuse_heads_and_attention(launches: LaunchBuilder, flow: Dataflow, first: in
     writes = [o for m in stores for o in m.written_operands]
     for out in (call.out, *([] if call.scratch is None else [call.scratch])):
         require_no_alias(out, [*reads, *writes])
-    launches.begin_scratch_of_member(call.scratch)
+    launches.use_scratch_of_fused_instruction(call.scratch)
     launches.number = found.attention
     launch_attention_with_heads(launches, call, [word for m in found.launches for word in m.words])
     return [*found.instruction_numbers, found.attention]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .....graph.dtypes import DType
 from .....graph.spec import Spec
-from ...device.device_limits import DEFAULT_SHARED_BYTES, KernelCandidate, KernelLimits
+from ...device.device_limits import DEFAULT_SHARED_BYTES, KernelLimits, UnmeasuredKernelCandidate
 from ...device.driver import KernelSource
 from ..blocks import BLOCK_TYPE_NAMES
 from ..elementwise import CELL_DTYPES, CUDA_TYPE_NAMES, HALF_DTYPES, READ_TYPE_NAMES
@@ -215,7 +215,7 @@ class WarpRoleVariant(WarpgroupVariant):
     """
 
     def is_enabled(self, limits: KernelLimits) -> bool:
-        return limits.has_warpgroups and KernelCandidate.ATTENTION_ROLES in limits.candidates
+        return limits.has_warpgroups and UnmeasuredKernelCandidate.ATTENTION_ROLES in limits.candidates
 
     @property
     def file(self) -> str:

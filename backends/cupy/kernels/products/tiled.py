@@ -16,7 +16,7 @@ from .....graph.dtypes import DType
 from ....fusion.operands import Operand
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
-from ...device.device_limits import KernelCandidate
+from ...device.device_limits import UnmeasuredKernelCandidate
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
 from .packed import count_code_book_bytes, list_format_headers
@@ -381,7 +381,7 @@ def launch_tiled_tensor_core_matmul(
     words: list[LaunchWord] = [w, taken_apart, undo, *to, tiles, *route, run, count * rows]
     shared_bytes = _compute_shared_bytes_of_all_stages(w.dtype, tile)
     is_plain = tile == CLUSTER_TILE and shares == terms == 1 and math.prod(w.shape[:-2]) == 1
-    if is_plain and KernelCandidate.PRODUCT_ROLES in launches.limits.candidates:
+    if is_plain and UnmeasuredKernelCandidate.PRODUCT_ROLES in launches.limits.candidates:
         tiled_weight = _launch_weight_tiling(launches, w, row_blocks)
         items = tiles.shape[0] * grid[1] // cluster
         blocks = _count_persistent_blocks(launches.multiprocessor_count, cluster, items)

@@ -13,7 +13,12 @@ from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder
 from .delta_gates import MAX_PRODUCT_TOKENS, match_gate_products
 from .delta_tokens import launch_delta_rule_by_token
-from .short_convolution import DeltaNetInputs, DeltaNetSources, find_delta_rule, fuse_delta_net_inputs
+from .short_convolution import (
+    DeltaRuleInputs,
+    OperandsBeforeDeltaRule,
+    find_delta_rule_or_activation,
+    fuse_delta_net_inputs,
+)
 from .states import DeltaRuleOperands, bind_states_and_prepare_memory
 
 
@@ -32,7 +37,7 @@ def _fuse_delta_rule_and_inputs(
     require_supported(launches.limits.computes_operands, "the delta rule computes no operands")
     require_supported(launches.limits.has_warpgroups, "its kernels are compiled for devices with warpgroups")
     convolution = match_short_convolution(flow, number)
-    rule_number = find_delta_rule(flow, convolution.activation)
+    rule_number = find_delta_rule_or_activation(flow, convolution.activation)
     call = flow.bound_instruction(rule_number)
     require_supported(call.op == "gated_delta_net" and len(call.dst) == 2, "no delta rule follows")
     require_supported(call.optional_operand(6) is None, "states are in slots")
@@ -50,7 +55,7 @@ def _fuse_delta_rule_and_inputs(
     rule = DeltaRuleOperands(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
     require_supported(0 < rule.sequences * rule.tokens <= MAX_PRODUCT_TOKENS, "tokens are many")
 
-    def launch_rule(launches: LaunchBuilder, sources: DeltaNetSources, inputs: DeltaNetInputs) -> None:
+    def launch_rule(launches: LaunchBuilder, sources: OperandsBeforeDeltaRule, inputs: DeltaRuleInputs) -> None:
         require_supported(
             has_same_elements(inputs.g, g) and has_same_elements(inputs.beta, beta), "gates are read in another order"
         )

@@ -22,7 +22,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_saved_state_update
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
-from ...device.device_limits import KIB, KernelCandidate
+from ...device.device_limits import KIB, UnmeasuredKernelCandidate
 from ...device.driver import CUDA_HEADER, KernelInstance, KernelSource
 from ..elementwise import as_float
 from .delta_segments import (
@@ -256,7 +256,7 @@ def _choose_parallel_prompt_segments(
     fits = launches.can_allocate_shared_bytes(chunk.compute_scan_shared_bytes(SLICE_ROWS[0]))
     if rest or not fits or rule.sequences != 1 or rule.value_size != rule.key_size:
         return None
-    if KernelCandidate.DELTA_SEGMENTS not in launches.limits.candidates:
+    if UnmeasuredKernelCandidate.DELTA_SEGMENTS not in launches.limits.candidates:
         return None
     return choose_prompt_segments(rule.tokens, blocks * rule.value_heads, chunk.tokens)
 
@@ -273,7 +273,7 @@ def choose_chunk_variant(launches: LaunchBuilder, rule: DeltaRuleOperands, is_ex
     chunk = ChunkedDeltaRuleVariant(rule.key_size, rule.has_channel_decay, is_exact)
     is_long = rule.tokens >= MIN_LONG_CHUNKED_TOKENS and not rule.has_channel_decay
     long_chunk = replace(chunk, tokens=LONG_CHUNK_TOKENS)
-    uses_candidate = is_long and KernelCandidate.DELTA_LONG_CHUNKS in launches.limits.candidates
+    uses_candidate = is_long and UnmeasuredKernelCandidate.DELTA_LONG_CHUNKS in launches.limits.candidates
     return long_chunk if uses_candidate and _can_both_kernels_fit_shared_memory(launches, rule, long_chunk) else chunk
 
 

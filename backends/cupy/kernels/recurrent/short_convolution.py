@@ -64,7 +64,7 @@ def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetInputs:
+class DeltaRuleInputs:
     """The inputs of the delta rule (q, k, v, g and beta), which the kernel `delta_inputs` writes.
 
     - `q`, `k`: queries and keys [B, T, key heads, size].
@@ -98,7 +98,7 @@ class DeltaNetWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetSources:
+class OperandsBeforeDeltaRule:
     """The operands from which a kernel computes the inputs of the delta rule, by convolution, SiLU, norms and gates.
 
     ``frontends/models/layers/gated_delta_net.py`` has the decomposition.
@@ -132,7 +132,7 @@ class DeltaNetSources:
         logits = [self.alpha, self.beta] if products is None else [products.x, products.alpha, products.beta]
         return [self.x, self.valid, self.old, layer.w, layer.a, layer.dt, self.ids, *logits]
 
-    def make_struct_fields(self, inputs: DeltaNetInputs) -> list[LaunchWord]:
+    def make_struct_fields(self, inputs: DeltaRuleInputs) -> list[LaunchWord]:
         """Return the fields of the C struct `DeltaSources`; raise `NoKernelError` for an unsupported size of heads."""
         size = inputs.k.shape[-1]
         require_supported(size in INPUT_SIZES and inputs.v.shape[-1] == size, f"heads of {size} are not convolved")
@@ -159,11 +159,11 @@ class DeltaNetSources:
         ]
 
 
-DeltaNetLauncher = Callable[[LaunchBuilder, DeltaNetSources, DeltaNetInputs], None]
+DeltaNetLauncher = Callable[[LaunchBuilder, OperandsBeforeDeltaRule, DeltaRuleInputs], None]
 """A function that launches the computation of the delta rule's operands, or of all of the rule."""
 
 
-def launch_delta_net_inputs(launches: LaunchBuilder, sources: DeltaNetSources, inputs: DeltaNetInputs) -> None:
+def launch_delta_net_inputs(launches: LaunchBuilder, sources: OperandsBeforeDeltaRule, inputs: DeltaRuleInputs) -> None:
     """Launch the kernel that computes the operands of the delta rule: convolution, SiLU, norms and gates.
 
     Args:
@@ -232,7 +232,7 @@ def fuse_delta_net_inputs(
 ) -> Sequence[int]:
     """Compute the ops between the linear layers and the delta rule in one launch: convolution, SiLU, norms, gates."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
-    rule = find_delta_rule(flow, silu)
+    rule = find_delta_rule_or_activation(flow, silu)
     require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
     require_supported(
         (flow.require_producer(rule, 0), flow.require_producer(rule, 1)) == (q, k), "queries do not come first"
@@ -246,7 +246,7 @@ def fuse_delta_net_inputs(
         saved is None or (saved.op == "cont" and has_same_elements(saved.operand(0), old)), "a state is saved otherwise"
     )
     read = flow.bound_instruction(rule)
-    inputs = DeltaNetInputs(
+    inputs = DeltaRuleInputs(
         read.operand(0),
         read.operand(1),
         read.operand(2),
@@ -287,7 +287,7 @@ class _MatchedConvolution:
     gates: DecayAndRateInstructions
 
 
-def find_delta_rule(flow: Dataflow, activation: int) -> int:
+def find_delta_rule_or_activation(flow: Dataflow, activation: int) -> int:
     """Return the index of the delta rule that reads an activation; without one, the index of the activation."""
     readers = flow.require_readers(activation)
     return next((n for n in readers if flow.bound_instruction(n).op == "gated_delta_net"), activation)
@@ -296,11 +296,11 @@ def find_delta_rule(flow: Dataflow, activation: int) -> int:
 def _collect_delta_net_sources(
     flow: Dataflow,
     chain: _MatchedConvolution,
-    inputs: DeltaNetInputs,
+    inputs: DeltaRuleInputs,
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
     products: GateProducts | None,
-) -> DeltaNetSources:
+) -> OperandsBeforeDeltaRule:
     """Collect the operands of the matched instructions before the delta rule, in the form that the fused kernel reads.
 
     Raises `NoKernelError` if an operand has a layout that kernels do not support.
@@ -364,11 +364,11 @@ def _collect_delta_net_sources(
         require_supported(products.alpha.shape[0] == value_heads, "logits are of other heads")
     _require_disjoint_results(inputs, tokens, x, old, others, alpha, strength)
     eps = float(attribute(q.attrs, "eps"))
-    return DeltaNetSources(x, alpha, strength, valid, old, layer, eps, ids, fault, products)
+    return OperandsBeforeDeltaRule(x, alpha, strength, valid, old, layer, eps, ids, fault, products)
 
 
 def _require_disjoint_results(
-    inputs: DeltaNetInputs,
+    inputs: DeltaRuleInputs,
     tokens: int,
     x: Operand,
     old: Operand,
