@@ -17,8 +17,8 @@ from ..base import contiguous_strides
 from .dataflow import has_same_elements
 from .operand_views import (
     Box,
-    Placement,
-    Repetition,
+    PlacementInShape,
+    RepetitionToShape,
     Shape,
     find_strides_of_reshape,
     is_box_of_whole_shape,
@@ -252,7 +252,7 @@ class GroupComposition:
         Returns:
             The number of the step.
         """
-        assert isinstance(placement, Placement)
+        assert isinstance(placement, PlacementInShape)
         box = reshape_box(placement.shape, placement.box, self.shape)
         self.boxes += [] if box in self.boxes else [box]
         return self.steps.setdefault(Step("inside", (), self.boxes.index(box)), len(self.steps))
@@ -265,8 +265,10 @@ class GroupComposition:
         place = call.compute_operand_placement(index, placement)
         if maker in self.calls:
             assert maker is not None
-            if isinstance(place, Repetition) or (place is None and self._is_read_repeatedly(maker, call, operand)):
-                place = Repetition(((operand.shape, call.shape), *(() if place is None else place.reshapes)))
+            if isinstance(place, RepetitionToShape) or (
+                place is None and self._is_read_repeatedly(maker, call, operand)
+            ):
+                place = RepetitionToShape(((operand.shape, call.shape), *(() if place is None else place.reshapes)))
             elif place is not None:
                 self._require_axes_of_producer_result(maker, call, operand)
             self.add_with_producers(maker, place)
@@ -278,7 +280,7 @@ class GroupComposition:
             "something else lies there",
         )
         require_supported(operand.is_float, "an operand is not float32")
-        if isinstance(place, Repetition):
+        if isinstance(place, RepetitionToShape):
             view = place.repeat_operand(operand, call.shape, self.shape)
             return self._find_or_add_memory_read_step("operand", (), view)
         if place is not None:
@@ -288,7 +290,7 @@ class GroupComposition:
         view = with_shape_and_strides(view, self.shape, (*view.strides[:-1], 0)) if is_per_row else view
         return self._find_or_add_memory_read_step("row_operand" if is_per_row else "operand", (), view)
 
-    def _add_placed_operand_step(self, call: TracedInstruction, operand: Operand, place: Placement) -> int:
+    def _add_placed_operand_step(self, call: TracedInstruction, operand: Operand, place: PlacementInShape) -> int:
         """Add the step that reads an operand from memory only where it has elements, as in a concatenation.
 
         Returns:

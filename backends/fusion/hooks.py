@@ -90,7 +90,7 @@ class PanelHook:
 
 
 @dataclass(frozen=True, eq=False)
-class HookedBody:
+class KernelBodyWithHooks:
     """A kernel (the body) and the kernels that it calls for each block of columns of its result (hooks), in order.
 
     `body` has the instruction numbers, ascending; the last instruction computes the result.
@@ -118,9 +118,9 @@ class HookedBody:
 def find_hooked_bodies(
     flow: Dataflow,
     groups: Sequence[ExpressionGroup],
-    bodies: Iterable[HookedBody],
+    bodies: Iterable[KernelBodyWithHooks],
     trace: Callable[[int], TracedInstruction | None],
-) -> list[HookedBody]:
+) -> list[KernelBodyWithHooks]:
     """Find ops that can run on each panel of another kernel's result, while it is in cache; group them in `flow`.
 
     A panel is a block of columns. The heavy kernel is called body, and the kernels that it calls are hooks.
@@ -132,7 +132,7 @@ def find_hooked_bodies(
         trace: Returns the traced instruction of a number; None without a generated kernel.
     """
     search = _HookSearch(flow, trace, {n: group for group in groups for n in group.instruction_numbers})
-    found: list[HookedBody] = []
+    found: list[KernelBodyWithHooks] = []
     for body in bodies:
         hooked = search.find_hooks(body)
         if hooked.hooks:
@@ -151,7 +151,7 @@ class _HookSearch:
     group_by_number: Mapping[int, ExpressionGroup]
     numbers_in_hooks: set[int] = field(default_factory=set)
 
-    def find_hooks(self, hooked: HookedBody) -> HookedBody:
+    def find_hooks(self, hooked: KernelBodyWithHooks) -> KernelBodyWithHooks:
         while len(hooked.hooks) < MAX_HOOKS:
             hook = next(
                 filter(
@@ -164,14 +164,14 @@ class _HookSearch:
             hooked = replace(hooked, hooks=(*hooked.hooks, hook))
         return hooked
 
-    def _list_nearby_unhooked_readers(self, hooked: HookedBody) -> list[int]:
+    def _list_nearby_unhooked_readers(self, hooked: KernelBodyWithHooks) -> list[int]:
         """List nearby instructions that read a result of the body or of a hook, and are in no hook yet."""
         members = hooked.instruction_numbers
         readers = map(self.flow.reader_table.find_known_readers_of_first_result, members)
         candidates = {n for some in readers for n in some if n <= hooked.body[-1] + MAX_READER_DISTANCE}
         return sorted(candidates - self.numbers_in_hooks.union(members))
 
-    def _make_hook_from_reader(self, hooked: HookedBody, reader: int) -> PanelHook | None:
+    def _make_hook_from_reader(self, hooked: KernelBodyWithHooks, reader: int) -> PanelHook | None:
         """Make a hook that computes the instruction `reader` with its group; None if it cannot run panel by panel."""
         group = self.group_by_number.get(reader)
         try:

@@ -13,7 +13,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacementInShape:
     """Where a value lies in a larger shape, such as one operand of a concatenation in the result.
 
     Attributes:
@@ -26,13 +26,13 @@ class Placement:
     start: Shape
     box: Box
 
-    def compute_operand_placement_at(self, start: Shape, shape: Shape) -> Placement:
+    def compute_operand_placement_at(self, start: Shape, shape: Shape) -> PlacementInShape:
         """Compute the placement of an operand of `shape` that lies at index `start` of the placed value."""
         starts = tuple(a + b for a, b in zip(self.start, start, strict=True))
         bounds = zip(self.box, starts, shape, strict=True)
         box = tuple((max(low, first), min(high, first + n)) for (low, high), first, n in bounds)
         require_supported(all(low < high for low, high in box), "an operand has no elements")
-        return Placement(self.shape, starts, box)
+        return PlacementInShape(self.shape, starts, box)
 
     def slice_box_of_operand(self, operand: Operand, strides: Sequence[int]) -> Operand:
         """Return the part of an operand that lies in the box; `strides` are its strides along the axes of the shape."""
@@ -43,7 +43,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Repetition:
+class RepetitionToShape:
     """How a value is repeated to the larger shape of a group, through broadcasts and reshapes.
 
     Attributes:
@@ -69,9 +69,9 @@ class Repetition:
         return reshape_repeated_operand(operand, own_shape, shape)
 
 
-def place_whole(shape: Shape) -> Placement:
+def place_whole(shape: Shape) -> PlacementInShape:
     """Return the placement of a value that fills the whole shape and is read everywhere."""
-    return Placement(shape, (0,) * len(shape), tuple((0, n) for n in shape))
+    return PlacementInShape(shape, (0,) * len(shape), tuple((0, n) for n in shape))
 
 
 def reshape_box(own_shape: Shape, box: Box, shape: Shape) -> Box:

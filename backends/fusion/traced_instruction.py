@@ -9,10 +9,10 @@ from functools import cached_property
 
 from ...graph.attrs import Attrs
 from ...ops.declaration.expression import Expression
-from .operand_views import Placement, Repetition, Shape, place_whole, reshape_repeated_operand
+from .operand_views import PlacementInShape, RepetitionToShape, Shape, place_whole, reshape_repeated_operand
 from .operands import NoKernelError, Operand
 
-OperandPlacement = Placement | Repetition
+OperandPlacement = PlacementInShape | RepetitionToShape
 """How the shape of a group reads a value that does not fill it: in one place, or repeatedly."""
 
 
@@ -95,7 +95,7 @@ class TracedInstruction:
         """
         if self.starts is None:
             return placement
-        if isinstance(placement, Repetition):
+        if isinstance(placement, RepetitionToShape):
             raise NoKernelError("a value with parts is repeated")
         operand = self.operand(index)
         return (placement or place_whole(self.shape)).compute_operand_placement_at(self.starts[index], operand.shape)

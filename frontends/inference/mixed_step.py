@@ -21,7 +21,7 @@ def can_run_mixed_steps(session: Session) -> bool:
     return (
         session.watch is None
         and session.world.size == 1
-        and session.model.can_mix_segments
+        and session.model.can_mix_prompt_and_decode
         and (len(session.group) == 1 or session.on.split_mode == "layer")
         and all(
             isinstance(one, HasRowIndependentProducts) and one.has_row_independent_products()

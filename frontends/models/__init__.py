@@ -158,9 +158,9 @@ class Model:
         return self.hyper.is_causal
 
     @property
-    def can_mix_segments(self) -> bool:
+    def can_mix_prompt_and_decode(self) -> bool:
         """Whether one step can read the prompt of one sequence and decode one token of each other sequence."""
-        return self.hyper.can_mix_segments
+        return self.hyper.can_mix_prompt_and_decode
 
     @property
     def is_encoder_without_logits(self) -> bool:

@@ -157,7 +157,9 @@ class Decoder:
 
     def run_mixer(self, mixer: TokenMixer, i: int, h: Value) -> Value:
         """Run a token mixer of block i on the normalised residual ``h`` f32[B*T, E]; return f32[B*T, E]."""
-        return self.frame.run_mixer(lambda frame, x: mixer(self.weights, frame, i, x), h, is_recurrent=mixer.taps > 0)
+        return self.frame.run_mixer_by_segment(
+            lambda frame, x: mixer(self.weights, frame, i, x), h, is_recurrent=mixer.taps > 0
+        )
 
     def compute_feed_forward_without_residual(
         self, i: int, layer: Layer, h: Value, added: Value, before: Value

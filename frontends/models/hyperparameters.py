@@ -168,7 +168,7 @@ class Hyperparameters:
         return (self.required_inputs | tables) - absent
 
     @cached_property
-    def can_mix_segments(self) -> bool:
+    def can_mix_prompt_and_decode(self) -> bool:
         """Whether one step can read the prompt of one sequence and decode others; see `MixedStepGraphBuilder`."""
         keeps_order = LatentAttention | CompressedAttention
         return (

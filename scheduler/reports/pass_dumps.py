@@ -63,7 +63,7 @@ def format_factor_tables(factors: Factors) -> str:
             for factor in factors.factors_of(node.results[0]):
                 having[factor].append(format_node_reference(node_names[node]))
         else:
-            uses = factors.roles_of(node)
+            uses = factors.find_factor_roles(node)
             for factor in uses.contracted_factors:
                 contracted[factor].append(format_node_reference(node_names[node]))
             for factor in uses.coupled_factors:

@@ -120,7 +120,7 @@ class Factors:
         """Return all factors (shardable indices) that occur in an axis of a value."""
         return self._factor_sets[value]
 
-    def roles_of(self, node: Node) -> FactorRoles:
+    def find_factor_roles(self, node: Node) -> FactorRoles:
         """Return how a node uses each factor: as an index that no plan may shard, a summed index, or table rows."""
         return self._factor_roles[node]
 

@@ -266,7 +266,7 @@ class _ChunkedGraph:
             return self._is_chunkable_conversion(node, node.inputs[0])
         if node.is_leaf or (origin := self.origins.get(node)) is None:
             return False
-        uses = self.factors.roles_of(origin)
+        uses = self.factors.find_factor_roles(origin)
         if (
             self.token_factor in uses.coupled_factors | uses.contracted_factors
             or self.token_factor is uses.indexed_factor

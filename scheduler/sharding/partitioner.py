@@ -341,7 +341,7 @@ class _DeviceEmitter:
             count = partial(self._count_local_entries, layouts.compute_layout_of_value(first, want))
             shape = layouts.compute_shape_on_device(layouts.produced_forms[results[0]], self.device_number)
             attrs = {**attrs, **work.op.localise(attrs, shape, count)}
-        if isinstance(by, FactorShard) and by.factor is layouts.factors.roles_of(node).indexed_factor:
+        if isinstance(by, FactorShard) and by.factor is layouts.factors.find_factor_roles(node).indexed_factor:
             low, _ = layouts.shard_ranges.ranges_of(by.factor)[self.device_number]
             attrs = {**attrs, "first": low, "total": by.factor.size}
         built = work.op.build_node(src, attrs, layouts.node_names[node], is_normalised=attrs is work.attrs)

@@ -261,7 +261,7 @@ class LayoutPropagation:
                 by = FactorShard(self.row_factor)
                 wants = tuple(by if self.row_factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
             results = tuple(by for _ in node.results)
-        elif factor is self.factors.roles_of(node).indexed_factor:
+        elif factor is self.factors.find_factor_roles(node).indexed_factor:
             wants, summed = self._choose_lookup_layouts(node, factor)
             by, results = FactorShard(factor), (summed,)
         else:
@@ -286,7 +286,7 @@ class LayoutPropagation:
                 candidates |= dict.fromkeys(self._list_chosen_factors(source))
         if not candidates:
             return None
-        uses = self.factors.roles_of(node)
+        uses = self.factors.find_factor_roles(node)
         legal = [f for f in candidates if f not in uses.coupled_factors and self._can_shard_node(node, f, uses)]
         return max(
             legal,
@@ -296,7 +296,7 @@ class LayoutPropagation:
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
         """Return whether a sum that `node` reads can be reduce-scattered by rows instead of all-reduced (rule 6)."""
-        uses = self.factors.roles_of(node)
+        uses = self.factors.find_factor_roles(node)
         if (
             row_factor in uses.coupled_factors
             or row_factor is uses.indexed_factor
@@ -414,7 +414,7 @@ class LayoutPropagation:
         passing = declared.linear_operands(reader_node.attrs)
         if isinstance(layout, TableLookupPartial) and self._is_result_routed_like_operand(reader_node, value, layout):
             if (
-                layout.factor is self.factors.roles_of(reader_node).indexed_factor
+                layout.factor is self.factors.find_factor_roles(reader_node).indexed_factor
                 and find_table_rows_and_added_operands(reader_node)[1] == layout.index_operand
             ):
                 return value not in self.final_values

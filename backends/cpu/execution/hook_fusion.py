@@ -17,7 +17,7 @@ from ...base import Tensor
 from ...capabilities import HookedKernel
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup
-from ...fusion.hooks import HookedBody, PanelHook, ResultPanels, find_hooked_bodies
+from ...fusion.hooks import KernelBodyWithHooks, PanelHook, ResultPanels, find_hooked_bodies
 from ...fusion.operands import BoundInstruction, Operand
 from ..compilation.compiler import Kernel
 from ..kernels.attention.bind_attention import can_bind_attention
@@ -40,7 +40,7 @@ from .expression_fusion import trace_instruction
 
 def choose_hooked_bodies(
     flow: Dataflow, groups: Sequence[ExpressionGroup], patterns: Mapping[Sequence[int], FusedBinding]
-) -> list[HookedBody]:
+) -> list[KernelBodyWithHooks]:
     """Choose the op groups that run as epilogues (hooks) of matmuls, convolutions and attention ops.
 
     Each body (the kernel that calls hooks) becomes one group of `flow` together with its hooks.
@@ -55,20 +55,20 @@ def choose_hooked_bodies(
     singles = (n for n in range(len(flow.reader_table.program.instructions)) if flow.can_join_fusion(n))
     bodies += [((number,), find_result_panels(flow.bound_instruction(number))) for number in singles]
     found = [
-        HookedBody(numbers, panels, ())
+        KernelBodyWithHooks(numbers, panels, ())
         for numbers, panels in sorted(bodies, key=lambda body: body[0])
         if panels is not None
     ]
     return find_hooked_bodies(flow, groups, found, partial(trace_instruction, flow))
 
 
-def to_hooked_kernel(hooked: HookedBody) -> HookedKernel:
+def to_hooked_kernel(hooked: KernelBodyWithHooks) -> HookedKernel:
     """Convert a body with hooks to a `HookedKernel`, which reports show and the plan verifier checks."""
     return HookedKernel(hooked.stages, hooked.panel_columns)
 
 
 def make_hooked_binding(
-    flow: Dataflow, hooked: HookedBody, patterns: Mapping[Sequence[int], FusedBinding]
+    flow: Dataflow, hooked: KernelBodyWithHooks, patterns: Mapping[Sequence[int], FusedBinding]
 ) -> FusedBinding:
     """Make the binding of a matmul or attention kernel (body) that calls epilogues (hooks) for each panel.
 
@@ -192,7 +192,7 @@ def _count_tile_columns(weight: Operand) -> int:
 
 
 def _bind_hooked_body(
-    steps: StepTableBuilder, flow: Dataflow, hooked: HookedBody, bind_body: Callable[[StepTableBuilder], None]
+    steps: StepTableBuilder, flow: Dataflow, hooked: KernelBodyWithHooks, bind_body: Callable[[StepTableBuilder], None]
 ) -> None:
     hooks, registrations = [*map(_make_step_hook, hooked.hooks)], []
     if hooked.panels.has_columns_in_multiples_of(BLOCK_COLUMNS):

@@ -17,7 +17,7 @@ from ...capabilities import STAND_IN, KernelCall, ProgramFusion, SourceLocation
 from ...compile_log import log
 from ...fusion.dataflow import Dataflow
 from ...fusion.expression_groups import ExpressionGroup
-from ...fusion.hooks import HookedBody
+from ...fusion.hooks import KernelBodyWithHooks
 from ...fusion.liveness import build_reader_table
 from ...fusion.operands import BoundInstruction, NoKernelError, Operand
 from ...kernel_sources import read_source_location_and_text
@@ -110,7 +110,7 @@ class _Fusions(NamedTuple):
 
     patterns: dict[Sequence[int], FusedBinding]
     expression_groups: Sequence[ExpressionGroup]
-    hooked_bodies: Sequence[HookedBody]
+    hooked_bodies: Sequence[KernelBodyWithHooks]
     joined_groups: dict[tuple[int, ...], JoinedGroups]
 
 

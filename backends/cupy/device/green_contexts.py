@@ -56,13 +56,13 @@ def require_divided_multiprocessors(cupy: Any, on: Device) -> DeviceResource:
             f"{version // 1000}.{version % 1000 // 10}; name the part as {on.kind}:{on.index}.{on.part}"
         )
     whole, remaining, device = DeviceResource(), DeviceResource(), ctypes.c_int()
-    _check(cupy, library.cuDeviceGet(ctypes.byref(device), on.index))
-    _check(cupy, library.cuDeviceGetDevResource(device, ctypes.byref(whole), MULTIPROCESSOR_RESOURCE))
+    _raise_unless_success(cupy, library.cuDeviceGet(ctypes.byref(device), on.index))
+    _raise_unless_success(cupy, library.cuDeviceGetDevResource(device, ctypes.byref(whole), MULTIPROCESSOR_RESOURCE))
     group_count = ctypes.c_uint(whole.count // count)  # the driver may make fewer groups, of more multiprocessors
     groups = (DeviceResource * max(1, group_count.value))()
     if group_count.value:
         split = ctypes.byref(group_count), ctypes.byref(whole), ctypes.byref(remaining)
-        _check(cupy, library.cuDevSmResourceSplitByCount(groups, *split, 0, count))
+        _raise_unless_success(cupy, library.cuDevSmResourceSplitByCount(groups, *split, 0, count))
     if group_count.value and groups[0].count != count:
         raise BackendError(
             f"there is no device {on}: the driver makes parts of {groups[0].count} multiprocessors for {count}; name "
@@ -89,9 +89,9 @@ def make_green_context(cupy: Any, on: Device) -> int:
     library = open_driver_library()
     assert library is not None
     descriptor, context, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
-    _check(cupy, library.cuDeviceGet(ctypes.byref(device), on.index))
-    _check(cupy, library.cuDevResourceGenerateDesc(ctypes.byref(descriptor), ctypes.byref(resource), 1))
-    _check(cupy, library.cuGreenCtxCreate(ctypes.byref(context), descriptor, device, DEFAULT_STREAM))
+    _raise_unless_success(cupy, library.cuDeviceGet(ctypes.byref(device), on.index))
+    _raise_unless_success(cupy, library.cuDevResourceGenerateDesc(ctypes.byref(descriptor), ctypes.byref(resource), 1))
+    _raise_unless_success(cupy, library.cuGreenCtxCreate(ctypes.byref(context), descriptor, device, DEFAULT_STREAM))
     assert context.value is not None
     return context.value
 
@@ -112,7 +112,7 @@ def make_green_stream(cupy: Any, on: Device, priority: int) -> Any:
     """
     context, library, handle = make_green_context(cupy, on), open_driver_library(), ctypes.c_void_p()
     assert library is not None
-    _check(
+    _raise_unless_success(
         cupy,
         library.cuGreenCtxStreamCreate(ctypes.byref(handle), ctypes.c_void_p(context), NON_BLOCKING, priority),
     )
@@ -121,7 +121,7 @@ def make_green_stream(cupy: Any, on: Device, priority: int) -> Any:
     return stream
 
 
-def _check(cupy: Any, status: int) -> None:
+def _raise_unless_success(cupy: Any, status: int) -> None:
     """Raise CuPy's error of the CUDA driver for a status other than success."""
     if status:
         raise cupy.cuda.driver.CUDADriverError(status)

@@ -368,11 +368,10 @@ class StepGraphBuilder:
         """
         return attend(self, q, self.shared_values[f"cache_k.{layer}"], self.shared_values[f"cache_v.{layer}"])
 
-    def run_mixer(self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool) -> Value:
-        """Run a token mixer on rows f32[B*T, E].
-
-        In a mixed step, a recurrent mixer runs separately for the decoded tokens and for the prompt.
-        """
+    def run_mixer_by_segment(
+        self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool
+    ) -> Value:
+        """Run a token mixer on rows f32[B*T, E]; in a mixed step, a recurrent one runs for each part separately."""
         return mixer(self, x)
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:

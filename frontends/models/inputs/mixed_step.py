@@ -63,7 +63,9 @@ class MixedStepGraphBuilder(StepGraphBuilder):
         rows = [ops.reshape(y, shape=(y.shape[0] * y.shape[1], 1, *y.shape[2:])) for y in results]
         return ops.concat(*rows, axis=0)
 
-    def run_mixer(self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool) -> Value:
+    def run_mixer_by_segment(
+        self, mixer: Callable[[StepGraphBuilder, Value], Value], x: Value, *, is_recurrent: bool
+    ) -> Value:
         if not is_recurrent:
             return mixer(self, x)
         rows = [mixer(one, one.slice_segment_rows(x)) for one in (self._decoding, self._prompt)]

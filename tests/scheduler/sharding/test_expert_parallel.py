@@ -196,7 +196,7 @@ def test_an_op_that_makes_something_of_zeros_reads_the_sum(activation):
 def test_a_table_that_is_part_of_one_already_is_not_distributed():
     x, ids = input("x", (3, 1, 8)), input("ids", (3, 2), "i32")
     graph = Graph({"y": ops.mul_mat_id(weight("w", (4, 7, 8)), x, ids, first=2, total=8)})
-    assert not Factors(graph).roles_of(graph.outputs["y"].node).indexed_factor
+    assert not Factors(graph).find_factor_roles(graph.outputs["y"].node).indexed_factor
     assert plan_whole_experts(graph, 2, kind="reference").count_collectives() == 0
 
 
