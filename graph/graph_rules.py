@@ -60,7 +60,7 @@ def updates_match_states(graph: Graph) -> Iterator[str]:
 
 
 def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
-    """Check that each constant holds as many bytes of data as its spec needs, in a dtype that NumPy has."""
+    """Check that the data of each constant have the size of its spec, and a dtype that NumPy has."""
     for node in graph.nodes:
         if node.op != "constant" or any(map(check_spec, node.specs)):
             continue

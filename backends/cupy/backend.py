@@ -385,12 +385,12 @@ class RecordedProgram:
         return number, partial(time_steps, self._recorded_steps[run]) if run in self._recorded_steps else time_call
 
     def _await_launches_and_clear_faults(self) -> None:
-        """Clear the fault record after all launches have run."""
+        """Wait until all launches have run, and clear the record of the faults that kernels have reported."""
         self._read_fault()()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
     def _read_and_clear_fault(self, fault_record: Array) -> tuple[int, str]:
-        """Return the instruction index and the message of the recorded fault, and clear the fault record."""
+        """Return the fault that a kernel has reported, as instruction index and message, and clear the fault record."""
         self._await_launches_and_clear_faults()
         which, value = fault_record.tolist()
         number, text = self._builder.faults[which - 1]

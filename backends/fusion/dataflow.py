@@ -143,7 +143,7 @@ class Dataflow:
 
     @cached_property
     def _saves_by_buffer(self) -> Mapping[int, list[int]]:
-        """The numbers of the instructions that save the state in each buffer, ascending."""
+        """For each buffer, the instructions that save its state for a rollback, by number, ascending."""
         found: dict[int, list[int]] = defaultdict(list)
         for number in sorted(self.save_positions):
             found[self.bound_instruction(number).operand(0).tensor.buffer].append(number)

@@ -58,7 +58,7 @@ MetadataValue: TypeAlias = Union[int, float, bool, str, "LazyMetadataArray"]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyMetadataArray(Sequence[MetadataValue]):
-    """A metadata array of `length` elements of `item_type`, decoded only when it is used.
+    """An array in the metadata of a file, of `length` elements of `item_type`; the elements are decoded on demand.
 
     `numpy` returns numbers without a copy. The first access to another element decodes all elements at once.
     """

@@ -122,7 +122,7 @@ class Op(Generic[R]):
 
     @property
     def documentation(self) -> str:
-        """The docstring of the reference function."""
+        """The docstring of the reference function, which is the documentation of the op."""
         return inspect.getdoc(self.reference) or ""
 
     @property

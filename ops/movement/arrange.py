@@ -98,7 +98,7 @@ def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_unpadded_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes of `x` without padding to the result, so that they may be sharded; other axes must be complete."""
+    """Declare that the planner may shard the axes without padding in operand and result alike; others stay complete."""
     left, right = integers_attribute(attrs, "left"), integers_attribute(attrs, "right")
     return link_first_operand_axes_to_result({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
@@ -236,7 +236,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_axes_of_equal_length(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes along which `b` is as long as `a`, so that they may be sharded; other axes must be complete."""
+    """Declare that the planner may shard the axes along which `b` is as long as `a`; other axes stay complete."""
     a, b = specs
     assert a is not None
     assert b is not None

@@ -52,7 +52,7 @@ def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_images_and_channels(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link images and channels to the result, so that they may be sharded; other axes must be complete."""
+    """Declare that the planner may shard images and channels of operand and result alike; other axes stay complete."""
     return link_first_operand_axes_to_result({0: 0, 1: 2})
 
 

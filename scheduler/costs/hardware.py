@@ -324,7 +324,7 @@ def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> 
 
 
 class WorkCounter:
-    """Counts the FLOPs and the bytes of nodes. It has a cache for equal nodes of repeated layers."""
+    """Computes the FLOPs and the bytes of nodes; the results for equal nodes of repeated layers are cached."""
 
     def __init__(self) -> None:
         self._work_by_key: dict[object, WorkEstimate] = {}

@@ -25,7 +25,7 @@ from .speeds import Speeds
 
 @dataclass(frozen=True, slots=True)
 class AgreedRankSpeeds:
-    """The speeds of a device group on which all ranks (processes) agreed: the speeds of its slowest device.
+    """The speeds for planning on which all ranks (processes) agreed: the speeds of the slowest device.
 
     - `slowest_speeds`: the calibrated speeds; None if all ranks lack a calibration.
     - `default_hardware`: the speeds to use in this case.

@@ -40,7 +40,7 @@ MAX_CONCURRENT_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """One entry of a timeline: a span of compute instructions on one or more devices, or one collective.
+    """One step in the predicted course of a run: a span of compute on one or more devices, or one collective.
 
     - `op`: ``work`` for a compute span, or the op of the collective.
     - `devices`: the numbers of the devices that execute the entry.
@@ -48,8 +48,8 @@ class TimelineEntry:
     - `bytes_read`: the bytes that the busiest device moves through memory.
     - `bytes_sent`: the bytes that it sends to other devices.
     - `seconds`: the predicted seconds.
-    - `unsharded_seconds`: the predicted seconds if each device read every weight and state whole; None if all of these
-      are whole anyway.
+    - `unsharded_seconds`: the predicted seconds if each device read every weight and state whole; None if all of
+      these are whole anyway.
     - `sending_device`: the sender of a message.
     - `is_overlapped`: whether a compute span runs during the collective before it, without a wait.
     """

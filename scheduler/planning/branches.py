@@ -31,7 +31,7 @@ MAX_PREDICTED_NODES = 100_000
 
 @dataclass(frozen=True)
 class BranchSchedule:
-    """A schedule of a graph's branches: the device of each node, the order of nodes, and the seconds of a run.
+    """The decision which device computes each node, and in which order, with the predicted seconds of a run.
 
     - `placement` maps each node to its device.
     - `order` has the nodes in the order of execution.
@@ -46,7 +46,7 @@ class BranchSchedule:
 
 
 class BranchScheduler:
-    """Schedules the independent branches of a graph on several devices, so that a run takes less time.
+    """Places independent branches of a graph, such as encoder and decoder parts, on different devices to save time.
 
     Args:
         graph: The graph to schedule.

@@ -102,7 +102,7 @@ class Candidate:
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
     def with_single_stage_lower_bound(self, built_candidate: Candidate) -> Candidate:
-        """Return the candidate with an estimate of at least the seconds of a built plan with a single stage.
+        """Return the candidate with an estimate that is at least as long as a plan with a single pipeline stage.
 
         Without pipelining, a run through several stages takes no less time than a run through one stage with all
         layers. The candidate is unchanged if `built_candidate` has several stages or another `group_sharding`.
@@ -143,7 +143,9 @@ class Candidate:
         )
 
     def compute_device_and_copy_penalised_seconds(self, single_device_bytes: float) -> float:
-        """Compute the seconds with a penalty for each doubling of devices, and one for copies of weights and states.
+        """Compute the seconds for the comparison of candidates, with penalties for more devices and for copied leaves.
+
+        There is a penalty for each doubling of devices, and one for copies of weights and states.
 
         Args:
             single_device_bytes: The bytes of weights and states that one device would store.

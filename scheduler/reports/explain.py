@@ -72,7 +72,7 @@ def _has_sharded_or_local_values(plan: Plan) -> bool:
 
 
 def format_decision_lines(plan: Plan) -> list[str]:
-    """Return the lines that explain how the plan was found, with its placement, overlap, speedups and more."""
+    """Return the lines of the report about the choice of the plan: placement, overlap, speedups and more."""
     return [
         *plan.reasons,
         *format_sharded_time_line(plan),

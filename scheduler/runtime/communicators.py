@@ -27,7 +27,10 @@ class PointToPointGroup(Protocol):
 
 
 class CollectiveGroups:
-    """The communicators of a plan with several collective groups, and with messages between all devices."""
+    """The communicators of a plan in which collectives join only some devices, and messages join any two.
+
+    An example is a pipeline of groups with tensor parallelism in each.
+    """
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from ...graph.storage.disk_cache import hash_key_to_file_name, map_cached_file, 
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The place from which a weight is loaded, which identifies its contents.
+    """Where a weight was loaded from: a file, its version and a position, which together identify the contents.
 
     - `file`: the path of the file.
     - `version`: a text that changes whenever the contents of the file change.
@@ -33,10 +33,10 @@ class WeightOrigin:
 
 
 class PackedWeightFiles:
-    """A folder of files with packed weights, which processes map into memory.
+    """A folder of weight files in the form that kernels read ("packed"), which processes map into memory.
 
-    The arguments `packing` identify how a backend packs. The arguments `share` identify the part of the weight on a
-    device.
+    So several processes share the memory, and a later start is faster. The arguments `packing` identify how a backend
+    packs. The arguments `share` identify the part of the weight on a device.
     """
 
     def __init__(self, folder: Path) -> None:

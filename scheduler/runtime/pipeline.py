@@ -54,10 +54,10 @@ def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
 
 
 class PipelinedRuns:
-    """A context in which runs of plans follow each other through the same devices as a pipeline.
+    """A context in which runs overlap: a device begins the next run while later devices still work on the last one.
 
-    Each device begins the next run as soon as it has finished its part of the last one and saved its undo data. A run
-    is final when `wait_for_outputs` has returned its outputs. All other runs are rolled back at the end.
+    A device first saves the data with which the finished run can be undone. A run is final when `wait_for_outputs`
+    has returned its outputs. All other runs are rolled back at the end.
 
     Args:
         first: A plan that runs here; all other plans have stores with the same devices.
@@ -226,7 +226,7 @@ class _PipelinedRun:
 
 
 class _FinishedRunWithUndoData(NamedTuple):
-    """A finished run that one device can undo, with the data saved for this.
+    """A run that one device has finished, with the bytes that are needed to undo it.
 
     - `run`: the run.
     - `restored_states`: states that the rollback of earlier runs restores, so nothing is saved for them here.

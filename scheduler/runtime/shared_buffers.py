@@ -11,12 +11,12 @@ from .state_view import LostStates
 
 
 class WeightCopies:
-    """The copies of one weight on devices, which all stores that bind the weight share.
+    """The copies of one weight in the memory of devices; all stores that bind the weight share them.
 
     - `version`: identifies the present contents of the weight. A copy of an old version is filled again in place, so
       compiled programs read the new contents.
-    - `is_source_lasting`: whether the source lives as long as the stores. Devices may then read its memory instead of a
-      copy.
+    - `is_source_lasting`: whether the source lives as long as the stores. Devices may then read its memory instead of
+      a copy.
     - `source`: keeps the source alive, so that its address stays part of a version.
     - `has_host_copies`: whether a device that reads host memory has a copy, because of the form or the place of the
       source. Such a copy is to be filled again before each run, since not all changes of the source are counted.
@@ -47,7 +47,7 @@ class WeightCopies:
 
 
 class SharedIntermediateValueArena:
-    """The memory for intermediate values on one device, which several plans share if they run one at a time.
+    """One buffer for the intermediate values of a device, which several plans share because they run one at a time.
 
     It grows to the size of the largest plan. `users` are the lost states of all stores that share it.
     """

@@ -167,7 +167,7 @@ def _require_condition(condition: bool, why: str) -> None:
 
 
 def _verify_stored_specs(device_plan: DevicePlan) -> None:
-    """Raise `PlanError` unless the backend of this machine would store each leaf as the plan says."""
+    """Raise `PlanError` if the backend of this machine would store a leaf in another shape or dtype than the plan."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
             stored = device_plan.backend.storage_spec(buffer.declared_spec, buffer.kind)

@@ -65,7 +65,7 @@ class TableLookupPartial:
 
 @dataclass(frozen=True, slots=True)
 class EarlierPlanShard:
-    """The layout of a weight or state that keeps its shards from an earlier plan.
+    """The layout of a weight or state that is sharded as in an earlier plan over the same memory.
 
     The shards need not be describable by factors of the new graph.
     """

@@ -158,7 +158,7 @@ class _ValueInLayout:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceIndependentNode:
-    """The part of a node that is equal on all devices: its op, its attributes, and its operands with their layouts."""
+    """The properties of a node that are equal on all devices: op, attributes, and operands with their layouts."""
 
     op: Op[Any]
     attrs: Attrs
@@ -364,7 +364,7 @@ class _DeviceEmitter:
     # ---------------------------------------------------------------------------------------------- conversions
 
     def _find_or_convert_value(self, form: _ValueInLayout) -> Value:
-        """Return a value in the given layout; emit the conversion if the device does not have it in this layout yet."""
+        """Return a value of this device in the given layout; emit the conversion if the device lacks it."""
         if (there := self.local_values.get(form)) is None:
             there = self.local_values[form] = self._emit_layout_conversion(form.value, form.layout)
         return there

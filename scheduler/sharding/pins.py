@@ -42,7 +42,7 @@ NodePins = Mapping[Node, Pin]
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """All pins of a plan: nodes on one device, and the layouts of weights and states that may not change."""
+    """All placements that the search may not change: nodes on one device, and fixed layouts of weights and states."""
 
     nodes: NodePins = field(default_factory=dict)
     leaves: Mapping[Value, Local | Replicate | EarlierPlanShard] = field(default_factory=dict)

@@ -239,7 +239,7 @@ class LayoutPropagation:
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors(self, value: Value) -> list[Factor]:
-        """List the sharded factors of a value, largest first; the first one shards a weight or state."""
+        """List the factors of a value that the plan shards, largest first; the first one shards a weight or state."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
         ordered = (

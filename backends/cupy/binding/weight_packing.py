@@ -148,7 +148,10 @@ def _make_two_bit_plane_builder(field: str, flip: int) -> Callable[[BlockArray],
 
 
 def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
-    """Swap each bit that `mask` selects with the bit that is `by` positions higher, in each number of `x`."""
+    """Swap bit i with bit ``i + by`` in each number of `x`, for each bit i that `mask` selects.
+
+    Several such swaps transpose a small matrix of bits.
+    """
     t = (x ^ x >> x.dtype.type(by)) & x.dtype.type(mask)
     return x ^ t ^ t << x.dtype.type(by)
 

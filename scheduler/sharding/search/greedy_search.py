@@ -264,7 +264,7 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_kernel_saving_per_collective_second(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Compute the kernel seconds that an added second of collectives saves; -1 if the saving is too small."""
+    """Compute the gain of sharding more factors: saved kernel seconds per added collective second; -1 if too small."""
     # Too small: with `eager`, against the added collectives; otherwise, if the total time does not decrease.
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)
@@ -420,7 +420,7 @@ def assign_shard_ranges(
     proportions: Sequence[float],
     earlier_layouts: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
 ) -> ShardRanges:
-    """Assign the indices of all sharded factors to devices, in the order of the leaf names.
+    """Divide the indices of all sharded factors (such as heads) among the devices, in the order of the leaf names.
 
     The fixed order makes related plans round alike. A leaf with a layout from an earlier plan keeps it.
 

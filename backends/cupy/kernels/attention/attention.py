@@ -310,7 +310,10 @@ class _AttentionBinder:
         )
 
     def _find_cell_variant(self, cells: DType | None) -> FewRows16BitTensorCoreVariant | None:
-        """Find the variant of `attend_cells` for few query rows over caches of the dtype `cells`, or None."""
+        """Find the sizes with which the kernel `attend_cells` (few query rows, 16-bit cache) can run, or None.
+
+        `cells` is the dtype of the KV cache.
+        """
         s = self.shape
         return next((c for c in CELL_SOURCES if c.can_process(s.key_columns, s.value_columns, cells)), None)
 

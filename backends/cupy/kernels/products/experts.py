@@ -72,7 +72,10 @@ class _GatedUnitMatch:
 
     @property
     def weights_and_results(self) -> WeightsAndResults:
-        """The weights of both matmuls with their results. The kernel writes the unit's value to the first result."""
+        """The weights of both matmuls, each with the operand that receives its result.
+
+        The kernel writes only the value of the gated unit, to the first result.
+        """
         return [(self.gate.operand(0), as_matrix(self.out)), (self.up.operand(0), as_matrix(self.up.out))]
 
 

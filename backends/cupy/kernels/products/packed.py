@@ -378,7 +378,7 @@ def quantise_and_launch_tiled_matmul(
 
 
 def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind `get_rows` on a complete packed table: only the rows with the given ids are dequantised."""
+    """Add the launches of `get_rows` on a packed quantised table; only the rows with the given ids are dequantised."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {table.shape[0]}")

@@ -179,7 +179,7 @@ def uses_chunk_kernels(rule: DeltaRuleOperands, tokens: int) -> bool:
 def allocate_key_and_value_chunk_scratch(
     launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkedDeltaRuleVariant
 ) -> tuple[Operand, Operand]:
-    """Allocate scratch for all chunks of `tokens` tokens: an array for keys, and one for data of the value heads."""
+    """Allocate scratch for the prepared data of all chunks of `tokens` tokens: an array of keys, one of value heads."""
     count = rule.sequences * count_blocks(tokens, chunk.tokens)
     keys, heads = (launches.allocate_scratch((count * n,), DType.I8) for n in _count_chunk_bytes(rule, chunk))
     return keys, heads
