@@ -81,7 +81,7 @@ class StateOperands:
         return [self.new, slots, self.new.shape[0]]
 
     def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
-        """Return the fields of the C struct `Beginning` for a launch that continues from a stored snapshot of states."""
+        """Return the fields of the C struct `Beginning` for a launch that continues from a stored snapshot."""
         return [*self.make_fields_without_newer_snapshots(snapshot), self.snapshots, 0, 0]
 
 
