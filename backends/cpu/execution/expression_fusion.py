@@ -37,7 +37,9 @@ def choose_expression_groups(flow: Dataflow) -> list[ExpressionGroup]:
     The instructions of each chosen group become a group of `flow`, which keeps them together in the execution order.
     The choice depends on the program only, not on addresses or threads.
     """
-    rules = FusionGroupingCallbacks(partial(trace_instruction, flow), has_group_kernel, estimate_prices_per_element_and_row)
+    rules = FusionGroupingCallbacks(
+        partial(trace_instruction, flow), has_group_kernel, estimate_prices_per_element_and_row
+    )
     return find_expression_groups(flow, rules)
 
 
@@ -56,7 +58,9 @@ def to_fused_expression(group: ExpressionGroup) -> FusedExpression:
 
 
 @cache
-def estimate_prices_per_element_and_row(expression: Expression, operands_with_one_number_per_row: frozenset[int]) -> tuple[int, int]:
+def estimate_prices_per_element_and_row(
+    expression: Expression, operands_with_one_number_per_row: frozenset[int]
+) -> tuple[int, int]:
     """Estimate the compute time of an expression, in bytes that a core moves in this time; over all passes over a row.
 
     Each step of the expression has the price `ARITHMETIC_PRICE` or `TRANSCENDENTAL_PRICE`.
