@@ -68,6 +68,7 @@ PARTS = (
     OptionalPart("mkdocs", read_extra("docs")),
     OptionalPart("PyTorch", ("torch==2.13.0", "expecttest"), seconds=900),
     OptionalPart("transformers", ("transformers==5.24.0",)),
+    OptionalPart("LangChain", ("langchain-openai==1.7.4",)),
     OptionalPart("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
     OptionalPart(
         "QEMU", ("qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"), system=True, has="qemu-aarch64"
