@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import select
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO
 
@@ -33,7 +35,9 @@ from .step_runner import StepRunner
 
 LOG_FORMAT = "hocket-log-3"
 MAX_READER_WAIT_SECONDS = 1.0
-"""Longest wait for the reader of a pipe, per line. The engine waits meanwhile; then the log ends."""
+"""Longest wait for the reader of a pipe, per line, and of all lines after `RequestLog.close`; then the log ends."""
+MAX_QUEUED_BYTES = 64 << 20
+"""Largest number of bytes that wait for the file; the log ends when more wait."""
 
 
 class TimeAndChecksumTape:
@@ -132,49 +136,94 @@ class TapedPool:
 
 
 class RequestLog:
-    """Writes the lines of a request log to a file or a pipe. After a write error, nothing more is written.
+    """Writes the lines of a request log to a file or a pipe, in a thread of its own: the engine never waits for it.
 
-    A line that could be written in part only is the last one; `replay` leaves it out.
+    After an error, or when more than `MAX_QUEUED_BYTES` wait, the log takes no further line. It never leaves out a line
+    before a later one, so `replay` can repeat all that it has. A line that could be written in part only is the last
+    one; `replay` leaves it out.
 
     Args:
         file: The file, from `open_log`.
-        on_error: Receives the reason when the file cannot be written.
+        on_error: Receives the reason when the file cannot be written, in the thread that finds it.
         model_options: The arguments of `Model`, as JSON values, with its file under ``model``.
     """
 
     def __init__(self, file: BinaryIO, on_error: Callable[[str], None], model_options: Mapping[str, object]) -> None:
-        self._file: BinaryIO | None = file
-        self._on_error, self.model_options = on_error, model_options
+        self._file, self._on_error, self.model_options = file, on_error, model_options
+        self._lines, self._queued_bytes = deque[bytes](), 0
+        self._changed = threading.Condition()
+        self._has_ended, self._error = False, ""
+        """Whether no further line is taken, and the reported reason for this; an empty text after `close`."""
+        self._write_until = math.inf
+        """The moment after which no line waits for the reader of a pipe."""
+        self._thread = threading.Thread(target=self._write_queued_lines, name="hocket-log", daemon=True)
+        self._thread.start()
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append a record as one line."""
-        if self._file is None:
+        """Append a record as one line, which the thread of the log writes."""
+        if self._has_ended:
             return
-        try:
-            _write_whole_line(self._file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        except OSError as error:
-            with suppress(OSError):  # the first error counts
-                self._file.close()
-            self._file = None
-            self._on_error(error.strerror or type(error).__name__)
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        with self._changed:
+            is_full = bool(self._lines) and self._queued_bytes + len(line) > MAX_QUEUED_BYTES
+            if not is_full:
+                self._lines.append(line)
+                self._queued_bytes += len(line)
+            self._changed.notify()
+        if is_full:
+            self._end(f"its reader is {MAX_QUEUED_BYTES:,} bytes behind")
 
     def close(self) -> None:
-        """Close the file. Some file systems report only now that they could not write."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self._on_error(error.strerror or type(error).__name__)
+        """Write the waiting lines, and close the file. Some file systems report only now that they could not write."""
+        with self._changed:
+            self._has_ended, self._write_until = True, time.monotonic() + MAX_READER_WAIT_SECONDS
+            self._changed.notify()
+        self._thread.join()
+
+    def _end(self, why: str) -> None:
+        """Take no further line, and report the reason, if it is the first one."""
+        with self._changed:
+            is_first, self._has_ended, self._error = not self._error, True, self._error or why
+            self._changed.notify()
+        if is_first:
+            self._on_error(why)
+
+    def _write_queued_lines(self) -> None:
+        """Write lines until the log has ended, then close the file."""
+        why = ""
+        try:
+            while line := self._wait_for_line():
+                _write_whole_line(self._file, line, min(self._write_until, time.monotonic() + MAX_READER_WAIT_SECONDS))
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+        try:
+            self._file.close()
+        except OSError as error:
+            why = why or error.strerror or type(error).__name__
+        if why:
+            self._end(why)
+
+    def _wait_for_line(self) -> bytes:
+        """Return the next line, or nothing after the end of the log."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._has_ended)
+            line = self._lines.popleft() if self._lines else b""
+            self._queued_bytes -= len(line)
+            return line
 
 
-def _write_whole_line(file: BinaryIO, line: bytes) -> None:
+def _write_whole_line(file: BinaryIO, line: bytes, until: float) -> None:
     """Write a line to an unbuffered file, in parts if the file takes only a part of it at once.
 
+    Args:
+        file: The file.
+        line: The line.
+        until: The moment until which the reader of a pipe is waited for.
+
     Raises:
-        OSError: The file cannot be written, or the reader of a pipe takes the line in no `MAX_READER_WAIT_SECONDS`.
+        OSError: The file cannot be written, or the reader of a pipe does not take the line in time.
     """
-    until, size = time.monotonic() + MAX_READER_WAIT_SECONDS, len(line)
+    size = len(line)
     poll = select.poll()
     poll.register(file, select.POLLOUT)
     while line:

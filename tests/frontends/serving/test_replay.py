@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from hocket.frontends.serving.thread import EngineOptions, EngineThread
 from hocket.graph.storage.files import open_log
 
 from ...given.fakes.fake_service import build_metadata
-from ...given.waits import wait_until
+from ...given.waits import WAIT_SECONDS, wait_until
 
 MODEL_OPTIONS: dict[str, Any] = {"context": 128, "batch": 32, "devices": "cpu:0", "threads": 2}
 
@@ -319,24 +318,47 @@ def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
     assert errors == ["No space left on device"]
 
 
-def test_a_log_to_a_full_pipe_waits_for_its_reader_and_then_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_slow_reader_of_a_log_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the engine had written the log, and had waited a second for each line."""
+    monkeypatch.setattr(request_log, "MAX_READER_WAIT_SECONDS", WAIT_SECONDS)
+    os.mkfifo(tmp_path / "pipe")
+    log = RequestLog(open_log(tmp_path / "pipe"), pytest.fail, {})
+    records = [{"text": f"{n}" * 50_000} for n in range(8)]
+    with open(tmp_path / "pipe", "rb") as reader:
+        for record in records:
+            log.write(record)  # a pipe takes only the first one
+        assert [json.loads(reader.readline()) for _ in records] == records
+        log.close()
+        assert not reader.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("MAX_READER_WAIT_SECONDS", 0.01, "its reader does not take a line of 50012 bytes within 0.01 s"),
+        ("MAX_QUEUED_BYTES", 120_000, "its reader is 120,000 bytes behind"),
+    ],
+)
+def test_a_log_whose_reader_is_too_slow_ends_without_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float, error: str
 ) -> None:
     """A write to a full pipe had been repeated for ever, and no request went on."""
+    monkeypatch.setattr(request_log, name, value)
     os.mkfifo(tmp_path / "pipe")
     errors: list[str] = []
     log = RequestLog(open_log(tmp_path / "pipe"), errors.append, {})
     records = [{"text": f"{n}" * 50_000} for n in range(8)]
     with open(tmp_path / "pipe", "rb") as reader:
-        writer = threading.Thread(target=lambda: [log.write(record) for record in records])
-        writer.start()
-        assert [json.loads(reader.readline()) for _ in records] == records
-        writer.join()
-        assert not errors
-        monkeypatch.setattr(request_log, "MAX_READER_WAIT_SECONDS", 0.01)
         for record in records:
             log.write(record)
-    assert errors == ["its reader does not take a line of 50012 bytes within 0.01 s"]
+        wait_until(lambda: bool(errors))
+        *whole, last = reader.read().split(b"\n")  # until the log closes the pipe
+        log.write(records[0])
+        log.close()
+    assert errors == [error]
+    assert [json.loads(line) for line in whole] == records[: len(whole)]
+    assert 1 <= len(whole) <= 4
+    assert last == b"" or name == "MAX_READER_WAIT_SECONDS"  # a part of a line, which a replay leaves out
 
 
 def test_a_log_that_cannot_be_written_is_reported_when_it_is_closed() -> None:
