@@ -47,6 +47,7 @@ class DraftSlotChooser:
         """Per slot the steps in a row with wrong drafts alone."""
         self._pauses = [0] * slots
         """Per slot the tokens until its next drafts."""
+        self._excluded = set[int]()
 
     def choose_slots(self, slots: Collection[int], break_even: float) -> list[int]:
         """Choose the slots of a step that get drafts, and shorten the pauses of the others by one token.
@@ -57,7 +58,7 @@ class DraftSlotChooser:
         """
         if break_even >= self._max_tokens:
             return []
-        due = [slot for slot in slots if not self._pauses[slot]]
+        due = [slot for slot in slots if not self._pauses[slot] and slot not in self._excluded]
         for slot in slots:
             self._pauses[slot] = max(0, self._pauses[slot] - 1)
         if sum(self._accepted[slot] for slot in due) > len(slots) * break_even:
@@ -73,6 +74,11 @@ class DraftSlotChooser:
         self._wrong_steps[slot] = 0 if count else self._wrong_steps[slot] + 1
         self._pauses[slot] = min(2 ** self._wrong_steps[slot] - 1, MAX_PAUSE)
 
+    def exclude_slot(self, slot: int) -> None:
+        """Choose a slot no more until it has another text."""
+        self._excluded.add(slot)
+
     def forget_slot(self, slot: int) -> None:
         """Forget the acceptance of a slot, which has another text now."""
+        self._excluded.discard(slot)
         self._accepted[slot], self._wrong_steps[slot], self._pauses[slot] = float(self._max_tokens), 0, 0

@@ -9,6 +9,7 @@ Source: Leviathan et al., 2023; `generation.speculative` does the same for one s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ....distributed import RanksError
 from ....distributed.rank_calls import RankCalls
+from ....graph.errors import HocketError, StatesLostError
 from ....graph.lazy_dataclass import dataclass
 from ...inference.prefill_chunks import F32
 from ...inference.saved_state import SavedSessionState
@@ -26,6 +29,8 @@ from ..step_runner import choose_smallest_aligned_slot_window
 from .draft_choice import DraftSlotChooser, compute_break_even_acceptance
 from .drafter import MAX_DRAFTED_WINDOW, SlotDrafter, choose_draft_bucket
 from .mtp_drafter import MtpSlotPool
+
+LOGGER = logging.getLogger("hocket.serving")
 
 
 @dataclass(slots=True)
@@ -147,7 +152,7 @@ class DraftingSlotPool(MtpSlotPool):
             break_even = self.predict_break_even_acceptance(window[1], max(len(before[slot]) for slot in tokens))
             room = self.context - self.drafter.max_tokens
             chosen = [slot for slot in self._choice.choose_slots(tokens, break_even) if len(before[slot]) < room]
-            drafts = self.drafter.draft_tokens({slot: (*before[slot], tokens[slot]) for slot in chosen})
+            drafts = self._draft_where_possible({slot: (*before[slot], tokens[slot]) for slot in chosen})
         if not drafts:
             return super().decode(tokens, before)
         new = {slot: [token, *drafts.get(slot, ())] for slot, token in tokens.items()}
@@ -157,6 +162,33 @@ class DraftingSlotPool(MtpSlotPool):
                 new[slot], rows[slot], len(before[slot]), window, self._draft_bucket
             )
         return {slot: logits[0] for slot, logits in rows.items()}
+
+    def _draft_where_possible(self, known: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
+        """Draft tokens for some slots; a slot whose drafts fail gets no drafts until it has another text.
+
+        Args:
+            known: All tokens of each slot.
+
+        Raises:
+            StatesLostError: The states of the served model are lost.
+            RanksError: A rank failed, so all ranks end.
+        """
+        try:
+            return self.drafter.draft_tokens(known)
+        except RanksError:
+            raise
+        except HocketError as error:
+            if isinstance(error, StatesLostError):
+                if self.drafter.own_pool is None:
+                    raise
+                self.drafter.rebind_plans_and_forget_slots()
+            if len(known) > 1:
+                alone = [self._draft_where_possible({slot: tokens}) for slot, tokens in known.items()]
+                return {slot: drafts for found in alone for slot, drafts in found.items()}
+            (slot,) = known
+            self._choice.exclude_slot(slot)
+            LOGGER.warning("slot %d goes on without drafts: %s", slot, " ".join(str(error).split()))
+            return {}
 
     def _drop_unsampled_drafts(self, *slots: int) -> None:
         """Drop the drafts of some slots that were not sampled, and set their recurrent states to the sampled end."""

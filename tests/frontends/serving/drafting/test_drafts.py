@@ -274,3 +274,36 @@ def test_a_refused_step_is_repeated_without_runs_of_the_draft_model(monkeypatch:
     assert not runs
     drafts = [*pool.list_evaluated_draft_tokens(0)]
     assert drafts == ModelSlotDrafter(pool.drafter.own_pool, 3).draft_tokens({1: (*prompt, token)})[1]
+
+
+def test_a_request_whose_drafts_fail_goes_on_without_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had ended with the error of the draft model."""
+    pool = make_drafting_pool("llama", "llama", 3, slots=2)
+    own = pool.drafter.own_pool
+    append, failed = own.append_tokens, list[int]()
+
+    def fail_in_slot_1(tokens: Mapping[int, list[int]], *args: object, **options: object) -> dict[int, np.ndarray]:
+        if 1 in tokens:
+            failed.append(len(tokens))
+            raise BackendError("the draft model\nhas no memory")
+        return append(tokens, *args, **options)
+
+    monkeypatch.setattr(own, "append_tokens", fail_in_slot_1)
+    params = GenerationParams(12, Sampling(), 1, frozenset())
+    prompt = prompt_of("llama")[:9]
+    requests = [GenerationRequest(name, (*prompt, token), params) for name, token in (("a", 7), ("b", 9))]
+    engine, _ = make_schedule_engine(pool)
+    for request in requests:
+        engine.submit(request)
+    events = [event for _ in range(60) for event in engine.step()]
+    alone_engine, _ = make_schedule_engine(make_pool("llama", 2))
+    assert [list_tokens(events, request.id) for request in requests] == [
+        run_alone(alone_engine, request) for request in requests
+    ]
+    ends = {event.request: event for event in events if isinstance(event, EndEvent)}
+    assert [ends[name].reason for name in "ab"] == ["length", "length"]
+    assert ends["a"].timing.drafted_tokens > 0 == ends["b"].timing.drafted_tokens
+    assert caplog.messages == ["slot 1 goes on without drafts: the draft model has no memory"]
+    assert len(failed) <= 2  # one run of both slots, and one of slot 1 alone
