@@ -164,7 +164,7 @@ class DraftingSlotPool(MtpSlotPool):
         return {slot: logits[0] for slot, logits in rows.items()}
 
     def _draft_where_possible(self, known: Mapping[int, tuple[int, ...]]) -> dict[int, list[int]]:
-        """Draft tokens for some slots; a slot whose drafts fail gets no drafts until it has another text.
+        """Draft tokens for some slots; after a failure, a slot gets no drafts until it has another text.
 
         Args:
             known: All tokens of each slot.
