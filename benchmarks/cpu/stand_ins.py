@@ -42,9 +42,6 @@ OP_BUILDERS: Mapping[str, Callable[[], Value]] = {
     "group_norm": lambda: ops.group_norm(make_input("x", 32, 64, 64), groups=8, eps=1e-5),
     "scatter": lambda: ops.scatter(make_input("x"), make_input("i", dtype="i32"), make_input("y")),
     "gather": lambda: ops.gather(make_input("x"), make_input("i", dtype="i32")),
-    "lightning_indexer": lambda: ops.lightning_indexer(
-        make_input("q", 128, 16, 64), make_input("k", 1024, 64), make_input("w", 128, 16), make_input("m", 128, 1024)
-    ),
     "solve_tri": lambda: ops.solve_tri(make_input("a", 16, 64, 64), make_input("b", 16, 64, 64)),
     "timestep_embedding": lambda: ops.timestep_embedding(make_input("x", ROWS), dim=320),
     "argsort": lambda: ops.argsort(make_input("x")),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 NUMPY_SLOWDOWNS: Mapping[str, float] = MappingProxyType(
     {
         **{"argsort": 110.0, "timestep_embedding": 40.0, "solve_tri": 37.0},
-        **{"lightning_indexer": 7.0, "gather": 6.0, "scatter": 5.0},
+        **{"gather": 6.0, "scatter": 5.0},
         **{"diag": 3.5, "group_norm": 3.0, "tri": 2.0},
     }
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ...kernel_tables import concatenate_list_tables, merge_disjoint_tables
 from ..steps.step_table import FusionMatcher, InstructionBinder
 from . import collectives
-from .attention import bind_attention
+from .attention import bind_attention, lightning_indexer
 from .matmul import gated_matmul_few, gated_matmul_many, gated_moe_amx, gated_units, moe_matmul, packed_matmul
 from .recurrent import gated_delta_net, linear_attention, selective_scan, short_convolution, sliding_windows
 from .rows import gather_scatter, norms, reductions, rope
@@ -21,6 +21,7 @@ BINDINGS: Mapping[str, InstructionBinder] = merge_disjoint_tables(
     gather_scatter.BINDINGS,
     rope.BINDINGS,
     bind_attention.BINDINGS,
+    lightning_indexer.BINDINGS,
     collectives.BINDINGS,
     moe_matmul.BINDINGS,
     gated_delta_net.BINDINGS,

@@ -39,9 +39,7 @@ LOG2_E = math.log2(math.e)
 Addresses = npt.NDArray[np.int64]
 
 
-def _compute_addresses_of_index_combinations(
-    x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]
-) -> Addresses:
+def compute_addresses_of_index_combinations(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
     """Compute the addresses of the elements of `x` at all combinations of the given indices.
 
     Args:
@@ -121,24 +119,24 @@ def _build_head_address_table(
         missing = count - (len(mask.shape) - 2 - own)
         axes = [(i - missing, index) for i, index in outer[missing:]]
         mask_addresses = (
-            _compute_addresses_of_index_combinations(mask, [*axes, (len(axes), every)])
+            compute_addresses_of_index_combinations(mask, [*axes, (len(axes), every)])
             if own
-            else _compute_addresses_of_index_combinations(mask, axes)[..., None]
+            else compute_addresses_of_index_combinations(mask, axes)[..., None]
         )
     slopes = [float32_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _read_float_attribute(call, "max_bias"))]
     none = np.full(1, -np.inf, np.float32)
     key_axes = [*outer, (count + 1, group)] if table is None else [(1, group)]
     columns = (
-        _compute_addresses_of_index_combinations(q, [*outer, (count + 1, every)]),
-        _compute_addresses_of_index_combinations(k, key_axes),
-        _compute_addresses_of_index_combinations(v, key_axes),
+        compute_addresses_of_index_combinations(q, [*outer, (count + 1, every)]),
+        compute_addresses_of_index_combinations(k, key_axes),
+        compute_addresses_of_index_combinations(v, key_axes),
         mask_addresses,
-        _compute_addresses_of_index_combinations(call.out, [*outer, (count + 1, every)]),
+        compute_addresses_of_index_combinations(call.out, [*outer, (count + 1, every)]),
         np.array(slopes),
         np.array(steps.constant(none).address)
         if sinks is None
-        else _compute_addresses_of_index_combinations(sinks, [(0, every)]),
-        np.array(0) if table is None else _compute_addresses_of_index_combinations(table, outer)[..., None],
+        else compute_addresses_of_index_combinations(sinks, [(0, every)]),
+        np.array(0) if table is None else compute_addresses_of_index_combinations(table, outer)[..., None],
     )
     return np.stack(np.broadcast_arrays(*columns), -1).astype(np.int64)
 
