@@ -18,7 +18,11 @@ from ..ops import REGISTRY, Op
 from .cases.case import DECLARATION_CHECK, Case, get_tested_op, list_tested_op_names
 from .cases.grow_shapes import FEW_ELEMENTS, LONG_AXIS, count_axes_with_distinct_ids, grow_cases_from_samples
 from .cases.inputs import select_relevant_input_kinds
-from .cases.operand_layouts import find_in_place_operand_and_duplicate, find_layout_by_name
+from .cases.operand_layouts import (
+    find_in_place_operand_and_duplicate,
+    find_layout_by_name,
+    list_packed_state_operands,
+)
 from .checks import zero_propagation
 from .checks.metamorphic import list_metamorphic_checks
 
@@ -45,6 +49,8 @@ def select_relevant_layouts(case: Case) -> tuple[str, ...]:
         layouts.append("inplace")
     if find_in_place_operand_and_duplicate(op, specs, attrs) is not None:
         layouts += ["twin", "overlap"]
+    if list_packed_state_operands(op, specs, attrs):
+        layouts.append("state")
     return tuple(layouts)
 
 

@@ -18,7 +18,7 @@ from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
 from ...ops.composite.references import COMPOSITE_DECLARATIONS
 
-LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin", "overlap")
+LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin", "overlap", "state")
 INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
 
 DECLARATION_CHECK = "declaration"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ... import ops
 from ...graph.attrs import Attrs
+from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES
 from ...graph.node import Value
 from ...graph.spec import Spec
 from ...ops import Op
@@ -118,7 +119,7 @@ def find_layout_by_name(spec: Spec, layout: str, distinct_axes: int = 0) -> Oper
         layout: name of the layout.
         distinct_axes: number of last axes within which entries must differ, so that they do not share memory.
     """
-    if layout in ("contiguous", "inplace", "twin", "overlap"):
+    if layout in ("contiguous", "inplace", "twin", "overlap", "state"):
         return _make_whole_leaf_layout(spec)
     if 0 in spec.shape and layout == "broadcast":
         return None
@@ -149,6 +150,20 @@ def find_in_place_operand_and_duplicate(op: Op, specs: Mapping[str, Spec], attrs
             if is_equal and specs[other].size:
                 return one, other
     return None
+
+
+def list_quantisable_operands(op: Op, attrs: Attrs) -> frozenset[str]:
+    """Return the names of the operands that may have any quantised dtype, as weights have."""
+    operands = op.signature_for(attrs).operands
+    return frozenset(o.name for o in operands if {*o.dtypes} == {*FLOAT_DTYPES, *QUANTISED_DTYPES})
+
+
+def list_packed_state_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> frozenset[str]:
+    """Return the names of the operands that may be states in quantised blocks, as a KV cache is."""
+    if op.is_view:
+        return frozenset()
+    packed = {n for n, s in specs.items() if s.dtype.is_quantised and s.dtype in STATE_DTYPES and s.size}
+    return frozenset(packed - list_quantisable_operands(op, attrs))
 
 
 def compute_shape_in_units(spec: Spec) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import graph as g
 from ...backends.base import Backend, Device
-from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
+from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import COMPOSITE_OPS, REGISTRY, verify
@@ -27,6 +27,8 @@ from ..cases.operand_layouts import (
     build_leaf_array,
     find_in_place_operand_and_duplicate,
     find_layout_or_contiguous,
+    list_packed_state_operands,
+    list_quantisable_operands,
     make_overlapping_layouts,
 )
 
@@ -41,7 +43,7 @@ class CaseGraph:
     """A case as a graph with one node of the op, or with the nodes that a composite op builds.
 
     `operand_layouts` has the layout of each operand in its leaf, and `leaf_names` the names of leaves of other operands
-    in which an operand lies.
+    in which an operand lies. `states` are leaves that a run reads and may change.
     """
 
     case: Case
@@ -50,6 +52,7 @@ class CaseGraph:
     operand_layouts: Mapping[str, OperandLayout]
     weights: frozenset[str]
     leaf_names: Mapping[str, str]
+    states: frozenset[str]
 
     def build_leaf_arrays(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
         """Build the array of each leaf from its operands; entries outside of the operands are `filler`.
@@ -75,11 +78,13 @@ def build_case_graph(case: Case) -> CaseGraph:
     """Build the graph of `case`.
 
     A leaf is a weight if its operand is quantised, if it may be quantised and is contiguous, or if it is a 16-bit
-    cached key or value. Backends keep cached keys and values of 16 bits as they are. All other leaves are inputs.
+    cached key or value. Backends keep cached keys and values of 16 bits as they are. In the layout ``state``, quantised
+    operands that are no weights are states; a result that replaces one is its new value. All other leaves are inputs.
     """
     op, attrs = case.op_declaration, case.attributes_with_defaults
     operands_of = op.signature_for(attrs).operands
-    quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOAT_DTYPES, *QUANTISED_DTYPES}}
+    quantisable = list_quantisable_operands(op, attrs)
+    states = list_packed_state_operands(op, case.specs, attrs) if case.layout == "state" else frozenset()
     changed = {name for _, name in op.inplace_pairs(attrs)}
     cached = {o.name for o in operands_of if {*STATE_DTYPES} == {*o.dtypes} and o.name not in changed}
     layouts: dict[str, OperandLayout] = {}
@@ -89,7 +94,8 @@ def build_case_graph(case: Case) -> CaseGraph:
         how = find_layout_or_contiguous(spec, case.layout, count_axes_with_distinct_ids(op, attrs, name))
         is_weight = spec.dtype.is_quantised or (name in quantisable and case.layout == "contiguous")
         is_weight |= name in cached and spec.dtype in (DType.F16, DType.BF16)
-        leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
+        make_leaf = g.state if name in states else g.weight if is_weight else g.input
+        leaf = make_leaf(name, how.leaf.shape, how.leaf.dtype)
         layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
     leaf_names = {}
     pair = find_in_place_operand_and_duplicate(op, case.specs, attrs) if case.layout in ("twin", "overlap") else None
@@ -113,7 +119,8 @@ def build_case_graph(case: Case) -> CaseGraph:
     outputs = {f"{RESULT_PREFIX}{i}": v for i, v in enumerate(results)}
     outputs |= {f"{LIVE_LEAF_PREFIX}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
     weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")
-    return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights, leaf_names)
+    updates = {leaves[n]: results[r] for r, n in op.inplace_pairs(attrs) if n in states}
+    return CaseGraph(case, Graph(outputs, updates), results[0].node, layouts, weights, leaf_names, states)
 
 
 def find_unsupported_reason(graph: Graph, backend: Backend, device: Device) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
+from ...backends.base import Backend, BufferSpec, Device, Program, Tensor, contiguous_strides
 from ...graph.dtypes import DType
 from ...graph.node import view_constant_array
-from ...ops.quantisation import decode_array, encode_array
+from ...ops.quantisation import decode_array, dequantise, encode_array
 from ...scheduler import DevicePlan, SingleDeviceComm
+from ..cases.inputs import as_block_bytes
 from ..cases.operand_layouts import Array
 
 ALIGNMENT = 64
@@ -105,6 +106,8 @@ class GuardedProgram:
         self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
         for start, end in self.regions:
             self._free[start:end] = False
+        self._updated_buffers = {t.buffer for i in self.program.instructions for t in i.dst}
+        """States that instructions replace, and the arena."""
         self._loaded_bytes = {n: copy_to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
@@ -145,15 +148,31 @@ class GuardedProgram:
                     self._bytes[self.arena][start:end] = pattern
 
     def encode_and_write_inputs(self, inputs: Mapping[str, Array]) -> None:
-        """Write the input leaves to device memory, encoded in their dtypes.
+        """Write the inputs and states to device memory, encoded in their dtypes.
 
         Args:
-            inputs: arrays by name: float64 values of the declared dtype, or integers.
+            inputs: arrays by name: float64 values of the declared dtype, integers, or quantised blocks of states.
         """
         for name, tensor in self.program.inputs.items():
             view = self.backend.view(self.buffers[tensor.buffer], tensor)
             data = inputs[name]
             view[...] = encode_array(data, tensor.dtype)
+        for number, spec in enumerate(self.program.buffers):
+            if spec.kind == "state":
+                self._write_state(number, inputs[spec.name])
+
+    def _write_state(self, number: int, blocks: Array) -> None:
+        """Write the quantised blocks of a state to its buffer: their bytes, or their numbers in the stored dtype."""
+        spec = self.program.buffers[number]
+        declared, stored = spec.declared_spec, spec.stored_spec
+        assert declared is not None
+        assert stored is not None
+        data = as_block_bytes(blocks, declared)
+        if stored.dtype is not declared.dtype:
+            data = encode_array(dequantise(data, declared.dtype), stored.dtype)
+        tensor = Tensor(number, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype)
+        self.backend.view(self.buffers[number], tensor)[...] = data
+        self._loaded_bytes[number] = copy_to_host(self._bytes[number])
 
     def read_program_input_bytes(self, arena_copy: Array) -> dict[str, bytes]:
         """Read the bytes of each input leaf from a copy of the arena."""
@@ -183,8 +202,9 @@ class GuardedProgram:
             )
             return f"{wrong.size} bytes were written outside of all values, the first {where} of one"
         for number, before_bytes in self._loaded_bytes.items():
-            if not np.array_equal(copy_to_host(self._bytes[number]), before_bytes):
-                spec = self.program.buffers[number]
+            spec = self.program.buffers[number]
+            first = spec.nbytes if number in self._updated_buffers else 0
+            if not np.array_equal(copy_to_host(self._bytes[number])[first:], before_bytes[first:]):
                 return f"{spec.kind} %{spec.name} or the {GUARD_BYTES} bytes after it were written"
         return None
 

@@ -119,10 +119,9 @@ def save_failure_arrays(result: Result, folder: Path, backend: Backend, device: 
     with suppress(NoReference, NotImplementedError):
         runnable_case = make_runnable_case_with_random_operands(case)
         arrays |= {f"operand_{n}": as_stored_weight(a, case.specs[n]) for n, a in runnable_case.units.items()}
-        arrays |= {
-            f"expected_{n}": np.asarray(w)
-            for n, w in enumerate(runnable_case.compute_expected_result_by_reference(backend).arrays)
-        }
+        expected = runnable_case.compute_expected_result_by_reference(backend).arrays
+        runnable_case.round_results_in_packed_states(expected, backend)
+        arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(expected)}
         with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
             arrays |= {
                 f"got_{n}": g for n, g in enumerate(runnable_case.run_and_make_comparison_masks(backend, device)[0])

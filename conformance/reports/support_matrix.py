@@ -15,6 +15,7 @@ from ...graph.errors import HocketError
 from ...ops import REGISTRY, Op
 from ..cases.case import Case
 from ..cases.grow_shapes import grow_cases_from_samples
+from ..cases.operand_layouts import list_packed_state_operands
 from ..checks.case_graph import build_case_graph, build_verified_device_plan, find_unsupported_reason
 from ..generate_cases import DeclarationFaultError, convert_errors_to_declaration_faults
 
@@ -100,7 +101,8 @@ def _build_support_row(op: Op[Any], loaded: Mapping[str, tuple[Backend, Device]]
 def _computes_all_cases_with_numpy(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
     """Return whether NumPy computes all supported cases, in a backend that otherwise compiles kernels.
 
-    Cases with empty results are ignored: they call no kernel.
+    Quantised operands that may be states are states, as a KV cache is. Cases with empty results are ignored: they call
+    no kernel.
     """
     if not isinstance(backend, ListsKernels):
         return False
@@ -108,7 +110,9 @@ def _computes_all_cases_with_numpy(cases: Sequence[Case], backend: Backend, devi
     for case in cases:
         if case.op_declaration.is_view or _find_unsupported_reason(case, backend, device):
             continue
-        calls = build_verified_device_plan(build_case_graph(case).graph, backend, device).predicted_kernel_calls
+        has_states = list_packed_state_operands(case.op_declaration, case.specs, case.attributes_with_defaults)
+        graph = build_case_graph(case.with_settings(layout="state") if has_states else case).graph
+        calls = build_verified_device_plan(graph, backend, device).predicted_kernel_calls
         if calls and all(called.kernel != STAND_IN for called in calls):
             return False
         stands_in |= bool(calls)
