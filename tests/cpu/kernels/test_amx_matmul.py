@@ -25,6 +25,7 @@ from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.simd import amx
 from hocket.backends.cpu.steps.work_queue import QUEUE_BYTES
 from hocket.graph.dtypes import DType
+from hocket.ops.block_layouts import BLOCK_LAYOUTS
 from hocket.ops.quantisation import bf16_to_f32, dequantise
 
 from ...given.packed_rows import aligned_scratch, call, pack_rows, round_to_bf16, target_of, tile_operands
@@ -124,6 +125,27 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
     size = np.abs(v) @ np.abs(w).T
     assert (np.abs(y[:, :rows] - v @ w.T) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_scale_or_an_activation_that_is_no_number_reaches_its_row_and_column_only(scale: float):
+    """NaN and infinities are where the product in float64 has them. All other results are numbers."""
+    raw, x = random_rows(DType.Q8_0, 40, 256, RNG), RNG.standard_normal((33, 256)).astype(np.float32)
+    raw.view(BLOCK_LAYOUTS[DType.Q8_0]).reshape(40, -1)["d"][[5, 38], [3, 7]] = scale
+    x[3, 70], x[32, 255] = np.nan, np.inf
+    weight, taken = pack_rows(DType.Q8_0, raw, 256), make_amx_weight_type(DType.Q8_0)
+    tiles = target_of(x, taken.activation_kind)
+    pitch = compute_quantised_activation_bytes(1, 256, taken.activation_kind)
+    scratch, tickets = aligned_scratch(amx_matmul.SCRATCH_BYTES), np.zeros(QUEUE_BYTES, np.uint8)
+    y = np.zeros((33, 40), np.float32)
+    own = (weight, raw.shape[1], 40, 256, tiles, pitch, 33, y, y.strides[0], scratch, tickets)
+    assert call(amx_matmul.make_many_row_amx_matmul_kernel(taken), *own, thread=0, threads=1) == 0
+    w, v = tile_operands(DType.Q8_0, dequantise(raw, DType.Q8_0)), tile_operands(DType.Q8_0, x)
+    with np.errstate(invalid="ignore"):
+        expected = v @ w.T
+    assert np.isfinite(expected).sum() == 31 * 38
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        assert np.array_equal(test(y), test(expected))
 
 
 @pytest.mark.nightly(cases=1)
