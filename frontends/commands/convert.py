@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ...graph.storage.files import require_writable
 from ..open_model import open_model
@@ -16,7 +17,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable(args.output)
+    require_writable(args.output, (path for path in Path(args.folder).glob("*") if path.suffix != ".gguf"))
     open_model(args.folder)  # raises if the folder is no complete model
     tensors, size = write_folder_as_gguf(args.folder, args.output)
     write_line_to_stderr(f"{args.output}: {tensors} tensors, {size} bytes")

@@ -13,8 +13,8 @@ from ...graph.dtypes import DTYPE_BY_NAME, DType
 from ...graph.storage.files import require_writable
 from ...graph.validation import did_you_mean
 from ..flag_values import parse_positive
-from ..gguf import open_gguf
 from ..gguf.mapped_file import format_name_for_message
+from ..open_model import open_model_file
 from ..quantisation.conversion import ConversionPlan, TensorConversion, plan_conversion, write_model
 from ..quantisation.file_types import FILE_TYPES, find_writable_dtype, parse_file_type
 from ..quantisation.importance import read_gguf_importance_matrix
@@ -27,7 +27,11 @@ MEBIBYTE = 1 << 20
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
-    add("model", metavar="IN", help="GGUF file of f32, f16 or bf16 weights; of several files the first one")
+    add(
+        "model",
+        metavar="IN",
+        help="Hugging Face folder or GGUF file of f32, f16 or bf16 weights; of several files the first one",
+    )
     add("output", metavar="OUT", help="GGUF file to write")
     add("type", metavar="TYPE", help=describe_file_types_grouped_by_bits())
     add("--pure", action="store_true", help="give all matrices the same dtype, without the mixture of the type")
@@ -87,7 +91,7 @@ def parse_regex_and_dtype(text: str) -> tuple[re.Pattern[str], DType]:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    file_type, model = parse_file_type(args.type), open_gguf(args.model)
+    file_type, model = parse_file_type(args.type), open_model_file(args.model)
     request = TypeRequest(
         file_type,
         is_pure=args.pure,

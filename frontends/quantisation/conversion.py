@@ -34,6 +34,7 @@ from ..gguf.writer import (
     read_encoded_metadata_pairs,
     write_padded_tensor,
 )
+from ..safetensors import is_model_folder, read_encoded_folder_pairs
 from .importance import ImportanceMatrix, Importances
 from .type_choice import (
     EMBEDDING_NAMES,
@@ -247,9 +248,9 @@ def _group_by_source_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
 
 def _create_first_file_metadata_pairs(plan: ConversionPlan) -> dict[str, bytes]:
     """Return the metadata of the first file: the pairs of the model, with the facts of this conversion."""
-    pairs = {
-        k: v for k, v in read_encoded_metadata_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")
-    }
+    is_folder, path = is_model_folder(plan.model.path), plan.model.path
+    encoded = read_encoded_folder_pairs(path) if is_folder else read_encoded_metadata_pairs(plan.model.part_paths[0])
+    pairs = {key: pair for key, pair in encoded.items() if not key.startswith("split.")}
     values: list[tuple[str, MetadataType, int | str]] = [
         ("general.quantization_version", MetadataType.UINT32, QUANTISATION_VERSION),
         ("general.file_type", MetadataType.UINT32, plan.request.file_type.number),

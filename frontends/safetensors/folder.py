@@ -75,6 +75,11 @@ def write_folder_as_gguf(path: str | os.PathLike[str], output: str | os.PathLike
     return len(tensors), size
 
 
+def read_encoded_folder_pairs(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the metadata pairs of the GGUF file of a folder as bytes, by their keys; raise `ModelError` as above."""
+    return encode_metadata_pairs(_read_folder(Path(path))[0])
+
+
 def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tuple[Path, ...]]:
     config = read_language_config(read_json(folder / CONFIG_NAME))
     family = choose_family(config)

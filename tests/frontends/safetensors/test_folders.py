@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from hocket.cli import main
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -41,6 +42,25 @@ def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_
     # the rows of a head of 4 go from halves (0, 1 | 2, 3) to pairs (0, 2), (1, 3)
     assert np.array_equal(mapped.tensors["blk.0.attn_q.weight"].stored_elements, rows[[0, 2, 1, 3, 4, 6, 5, 7]])
     assert open_model(folder).vocabulary_size == 400
+
+
+def test_a_folder_and_its_gguf_file_are_quantised_to_the_same_bytes(tmp_path):
+    folder, file = write_folder(tmp_path / "tiny"), tmp_path / "tiny.gguf"
+    write_folder_as_gguf(folder, file)
+    for number, source in enumerate((folder, file)):
+        assert main(["quantize", str(source), str(tmp_path / f"{number}.gguf"), "F16"]) == 0
+    assert (tmp_path / "0.gguf").read_bytes() == (tmp_path / "1.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_folder_is_not_converted_to_one_of_its_files(name, tmp_path, capsys):
+    folder = write_folder(tmp_path / "tiny")
+    before = (folder / name).read_bytes()
+    assert main(["convert", str(folder), str(folder / name)]) == 2
+    assert "would replace a file that is read here" in capsys.readouterr().err
+    assert (folder / name).read_bytes() == before
+    for _ in range(2):
+        assert main(["convert", str(folder), str(folder / "tiny.gguf")]) == 0
 
 
 @pytest.mark.parametrize(
