@@ -34,7 +34,7 @@ def choose_fastest_plan_with_penalties(plan_builder: PlanBuilder) -> Plan:
     alone, use, graph = plan_builder.build_mainly_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
-    hardware = _fit_launch_cost_to_plan(costs, among)
+    hardware = fit_launch_costs_to_plan(costs, among)
     estimator = None if use is None else OptimisticWorkloadEstimator(use, hardware)
     scorer = (
         score_by_run_time_without_phrase
@@ -87,7 +87,7 @@ def _list_multi_device_candidates(
         plan_builder: The request, for all devices.
         single_device_plan: The plan of one device.
         single_device_bytes: Bytes of weights and states on one device.
-        hardware: The hardware that `_fit_launch_cost_to_plan` returned.
+        hardware: The hardware that `fit_launch_costs_to_plan` returned.
         costs: The work of each node.
     """
     devices = len(plan_builder.group)
@@ -193,7 +193,7 @@ def _make_sharded_and_layer_candidates(
         plan_builder: The request.
         single_device_plan: The plan of one device.
         single_device_bytes: Bytes of weights and states on one device.
-        hardware: The hardware that `_fit_launch_cost_to_plan` returned.
+        hardware: The hardware that `fit_launch_costs_to_plan` returned.
     """
     count, room = len(plan_builder.group), _find_smallest_device_memory(plan_builder)
     seen = {frozenset[Factor]()}
@@ -285,11 +285,18 @@ def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
     return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
 
 
-def _fit_launch_cost_to_plan(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
-    """Fit the launch cost of the hardware model, so that the times of all nodes add up to the time of a plan.
+def fit_launch_costs_to_plan(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
+    """Scale all launch costs of the hardware model, so that the times of all nodes add up to the time of a plan.
 
-    The plan is for one device. The default launch cost is wrong there, because fused nodes share a launch and state
-    saves add launches.
+    The plan is for one device. The launch costs of the model are wrong there, because fused nodes share a launch, some
+    nodes need several launches, and state saves add launches.
     """
-    work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
-    return replace(costs.hardware, launch=max(0.0, single_device_plan.cost.total - work) / max(1, len(costs.node_work)))
+    hardware, works = costs.hardware, costs.node_work.values()
+    work = sum(hardware.compute_seconds(*done, launches=0.0) for done in works)
+    launches = sum(hardware.compute_seconds(*done) for done in works) - work
+    scale = max(0.0, single_device_plan.cost.total - work) / launches if launches > 0 else 0.0
+    return replace(
+        hardware,
+        launch=hardware.launch * scale,
+        op_launch={op: seconds * scale for op, seconds in hardware.op_launch.items()},
+    )

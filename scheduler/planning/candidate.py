@@ -68,10 +68,16 @@ class Candidate:
 
         The plan of `other` shows its error. This candidate must have no plan yet. Two estimates of the factor search
         have the same bias. So have two estimates that assume pipelining, if this candidate has at least as many
-        stages; with fewer stages, estimates are more optimistic.
+        stages; with fewer stages, estimates are more optimistic. An estimate with pipelining and one without it have
+        different biases.
         """
-        if other.assumes_pipelining:
-            return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
+        if self.assumes_pipelining or other.assumes_pipelining:
+            return (
+                self.plan is None
+                and self.assumes_pipelining
+                and other.assumes_pipelining
+                and self.stage_count >= other.stage_count
+            )
         return self.plan is None and other.is_from_search and self.is_from_search
 
     def with_correction_if_stronger(self, time_ratio: float) -> Candidate:

@@ -207,10 +207,10 @@ class OptimisticWorkloadEstimator:
             device_count: The number of devices.
         """
         if (sequence_count, token_count) not in self._seconds_by_run:
-            done = AssignmentCost(
-                self.workload.build_graph(sequence_count, token_count), 1, self.hardware
-            ).node_work.values()
+            graph = self.workload.build_graph(sequence_count, token_count)
+            done = AssignmentCost(graph, 1, self.hardware).node_work.values()
             work = sum(self.hardware.compute_seconds(*each, launches=0.0) for each in done)
-            self._seconds_by_run[sequence_count, token_count] = work, len(done) * self.hardware.launch
+            launches = sum(self.hardware.compute_seconds(*each) for each in done) - work
+            self._seconds_by_run[sequence_count, token_count] = work, launches
         work, launches = self._seconds_by_run[sequence_count, token_count]
         return work / device_count + launches

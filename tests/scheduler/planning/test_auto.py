@@ -16,7 +16,9 @@ from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE, Estimate
 from hocket.scheduler.costs.simulated_devices import parse_simulated_group
+from hocket.scheduler.planning.auto_candidates import fit_launch_costs_to_plan
 from hocket.scheduler.planning.candidate import Candidate, choose_plan_with_fewest_missing_bytes
+from hocket.scheduler.sharding.cost import AssignmentCost
 
 from ...given.models.large_headers import llama_8b, llama_70b, qwen_80b
 from ...given.plans.ways import SLOW
@@ -152,6 +154,25 @@ def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
         1.0,
     )
     assert built == planned
+
+
+def test_an_estimate_with_pipelining_is_not_corrected_by_a_plan_without():
+    (one, _), (stages, built) = make_candidate("one", 4, 1e-9, 1.0), make_candidate("stages", 4, 2e-9, 1.0)
+    stages = replace(stages, is_from_search=True, assumes_pipelining=True, stage_count=2)
+    choose_plan_with_fewest_missing_bytes([replace(one, is_from_search=True), stages], 1.0)
+    assert built == ["stages"]
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_launch_costs_are_fitted_so_that_nodes_take_the_time_of_the_plan(tmp_path, tokens):
+    """Check with launches that have their own cost in each class, as GPUs have."""
+    graph, _ = read_step_graph_and_context(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=tokens)
+    simulation = parse_simulated_group("h200:1")
+    hardware = simulation.hardware_for(graph)
+    plan, costs = plan_for_group(graph, simulation.group, hardware=hardware), AssignmentCost(graph, 1, hardware)
+    fitted = fit_launch_costs_to_plan(costs, plan)
+    assert fitted.op_launch
+    assert sum(fitted.compute_seconds(*work) for work in costs.node_work.values()) == pytest.approx(plan.cost.total)
 
 
 @pytest.mark.parametrize(("devices", "follows", "planned"), [(4, False, []), (4, True, ["all"]), (2, False, ["all"])])

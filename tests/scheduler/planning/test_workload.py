@@ -46,8 +46,14 @@ def test_layers_are_taken_where_micro_batches_keep_devices_busy_that_a_slow_link
 
 @pytest.mark.long
 def test_models_are_sharded_where_links_are_fast(tmp_path):
-    plan, _ = layout(tmp_path, "h200:4,nvlink", 16)
+    plan, _ = layout(tmp_path, "h200:4,nvlink", 8)
     assert any(reason.startswith("taken: cut") for reason in plan.reasons), plan.reasons
+
+
+def test_halves_of_a_machine_that_follow_each_other_are_built_though_a_single_stage_missed_its_estimate(tmp_path):
+    plan, _ = layout(tmp_path, "h200:4,nvlink", 16, layers=2)
+    taken = "taken: layers across 2 teams, cut within each (in 2 micro-batches"
+    assert any(reason.startswith(taken) for reason in plan.reasons), plan.reasons
 
 
 @pytest.mark.long
