@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from types import UnionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
@@ -57,12 +57,16 @@ LEAF_KINDS: Mapping[object, ArgumentKind] = {
 """The argument kinds of the types without fields that need a check."""
 
 
-def describe_field_fault(record: object) -> str:
+def describe_field_fault(record: object, checked: Iterable[object] = ()) -> str:
     """Describe the first field with a value of a wrong type, in a record such as a plan or in records inside it.
 
     The text names the record class, the field, the value, the need and the path. It is empty if all types are right.
+
+    Args:
+        record: The record.
+        checked: Records below it that are left out.
     """
-    fault = _build_check_of_annotation(cast(Hashable, type(record)))(record, set())
+    fault = _find_field_check(cast(Hashable, type(record)))(record, set(map(id, checked)))
     if fault is None:
         return ""
     return f"{fault.field} is {format_value(fault.value)} at {fault.path[1:]}; it must be {fault.need}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -422,12 +423,15 @@ def test_every_public_function_is_called_here():
     public = {n for n, f in ours.items() if callable(f)}
     errors = {n for n in public if n.endswith("Error")}
     assert public - errors - DECLARING - RECORDS - MAPPINGS - set(BUILDERS) - WITH_EXTRAS <= named
-    for kind, right in ((hocket.Graph, "Graph"), (hocket.Store, "Store"), (hocket.Executor, "Executor")):
+    for kind, right in (
+        *((hocket.Graph, "Graph"), (hocket.Plan, "Plan")),
+        *((hocket.Store, "Store"), (hocket.Executor, "Executor")),
+    ):
         methods = {n for n, f in vars(kind).items() if not n.startswith("_") and callable(f) and _has_arguments(f)}
         covered = {c.split()[0].rstrip(",") for c in CASES}
         assert {f"{right}.{m}" for m in methods} <= covered, kind
 
 
 def _has_arguments(function: Any) -> bool:
-    plain = getattr(function, "__wrapped__", function)
+    plain = inspect.unwrap(function)
     return plain.__code__.co_argcount + plain.__code__.co_kwonlyargcount > 1

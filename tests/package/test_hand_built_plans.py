@@ -1,0 +1,104 @@
+"""Every method and property of a plan that was built by hand with a wrong field raises an error of hocket."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops, scheduler
+from hocket.backends import base
+from hocket.graph.old_names import RenamedAttribute
+from hocket.scheduler.ir.layout import Shard
+
+WRONG_VALUES = (None, "a", -1, (), {}, 2**100)
+
+
+@cache
+def right_plan() -> hocket.Plan:
+    x, w = hocket.input("x", (3, 4)), hocket.weight("w", (8, 4))
+    return hocket.plan(hocket.Graph({"y": ops.silu(ops.mul_mat(w, x))}), "numpy:0,numpy:1", split_mode="tensor")
+
+
+def replace_each_field(record: Any) -> Iterator[Any]:
+    """Yield the record with a wrong value in one field, for each field and value."""
+    for field in dataclasses.fields(record):
+        for value in WRONG_VALUES if field.init else ():
+            try:
+                yield dataclasses.replace(record, **{field.name: value})
+            except hocket.HocketError:
+                continue  # the constructor refuses the value
+
+
+def build_wrong_plans() -> Iterator[hocket.Plan]:
+    """Yield plans with a wrong value in a field of the plan, a device plan, a program, an instruction or a tensor."""
+    plan = right_plan()
+    one, *others = plan.device_plans
+    program = one.program
+    first, *later = program.instructions
+    firsts = [*replace_each_field(first)]
+    firsts += [dataclasses.replace(first, dst=(tensor,)) for tensor in replace_each_field(first.dst[0])]
+    programs = [*replace_each_field(program)]
+    programs += [dataclasses.replace(program, instructions=(each, *later)) for each in firsts]
+    device_plans = [*replace_each_field(one), *(dataclasses.replace(one, program=each) for each in programs)]
+    yield from replace_each_field(plan)
+    yield dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, flops=0.0))
+    yield from (dataclasses.replace(plan, device_plans=(each, *others)) for each in device_plans)
+
+
+def list_members(kind: type) -> list[str]:
+    """Return the names of all methods and properties of a class that are called without arguments."""
+    old = {name for name, member in vars(kind).items() if isinstance(member, RenamedAttribute)}
+    public = [name for name in vars(kind) if not name.startswith("_") and name not in old]
+    return [*public, "__repr__", "__str__", *(name for name in ("_repr_html_",) if hasattr(kind, name))]
+
+
+def find_raw_errors(record: Any) -> Iterator[str]:
+    for name in list_members(type(record)):
+        try:
+            member = getattr(record, name)
+            if callable(member):
+                member()
+        except hocket.HocketError as why:
+            if "\n" in str(why):
+                yield f"{name}: several lines: {why}"
+        except Exception as why:  # this test looks for raw errors
+            yield f"{name}: {type(why).__name__}: {why}"
+
+
+def test_no_member_of_a_plan_with_a_wrong_field_raises_an_error_of_python():
+    assert not [*find_raw_errors(right_plan()), *find_raw_errors(right_plan().device_plans[0])]
+    plans = [*build_wrong_plans()]
+    assert len(plans) > 60
+    assert not {why for plan in plans for why in find_raw_errors(plan)}
+    assert not {why for plan in plans for one in plan.device_plans[:1] for why in find_raw_errors(one)}
+
+
+def test_the_error_names_the_record_and_the_field():
+    one, *others = right_plan().device_plans
+    hollow = dataclasses.replace(one, program=dataclasses.replace(one.program, buffers=None))
+    plan = dataclasses.replace(right_plan(), device_plans=(hollow, *others))
+    with pytest.raises(hocket.PlanError, match=r"Program.buffers is None at .*; it must be a tuple"):
+        _ = plan.cost
+
+
+def test_layouts_that_changed_after_a_check_are_checked_again():
+    plan = dataclasses.replace(right_plan(), leaves=dict(right_plan().leaves))
+    plan.explain()
+    plan.leaves["w"] = Shard(None, None)
+    with pytest.raises(hocket.PlanError, match=r"Shard.axis is None"):
+        plan.explain()
+
+
+def test_a_device_may_be_given_by_integers_of_numpy():
+    device = base.Device("numpy", np.int64(0), memory=np.uint32(1 << 20), rank=None)
+    assert (type(device.index), type(device.memory)) == (int, int)
+    one, *others = right_plan().device_plans
+    plan = dataclasses.replace(right_plan(), device_plans=(dataclasses.replace(one, device=device), *others))
+    assert "numpy:0" in plan.explain()
+    scheduler.plan_to_json(plan)
