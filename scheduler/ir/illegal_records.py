@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ...graph.errors import HocketError, PlanError
 from .field_types import describe_field_fault
 
-_Record = TypeVar("_Record")
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
@@ -38,7 +37,7 @@ class _FaultsOfRecord:
 
 def blame_illegal_record(
     verify: Callable[[Any], None],
-) -> Callable[[Callable[Concatenate[_Record, _Params], _Result]], Callable[Concatenate[_Record, _Params], _Result]]:
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
     """Return a decorator of methods: if a method fails on an illegal record, the fault of the record is raised.
 
     The error is a `PlanError`. Errors on legal records stay as they are.
@@ -47,13 +46,11 @@ def blame_illegal_record(
         verify: Raises a `PlanError` if a record is illegal whose fields have values of the right types.
     """
 
-    def decorate(
-        method: Callable[Concatenate[_Record, _Params], _Result],
-    ) -> Callable[Concatenate[_Record, _Params], _Result]:
+    def decorate(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         @wraps(method)
-        def call(record: _Record, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-            with _FaultsOfRecord(method.__qualname__, record, verify):
-                return method(record, *args, **kwargs)
+        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+            with _FaultsOfRecord(method.__qualname__, args[0], verify):
+                return method(*args, **kwargs)
 
         return call
 
