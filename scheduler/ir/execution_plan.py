@@ -1,7 +1,7 @@
 """The record of a plan: the graph and program of each device, the layouts of leaves and outputs, and the reasons.
 
 The module imports neither the planner, the verifier, the runtime nor the reports. `digest`, `explain` and `str` import
-the report modules when they are called. A method that fails imports the verifier.
+the report modules when they are called.
 """
 
 from __future__ import annotations
@@ -49,13 +49,6 @@ from .layout import Layout
 
 if TYPE_CHECKING:
     from ...view import Page
-
-
-def _verify_plan(plan: Plan) -> None:
-    from ..verifier.plan_verifier import verify_plan
-
-    verify_plan(plan)
-
 
 ShardedFactors = frozenset[tuple[str, int, int, int]]
 """The sharded factors, each described by a leaf that has it: (leaf, axis, segment, position in the segment)."""
@@ -191,7 +184,7 @@ class Plan:
         return (*(self.hardware for _ in self.device_plans[1:]), self.host or self.hardware)
 
     @cached_property
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def instruction_costs(self) -> tuple[InstructionCosts, ...]:
         """The predicted cost of each instruction in one run, for each device.
 
@@ -212,24 +205,24 @@ class Plan:
         return tuple(compute_instruction_costs(self.device_plans, speeds, whole))
 
     @cached_property
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def pipelined_timeline(self) -> tuple[TimelineEntry, ...]:
         """The predicted timeline of one run while other runs are in the pipeline, so that all devices work."""
         return tuple(build_timeline(self.device_plans, self._compute_instruction_costs(self.speeds)))
 
     @cached_property
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def timeline(self) -> tuple[TimelineEntry, ...]:
         """The timeline of one run: compute spans and collectives in order, with their predicted seconds."""
         return tuple(build_timeline(self.device_plans, self.instruction_costs))
 
     @cached_property
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def cost(self) -> Estimate:
         """The predicted seconds of one run, split into compute and collectives."""
         return estimate_run_time(self.timeline, len(self.device_plans))
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes by kind of memory (weight, state, constant, arena), summed over all devices."""
         return {
@@ -237,17 +230,17 @@ class Plan:
             for kind in self.device_plans[0].count_memory_bytes_by_kind()
         }
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def flops(self) -> int:
         """Return the FLOPs (floating-point operations) of one run of the user's graph, before sharding."""
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def count_collectives(self) -> int:
         """Return the number of collectives and messages that the first device takes part in during one run."""
         return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     @validate_arguments(PlanError, self=PLAN_KIND)
     def digest(self) -> str:
         """Return the SHA-256 digest of the device plans and layouts, which equal plans share.
@@ -258,7 +251,7 @@ class Plan:
 
         return compute_digest_of_executed_plan_parts(self)
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     @validate_arguments(PlanError, self=PLAN_KIND, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
         """Return a report that explains the plan: cost, considered alternatives, memory and timeline.
@@ -270,7 +263,7 @@ class Plan:
 
         return explain_plan(self, steps=steps)
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     @validate_arguments(
         PlanError, self=PLAN_KIND, before=PLAN_KIND | NONE, tokens=integer_between(1) | NONE, title=TEXT
     )
@@ -286,18 +279,18 @@ class Plan:
 
         return view_plan(self, before=before, tokens=tokens, title=title)
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def _repr_html_(self) -> str:
         """Return the HTML page of the plan, which notebooks display."""
         return self.view()._repr_html_()
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def __repr__(self) -> str:
         devices = ", ".join(str(device_plan.device) for device_plan in self.device_plans)
         needed = format_bytes(sum(self.count_memory_bytes_by_kind().values()))
         return f"Plan({len(self.graph.nodes)} nodes on {devices}, {needed})"
 
-    @blame_illegal_record(_verify_plan)
+    @blame_illegal_record
     def __str__(self) -> str:
         from ..reports.explain import format_memory_table, format_summary
 

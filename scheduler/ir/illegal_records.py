@@ -12,46 +12,34 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ...graph.errors import HocketError, PlanError
+from ...graph.validation import describe_exception
 from .field_types import describe_field_fault
 
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
 
 
 class _FaultsOfRecord:
-    """A context in which an error of Python is replaced by a `PlanError` if the record is illegal."""
+    """A context in which an error of Python is replaced by a `PlanError` that names the fault of a record."""
 
-    def __init__(self, subject: str, record: Any, verify: Callable[[Any], None]) -> None:
-        self._subject, self._record, self._verify = subject, record, verify
+    def __init__(self, subject: str, record: Any) -> None:
+        self._subject, self._record = subject, record
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, _: TracebackType | None) -> None:
-        if not isinstance(why, Exception) or isinstance(why, HocketError):
-            return
-        if fault := describe_field_fault(self._record):
+        if isinstance(why, Exception) and not isinstance(why, HocketError):
+            fault = describe_field_fault(self._record) or f"its records do not match: {describe_exception(why)}"
             raise PlanError(f"{self._subject}: self: {fault}") from why
-        self._verify(self._record)
 
 
-def blame_illegal_record(
-    verify: Callable[[Any], None],
-) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """Return a decorator of methods: if a method fails on an illegal record, the fault of the record is raised.
+def blame_illegal_record(method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
+    """Return the method with a `PlanError` in place of errors of Python; it names the fault of the record."""
 
-    The error is a `PlanError`. Errors on legal records stay as they are.
+    @wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
+        with _FaultsOfRecord(method.__qualname__, args[0]):
+            return method(*args, **kwargs)
 
-    Args:
-        verify: Raises a `PlanError` if a record is illegal whose fields have values of the right types.
-    """
-
-    def decorate(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        @wraps(method)
-        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-            with _FaultsOfRecord(method.__qualname__, args[0], verify):
-                return method(*args, **kwargs)
-
-        return call
-
-    return decorate
+    return call

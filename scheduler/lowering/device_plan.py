@@ -19,7 +19,6 @@ from ...graph.old_names import RenamedAttribute
 from ...graph.repeated_runs import DeviceNodeRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import instance_of, list_of, pair_of, validate_constructor
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
-from ..ir.illegal_records import blame_illegal_record
 from .lower import FusedGroups, lower_with_state_saves
 from .structural_equality import (
     make_leaf_output_and_collective_key,
@@ -28,13 +27,6 @@ from .structural_equality import (
     with_numbered_names,
 )
 from .unroll import unroll_kernel_calls, unroll_program
-
-
-def _verify_device_plan(device_plan: DevicePlan) -> None:
-    from ..verifier.memory.program_verifier import verify_program
-
-    verify_program(device_plan.graph, device_plan.program, device_plan.backend)
-
 
 Devices = Sequence[tuple[Backend, Device]]
 DEVICES_KIND = list_of(
@@ -88,7 +80,6 @@ class DevicePlan:
         return vars(self)[name]
 
     @cached_property
-    @blame_illegal_record(_verify_device_plan)
     def predicted_kernel_calls(self) -> Sequence[KernelCall] | None:
         """The kernel calls that the backend will make for the program; None if the backend cannot list them.
 
@@ -106,7 +97,6 @@ class DevicePlan:
         return backend.list_kernels(self.program, device)
 
     @cached_property
-    @blame_illegal_record(_verify_device_plan)
     def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
         """The instructions that run at the same time as a collective, by the position of the collective in the program.
 
@@ -124,7 +114,6 @@ class DevicePlan:
             self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
         )
 
-    @blame_illegal_record(_verify_device_plan)
     def predict_launches_by_instruction(self) -> Sequence[float]:
         """Return the number of kernel launches of each instruction, as predicted by the backend.
 
@@ -139,14 +128,12 @@ class DevicePlan:
                 launches[number] += call.launches / len(call.instruction_numbers)
         return launches
 
-    @blame_illegal_record(_verify_device_plan)
     def find_numpy_fallback_positions(self) -> frozenset[int]:
         """Find the positions of the instructions that NumPy computes, for lack of a compiled kernel in the backend."""
         return frozenset(
             n for call in self.predicted_kernel_calls or () if call.kernel == STAND_IN for n in call.instruction_numbers
         )
 
-    @blame_illegal_record(_verify_device_plan)
     def find_kernel_launches_and_fallbacks(self) -> KernelLaunchesAndFallbacks:
         """Return the kernel launches of each instruction, and the instructions that NumPy computes.
 
@@ -154,7 +141,6 @@ class DevicePlan:
         """
         return KernelLaunchesAndFallbacks(self.predict_launches_by_instruction(), self.find_numpy_fallback_positions())
 
-    @blame_illegal_record(_verify_device_plan)
     def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
