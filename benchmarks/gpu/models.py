@@ -75,6 +75,8 @@ def _measure_model(
     yield from _measure_text(session, tokens[:4], min(new, context - 4) + 1)
     for depth in (0, deep) if deep else (0,):
         yield from _measure_test(bench, session, counting.BenchmarkTest("tg", new, depth), tokens, nbytes)
+    # a token and one draft of it: the costs of a step that checks drafts
+    yield from _measure_test(bench, session, counting.BenchmarkTest("pp", 2, min(deep, context - 2)), tokens, nbytes)
     for count in prompts:
         yield from _measure_test(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0)
     if any(node.attrs.get("exact") for node in model.graph(session.make_step(1, 1)).nodes):
