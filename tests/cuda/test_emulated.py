@@ -11,8 +11,9 @@ from hocket import ops
 from hocket.backends import find_device
 from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy import kernel_table as table
+from hocket.backends.cupy.device.driver import KernelLaunch, KernelSource, read_kernel_text
 from hocket.backends.cupy.emulation import compile_host as building
-from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernel_table import BINDINGS, KERNEL_FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
@@ -29,7 +30,7 @@ from hocket.ops import COMPOSITE_OPS, REGISTRY
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for_group
 
-from ..given.devices.emulation import needs_compiler
+from ..given.devices.emulation import EditedSource, needs_compiler
 from ..given.fakes.fake_cupy import Event, Stream, install_fake_cupy
 from ..given.models.goldens import FIXTURES, nmse, path_of
 
@@ -381,3 +382,22 @@ def test_a_library_is_built_once_and_again_when_it_is_damaged(tmp_path, monkeypa
         assert damaged.stat().st_size > 1000
     finally:
         building.load_emulated_library.cache_clear()
+
+
+FILLED = """
+struct Unused { i64 word; };
+template <class Number> __device__ __forceinline__ void fill() {
+    SHARED(held, Number[SIZE]);
+    held[SIZE - 1 - threadIdx.x] = 0;
+}
+__global__ void filled(const __grid_constant__ Unused a) { fill<float>(); }
+"""
+
+
+@needs_compiler
+def test_a_device_function_of_two_libraries_declares_shared_memory_in_each():
+    headers = "".join(map(read_kernel_text, KernelSource("", ()).files[:-1]))
+    for size in (32, 1 << 13):
+        source = EditedSource("filled.cu", ("filled",), body=f"{headers}constexpr int SIZE = {size};{FILLED}")
+        launch = KernelLaunch(source["filled"], (1, 1, 1), (32, 1, 1), 0, (0,), (), 0)
+        EmulatedDriver(0).record([launch], None)()

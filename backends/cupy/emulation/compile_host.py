@@ -53,13 +53,20 @@ def require_gxx_path() -> str:
 
 
 def to_host_cpp(source: KernelSource) -> str:
-    """Convert a kernel source to C++ for the host, with one C function per kernel: ``launch_0``, ``launch_1``, ..."""
+    """Convert a kernel source to C++ for the host, with one C function per kernel: ``launch_0``, ``launch_1``, ...
+
+    Nothing else is visible to other libraries. Otherwise device functions of one name in several libraries would share
+    the memory of their declarations, although its size may differ.
+    """
     entries = (
         f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
         f" {{ emulation::launch(&{name}, *l, *r); }}\n"
         for i, name in enumerate(source.names)
     )
-    return f'#include "cuda.h"\n{source.text}\n#line 1 "launches"\n{"".join(entries)}'
+    return (
+        f'#include "cuda.h"\n#pragma GCC visibility push(hidden)\n{source.text}\n#pragma GCC visibility pop\n'
+        f'#line 1 "launches"\n{"".join(entries)}'
+    )
 
 
 @thread_safe_cache

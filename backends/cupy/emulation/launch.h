@@ -1,6 +1,8 @@
 // Runs one launch: its clusters of blocks, on operating-system threads.
 #pragma once
 
+#include <numeric>
+
 #include "cluster.h"
 
 namespace emulation {
@@ -74,6 +76,14 @@ static dim3 block_of(const Launch &l, int64_t cluster, int64_t rank) {
     }
     return {at[0], at[1], at[2]};
 }
+// Clusters are visited forward (order 0), backward (1), or in steps through the whole grid: then blocks that share a
+// counter do not come one after the other, nor do those of one row of the grid. The step and `clusters` are coprime.
+static int64_t step_of(int order, int64_t clusters) {
+    if (order < 2) return 1;
+    int64_t step = (int64_t)(0.618 * (double)clusters) | 1;
+    while (std::gcd(step, clusters) > 1) step += 2;
+    return step;
+}
 static void run_grid(void (*enter)(const void *, const void *), const void *kernel, const Launch &l, Report &report) {
     const int64_t blocks = l.grid[0] * l.grid[1] * l.grid[2], threads = l.block[0] * l.block[1] * l.block[2];
     const int64_t size = l.cluster[0] * l.cluster[1] * l.cluster[2], clusters = blocks / size;
@@ -92,6 +102,7 @@ static void run_grid(void (*enter)(const void *, const void *), const void *kern
                  l.grid[0], l.grid[1], l.grid[2], l.cluster[0], l.cluster[1], l.cluster[2]);
         return;
     }
+    const int64_t step = step_of((int)l.order, clusters);
     bool stop = false;
 #pragma omp parallel num_threads(l.workers) if (l.workers > 1 && clusters > 1)
     {
@@ -108,7 +119,7 @@ static void run_grid(void (*enter)(const void *, const void *), const void *kern
 #pragma omp for schedule(dynamic)
         for (int64_t n = 0; n < clusters; n++) {
             if (__atomic_load_n(&stop, __ATOMIC_RELAXED)) continue;
-            const int64_t i = l.order == 1 ? clusters - 1 - n : n;
+            const int64_t i = l.order == 1 ? clusters - 1 - n : n * step % clusters;
             for (int64_t r = 0; r < size; r++) mine[r].block = block_of(l, i, r);
             run_cluster(cluster, l.order);
             current = nullptr;
