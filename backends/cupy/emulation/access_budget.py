@@ -70,6 +70,18 @@ ACCESS_ALLOWANCES = (
         "rows of queries have bank conflicts, once per block",
     ),
     AccessCostAllowance(
+        "dense.cu",
+        "to[0] = brought[0], to[4] = brought[1]",
+        2.0,
+        "rows that a block computes lie as products read them, once per block",
+    ),
+    AccessCostAllowance(
+        "routing.cuh",
+        "share = lane < used ? numbers[own]",
+        2.0,
+        "the numbers of the chosen experts are arbitrary, once per token",
+    ),
+    AccessCostAllowance(
         "packed.cu",
         "codes[0] = r.codes[0], codes[4] = r.codes[1];",
         2.0,

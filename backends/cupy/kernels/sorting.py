@@ -22,6 +22,8 @@ ITEMS_PER_THREAD, ITEMS_PER_BLOCK = 8, 2048
 """Items of a thread; items of a block that merges, or that sorts a part of a row."""
 MAX_SINGLE_BLOCK_ITEMS = 4096
 """The most items that one block sorts if it is the only block of its row."""
+MAX_COMPUTED_ROWS, MAX_COMPUTED_COLUMNS = 4, 1024
+"""The most rows and columns of a top-k for which its scratch has room; see `_bind_top_k`."""
 SOURCE = KernelSource("sorting.cu", ("sort_runs", "merge_runs"), ("items.cuh",))
 SOURCES = (SOURCE,)
 
@@ -121,6 +123,10 @@ def _bind_argsort(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _bind_top_k(launches: LaunchBuilder, call: BoundInstruction) -> None:
+    """Bind a top-k. Its scratch has room for few and short rows, which a fusion may compute in the same launch."""
+    x = call.operand(0)
+    if math.prod(x.shape[:-1]) <= MAX_COMPUTED_ROWS and x.shape[-1] <= MAX_COMPUTED_COLUMNS:
+        launches.allocate_scratch(x.shape)
     _launch_argsort(
         launches, as_float(launches, call.operand(0)), call.out, int(float_attribute(call.attrs, "k")), descending=True
     )

@@ -212,7 +212,7 @@ FAULTS = {
         FEW_HALVES,
     ),
     "splits are added before they are there": (
-        CELLS_CU,
+        "last_block.cuh",
         "u32 &number) {\n    __syncthreads();",
         "u32 &number) {",
         CELL_SPLITS,

@@ -39,20 +39,21 @@ FLOAT_NORM, FLOAT_GATES = "norm before float products", "gates before a float un
 DELTA, DELTA_MANY = "delta rule and logits", "delta rule of several sequences"
 MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
 PLACED, LARGE_PLACED = "attention and its heads", "attention and its large heads"
+ROUTED, LAST_BLOCK, CHOOSING = "products and router", "last_block.cuh", "routing_epilogue.cuh"
 CELLS, PLACED_HEADS = "attention_cells.cu", "placed_heads.cuh"
 PLANTS = {
-    "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
-    "the chosen stay to be chosen": ("routing.cu", "if (item[i] == first) item[i] = LAST;", "", ROUTER),
-    "what is beyond the experts is chosen": ("routing.cu", "number < experts ? item_of(", "true ? item_of(", BIASED),
+    "the sum is that of one lane": ("routing.cuh", "sum = warp_sum(sum);", "", ROUTER),
+    "the chosen stay to be chosen": ("routing.cuh", "if (item[i] == first) item[i] = LAST;", "", ROUTER),
+    "what is beyond the experts is chosen": ("routing.cuh", "number < experts ? item_of(", "true ? item_of(", BIASED),
     "the bias counts for shares": (
-        "routing.cu",
-        "made[number] = x[i];",
-        "made[number] = x[i] += number < experts ? a.bias[number] : 0.0f;",
+        "routing.cuh",
+        "numbers[number] = x[i];",
+        "numbers[number] = x[i] += number < experts ? a.bias[number] : 0.0f;",
         BIASED,
     ),
-    "the bias of the lane": ("routing.cu", "x[i] + a.bias[number]", "x[i] + a.bias[lane]", BIASED),
-    "a sum is not limited": ("routing.cu", "sum < (float)a.least ? (float)a.least : ", "", ROUTER),
-    "shares are not scaled": ("routing.cu", "share * (float)a.factor + (float)a.shift", "share", SCALED),
+    "the bias of the lane": ("routing.cuh", "x[i] + a.bias[number]", "x[i] + a.bias[lane]", BIASED),
+    "a sum is not limited": ("routing.cuh", "sum < (float)a.least ? (float)a.least : ", "", ROUTER),
+    "shares are not scaled": ("routing.cuh", "share * (float)a.factor + (float)a.shift", "share", SCALED),
     "shares of another token": ("routes.cuh", "shares[token * used + entry]", "shares[entry]", PACKED),
     "the other expert counts in full": (
         "routes.cuh",
@@ -184,8 +185,18 @@ PLANTS = {
         LARGE_PLACED,
     ),
     "half of the squares of a long head": ("heads.cuh", "part ? total + sum : sum", "sum", LARGE_PLACED),
-    "a number is not reset": (CELLS, "if (threadIdx.x == 0) *word = 0;", "", PLACED),
-    "the last block but one adds splits": (CELLS, "(int)number + 1 != count", "(int)number + 2 != count", PLACED),
+    "a number is not reset": (LAST_BLOCK, "if (threadIdx.x == 0) *word = 0;", "", PLACED),
+    "the last block but one adds splits": (LAST_BLOCK, "(int)number + 1 != count", "(int)number + 2 != count", PLACED),
+    "bunches take one number": (CELLS, "comes_last(numbers + own,", "comes_last(numbers,", PLACED),
+    "key heads take one number": (CELLS, "gridDim.y + blockIdx.y)", "gridDim.y)", PLACED),
+    "the last block but one chooses experts": (
+        LAST_BLOCK,
+        "(int)number + 1 != count",
+        "(int)number + 2 != count",
+        ROUTED,
+    ),
+    "scores of tokens lie over each other": (CHOOSING, "room + token * 32 * EACH", "room", ROUTED),
+    "experts of the first token": (CHOOSING, "token < (int)a.tokens", "token < 1", ROUTED),
     "the norm of the first row": (
         "packed_few.cu",
         "numbers + token * Prologue::NUMBERS, brought",
@@ -240,7 +251,8 @@ def test_a_mistake_in_a_chain_is_found(name):
 
 
 REACHED = {
-    "routing.cu": {ROUTER: (0,)},
+    "routing.cuh": {ROUTER: (0,)},
+    "last_block.cuh": {ROUTED: (0,)},
     "dense.cu": {FLOAT: (3,), FLOAT_NORM: (0, 1)},
     "heads.cuh": {HEADS: (0,), PLACED: (1,)},
     "placed_heads.cuh": {PLACED: (0, 1)},
@@ -258,7 +270,7 @@ def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chain", [ROUTER, PACKED, FLOAT, UNITS, HEADS, NORM, PLACED, LARGE_PLACED])
+@pytest.mark.parametrize("chain", [ROUTER, ROUTED, PACKED, FLOAT, UNITS, HEADS, NORM, PLACED, LARGE_PLACED])
 def test_accesses_of_a_chain_are_in_order(chain):
     assert disorders(chain) == []
 

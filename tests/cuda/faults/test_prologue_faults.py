@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.weight_packing import PLANE_LAYOUTS
 from hocket.backends.cupy.device import nvrtc
@@ -22,6 +23,7 @@ from ...given.devices.chains import (
     run_graph,
 )
 from ...given.devices.emulation import needs_compiler
+from ...given.devices.routing_graphs import routed_products
 from ...given.devices.tools import needs
 
 pytestmark = needs_compiler
@@ -73,3 +75,15 @@ def test_no_kernel_with_a_prologue_spills_registers(dtype: DType):
     assert len(sources) == 3
     for source in sources:
         assert not any(found.spilled_bytes for found in nvrtc.compile(source, "sm_90a").resources.values())
+
+
+@pytest.mark.long
+@pytest.mark.nightly(cases=1)
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16, DType.F32], ids=str)
+def test_no_kernel_that_chooses_experts_spills_registers(dtype: DType):
+    needs(nvrtc.load_nvrtc)
+    driver = RecordingDriver()
+    graph = routed_products(ops.softmax, 1000, dtype=dtype, norm=dtype is not DType.F16, tokens=4)
+    run_graph(graph(False), True, backend=DriverBackend(driver))
+    (kernel,) = {launch.kernel for launch in driver.launches if "RoutingEpilogue" in launch.kernel.source.generated}
+    assert not nvrtc.compile(kernel.single_kernel_source, "sm_90a").resources[kernel.name].spilled_bytes

@@ -18,6 +18,7 @@ from hocket.graph import DType, Graph, Value, constant, input, state, weight
 from hocket.scheduler import load, plan_for_group
 
 from ..random_rows import random_rows
+from .routing_graphs import choose_experts, routed_products, router
 
 
 @dataclass(frozen=True)
@@ -122,26 +123,6 @@ def gates_before_unit(dtype: DType, size: int = 64) -> Callable[[bool], Graph]:
         return both(
             ops.swiglu(*(ops.mul_mat(weight(n, (70, 4 * size), dtype), x) for n in ("gate", "up"))), y, forbidden
         )
-
-    return graph
-
-
-def choose_experts(k: int, scores: Value) -> Value:
-    return ops.top_k(ops.reshape(scores, shape=(scores.shape[0], scores.shape[-1])), k=k)
-
-
-def router(
-    gating: Callable[[Value], Value], biased: bool = False, normalised: bool = True, count: int = 70, used: int = 5
-) -> Callable[[bool], Graph]:
-    def graph(forbidden: bool) -> Graph:
-        shares = gating(input("x", (3, 1, count)))
-        ids = choose_experts(used, ops.add(shares, weight("b", (count,))) if biased else shares)
-        taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, used))
-        if normalised:
-            taken = ops.div(taken, ops.clamp(ops.sum_rows(taken), min=0.25, max=float("inf")))
-        else:
-            taken = ops.scale(taken, scale=2.5)
-        return Graph({"ids": ids, "shares": taken, **({"also": ops.neg(shares)} if forbidden else {})})
 
     return graph
 
@@ -339,6 +320,13 @@ CHAINS = {
     "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
     "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),
     "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), tolerance=1e-6),
+    "products and router": Chain(routed_products(ops.softmax), (1, 10), tolerance=1e-5),
+    "products and router of many": Chain(
+        routed_products(ops.softmax, 600, dtype=DType.BF16, norm=False), (2, 9), tolerance=1e-5
+    ),
+    "products and router with a bias": Chain(
+        routed_products(ops.sigmoid, biased=True, dtype=DType.F16, normalised=False), (1, 8), tolerance=1e-5
+    ),
     "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
     "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
     "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), tolerance=1e-5),
@@ -372,6 +360,7 @@ MEMORY_REQUESTS = {
     "packed_few.cu: few<Q4_0, 2>": (unit(ops.swiglu, DType.Q4_0, 64, 512), 700),
     "dense.cu: few<bf16_bits, 2>": (unit(ops.swiglu, DType.BF16, 64, 512), 896),
     "routing.cu: route<4>": (router(ops.softmax, count=128, used=8), 33),
+    "dense.cu: few<float, 4>": (routed_products(ops.softmax, 128, 512, used=8), 3011),
     "packed_few.cu: few<Q4_0, 1>": (all_experts(DType.Q4_0, 64, 512), 2300),
     "dense.cu: few<bf16_bits, 1>": (all_experts(DType.BF16, 64, 512), 3716),
     "packed_few.cu: summed<Q4_K>": (answers(DType.Q4_K, "gated", 512, 4, rows=64), 1710),

@@ -262,20 +262,20 @@ PROLOGUES_AND_HEADS = "_fuse_matmuls_and_their_rows", "_fuse_query_key_value_hea
 EXPECTED_LAUNCHES = {
     "qwen35": (21, ("_fuse_delta_rule_and_inputs", "_fuse_gated_unit_and_its_rows", *PROLOGUES_AND_HEADS)),
     "qwen3next": (
-        29,
+        26,
         (
             "_fuse_delta_rule_and_inputs",
             "_fuse_gated_rms_norm",
-            "_fuse_expert_routing",
+            "_fuse_matmuls_their_rows_and_routing",
             "_fuse_expert_and_shared_gated_units",
             "_fuse_weighted_expert_and_shared_sum",
             *PROLOGUES_AND_HEADS,
         ),
     ),
     "qwen3moe": (
-        21,
+        19,
         (
-            "_fuse_expert_routing",
+            "_fuse_matmuls_their_rows_and_routing",
             "_fuse_expert_gated_units",
             "_fuse_down_projections_and_weighted_sum",
             *PROLOGUES_AND_HEADS,

@@ -23,15 +23,6 @@ __device__ __forceinline__ u32 column(const uint4 &one, const uint4 &two, int i)
     return i % 2 ? x[i / 2] >> 16 | (y[i / 2] & 0xffff0000u) : (x[i / 2] & 0xffffu) | y[i / 2] << 16;
 }
 
-// Whether this block is the last of `count` that come here; then it sees what the others left.
-__device__ __forceinline__ bool comes_last(u32 *word, int count, u32 &number) {
-    __syncthreads();
-    if (threadIdx.x == 0) number = take_number(word);
-    __syncthreads();
-    if ((int)number + 1 != count) return false;
-    if (threadIdx.x == 0) *word = 0;
-    return true;
-}
 // Adds up parts of the rows of a block, in order: `count` of the `of_row` that each row has, from `first` on.  `put` gets the
 // number of a row, a column, the sums of four, the highest score and the sum of weights.
 template <class Put>

@@ -276,7 +276,7 @@ class FewRows16BitTensorCoreVariant:
     def make_source(self, computes_heads: bool = False) -> KernelSource:
         """Make the source of the kernel, or of the kernel that also computes the heads of one token."""
         heads = ("heads.cuh", "placed_heads.cuh") if computes_heads else ("read_heads.cuh",)
-        before = (*ATTENTION_HEADERS, "attention_powers.cuh", *heads)
+        before = (*ATTENTION_HEADERS, "attention_powers.cuh", "last_block.cuh", *heads)
         name = self.name_with_heads if computes_heads else self.name
         return KernelSource("attention_cells.cu", (name,), before=before)
 

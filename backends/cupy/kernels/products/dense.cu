@@ -34,6 +34,7 @@ template <class T> struct Few {
     i64 chosen;     // entries; those behind them are of one more expert, whose unit is of products 2 and 3
     Summed summed;  // its other expert is that of product 1
     Prologue::Words prologue;
+    Epilogue::Words epilogue;
 };
 // A warp has two rows, of a gated unit one of each product, and all their columns: it asks for 1 KiB of 16-bit weights at a time, 4 times unrolled, and multiplies
 // 1024 of them in some 70 instructions at one token.
@@ -75,10 +76,9 @@ template <class T, int N> __device__ __forceinline__ void compute_rows(const Few
     }
     __syncthreads();
 }
-template <class T, int N>
-__global__ void __launch_bounds__(32 * WARPS, Prologue::COMPUTES ? 1 : N > 1 ? 2 : 4) few(const __grid_constant__ Few<T> a) {
+// Some warps return early: `rows` is free when all have come back.
+template <class T, int N> __device__ __forceinline__ void multiply(const Few<T> &a, float4 *rows) {
     constexpr int SIZE = Piece<T>::SIZE;
-    DYNAMIC_SHARED(rows, float4);
     SHARED(room, float[WARPS][N][OWN]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = (int)a.parts, own = warp % parts * 32 + lane;
     const bool is_other = N == 1 && blockIdx.y >= a.chosen;  // an entry of experts is a row
@@ -154,6 +154,12 @@ __global__ void __launch_bounds__(32 * WARPS, Prologue::COMPUTES ? 1 : N > 1 ? 2
             for (int r = 0; r < OWN; r++)
                 if (first + r < made.rows) out[r] = sum[r][n];
     }
+}
+template <class T, int N>
+__global__ void __launch_bounds__(32 * WARPS, Prologue::COMPUTES || Epilogue::READS ? 1 : N > 1 ? 2 : 4) few(const __grid_constant__ Few<T> a) {
+    DYNAMIC_SHARED(rows, float4);
+    multiply<T, N>(a, rows);
+    Epilogue::finish(a.epilogue, (float *)rows);
 }
 // OWN rows of the sum of a token's entries, by a block whose warps share the entries out.
 template <class T> __global__ void __launch_bounds__(384, 2) summed(const __grid_constant__ Few<T> a) {

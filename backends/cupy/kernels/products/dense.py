@@ -23,6 +23,7 @@ from ...generated.row_prologue import (
     RowPrologue,
 )
 from ..elementwise import CUDA_TYPE_NAMES
+from .epilogues import PLAIN_EPILOGUE, PLAIN_EPILOGUE_WORDS, ROUTING_EPILOGUE_HEADERS, RoutingEpilogue
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, join_and_pad_product_words
 
 ROWS_PER_BLOCK = 16
@@ -38,7 +39,7 @@ SOURCES = tuple(
     KernelSource(
         "dense.cu",
         (*(f"few<{CUDA_TYPE_NAMES[dtype]}, {n}>" for n in TOKEN_COUNTS), f"summed<{CUDA_TYPE_NAMES[dtype]}>"),
-        ("routes.cuh", PLAIN_PROLOGUE),
+        ("routes.cuh", PLAIN_PROLOGUE, PLAIN_EPILOGUE),
     )
     for dtype in (DType.F32, DType.F16, DType.BF16)
 )
@@ -62,6 +63,7 @@ def launch_gemv(
     other_products: WeightsAndResults = (),
     other_entries: int = 0,
     prologue: RowPrologue | None = None,
+    epilogue: RoutingEpilogue | None = None,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by several float weights.
 
@@ -78,6 +80,7 @@ def launch_gemv(
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
         prologue: The computation of x, which is not read then.
+        epilogue: The expert routing by one of the results.
     """
     count = next(n for n in TOKEN_COUNTS if n >= tokens)
     w = products[0][0]
@@ -110,17 +113,28 @@ def launch_gemv(
         entries,
     ]
     words += [*NO_SUM_FIELDS, *(PLAIN_PROLOGUE_WORDS if prologue is None else prologue.words)]
-    source, shared = GEMV_SOURCE_BY_DTYPE[w.dtype], 0
+    words += PLAIN_EPILOGUE_WORDS if epilogue is None else epilogue.words
+    source, shared = _make_source(w.dtype, prologue, epilogue), 0 if epilogue is None else epilogue.shared_bytes
     if prologue is not None:
         # The number of parts depends on the device, and this decision does not: memory is planned with it.
         blocks = sum(count_blocks(n, PROLOGUE_WARP_FACTOR) for n in count_row_blocks(1)[: 1 if unit else None])
         require_supported(blocks <= MAX_PROLOGUE_BLOCKS, "many blocks would compute the rows of x")
-        source = KernelSource("dense.cu", source.names, ("routes.cuh", LANES_HEADER), generated=prologue.text)
-        shared = 4 * (count * (w.shape[-1] + prologue.numbers_per_row) + BLOCK_SUM_FLOATS)
+        shared = max(shared, 4 * (count * (w.shape[-1] + prologue.numbers_per_row) + BLOCK_SUM_FLOATS))
         require_supported(shared + MAX_DECLARED_SHARED_BYTES <= DEFAULT_SHARED_BYTES, "x is long for shared memory")
     kernel = source[f"few<{CUDA_TYPE_NAMES[w.dtype]}, {count}>"]
     grid = taken[0] if unit else sum(taken), entries + other_entries
     launches.add_launch(kernel, grid, 256 * more, words, shared)
+
+
+def _make_source(dtype: DType, prologue: RowPrologue | None, epilogue: RoutingEpilogue | None) -> KernelSource:
+    """Make the source of GEMV kernels with a prologue and an epilogue."""
+    plain = GEMV_SOURCE_BY_DTYPE[dtype]
+    if prologue is None and epilogue is None:
+        return plain
+    before = PLAIN_PROLOGUE if prologue is None else LANES_HEADER
+    after = (PLAIN_EPILOGUE,) if epilogue is None else ROUTING_EPILOGUE_HEADERS
+    generated = "".join(part.text for part in (prologue, epilogue) if part is not None)
+    return KernelSource("dense.cu", plain.names, ("routes.cuh", before, *after), generated=generated)
 
 
 def launch_gemv_with_expert_sum(
@@ -154,6 +168,7 @@ def launch_gemv_with_expert_sum(
         0,
         *summed.words,
         *PLAIN_PROLOGUE_WORDS,
+        *PLAIN_EPILOGUE_WORDS,
     ]
     grid = count_blocks(w.shape[-2], SUM_ROWS_PER_BLOCK), out.shape[0]
     launches.add_launch(

@@ -23,6 +23,7 @@ from ...device.driver import KernelSource
 from ...generated.row_prologue import RowPrologue
 from ..elementwise import as_float
 from . import dense, packed, products, tiled
+from .epilogues import RoutingEpilogue
 from .routes import NO_UNIT, WeightsAndResults
 
 ROUTES_SOURCE = KernelSource("routes.cu", ("routes",), ("routes.cuh",))
@@ -97,11 +98,15 @@ def launch_gemv_of_any_weights(
     other_products: WeightsAndResults = (),
     other_entries: int = 0,
     prologue: RowPrologue | None = None,
+    epilogue: RoutingEpilogue | None = None,
 ) -> None:
-    """Launch a GEMV: multiply a few rows of x by packed or float weights; see `packed.launch_gemv`."""
-    (packed if is_complete_packed_weight(products[0][0]) else dense).launch_gemv(
-        launches, products, x, entries, tokens, route, unit, other_products, other_entries, prologue
-    )
+    """Launch a GEMV: multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
+    arguments = launches, products, x, entries, tokens, route, unit, other_products, other_entries, prologue
+    if is_complete_packed_weight(products[0][0]):
+        require_supported(epilogue is None, "products with packed weights choose no experts")
+        packed.launch_gemv(*arguments)
+    else:
+        dense.launch_gemv(*arguments, epilogue)
 
 
 # -------------------------------------------------------------------------------------------------------- mul_mat

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow, has_same_elements, require_no_alias
-from ....fusion.operands import Operand, require_supported
+from ....fusion.operands import NoKernelError, Operand, require_supported
 from ....fusion.patterns import match_gated_unit
 from ...binding.fused_binding import FusionBinder
 from ...binding.launch_builder import LaunchBuilder, LaunchWord
 from ...generated.row_prologue import RowPrologue, find_row_prologue
+from ..routing import GATING_CODES, match_expert_routing_launch
+from .epilogues import RoutingEpilogue, make_routing_epilogue
 from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv_of_any_weights
 from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 
@@ -24,6 +26,7 @@ def _launch_matmuls_of_same_rows_as_gemv(
     outs: Sequence[Operand],
     unit: int,
     prologue: RowPrologue | None = None,
+    epilogue: RoutingEpilogue | None = None,
 ) -> None:
     """Launch several matmuls of the same few rows as one GEMV.
 
@@ -34,6 +37,7 @@ def _launch_matmuls_of_same_rows_as_gemv(
         outs: The results that are written.
         unit: Code of the gated unit that joins two matmuls, or `NO_UNIT`.
         prologue: The computation of their rows.
+        epilogue: The expert routing by one of the results.
     """
     calls = [flow.bound_instruction(n) for n in numbers]
     require_supported(all(call.op == "mul_mat" for call in calls), "something else makes a result")
@@ -57,7 +61,7 @@ def _launch_matmuls_of_same_rows_as_gemv(
     # The kernel does not write the second result of a unit.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
     products = [(call.operand(0), as_matrix(out)) for call, out in zip(calls, results, strict=True)]
-    launch_gemv_of_any_weights(launches, products, x, 1, tokens, route, unit, prologue=prologue)
+    launch_gemv_of_any_weights(launches, products, x, 1, tokens, route, unit, prologue=prologue, epilogue=epilogue)
 
 
 def as_matrix(out: Operand) -> Operand:
@@ -157,10 +161,60 @@ def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: 
     return _launch_several_products(launches, flow, _find_matmuls_of_same_rows(flow, number))
 
 
-def _launch_with_prologue(launches: LaunchBuilder, flow: Dataflow, found: MatmulsOfSameRows) -> Sequence[int]:
+def _fuse_matmuls_their_rows_and_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse matmuls of the same rows, the declared ops that compute these rows, and the routing by a result."""
+    found = _find_matmuls_of_same_rows(flow, number)
+    return _launch_with_routing(launches, flow, found, _find_prologue(launches, flow, found))
+
+
+def _fuse_matmuls_and_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+    """Fuse matmuls of the same rows and the expert routing by the result of one of them."""
+    return _launch_with_routing(launches, flow, _find_matmuls_of_same_rows(flow, number), None)
+
+
+def _launch_with_routing(
+    launches: LaunchBuilder, flow: Dataflow, found: MatmulsOfSameRows, prologue: RowPrologue | None
+) -> Sequence[int]:
+    """Launch matmuls of the same rows and the expert routing by one result, which lies in the scratch of the choice."""
+    require_supported(launches.limits.computes_operands, "products choose no experts")
+    read_alone = {n: those[0] for n in found.products if len(those := flow.find_readers(n) or []) == 1}
+    router, gate = next(((n, gate) for n, gate in read_alone.items() if _may_start_routing(flow, gate)), (None, 0))
+    if router is None:
+        raise NoKernelError("no result chooses experts")
+    routing, result = match_expert_routing_launch(flow, gate), flow.bound_instruction(router).out
+    require_supported(
+        has_same_elements(routing.scores, result) and routing.scores.shape[-1] == result.shape[-1],
+        "a part of the scores is read",
+    )
+    call = flow.bound_instruction(found.products[0])
+    reads = [call.operand(1)] if prologue is None else [*prologue.operands, *prologue.tees]
+    for out in (routing.ids, routing.shares):
+        require_no_alias(out, [*reads, routing.bias])
+    launches.begin_scratch_of_member(flow.bound_instruction(routing.top_k).scratch)
+    scores = launches.allocate_scratch((routing.tokens, routing.scores.shape[-1]))
+    outs = [scores if number == router else out for number, out in zip(found.products, found.results, strict=True)]
+    epilogue = make_routing_epilogue(launches, routing, scores)
+    _launch_matmuls_of_same_rows_as_gemv(launches, flow, found.products, outs, NO_UNIT, prologue, epilogue)
+    rows: tuple[int, ...] = () if prologue is None else prologue.instruction_numbers
+    return *rows, *found.products, *routing.instruction_numbers
+
+
+def _may_start_routing(flow: Dataflow, number: int) -> bool:
+    """Return whether an instruction computes probabilities, and another one takes some of them."""
+    readers = flow.find_readers(number) or ()
+    return flow.bound_instruction(number).op in GATING_CODES and any(
+        flow.bound_instruction(n).op == "get_rows" for n in readers
+    )
+
+
+def _find_prologue(launches: LaunchBuilder, flow: Dataflow, found: MatmulsOfSameRows) -> RowPrologue:
     require_supported(launches.limits.computes_operands, "products compute no rows")
     x = flow.bound_instruction(found.products[0]).operand(1)
-    prologue = find_row_prologue(flow, found.products, math.prod(x.shape[:-1]), x.shape[-1])
+    return find_row_prologue(flow, found.products, math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _launch_with_prologue(launches: LaunchBuilder, flow: Dataflow, found: MatmulsOfSameRows) -> Sequence[int]:
+    prologue = _find_prologue(launches, flow, found)
     _launch_matmuls_of_same_rows_as_gemv(launches, flow, found.products, found.results, found.unit_code, prologue)
     return *prologue.instruction_numbers, *found.instruction_numbers
 
@@ -177,5 +231,7 @@ FUSED: Mapping[str, Sequence[FusionBinder]] = {
         _fuse_gated_unit,
         _fuse_matmuls_and_their_rows,
         _fuse_matmuls_of_same_rows,
+        _fuse_matmuls_their_rows_and_routing,
+        _fuse_matmuls_and_routing,
     )
 }
