@@ -8,11 +8,21 @@ from math import prod
 import numpy as np
 
 from ... import ops
-from ...graph import DType
+from ...graph import DType, Value
+from ...ops.declaration.shape_rules import integers_attribute
 from ..errors import ModelError
 from .arithmetic import add, compare, mul, where
 from .shapes import expand, move_axis, permute, reshape, select_rows, slice_range, take_at_constant_indices
-from .tensor import Operand, Tensor, as_tensor, cast, constant_tensor, number_as_tensor
+from .tensor import (
+    Operand,
+    Tensor,
+    as_tensor,
+    cast,
+    constant_tensor,
+    number_as_tensor,
+    reshape_value,
+    skip_reshapes,
+)
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -195,11 +205,37 @@ def set_slice(x: Tensor, src: Tensor, axis: int, start: int | None, stop: int | 
         return x
     src = src if x.is_bool and src.is_bool else cast(src, x.dtype)
     if step == 1 and not x.exceeds_max_rank:
-        offsets = tuple(int(ids[0]) if a == at else 0 for a in range(x.rank))
-        return as_tensor(
-            ops.set_(x.value, expand(src, (*x.shape[:at], len(ids), *x.shape[at + 1 :])).value, offsets=offsets),
-            None,
-            x.is_bool,
-        )
+        part = expand(src, (*x.shape[:at], len(ids), *x.shape[at + 1 :])).value
+        whole = part, tuple(int(ids[0]) if a == at else 0 for a in range(x.rank))
+        region, offsets = _find_changed_region_of_own_slice(x.value, at, int(ids[0]), part) or whole
+        return as_tensor(ops.set_(x.value, region, offsets=offsets), None, x.is_bool)
     put = index_put(move_axis(x, at, 0), [constant_tensor(ids)], move_axis(src, at, 0))
     return move_axis(put, 0, at)
+
+
+def _find_changed_region_of_own_slice(
+    x: Value, axis: int, start: int, part: Value
+) -> tuple[Value, tuple[int, ...]] | None:
+    """Find the region that differs if `part` is the slice of `x` from `start` on, with a region of it replaced.
+
+    An assignment to ``x[i, a:b]`` replaces a region of the slice ``x[i]``. One op sets the region in `x`.
+
+    Returns:
+        The entries of the region, with the rank of `x`, and its offsets in `x`. None if `part` has other entries.
+    """
+    change = skip_reshapes(part)
+    if change.node.op != "set":
+        return None
+    base, entries = change.node.inputs
+    own = skip_reshapes(base)
+    is_own = own.node.op == "slice" and own.node.inputs[0] == x and own.shape == part.shape
+    if not is_own or (own.node.attrs["axis"], own.node.attrs["start"]) != (axis, start):
+        return None
+    offsets = integers_attribute(change.node.attrs, "offsets")
+    long = [axes for axes in zip(change.shape, entries.shape, offsets, strict=True) if axes[0] != 1]
+    if [n for n, _, _ in long] != [n for n in part.shape if n != 1]:
+        return None
+    axes = iter(long)
+    places = [next(axes)[1:] if n != 1 else (1, 0) for n in part.shape]
+    starts = tuple(first + (start if a == axis else 0) for a, (_, first) in enumerate(places))
+    return reshape_value(entries, tuple(n for n, _ in places)), starts

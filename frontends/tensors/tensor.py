@@ -86,11 +86,16 @@ def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = 
     return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)
 
 
+def skip_reshapes(value: Value) -> Value:
+    """Return the value with the same entries before all reshapes."""
+    while value.node.op == "reshape":
+        (value,) = value.node.inputs
+    return value
+
+
 def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
     """Return a graph value in another shape; a reshape of a reshape becomes one reshape."""
-    while value.node.op == "reshape":
-        (source,) = value.node.inputs
-        value = source
+    value = skip_reshapes(value)
     return value if value.shape == shape else ops.reshape(value, shape=shape)
 
 
