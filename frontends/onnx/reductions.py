@@ -109,7 +109,7 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
         raise ModelError(f"the {n} first of {x.shape[x.normalise_axis(axis)]} entries")
     if x.dtype in (DType.I32, DType.I64):
         raise ModelError(f"an order of {x.dtype} numbers; hocket orders what a float32 holds")
-    ids = shapes.slice_range(reductions.argsort(x, axis, bool(largest)), axis, 0, n)
+    ids = reductions.argsort(x, axis, bool(largest), n)
     return indexing.gather(x, axis, ids), ids
 
 

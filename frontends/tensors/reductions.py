@@ -25,7 +25,7 @@ from .arithmetic import (
     where,
 )
 from .arithmetic import power as raise_to
-from .shapes import flip, move_axis, permute, reshape
+from .shapes import flip, move_axis, permute, reshape, slice_range
 from .tensor import Tensor, as_tensor, cast
 
 
@@ -139,21 +139,25 @@ def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
     return move_axis(reshape(as_tensor(value), last.shape), -1, axis)
 
 
-def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
+def argsort(x: Tensor, axis: int = -1, descending: bool = False, count: int | None = None) -> Tensor:
     """Return the indices that sort `x` along an axis, in i64; equal entries keep their order.
 
     NaN is larger than all numbers, as in PyTorch and NumPy, but the op has it last in both orders. So a descending
     order is the reverse of an ascending order. Entries are reversed first, which keeps the order of equal ones.
+    `count` is the number of indices that are needed, from the first one on; None stands for all.
     """
     last = move_axis(as_float(x), axis, -1)
     rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
+    n = last.shape[-1]
+    kept = n if count is None else count
     may_have_nan = not (x.is_integer or x.is_bool)
     if descending and may_have_nan:
-        from_end = cast(as_tensor(ops.argsort(flip(rows, [-1]).value)), DType.I64)
-        ids = sub(last.shape[-1] - 1, flip(from_end, [-1]))
+        from_end = slice_range(as_tensor(ops.argsort(flip(rows, [-1]).value)), -1, n - kept, n)
+        ids = sub(n - 1, flip(cast(from_end, DType.I64), [-1]))
     else:
-        ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
-    return replace(cast(move_axis(reshape(ids, last.shape), -1, axis), DType.I64), is_non_negative=True)
+        ids = slice_range(as_tensor(ops.argsort(rows.value, descending=bool(descending))), -1, 0, kept)
+    whole = reshape(ids, (*last.shape[:-1], kept))
+    return replace(cast(move_axis(whole, -1, axis), DType.I64), is_non_negative=True)
 
 
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:

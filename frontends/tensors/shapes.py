@@ -124,7 +124,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     if extra < 0 or any(n not in (1, m) for n, m in zip(own, whole, strict=True)):
         raise ModelError(f"a tensor of {list(x.shape)} cannot be expanded to {list(shape)}")
     if len(whole) <= MAX_RANK:
-        return Tensor(ops.broadcast(x.value, shape=whole), whole, x.is_bool)
+        return Tensor(ops.broadcast(x.value, shape=whole), whole, x.is_bool, is_non_negative=x.is_non_negative)
     groups: list[tuple[int, int]] = []  # merged consecutive axes: sizes before and after
     for n, m in zip(own, whole, strict=True):
         if (groups and (n == m) == (groups[-1][0] == groups[-1][1])) or m == 1:

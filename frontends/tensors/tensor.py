@@ -149,12 +149,8 @@ def cast(x: Tensor, dtype: DType, is_bool: bool = False) -> Tensor:
         zero = constant_tensor(np.zeros((), x.dtype.storage if x.is_integer else np.float32))
         return Tensor(ops.compare(x.value, zero.value, kind="ne"), x.shape, True)
     if x.dtype is dtype:
-        return Tensor(
-            x.value,
-            x.shape,
-            False,
-            x.constant if x.constant is None or not x.is_bool else x.constant.astype(np.float32),
-        )
+        known = x.constant if x.constant is None or not x.is_bool else x.constant.astype(np.float32)
+        return Tensor(x.value, x.shape, False, known, x.is_non_negative)
     if x.constant is not None and dtype is not DType.BF16:
         return constant_tensor(x.constant.astype(dtype.storage))
     return Tensor(ops.cast(x.value, dtype=dtype), x.shape, is_non_negative=x.is_non_negative and dtype is DType.I64)

@@ -280,7 +280,7 @@ def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
 
 @with_scalar_tensor_support
 def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    ids = shapes.slice_range(reductions.argsort(x, axis, largest), axis, 0, k)
+    ids = reductions.argsort(x, axis, largest, k)
     return indexing.gather(x, axis, ids), ids
 
 
