@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 import hocket
+from hocket.backends.base import Tensor, contiguous_strides
 from hocket.backends.cpu.compilation import compiler
+from hocket.backends.cpu.kernels.vector.elementwise import can_loop_over_rows, make_expression_row_kernel
 from hocket.backends.cpu.kernels.vector.expression_kernels import make_expression_kernel
 from hocket.backends.cpu.kernels.vector.lower_expressions import LANE_FUNCTIONS, has_lane_code_for_all_functions
 from hocket.backends.cpu.kernels.vector.row_kernel_passes import ExpressionKernel
-from hocket.backends.fusion.operands import float32_bits
-from hocket.graph import Graph, input
+from hocket.backends.fusion.operand_views import with_shape_and_strides
+from hocket.backends.fusion.operands import Operand, float32_bits
+from hocket.graph import DType, Graph, input
 from hocket.ops import REGISTRY, op
 from hocket.ops.declaration import scalar
 from hocket.ops.declaration.expression import Expression, linearise
@@ -90,14 +93,15 @@ def evaluate_in_order(expression: Expression, operands: list[np.ndarray]) -> np.
 
 
 def run_kernel(expression: Expression, operands: list[np.ndarray], out: np.ndarray, threads: int = 1) -> None:
-    """Run the kernel of an expression on rows [rows, columns]; an operand [rows, 1] has one element for each row."""
+    """Run the kernel of an expression on rows [rows, columns] with any strides; an operand may have one column."""
     plan = ExpressionKernel(expression, tuple(o.shape[1] == 1 != out.shape[1] for o in operands))
     used = [operands[index] for index in plan.operand_indices]
-    kernel = make_expression_kernel(expression, tuple(o.shape[1] == 1 for o in used))
+    is_strided = tuple(o.shape[1] != 1 and o.strides[1] != 4 for o in used)
+    kernel = make_expression_kernel(expression, tuple(o.shape[1] == 1 for o in used), is_strided)
     columns = max(o.shape[1] for o in (*used, out))
     words: list[object] = [columns, 1, 1, len(out)]
     for array in (*used, out):
-        words += [array, 0, 0, array.strides[0], 0 if array.shape[1] == 1 else 4]
+        words += [array, 0, 0, array.strides[0], 0 if array.shape[1] == 1 else array.strides[1]]
     words += [float32_bits(expression.compute_number_steps({})[step]) for step in plan.steps_passed_as_words]
     for thread in range(threads):
         assert call(kernel, *words, thread=thread, threads=threads) == 0
@@ -133,6 +137,35 @@ def test_a_kernel_has_the_bits_of_its_expression(seed: int):
         run_kernel(expression, operands, out, threads=1 + seed % 3)
         assert_equal_bits(np.where(np.isnan(out), 0, out), np.where(np.isnan(want), 0, want))
         assert np.array_equal(np.isnan(out), np.isnan(want))
+
+
+@pytest.mark.parametrize("columns", [16, 33, 67])
+def test_the_first_pass_copies_strided_elements_to_the_result(columns: int):
+    """Each pass after the first one that reads the strided operand reads the copy, so the bits are the same."""
+    scores = linearise(normalise_scores(OPERANDS[0], None))
+    for expression in (scores, *(make_random_expression(np.random.default_rng(n), is_row=True) for n in range(4))):
+        operands = [RNG.standard_normal((5, columns)).astype(np.float32) for _ in range(3)]
+        apart = [np.asfortranarray(operands[0]), *operands[1:]]
+        want, out = (np.zeros((5, columns), np.float32) for _ in range(2))
+        run_kernel(expression, operands, want)
+        run_kernel(expression, apart, out, threads=2)
+        assert_equal_bits(out, want)
+
+
+def test_a_copy_to_the_result_needs_a_result_that_lies_on_no_operand():
+    x, r, y = (np.zeros((7, 48), np.float32) for _ in range(3))
+    apart, residual, free = make_operand(x, x.T.shape, 0), make_operand(r, r.shape, 1), make_operand(y, y.shape, 2)
+    apart = with_shape_and_strides(apart, (7, 48), (1, 7))
+    centred = OPERANDS[0] - scalar.row_sum(OPERANDS[0])
+    kernel = make_expression_row_kernel(linearise(centred + OPERANDS[1]), [apart, residual], {})
+    assert kernel is not None
+    assert can_loop_over_rows(kernel, [apart, residual], [free])
+    assert not can_loop_over_rows(kernel, [apart, residual], [residual])
+    assert not can_loop_over_rows(kernel, [apart, apart], [free])
+
+
+def make_operand(array: np.ndarray, shape: tuple[int, ...], buffer: int) -> Operand:
+    return Operand(array.ctypes.data, Tensor(buffer, 0, shape, contiguous_strides(shape), DType.F32))
 
 
 @pytest.mark.parametrize("columns", [1, 16, 33, 100])

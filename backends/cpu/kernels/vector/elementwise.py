@@ -148,7 +148,8 @@ class RowKernel:
         select: function that returns the kernel for the element strides of the operands, 0 or 4 bytes.
         words: the argument words after the loop arguments (`make_row_loop_args`).
         whole_row_shape: the shape of the rows, if the kernel needs whole rows; else None.
-        reads_strided: whether the kernel may read rows with strided elements; several passes are faster on a copy.
+        reads_strided: whether the kernel may read rows with strided elements.
+        copies_strided: whether it may read them of one operand only, because it copies them to the result first.
         boxes: the boxes that operands cover.
         operand_boxes: for each operand the box that it covers; None if it covers the whole shape.
     """
@@ -157,6 +158,7 @@ class RowKernel:
     words: Sequence[int] = ()
     whole_row_shape: tuple[int, ...] | None = None
     reads_strided: bool = False
+    copies_strided: bool = False
     boxes: Sequence[Box] = ()
     operand_boxes: Sequence[Box | None] = ()
 
@@ -309,13 +311,18 @@ def _make_loop_args_of_operands_and_results(
     operands = [o if box is None else extend_box_view_to_shape(o, box, shape) for o, box in placed]
     operands += results
     walk = None
-    for apart in (False, True) if row_kernel.reads_strided else (False,):
+    for apart in (False, True) if row_kernel.reads_strided or row_kernel.copies_strided else (False,):
         for whole_rows in (False, True) if whole_row_shape is None else (True,):
             walk = walk or make_row_loop_args(shape, operands, whole_rows=whole_rows, apart=apart, boxes=boxes)
             if walk is not None and whole_row_shape is None and set(_get_result_strides(walk, sources, results)) != {4}:
                 walk = None
     if walk is None:
         return None
+    strided = [o for o, step in zip(sources, walk[ELEMENT_STRIDE_WORDS], strict=False) if step not in (0, 4)]
+    if strided and not row_kernel.reads_strided:
+        is_free = not any(o.region.overlaps(out.region) for o in sources for out in results)
+        if len(strided) > 1 or not is_free:
+            return None
     for to, out in zip(_get_result_strides(walk, sources, results), results, strict=True):
         if to != 4 and not (whole_row_shape and out.shape[-1] == 1):
             return None
@@ -383,7 +390,8 @@ def make_expression_row_kernel(
         select,
         words,
         (shape or sources[0].shape) if has_rows else None,
-        sum(map(bool, plan.list_passes())) <= 1,
+        not plan.has_several_passes,
+        plan.can_copy_to_result,
         boxes,
         [None if box is None else boxes[box] for box in plan.operand_boxes],
     )

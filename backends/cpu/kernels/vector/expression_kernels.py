@@ -3,6 +3,7 @@
 A kernel loops over the rows of its thread, 16 columns at a time. Each reduction of the row is one pass over the
 columns, and one more pass writes the result. A pass computes again the elements that it needs. The exception is an
 element of a transcendental function: the pass that sums it writes it to the result, from where the last pass reads it.
+Likewise the first pass that reads an operand with strided elements copies them to the result for the later passes.
 
 A kernel for panels is a hook of another kernel (`panel_hooks`): it computes some rows and columns of a matrix.
 
@@ -76,6 +77,8 @@ class _RowKernelEmitter:
     box_columns: list[tuple[Any, Any]] = field(init=False, default_factory=list)
     """The first column and the number of columns of each box in the present row."""
     columns: Any = field(init=False)
+    copying_pass: tuple[int | None] | None = None
+    """The reduction of the pass that copies the strided operand of the present row; None if no pass has done so."""
 
     def emit(self) -> None:
         """Emit the kernel function ``(arguments, thread, threads) -> 0``: a loop over the rows of the thread."""
@@ -226,7 +229,7 @@ class _RowKernelEmitter:
         `addresses` are the addresses of the row in each operand and in each result.
         """
         expression = self.plan.expression
-        self.addresses, self.row_values = addresses, {**numbers}
+        self.addresses, self.row_values, self.copying_pass = addresses, {**numbers}, None
         for number, step in enumerate(expression.steps):
             if step.function in OPERAND_FUNCTIONS and not step.sources:
                 index = self.plan.operand_indices.index(int(step.value))
@@ -371,7 +374,8 @@ class _RowKernelEmitter:
             pending.pop()
             if number in values:
                 continue
-            if is_stashed:
+            is_copied = number == self.plan.copied_step and self.copying_pass not in (None, (reduction,))
+            if is_stashed or is_copied:
                 values[number] = self._load(self.addresses[-1], column, count)
             elif function == "operand":
                 mask = values[sources[0]] if sources else None
@@ -381,6 +385,9 @@ class _RowKernelEmitter:
             else:
                 values[number] = LANE_FUNCTIONS[function](self.b, *(values[s] for s in sources))
             if number == self.plan.stored_step and reduction is not None and reduction == self.plan.last_reduction:
+                self._emit_store_of_lanes(self.addresses[-1], values[number], column, count)
+            if number == self.plan.copied_step and not is_copied:
+                self.copying_pass = (reduction,)
                 self._emit_store_of_lanes(self.addresses[-1], values[number], column, count)
         return [values[number] for number in required]
 

@@ -102,6 +102,29 @@ class ExpressionKernel:
                 return candidate
         return None
 
+    @cached_property
+    def copied_step(self) -> int | None:
+        """The step that reads strided elements in several passes: the first one copies them to the result.
+
+        The later passes read the copy. It is None if no operand is strided, or only one pass reads elements.
+        """
+        if not self.has_several_passes:
+            return None
+        strided = {index for index, apart in zip(self.operand_indices, self.is_strided, strict=False) if apart}
+        steps = enumerate(self.expression.steps)
+        return next((n for n, s in steps if s.function == "operand" and int(s.value) in strided), None)
+
+    @property
+    def has_several_passes(self) -> bool:
+        """Whether more than one pass over a row reads its elements."""
+        return sum(map(bool, self.list_passes())) > 1
+
+    @property
+    def can_copy_to_result(self) -> bool:
+        """Whether the result has room for a copy of a row: it is the only one, and has an element for each column."""
+        expression = self.expression
+        return len(expression.results) == 1 and not expression.reduces_row and not self.box_count
+
     def list_passes(self) -> list[set[int]]:
         """Return the steps per element of each pass over a row: a pass per reduction, then the pass of the results."""
         expression = self.expression
