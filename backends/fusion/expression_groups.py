@@ -22,6 +22,8 @@ from .operand_views import (
     Shape,
     find_strides_of_reshape,
     is_box_of_whole_shape,
+    is_permutation_of_dense,
+    place_whole,
     reshape_box,
     with_shape_and_strides,
 )
@@ -263,12 +265,12 @@ class GroupComposition:
         """Return the step that supplies an operand: the step of its producer in the group, or a read from memory."""
         operand, maker = call.operand(index), call.producers[index]
         place = call.compute_operand_placement(index, placement)
+        place = None if place == place_whole(call.shape) else place
         if maker in self.calls:
             assert maker is not None
-            if isinstance(place, RepetitionToShape) or (
-                place is None and self._is_read_repeatedly(maker, call, operand)
-            ):
-                place = RepetitionToShape(((operand.shape, call.shape), *(() if place is None else place.reshapes)))
+            if isinstance(place, RepetitionToShape) or (place is None and self._is_read_repeatedly(maker, call, operand)):
+                read = operand.shape, operand.strides, call.shape
+                place = RepetitionToShape((read, *(() if place is None else place.reads)))
             elif place is not None:
                 self._require_axes_of_producer_result(maker, call, operand)
             self.add_with_producers(maker, place)
@@ -323,14 +325,12 @@ class GroupComposition:
         return self.steps.setdefault(Step(function, inside, position), len(self.steps))
 
     def _is_read_repeatedly(self, maker: int, call: TracedInstruction, operand: Operand) -> bool:
-        """Return whether an instruction broadcasts the result of another instruction of the group, its producer.
-
-        The producer `maker` must be elementwise. Its steps are then computed again for each element that repeats the
-        result.
-        """
+        """Return whether an instruction repeats or permutes the result of an elementwise producer."""
         producer = self.calls[maker]
-        if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length or operand.size >= call.size:
+        if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length:
             return False
+        if operand.size >= call.size:
+            return call.size == self.size and not operand.is_dense and is_permutation_of_dense(operand)
         is_per_row = producer.size * self.shape[-1] == self.size and self._reads_numbers_of_rows(call, operand)
         return call.size == self.size and not is_per_row
 
@@ -350,8 +350,9 @@ class GroupComposition:
     ) -> None:
         """Require that an operand is the whole result of its producer; raise `NoKernelError` otherwise."""
         out = self.calls[maker].out
+        is_in_order = is_permutation_of_dense(operand) if isinstance(place, RepetitionToShape) else operand.is_dense
         require_supported(
-            operand is out or (operand.region == out.region and operand.is_dense and operand.size == out.size),
+            operand is out or (operand.region == out.region and operand.size == out.size and is_in_order),
             "a part of a result is read",
         )
         if place is not None:

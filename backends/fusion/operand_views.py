@@ -44,14 +44,14 @@ class PlacementInShape:
 
 @dataclass(frozen=True)
 class RepetitionToShape:
-    """How a value is repeated to the larger shape of a group, through broadcasts and reshapes.
+    """The way in which the shape of a group repeats a value that is smaller, or permutes its axes.
 
     Attributes:
-        reshapes: pairs of a shape in which a value is read, and the shape to which the reader repeats it. The first
-            pair belongs to the reader of the value itself, the last to an instruction over the whole group.
+        reads: for each read the shape and the strides with which a dense value is read, and the shape to which the
+            reader repeats it. The first read is of the value itself, the last by an instruction over the whole group.
     """
 
-    reshapes: tuple[tuple[Shape, Shape], ...]
+    reads: tuple[tuple[Shape, Shape, Shape], ...]
 
     def repeat_operand(self, operand: Operand, own_shape: Shape, shape: Shape) -> Operand:
         """Return a view of `shape` of an operand of the instruction that computes the value.
@@ -64,9 +64,27 @@ class RepetitionToShape:
         Raises:
             NoKernelError: no strides describe this view.
         """
-        for read_shape, reader_shape in self.reshapes:
-            operand, own_shape = reshape_repeated_operand(operand, own_shape, read_shape), reader_shape
+        for read_shape, read_strides, reader_shape in self.reads:
+            order = sort_axes_by_stride(read_shape, read_strides)
+            view = reshape_repeated_operand(operand, own_shape, tuple(read_shape[axis] for axis in order))
+            strides = tuple(view.strides[order.index(axis)] for axis in range(len(order)))
+            operand, own_shape = with_shape_and_strides(view, read_shape, strides), reader_shape
         return reshape_repeated_operand(operand, own_shape, shape)
+
+
+def sort_axes_by_stride(shape: Shape, strides: Sequence[int]) -> list[int]:
+    """Return the axes in the order of memory, the largest stride first. Axes of size 1 come first."""
+    return sorted(range(len(shape)), key=lambda axis: (shape[axis] != 1, -strides[axis]))
+
+
+def is_permutation_of_dense(operand: Operand) -> bool:
+    """Return whether the axes of an operand in some order are those of a dense array."""
+    order, dense = sort_axes_by_stride(operand.shape, operand.strides), 1
+    for axis in reversed(order):
+        if operand.shape[axis] != 1 and operand.strides[axis] != dense:
+            return False
+        dense *= operand.shape[axis]
+    return True
 
 
 def place_whole(shape: Shape) -> PlacementInShape:

@@ -18,7 +18,7 @@ from ...ops.declaration.interpreter import ScalarLanguageDeclaration
 from .run_contents import UnfusedRunContents
 
 Axes = tuple[tuple[int, int], ...]
-Placement = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
+PlacementInShape = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
 """The place of a value in its reader: the shape of the reader, the index of its beginning, and the box that is read."""
 REDUCTION_PREFIX = "row_"
 ATTRIBUTE, CONSTANT, OPERAND, ROW_OPERAND, INSIDE = "attribute", "constant", "operand", "row_operand", "inside"
@@ -55,45 +55,57 @@ def merge_tensor_axes(tensor: Tensor, shape: tuple[int, ...] | None = None) -> A
 
 
 def compose_axes(outer: Axes, inner: Axes) -> Axes | None:
-    """Return the axes with which a reader of a repeated value would read one operand of this value; None if impossible.
+    """Return the axes with which a reader of a repeated or permuted value would read one operand of this value.
 
-    A kernel can compute an elementwise value again for each reader that repeats it. The operands of the value are
-    then read with the axes of the reader.
+    A kernel can compute an elementwise value again for each reader that repeats or permutes it. The operands of the
+    value are then read with the axes of the reader.
 
     Args:
-        outer: (size, stride) pairs with which the reader repeats the value. Stride 0 marks a repeated axis; the other
-            axes cover all elements in order.
-        inner: (size, stride) pairs with which the value reads the operand.
+        outer: How a reader repeats the elements of the value: strides count elements. Axes with strides above 0 cover
+            all elements once.
+        inner: The axes of an operand, element by element of the value.
 
     Returns:
         The axes of the operand for the reader, merged; None if strides cannot express them.
     """
-    left, axes, covered = [*inner], list[tuple[int, int]](), 1
-    for size, step in reversed(outer):
-        if step == 0:
-            axes.append((size, 0))
-            continue
-        if step != covered:
-            return None
-        covered *= size
-        while size > 1:
-            if not left:
-                return None
-            own, stride = left.pop()
-            part = min(own, size)
-            if own % part or size % part:
-                return None
-            if own > part:
-                left.append((own // part, part * stride))
-            axes.append((part, stride))
-            size //= part
+    if not covers_each_element_once(outer, math.prod(size for size, _ in inner)):
+        return None
     merged: list[tuple[int, int]] = []
-    for size, stride in reversed(axes):
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = merged[-1][0] * size, stride
-        else:
-            merged.append((size, stride))
-    return None if left else tuple(merged)
+    for size, step in outer:
+        for part in [(size, 0)] if step == 0 else _split_axis_at_axes(size, step, inner):
+            if part is None:
+                return None
+            if merged and merged[-1][1] == part[0] * part[1]:
+                merged[-1] = merged[-1][0] * part[0], part[1]
+            else:
+                merged.append(part)
+    return tuple(merged)
+
+
+def covers_each_element_once(axes: Axes, size: int) -> bool:
+    """Return whether the axes with strides above 0 cover `size` dense elements, each once, in any order."""
+    covered = 1
+    for n, step in sorted((axis for axis in axes if axis[1] != 0), key=lambda axis: axis[1]):
+        if step != covered:
+            return False
+        covered *= n
+    return covered == size
+
+
+def _split_axis_at_axes(size: int, step: int, inner: Axes) -> list[tuple[int, int] | None]:
+    """Split an axis of `size` elements, `step` apart, at the bounds of the `inner` axes of a dense value.
+
+    Each part has the stride of its inner axis. A part is None if the bounds do not divide each other.
+    """
+    parts: list[tuple[int, int] | None] = []
+    below = 1
+    for own, stride in reversed(inner):
+        first, end = max(below, step), min(below * own, step * size)
+        if first < end:
+            is_whole = first % below == 0 and end % first == 0
+            parts.append((end // first, stride * (first // below)) if is_whole else None)
+        below *= own
+    return parts[::-1]
 
 
 def merge_box_axes(shape: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -126,7 +138,7 @@ class SymbolicTerms:
     terms: dict[tuple[object, ...], int] = field(default_factory=dict)
     computed: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """For each instruction the term of its result, and whether it is one number per row."""
-    placed: dict[tuple[int, Placement], int] = field(default_factory=dict)
+    placed: dict[tuple[int, PlacementInShape], int] = field(default_factory=dict)
     """For each instruction with a result that is read in a place, the term of the result there."""
     repeated: dict[tuple[int, Axes], int] = field(default_factory=dict)
     """For each instruction with a result that larger results repeat, the term of the result by its axes there."""
@@ -251,7 +263,7 @@ class SymbolicTerms:
         return self._intern_memory_element_term_in_box(tensor, shape, box)
 
     def _trace_instruction_to_term(
-        self, number: int, instruction: Instruction, place: Placement | None = None, repeats: Axes | None = None
+        self, number: int, instruction: Instruction, place: PlacementInShape | None = None, repeats: Axes | None = None
     ) -> tuple[int, bool]:
         """Compute the term of a result from the declared expression of its op, and whether it is one number per row.
 
@@ -285,7 +297,7 @@ class SymbolicTerms:
         for function, sources, value in expression.steps:
             if function == OPERAND:
                 child = self._compute_operand_placement(declared, instruction, int(value), place)
-                if child is None:
+                if child is None or child == (shape, (0,) * len(shape), tuple((0, n) for n in shape)):
                     terms.append(self._compute_operand_term(number, int(value), shape, is_per_row, repeats))
                 else:
                     terms.append(self._compute_placed_operand_term(number, int(value), child, declared.place is None))
@@ -309,8 +321,8 @@ class SymbolicTerms:
 
     @staticmethod
     def _compute_operand_placement(
-        declared: ScalarLanguageDeclaration, instruction: Instruction, index: int, place: Placement | None
-    ) -> Placement | None:
+        declared: ScalarLanguageDeclaration, instruction: Instruction, index: int, place: PlacementInShape | None
+    ) -> PlacementInShape | None:
         """Compute where an operand begins in the kernel's shape, and in which part of it the operand is read.
 
         Only ops such as a concatenation declare such places; None means that the operand is read whole. `place` is
@@ -329,7 +341,7 @@ class SymbolicTerms:
         ends = zip(place[2], start, tensors[index].shape, strict=True)
         return place[0], start, tuple((max(low, at), min(high, at + n)) for (low, high), at, n in ends)
 
-    def _compute_placed_operand_term(self, number: int, index: int, place: Placement, broadcasts: bool) -> int:
+    def _compute_placed_operand_term(self, number: int, index: int, place: PlacementInShape, broadcasts: bool) -> int:
         """Return the term number of an operand that is read only in one part of the kernel's shape.
 
         It is the term of the instruction that computes the operand in the same kernel, or else a read from memory.
@@ -393,7 +405,8 @@ class SymbolicTerms:
         (out,) = self.program.instructions[maker].dst
         rows = math.prod(out.shape)
         dense: Axes = ((rows, 1),) if rows > 1 else ()
-        is_whole = tensor.offset == out.offset and dense == merge_tensor_axes(out) == merge_tensor_axes(tensor)
+        is_whole = tensor.offset == out.offset and dense == merge_tensor_axes(out)
+        is_whole = is_whole and covers_each_element_once(merge_tensor_axes(tensor) or (), rows)
         if is_whole and not is_per_row and (repeats is not None or axes != dense) and not self._is_per_row(maker, axes):
             if (maker, axes) not in self.repeated:
                 instruction = self.program.instructions[maker]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 
 import pytest
 
+from hocket import ops
 from hocket.backends import find_device
 from hocket.backends.cpu.kernels.vector import elementwise
 from hocket.conformance.cases.model_cases import read_model_graphs
 from hocket.conformance.checks.fused_kernels import check_fused_kernels, make_random_graphs
 from hocket.conformance.command import main
-from hocket.graph import Graph
+from hocket.graph import Graph, input
 from hocket.ops.declaration.expression import Expression
 
 from ..given.models.goldens import FIXTURES
@@ -36,6 +38,25 @@ def test_the_kernels_of_random_graphs_have_the_bits_of_their_ops():
 def test_the_kernels_of_each_fixture_have_the_bits_of_their_ops(name: str):
     graphs = read_model_graphs(FIXTURES / name / "model.gguf", tokens=(1, 9))
     assert [r for r in check_fused_kernels(graphs, *find_device("cpu")) if r.fault] == []
+
+
+def make_permuted_graphs() -> Iterator[Graph]:
+    """Make graphs in which an op reads a composed value with permuted axes, element by element or row by row."""
+    for axes in permutations(range(3)):
+        shape = (3, 4, 4)
+        x, y = input("x", shape), input("y", (4, 1))
+        product = ops.permute(ops.mul(ops.neg(x), y), axes=axes)
+        other = input("z", product.shape)
+        yield Graph({"sums": ops.scale(ops.sum_rows(product), scale=2.0)})
+        yield Graph({"y": ops.add(ops.reshape(product, shape=(12, 4)), ops.reshape(other, shape=(12, 4)))})
+        yield Graph({"y": ops.mul(ops.norm(ops.permute(x, axes=axes)), other)})
+
+
+def test_one_kernel_computes_values_that_are_read_with_permuted_axes():
+    results = [list(check_fused_kernels([graph], *find_device("cpu"))) for graph in make_permuted_graphs()]
+    assert [r for some in results for r in some if r.fault] == []
+    assert [len(some) for some in results] == [1] * 18
+    assert {len(r.ops) for some in results for r in some} == {2, 3, 4}
 
 
 @pytest.mark.long

@@ -264,6 +264,32 @@ def test_each_wrong_operand_of_a_repeated_value_is_found(fault: str):
     assert any("expression: " in why for why in find_fusion_faults(program, change(fusion, operands=wrong)))
 
 
+def make_permuting_program() -> tuple[Program, ProgramFusion]:
+    """One kernel that sums the columns of a product: it reads the product, which is not written, with permuted axes."""
+    x, y = hocket.input("x", (2, 5, 6)), hocket.input("y", (5, 1))
+    columns = ops.sum_rows(ops.permute(ops.mul(ops.neg(x), y), axes=(2, 0, 1)))
+    return plan_program(hocket.Graph({"y": ops.scale(columns, scale=2.0)}))
+
+
+PERMUTED_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in the order of memory": lambda t: replace(t, strides=contiguous_strides(t.shape)),
+    "with exchanged axes": lambda t: replace(t, strides=(5, 30, 1)),
+    "of the next column": lambda t: replace(t, offset=t.offset + 4),
+    "of one row": lambda t: replace(t, strides=(1, 30, 0)),
+}
+
+
+@pytest.mark.parametrize("fault", PERMUTED_FAULTS)
+def test_each_wrong_operand_of_a_permuted_value_is_found(fault: str):
+    program, fusion = make_permuting_program()
+    (kernel,) = fusion.expressions
+    assert len(kernel.instruction_numbers) == 4
+    assert [*find_fusion_faults(program, fusion)] == []
+    (at,) = (n for n, tensor in enumerate(kernel.operands) if tensor.strides == (1, 30, 6))
+    wrong = (*kernel.operands[:at], PERMUTED_FAULTS[fault](kernel.operands[at]), *kernel.operands[at + 1 :])
+    assert any("expression: " in why for why in find_fusion_faults(program, change(fusion, operands=wrong)))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_composed_axes_address_the_same_elements(seed: int):
     rng = np.random.default_rng(seed)
@@ -276,7 +302,8 @@ def test_composed_axes_address_the_same_elements(seed: int):
         steps += [0, 1]
     dense = np.cumprod([n if step else 1 for n, step in zip(sizes[::-1], steps[::-1], strict=True)][:-1])[::-1]
     steps = [step * d for step, d in zip(steps, [*dense, 1], strict=True)] if sizes else []
-    outer = tuple((int(n), int(s)) for n, s in zip(sizes, steps, strict=True) if n > 1)
+    pairs = [(int(n), int(s)) for n, s in zip(sizes, steps, strict=True) if n > 1]
+    outer = tuple(pairs[axis] for axis in rng.permutation(len(pairs)))
     read = np.lib.stride_tricks.as_strided(
         np.ascontiguousarray(value), [n for n, _ in outer], [value.itemsize * s for _, s in outer]
     )
