@@ -211,6 +211,27 @@ def test_a_model_is_sharded_over_devices_and_shares_the_memory_of_its_weights():
     assert np.array_equal(output, one(x).numpy())
 
 
+def test_assignments_and_indices_of_the_largest_entries_take_few_ops():
+    """A region of a slice of a slice is set by one op; indices from `topk` are compared with no zero."""
+    import torch
+
+    class Changing(torch.nn.Module):
+        def forward(self, x, table):
+            y = x.clone()
+            y[:, 2, 1, 3:5] = x[:, 0, 0, :2]
+            y[1, :, 2] = 7.0
+            return y, table[x[:, 0, 0].topk(3).indices.reshape(-1)]
+
+    x, table = torch.randn(2, 3, 4, 6), torch.randn(6, 5)
+    x[0, 0, 0, 2], x[0, 0, 0, 4] = float("nan"), float("inf")
+    program = hocket.from_torch(torch.export.export(Changing(), (x, table)))
+    found = [node.op for node in program.graph.nodes]
+    assert (found.count("set"), found.count("argsort"), found.count("compare")) == (2, 1, 0)
+    assert [node.attrs["offsets"] for node in program.graph.nodes if node.op == "set"] == [(0, 2, 1, 3), (1, 0, 2, 0)]
+    for own, theirs in zip(program.on("cpu:0")(x, table), Changing()(x, table), strict=True):
+        assert torch.equal(own.nan_to_num(99.0), theirs.nan_to_num(99.0))
+
+
 @pytest.mark.long
 def test_all_of_an_encoder_is_compiled():
     import torch
