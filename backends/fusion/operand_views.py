@@ -78,7 +78,7 @@ def sort_axes_by_stride(shape: Shape, strides: Sequence[int]) -> list[int]:
 
 
 def is_permutation_of_dense(operand: Operand) -> bool:
-    """Return whether the axes of an operand in some order are those of a dense array."""
+    """Return whether an operand is a dense array with permuted axes."""
     order, dense = sort_axes_by_stride(operand.shape, operand.strides), 1
     for axis in reversed(order):
         if operand.shape[axis] != 1 and operand.strides[axis] != dense:

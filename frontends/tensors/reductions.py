@@ -149,14 +149,14 @@ def argsort(x: Tensor, axis: int = -1, descending: bool = False, count: int | No
     last = move_axis(as_float(x), axis, -1)
     rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
     n = last.shape[-1]
-    kept = n if count is None else count
+    needed = n if count is None else count
     may_have_nan = not (x.is_integer or x.is_bool)
     if descending and may_have_nan:
-        from_end = slice_range(as_tensor(ops.argsort(flip(rows, [-1]).value)), -1, n - kept, n)
+        from_end = slice_range(as_tensor(ops.argsort(flip(rows, [-1]).value)), -1, n - needed, n)
         ids = sub(n - 1, flip(cast(from_end, DType.I64), [-1]))
     else:
-        ids = slice_range(as_tensor(ops.argsort(rows.value, descending=bool(descending))), -1, 0, kept)
-    whole = reshape(ids, (*last.shape[:-1], kept))
+        ids = slice_range(as_tensor(ops.argsort(rows.value, descending=bool(descending))), -1, 0, needed)
+    whole = reshape(ids, (*last.shape[:-1], needed))
     return replace(cast(move_axis(whole, -1, axis), DType.I64), is_non_negative=True)
 
 

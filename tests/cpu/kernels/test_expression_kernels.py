@@ -152,7 +152,7 @@ def test_the_first_pass_copies_strided_elements_to_the_result(columns: int):
         assert_equal_bits(out, want)
 
 
-def test_a_copy_to_the_result_needs_a_result_that_lies_on_no_operand():
+def test_a_copy_to_the_result_needs_a_result_without_operands_in_its_memory():
     x, r, y = (np.zeros((7, 48), np.float32) for _ in range(3))
     apart, residual, free = make_operand(x, x.T.shape, 0), make_operand(r, r.shape, 1), make_operand(y, y.shape, 2)
     apart = with_shape_and_strides(apart, (7, 48), (1, 7))

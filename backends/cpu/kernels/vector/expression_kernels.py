@@ -78,7 +78,7 @@ class _RowKernelEmitter:
     """The first column and the number of columns of each box in the present row."""
     columns: Any = field(init=False)
     copying_pass: tuple[int | None] | None = None
-    """The reduction of the pass that copies the strided operand of the present row; None if no pass has done so."""
+    """The reduction of the pass that copies the strided operand of the present row. It is None before that pass."""
 
     def emit(self) -> None:
         """Emit the kernel function ``(arguments, thread, threads) -> 0``: a loop over the rows of the thread."""

@@ -106,7 +106,7 @@ class ExpressionKernel:
     def copied_step(self) -> int | None:
         """The step that reads strided elements in several passes: the first one copies them to the result.
 
-        The later passes read the copy. It is None if no operand is strided, or only one pass reads elements.
+        The later passes read the copy. Without strided operands, or with one pass, it is None.
         """
         if not self.has_several_passes:
             return None
