@@ -268,7 +268,9 @@ class GroupComposition:
         place = None if place == place_whole(call.shape) else place
         if maker in self.calls:
             assert maker is not None
-            if isinstance(place, RepetitionToShape) or (place is None and self._is_read_repeatedly(maker, call, operand)):
+            if isinstance(place, RepetitionToShape) or (
+                place is None and self._is_read_repeatedly(maker, call, operand)
+            ):
                 read = operand.shape, operand.strides, call.shape
                 place = RepetitionToShape((read, *(() if place is None else place.reads)))
             elif place is not None:

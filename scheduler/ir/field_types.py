@@ -66,7 +66,7 @@ def describe_field_fault(record: object, checked: Iterable[object] = ()) -> str:
         record: The record.
         checked: Records below it that are left out.
     """
-    fault = _find_field_check(cast(Hashable, type(record)))(record, set(map(id, checked)))
+    fault = _build_check_of_annotation(cast(Hashable, type(record)))(record, set(map(id, checked)))
     if fault is None:
         return ""
     return f"{fault.field} is {format_value(fault.value)} at {fault.path[1:]}; it must be {fault.need}"
