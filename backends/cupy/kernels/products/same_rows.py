@@ -190,7 +190,7 @@ def _launch_with_routing(
     reads = [call.operand(1)] if prologue is None else [*prologue.operands, *prologue.tees]
     for out in (routing.ids, routing.shares):
         require_no_alias(out, [*reads, routing.bias])
-    launches.begin_scratch_of_member(flow.bound_instruction(routing.top_k).scratch)
+    launches.use_scratch_of_fused_instruction(flow.bound_instruction(routing.top_k).scratch)
     scores = launches.allocate_scratch((routing.tokens, routing.scores.shape[-1]))
     outs = [scores if number == router else out for number, out in zip(found.products, found.results, strict=True)]
     epilogue = make_routing_epilogue(launches, routing, scores)
