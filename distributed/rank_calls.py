@@ -209,14 +209,17 @@ def encode_call(name: str, args: Sequence[object], kwargs: Mapping[str, object],
 def decode_call(
     message: np.ndarray[Any, np.dtype[np.uint8]], sender: str
 ) -> tuple[str, list[object], dict[str, object], bool]:
-    """Decode a call from the bytes of `encode_call`: its name, arguments, keyword arguments, and `has_failed`.
+    """Decode a call from the bytes that `encode_call` of rank 0 has made.
 
     Args:
         message: The bytes.
         sender: The rank, for messages.
 
+    Returns:
+        The name, the arguments, the keyword arguments, and whether the call before has failed on rank 0.
+
     Raises:
-        RanksError: The bytes are no call.
+        RanksError: The bytes are no encoded call.
     """
     at = MESSAGE_HEADER.size
 

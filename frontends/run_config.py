@@ -299,7 +299,7 @@ class RunConfig(DeviceGroup):
 
     @property
     def group(self) -> DeviceGroup:
-        """The device group of the configuration: the fields that a session reads."""
+        """The device group: the fields of this configuration that choose devices and how models are split over them."""
         return DeviceGroup(**{name: getattr(self, name) for name in list_options(DeviceGroup)})
 
 

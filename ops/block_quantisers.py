@@ -89,7 +89,7 @@ def _quantise_without_minimum(dtype: DType, middle: int, x: F32) -> np.ndarray:
     """
     d = _find_signed_peak(x) / np.float32(-middle)
     codes = _truncate_to_codes(x * _safe_reciprocal(d) + (np.float32(middle) + HALF), 2 * middle - 1)
-    return _with_fifth_bits(build_block_records(dtype, pack_nibbles(codes), d=d), codes)
+    return _store_fifth_bits_of_codes(build_block_records(dtype, pack_nibbles(codes), d=d), codes)
 
 
 def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
@@ -97,11 +97,14 @@ def _quantise_with_minimum(dtype: DType, top: int, x: F32) -> np.ndarray:
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = (high - low) / np.float32(top)
     codes = _truncate_to_codes((x - low) * _safe_reciprocal(d) + HALF, top)
-    return _with_fifth_bits(build_block_records(dtype, pack_nibbles(codes), d=d, dmin=low), codes)
+    return _store_fifth_bits_of_codes(build_block_records(dtype, pack_nibbles(codes), d=d, dmin=low), codes)
 
 
-def _with_fifth_bits(blocks: np.ndarray, codes: U8) -> np.ndarray:
-    """Return the blocks with the fifth bit of each code in field ``qh``; dtypes of 4 bits have no such field."""
+def _store_fifth_bits_of_codes(blocks: np.ndarray, codes: U8) -> np.ndarray:
+    """Store the fifth bit of each code in field ``qh`` of the blocks, and return the blocks.
+
+    Dtypes of 4 bits have no such field.
+    """
     if "qh" in (blocks.dtype.names or ()):
         blocks["qh"] = _pack_fifth_bits(codes)
     return blocks

@@ -156,7 +156,7 @@ class CudaDriver:
         cupy = self.cupy
         try:
             reached = self._get_host_transfers(on)
-            return DeviceBuffer(reached.allocate_zeros(max(nbytes, 16)), reached)
+            return DeviceBuffer(reached.allocate_zeroed_device_memory(max(nbytes, 16)), reached)
         except cupy.cuda.memory.OutOfMemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 

@@ -101,8 +101,11 @@ def list_flags_by_argument() -> Mapping[str, str]:
     return {**OTHER_FLAGS_BY_ARGUMENT, **{name: row.flags[-1] for name, row in RUN_OPTIONS.items()}}
 
 
-def list_flags_by_subject() -> Mapping[str, str]:
-    """Return the flags of all arguments that may be the subject of a message: ``Sampling: top_p is 2; …``."""
+def list_flags_by_first_name_in_message() -> Mapping[str, str]:
+    """Return the flag of each argument name with which an error message may begin.
+
+    Example: ``--top-p`` for ``top_p``, in the message ``Sampling: top_p is 2; it must be at most 1``.
+    """
     from ..config_options import list_options
     from ..generation.sampling import Sampling
 
@@ -123,7 +126,7 @@ def replace_arguments_by_flag_names(message: str) -> str:
     Examples: ``context=64`` becomes ``--ctx-size 64``, ``control_layers=(1, 3)`` becomes
     ``--control-vector-layer-range 1 3``, and ``Sampling: top_p is 2`` becomes ``--top-p is 2``.
     """
-    flags, subjects = list_flags_by_argument(), list_flags_by_subject()
+    flags, subjects = list_flags_by_argument(), list_flags_by_first_name_in_message()
 
     def as_flag(match: re.Match[str]) -> str:
         name, is_switch, quoted, several, plain = match.groups()

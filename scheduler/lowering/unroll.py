@@ -203,7 +203,7 @@ class _RepeatedLayerUnroller:
                     )
                 )
         arena = replace(program.buffers[ARENA_BUFFER], nbytes=top)
-        inputs = {self._find_deep_leaf_name(name): tensor for name, tensor in program.inputs.items()}
+        inputs = {self._find_leaf_name_in_full_graph(name): tensor for name, tensor in program.inputs.items()}
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
     def _rename_buffer_for_repetition(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
@@ -217,10 +217,10 @@ class _RepeatedLayerUnroller:
         name = self.shortened_graph.deep_name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
-    def _find_deep_leaf_name(self, name: str) -> str:
-        """Return the name that a leaf of the short graph has in the full ("deep") graph.
+    def _find_leaf_name_in_full_graph(self, name: str) -> str:
+        """Return the name that a leaf of the shortened graph has in the full graph.
 
-        The leaf must not belong to a repetition: such a leaf has another name in each repetition.
+        The leaf must not belong to a repeated layer: such a leaf has another name in each repetition.
         """
         kind = self.shortened_graph.short_repetition_of_name(name)
         return self.shortened_graph.deep_name_in_repetition(

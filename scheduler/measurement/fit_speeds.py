@@ -70,7 +70,7 @@ class SpeedFit:
             value_bandwidth=1 / self.seconds_per_activation_byte,
             state_bandwidth=1 / self.seconds_per_state_byte_read,
             unpacking={kind: 1 / byte for kind, (_, byte) in self.prefill_seconds_per_flop_and_byte.items()},
-            cached={kind: 1 / seconds for kind, seconds in self.seconds_per_cached_byte.items()},
+            cached={kind: 1 / seconds for kind, seconds in self.seconds_per_cached_weight_byte.items()},
             held=self.cache_hit_share_by_bytes,
         )
         if self.device_count == 1:
@@ -149,7 +149,7 @@ class SpeedFit:
         return {kind: self.compute_probe_seconds_per_weight_byte(f"read {kind}", kind) for kind in self.dtypes}
 
     @cached_property
-    def seconds_per_cached_byte(self) -> dict[str, float]:
+    def seconds_per_cached_weight_byte(self) -> dict[str, float]:
         """The seconds in which a matrix-vector product reads one weight byte from a cache, by dtype of the weights."""
         return {
             kind: min(
@@ -178,7 +178,7 @@ class SpeedFit:
             )
             memory, cache = (
                 sum(nbytes * each[kind] for nbytes, kind in weights)
-                for each in (self.seconds_per_weight_byte, self.seconds_per_cached_byte)
+                for each in (self.seconds_per_weight_byte, self.seconds_per_cached_weight_byte)
             )
             share = min(share, max(0.0, (memory - reading) / (memory - cache))) if memory > cache else 0.0
             shares[str(self.device_count * sum(nbytes for nbytes, _ in weights))] = share

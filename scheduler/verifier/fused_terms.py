@@ -214,7 +214,7 @@ class SymbolicTerms:
         return self._intern(function, *sources, columns if function.startswith(REDUCTION_PREFIX) else None)
 
     def _compute_kernel_step_terms(self) -> list[int]:
-        """Return the term number that each step of the kernel's expression computes, in order."""
+        """Return for each step of the kernel's expression the number of the symbolic term that it computes."""
         own: list[int] = []
         columns = self.group.shape[-1] if self.group.shape else 1
         for function, sources, value in self.group.steps:

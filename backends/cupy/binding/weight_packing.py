@@ -214,7 +214,10 @@ def _make_field_copying_plane_builder(*names: str) -> Callable[[BlockArray], U8]
 
 
 def _make_two_byte_field_plane_builder(field: str) -> Callable[[BlockArray], U8]:
-    """Return a function that copies a field with two bytes for each 32 columns into a plane, unchanged."""
+    """Return a function that copies a field with two bytes for each 32 columns to a plane; the bytes stay the same.
+
+    A plane is an array of the same field of all blocks.
+    """
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
 

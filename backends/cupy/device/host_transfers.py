@@ -69,7 +69,7 @@ class HostTransfers:
         self._current_half, self._used_bytes = 0, 0
         self._pinned_pool = PinnedPool(cupy.cuda.alloc_pinned_memory)
 
-    def allocate_zeros(self, nbytes: int) -> Any:
+    def allocate_zeroed_device_memory(self, nbytes: int) -> Any:
         """Allocate zeroed device memory of `nbytes` bytes."""
         with self._use_stream_and_convert_errors("set memory to zero"):
             return self.cupy.zeros(nbytes, np.uint8)

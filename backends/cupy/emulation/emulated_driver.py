@@ -179,7 +179,7 @@ class EmulatedDriver:
         load_emulated_library(self._with_emulated_instruction_header(kernel.source))
 
     def _with_emulated_instruction_header(self, source: KernelSource) -> KernelSource:
-        """Return a kernel source that uses the instruction header of the emulated devices."""
+        """Return a kernel source that includes the header of the emulated platform, ``cuda.cuh`` or ``hip.cuh``."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:

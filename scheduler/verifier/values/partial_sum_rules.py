@@ -62,7 +62,7 @@ def propagate_partial_sum(
     empty = {n for n, o in sums_by_operand.items() if o is NO_TERMS}
     if any(empty >= set(joint.split("+")) for joint in declared.zero_preserving_operands(attrs)):
         return NO_TERMS
-    if (routed := _keep_table_lookup_partial_sum(declared, graph_node, sums_by_operand)) is not None:
+    if (routed := _keep_partial_sum_of_looked_up_rows(declared, graph_node, sums_by_operand)) is not None:
         return routed
     for joint in declared.linear_operands(attrs):
         if set(sums_by_operand) <= set(joint.split("+")):
@@ -86,15 +86,15 @@ def _list_present_linear_operands(declared: Op[Any], graph_node: NodeSpecs, line
     return [n for n in here if n in linear_operands.split("+")]
 
 
-def _keep_table_lookup_partial_sum(
+def _keep_partial_sum_of_looked_up_rows(
     declared: Op[Any], graph_node: NodeSpecs, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
-    """Return the routed partial sum of a node's result, if its operands have one and the op keeps it; else None.
+    """Return the partial sum of looked-up rows that a node keeps from its operands; None if it keeps none.
 
-    A routed partial sum comes from a table lookup. A device has the result rows that look up one of its table rows, and
-    zeros elsewhere. The result keeps it under three conditions:
+    Such a partial sum begins with a lookup in a sharded table. A device has the result rows that look up one of its
+    table rows, and zeros elsewhere. An op after the lookup keeps it under three conditions:
 
-    - All operands that are partial sums have the same routed partial sum.
+    - All operands that are partial sums have the same one.
     - Zeros in these operands give zeros in the result.
     - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up row.
     """

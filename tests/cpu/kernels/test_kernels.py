@@ -356,7 +356,7 @@ def test_the_worked_example_of_digits_to_base_3_holds():
 
 
 def test_a_code_book_keeps_its_entries_in_every_order():
-    numbers = iq1_codes._compute_iq1_kernel_numbers()
+    numbers = iq1_codes._compute_iq1_entry_numbers_in_kernels()
     assert sorted(iq1_codes.list_iq1_entries_in_kernel_order()) == sorted(numbers) == [*range(2048)]
 
 

@@ -366,7 +366,7 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
     return subroutine(attend_jobs)
 
 
-def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
+def _make_attend_to_tile_unless_hidden(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that adds a tile of keys to the attention of tokens of a head group, if a token sees it."""
     load_tile, attend_jobs = _make_convert_kv_tile_to_matrices(k, v), _make_run_jobs_in_pipeline(k, v)
 
@@ -443,7 +443,7 @@ def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
         name,
         compute_thread_scratch_addresses,
         load_queries_and_init_with_sink,
-        _make_attend_to_visible_tile(k, v),
+        _make_attend_to_tile_unless_hidden(k, v),
         normalise_and_store_results,
         unit.configure,
         unit.release,

@@ -327,8 +327,11 @@ def attend_token_block_to_tile(a, count, union, lane_mask, slope, queries, state
             )
 
 
-def _make_attend_to_visible_tile(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that adds a tile of keys to the attention of tokens of a head group, if a token sees it."""
+def _make_attend_to_tile_unless_hidden(k: DType, v: DType) -> Subroutine:
+    """Make the subroutine that adds a tile of keys to the attention of the tokens of a head group.
+
+    The mask is applied. A tile that it hides from all tokens is skipped.
+    """
     copy_tile = _make_zero_padded_kv_tile_copy(k, v)
 
     def attend_all(a, heads, start, end, s, place):
@@ -440,7 +443,7 @@ def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
         name,
         compute_thread_scratch_addresses,
         load_query_lanes_and_init_softmax,
-        _make_attend_to_visible_tile(k, v),
+        _make_attend_to_tile_unless_hidden(k, v),
         normalise_and_store_results,
         skip_tile_configuration,
         skip_tile_configuration,

@@ -64,11 +64,11 @@ def list_iq1_entries_in_kernel_order() -> np.ndarray:
     return np.array(order)
 
 
-def _compute_iq1_kernel_numbers() -> np.ndarray:
-    """Compute the number of each IQ1 entry in kernels, in `list_iq1_entries_in_kernel_order`.
+def _compute_iq1_entry_numbers_in_kernels() -> np.ndarray:
+    """Compute the numbers by which kernels look up the entries of the IQ1 code book, each of eight weights.
 
-    A bin is 16 consecutive entries. The low 7 bits of a number are the bin of the entry, the other bits its place in
-    the bin.
+    The result has the order of `list_iq1_entries_in_kernel_order`. A bin is 16 consecutive entries. The low 7 bits of a
+    number are the bin of the entry, the other bits its place in the bin.
     """
     bins, places = np.divmod(np.arange(len(list_iq1_entries_in_kernel_order())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
@@ -77,7 +77,7 @@ def _compute_iq1_kernel_numbers() -> np.ndarray:
 def _reorder_iq1_table_for_kernels(table: np.ndarray) -> np.ndarray:
     """Reorder a table with one row for each IQ1 entry from the numbers of the file to the numbers of the kernels."""
     renumbered = np.empty_like(table)
-    renumbered[_compute_iq1_kernel_numbers()] = table[list_iq1_entries_in_kernel_order()]
+    renumbered[_compute_iq1_entry_numbers_in_kernels()] = table[list_iq1_entries_in_kernel_order()]
     return renumbered
 
 
@@ -85,7 +85,7 @@ def _reorder_iq1_table_for_kernels(table: np.ndarray) -> np.ndarray:
 def convert_iq1_entry_number_from_file(b, number):
     """Convert the number of an IQ1 code-book entry from the order of the file to the order of the kernels."""
     numbers = np.empty(len(list_iq1_entries_in_kernel_order()), "<u2")
-    numbers[list_iq1_entries_in_kernel_order()] = _compute_iq1_kernel_numbers()
+    numbers[list_iq1_entries_in_kernel_order()] = _compute_iq1_entry_numbers_in_kernels()
     at = b.add(
         emit_constant_table_address(b, "iq1_numbers", numbers.view(np.uint8)), b.shl(number, ir.Constant(_i64, 1))
     )

@@ -114,7 +114,7 @@ def launch_gemv(
     ]
     words += [*NO_SUM_FIELDS, *(PLAIN_PROLOGUE_WORDS if prologue is None else prologue.words)]
     words += PLAIN_EPILOGUE_WORDS if epilogue is None else epilogue.words
-    source, shared = _make_source(w.dtype, prologue, epilogue), 0 if epilogue is None else epilogue.shared_bytes
+    source, shared = _make_gemv_source(w.dtype, prologue, epilogue), 0 if epilogue is None else epilogue.shared_bytes
     if prologue is not None:
         # The number of parts depends on the device, and this decision does not: memory is planned with it.
         blocks = sum(count_blocks(n, PROLOGUE_WARP_FACTOR) for n in count_row_blocks(1)[: 1 if unit else None])
@@ -126,7 +126,7 @@ def launch_gemv(
     launches.add_launch(kernel, grid, 256 * more, words, shared)
 
 
-def _make_source(dtype: DType, prologue: RowPrologue | None, epilogue: RoutingEpilogue | None) -> KernelSource:
+def _make_gemv_source(dtype: DType, prologue: RowPrologue | None, epilogue: RoutingEpilogue | None) -> KernelSource:
     """Make the source of GEMV kernels with a prologue and an epilogue."""
     plain = GEMV_SOURCE_BY_DTYPE[dtype]
     if prologue is None and epilogue is None:
