@@ -1,4 +1,4 @@
-"""The options of the HTTP server."""
+"""The options of the HTTP server: its addresses, the access of clients, and limits of sizes, times and counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from ..frontends.errors import ModelError
-from ..frontends.generation.sampling import Sampling
+from ..frontends.generation.sampling import DEFAULT_TEMPERATURE, Sampling
 from ..graph.lazy_dataclass import dataclass
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -49,7 +49,7 @@ class ServerOptions:
     model_file: str = ""
     aliases: tuple[str, ...] = ()
     strict_model: bool = False
-    sampling: Sampling = Sampling(temperature=0.8)
+    sampling: Sampling = Sampling(temperature=DEFAULT_TEMPERATURE)
     seed: int = -1
     default_max_tokens: int = 4096
     chat_template: str | None = None

@@ -26,7 +26,7 @@ from ..generation.generate import (
     stream_text,
 )
 from ..generation.grammar import Grammar
-from ..generation.sampling import Sampling
+from ..generation.sampling import DEFAULT_TEMPERATURE, Sampling
 from ..generation.speculative import (
     DEFAULT_DRAFT_TOKENS,
     ModelDrafter,
@@ -72,7 +72,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue; - is stdin")
     new = "new tokens; -1: until the context is full (128; with --chat -1)"
     sub.add_argument("-n", "--predict", "--n-predict", type=parse_natural_or_minus_one, metavar="N", help=new)
-    add_option_flags(sub, SAMPLING_OPTIONS, SAMPLING_OPTIONS, temperature={"default": 0.8})
+    add_option_flags(sub, SAMPLING_OPTIONS, SAMPLING_OPTIONS, temperature={"default": DEFAULT_TEMPERATURE})
     sub.add_argument(
         "-s",
         "--seed",

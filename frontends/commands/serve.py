@@ -21,7 +21,7 @@ from ...graph.storage.files import open_log, require_writable
 from ..config_options import list_options
 from ..errors import ModelError
 from ..flag_values import parse_json_object, parse_natural, parse_number, parse_positive, parse_seed
-from ..generation.sampling import Sampling
+from ..generation.sampling import DEFAULT_TEMPERATURE, Sampling
 from ..generation.speculative import DEFAULT_DRAFT_TOKENS
 from ..inference.session import DEFAULT_CONTEXT
 from ..language_model import Model
@@ -104,7 +104,10 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="new tokens of a request that gives no limit (4096)",
     )
-    temperature = {"default": 0.8, "help": "temperature of requests without one (0.8)"}
+    temperature = {
+        "default": DEFAULT_TEMPERATURE,
+        "help": f"temperature of requests without one ({DEFAULT_TEMPERATURE})",
+    }
     add_option_flags(sub, ("temperature",), list_options(Sampling), temperature=temperature)
     sub.add_argument(
         *("-s", "--seed"),

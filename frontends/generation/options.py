@@ -29,7 +29,7 @@ from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import Tokenizer
 from .generate import GenerationParams
 from .grammar import Grammar
-from .sampling import Sampling
+from .sampling import DEFAULT_TEMPERATURE, Sampling
 
 PROMPT_KIND = TEXT | list_of(ANY, "a sequence of tokens") | instance_of(np.ndarray)
 OBJECTS_KIND = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
@@ -109,7 +109,10 @@ def resolve_options(
             raise ModelError(f"generate: there is no option {name!r:.60}{hint}")
         if name in OPTION_KINDS:
             require(ModelError, "generate", name, value, OPTION_KINDS[name])
-    sampling_options = {"temperature": 0.8, **{name: options[name] for name in SAMPLING_OPTIONS if name in options}}
+    sampling_options = {
+        "temperature": DEFAULT_TEMPERATURE,
+        **{name: options[name] for name in SAMPLING_OPTIONS if name in options},
+    }
     seed, stop = options.get("seed"), options.get("stop", ())
     rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name, "") != ""}
     if len(rules) > 1:

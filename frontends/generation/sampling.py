@@ -58,6 +58,8 @@ TOKENS_KIND = ArgumentKind(
 )
 AT_LEAST_0 = ArgumentKind("a number of at least 0", number_between(0, MAX_LOGIT_CHANGE).accepts)
 UNIT_KIND = number_between(0, 1)
+DEFAULT_TEMPERATURE = 0.8
+"""The temperature of commands, of requests to a server and of `Model` if none is given."""
 
 
 @validate_constructor(ModelError)
@@ -90,7 +92,7 @@ class Sampling:
         llama_cpp="c",
         type=parse_number,
         metavar="T",
-        help="temperature; 0 takes the most probable token (0.8)",
+        help=f"temperature; 0 takes the most probable token ({DEFAULT_TEMPERATURE})",
     )
     top_k: int = option_field(
         40,

@@ -297,8 +297,8 @@ class Estimate:
     Attributes:
         compute: Seconds in kernels, on the slowest device.
         collectives: Seconds in collectives.
-        meetings: The number of collectives.
-        hidden: Seconds in which kernels and collectives overlap.
+        collective_count: The number of collectives.
+        overlapped_seconds: Seconds in which kernels and collectives overlap.
     """
 
     compute: float

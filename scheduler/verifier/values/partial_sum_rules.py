@@ -89,7 +89,7 @@ def _list_present_linear_operands(declared: Op[Any], graph_node: NodeSpecs, line
 def _keep_partial_sum_of_looked_up_rows(
     declared: Op[Any], graph_node: NodeSpecs, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
-    """Return the partial sum of looked-up rows that a node keeps from its operands; None if it keeps none.
+    """Return the partial sum of looked-up rows that a node keeps from its operands, or None.
 
     Such a partial sum begins with a lookup in a sharded table. A device has the result rows that look up one of its
     table rows, and zeros elsewhere. An op after the lookup keeps it under three conditions:

@@ -65,7 +65,7 @@ def list_iq1_entries_in_kernel_order() -> np.ndarray:
 
 
 def _compute_iq1_entry_numbers_in_kernels() -> np.ndarray:
-    """Compute the numbers by which kernels look up the entries of the IQ1 code book, each of eight weights.
+    """Compute the number of each entry (eight weights) of the IQ1 code book in the tables of kernels.
 
     The result has the order of `list_iq1_entries_in_kernel_order`. A bin is 16 consecutive entries. The low 7 bits of a
     number are the bin of the entry, the other bits its place in the bin.
