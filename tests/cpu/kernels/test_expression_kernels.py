@@ -143,7 +143,13 @@ def test_a_kernel_has_the_bits_of_its_expression(seed: int):
 def test_the_first_pass_copies_strided_elements_to_the_result(columns: int):
     """Each pass after the first one that reads the strided operand reads the copy, so the bits are the same."""
     scores = linearise(normalise_scores(OPERANDS[0], None))
-    for expression in (scores, *(make_random_expression(np.random.default_rng(n), is_row=True) for n in range(4))):
+    first, power = OPERANDS[0], scalar.exp(OPERANDS[1])
+    dots = [scalar.row_dot(power, first), scalar.row_dot(first, power)]
+    stored = [linearise(power * dot) for dot in dots]  # the last reduction writes the exponentials to the result
+    centred = scalar.exp(OPERANDS[1] - scalar.row_max(first))
+    stored.append(linearise(centred * scalar.row_dot(centred, first)))
+    randoms = [make_random_expression(np.random.default_rng(n), is_row=True) for n in range(4)]
+    for expression in (scores, *stored, *randoms):
         operands = [RNG.standard_normal((5, columns)).astype(np.float32) for _ in range(3)]
         apart = [np.asfortranarray(operands[0]), *operands[1:]]
         want, out = (np.zeros((5, columns), np.float32) for _ in range(2))
@@ -162,6 +168,10 @@ def test_a_copy_to_the_result_needs_a_result_without_operands_in_its_memory():
     assert can_loop_over_rows(kernel, [apart, residual], [free])
     assert not can_loop_over_rows(kernel, [apart, residual], [residual])
     assert not can_loop_over_rows(kernel, [apart, apart], [free])
+    power = scalar.exp(OPERANDS[1])
+    kernel = make_expression_row_kernel(linearise(power * scalar.row_dot(power, OPERANDS[0])), [apart, residual], {})
+    assert kernel is not None
+    assert not can_loop_over_rows(kernel, [apart, residual], [free])
 
 
 def make_operand(array: np.ndarray, shape: tuple[int, ...], buffer: int) -> Operand:

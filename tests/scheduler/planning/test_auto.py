@@ -219,7 +219,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "devices"), [(8, 2), pytest.param(48, 8, marks=[pytest.mark.long(), pytest.mark.nightly(cases=0)])]
+    ("layers", "devices"), [(12, 2), pytest.param(48, 8, marks=[pytest.mark.long(), pytest.mark.nightly(cases=0)])]
 )
 def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_path, layers, devices):
     """One token of a mixture of experts waits for launches, which no cut makes fewer."""

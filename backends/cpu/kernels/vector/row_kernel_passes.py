@@ -106,9 +106,9 @@ class ExpressionKernel:
     def copied_step(self) -> int | None:
         """The step that reads strided elements in several passes: the first one copies them to the result.
 
-        The later passes read the copy. Without strided operands, or with one pass, it is None.
+        The later passes read the copy. It is None without strided operands, with one pass, or without room for a copy.
         """
-        if not self.has_several_passes:
+        if not self.has_several_passes or not self.can_copy_to_result:
             return None
         strided = {index for index, apart in zip(self.operand_indices, self.is_strided, strict=False) if apart}
         steps = enumerate(self.expression.steps)
@@ -121,9 +121,14 @@ class ExpressionKernel:
 
     @property
     def can_copy_to_result(self) -> bool:
-        """Whether the result has room for a copy of a row: it is the only one, and has an element for each column."""
+        """Whether the result has room for a copy of a row until the last pass.
+
+        It must be the only result, with an element for each column. If the last reduction reads another value beside
+        `stored_step`, which it writes to the result, a copy of this value may be overwritten before it is read.
+        """
         expression = self.expression
-        return len(expression.results) == 1 and not expression.reduces_row and not self.box_count
+        is_free = self.stored_step is None or len({*expression.steps[self.last_reduction].sources}) == 1
+        return len(expression.results) == 1 and not expression.reduces_row and not self.box_count and is_free
 
     def list_passes(self) -> list[set[int]]:
         """Return the steps per element of each pass over a row: a pass per reduction, then the pass of the results."""
