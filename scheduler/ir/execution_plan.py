@@ -159,16 +159,17 @@ class Plan:
     together = RenamedAttribute("pipelined_timeline")
 
     @cached_property
-    def _first_field_fault(self) -> str:
-        return describe_field_fault(self)
+    def _has_right_device_plans(self) -> bool:
+        return not any(map(describe_field_fault, self.device_plans))
 
     @property
     def _field_fault(self) -> str:
         """A description of the first value of a wrong type in the plan or its records; empty if all are right.
 
-        The device plans are checked once. The layouts are checked each time, because they may be in a `dict`.
+        Right device plans are checked once. The layouts are checked each time, because they may be in a `dict`.
         """
-        return self._first_field_fault or describe_field_fault(self, self.device_plans)
+        known = self.device_plans if isinstance(self.device_plans, tuple) and self._has_right_device_plans else ()
+        return describe_field_fault(self, known)
 
     @property
     def group(self) -> list[tuple[Backend, Device]]:

@@ -17,10 +17,16 @@ from .field_types import describe_field_fault
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
+ERRORS_OF_WRONG_RECORDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""The errors of Python that a record with wrong values can cause. A full memory or disk is not among them."""
 
 
 class _FaultsOfRecord:
-    """A context in which an error of Python is replaced by a `PlanError` that names the fault of a record."""
+    """A context in which an error of Python is replaced by a `PlanError` that names the fault of a record.
+
+    If all types are right, it is a `HocketError`, which the search for the fastest plan does not catch: then either the
+    records do not belong together, or hocket is at fault.
+    """
 
     def __init__(self, subject: str, record: Any) -> None:
         self._subject, self._record = subject, record
@@ -29,13 +35,15 @@ class _FaultsOfRecord:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(why, Exception) and not isinstance(why, HocketError):
-            fault = describe_field_fault(self._record) or f"its records do not match: {describe_exception(why)}"
-            raise PlanError(f"{self._subject}: self: {fault}") from why
+        if isinstance(why, ERRORS_OF_WRONG_RECORDS) and not isinstance(why, HocketError):
+            if fault := describe_field_fault(self._record):
+                raise PlanError(f"{self._subject}: self: {fault}") from why
+            doubt = f"its records do not belong together, or hocket is at fault: {describe_exception(why)}"
+            raise HocketError(f"{self._subject}: self: {doubt}") from why
 
 
 def blame_illegal_record(method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
-    """Return the method with a `PlanError` in place of errors of Python; it names the fault of the record."""
+    """Return the method with a `HocketError` in place of errors of Python; it names the fault of the record."""
 
     @wraps(method)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:

@@ -14,6 +14,7 @@ import hocket
 from hocket import ops, scheduler
 from hocket.backends import base
 from hocket.graph.old_names import RenamedAttribute
+from hocket.scheduler.ir import execution_plan
 from hocket.scheduler.ir.layout import Shard
 
 WRONG_VALUES = (None, "a", -1, (), {}, 2**100)
@@ -92,6 +93,21 @@ def test_layouts_that_changed_after_a_check_are_checked_again():
     plan.leaves["w"] = Shard(None, None)
     with pytest.raises(hocket.PlanError, match=r"Shard.axis is None"):
         plan.explain()
+    plan.leaves["w"] = right_plan().leaves["w"]
+    plan.explain()
+
+
+def test_a_fault_of_hocket_in_a_right_plan_is_no_fault_of_the_plan(monkeypatch):
+    plan = dataclasses.replace(right_plan())
+    for error, seen in ((KeyError("x"), hocket.HocketError), (MemoryError(), MemoryError), (OSError(28, ""), OSError)):
+
+        def fail(*arguments: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(execution_plan, "estimate_run_time", fail)
+        with pytest.raises(seen) as raised:
+            _ = plan.cost
+        assert not isinstance(raised.value, hocket.PlanError)
 
 
 def test_a_device_takes_integers_of_numpy():
