@@ -34,6 +34,9 @@ MAX_GROUP_OPERANDS = 16
 """The most operands and results of a group: addresses that the loop over rows keeps."""
 MAX_GROUP_STEPS = 96
 """The most steps of a composed expression: longer kernels compile slowly."""
+MAX_PERMUTED_ELEMENTS = 1 << 12
+"""The most elements of a value that a reader with permuted axes computes itself. Each operand is then read in strides,
+which takes longer than a copy of the value if the operands do not fit into the first caches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +335,8 @@ class GroupComposition:
         if not self.can_repeat or producer.expression.depends_on_row_reduction_or_length:
             return False
         if operand.size >= call.size:
-            return call.size == self.size and not operand.is_dense and is_permutation_of_dense(operand)
+            is_small = call.size == self.size <= MAX_PERMUTED_ELEMENTS
+            return is_small and not operand.is_dense and is_permutation_of_dense(operand)
         is_per_row = producer.size * self.shape[-1] == self.size and self._reads_numbers_of_rows(call, operand)
         return call.size == self.size and not is_per_row
 

@@ -325,7 +325,7 @@ CHAINS = {
         routed_products(ops.softmax, 600, dtype=DType.BF16, norm=False), (2, 9), tolerance=1e-5
     ),
     "products and router with a bias": Chain(
-        routed_products(ops.sigmoid, biased=True, dtype=DType.F16, normalised=False), (1, 8), tolerance=1e-5
+        routed_products(ops.sigmoid, biased=True, dtype=DType.F16, normalised=False), (1, 9), tolerance=1e-5
     ),
     "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
     "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
