@@ -24,7 +24,7 @@ ERRORS_OF_WRONG_RECORDS = (TypeError, ValueError, LookupError, AttributeError, A
 class _FaultsOfRecord:
     """A context in which an error of Python is replaced by a `PlanError` that names the fault of a record.
 
-    If all types are right, it is a `HocketError`, which the search for the fastest plan does not catch: then either the
+    If all types are right, it is a `HocketError`, which the search for the fastest plan does not catch. Then either the
     records do not belong together, or hocket is at fault.
     """
 
@@ -38,8 +38,8 @@ class _FaultsOfRecord:
         if isinstance(why, ERRORS_OF_WRONG_RECORDS) and not isinstance(why, HocketError):
             if fault := describe_field_fault(self._record):
                 raise PlanError(f"{self._subject}: self: {fault}") from why
-            doubt = f"its records do not belong together, or hocket is at fault: {describe_exception(why)}"
-            raise HocketError(f"{self._subject}: self: {doubt}") from why
+            reason = f"its records do not belong together, or hocket is at fault: {describe_exception(why)}"
+            raise HocketError(f"{self._subject}: self: {reason}") from why
 
 
 def blame_illegal_record(method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:

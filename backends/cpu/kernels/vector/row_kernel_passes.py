@@ -123,8 +123,8 @@ class ExpressionKernel:
     def can_copy_to_result(self) -> bool:
         """Whether the result has room for a copy of a row until the last pass.
 
-        It must be the only result, with an element for each column. If the last reduction reads another value beside
-        `stored_step`, which it writes to the result, a copy of this value may be overwritten before it is read.
+        It must be the only result, with an element for each column. The pass of the last reduction writes `stored_step`
+        to the result. If this reduction has a second source, its copy may be overwritten before it is read.
         """
         expression = self.expression
         is_free = self.stored_step is None or len({*expression.steps[self.last_reduction].sources}) == 1
