@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
@@ -81,12 +80,6 @@ class Device:
     memory_of: str = ""
     rank: int | None = None
     multiprocessors: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("index", "memory", "part", "rank", "multiprocessors"):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:  # an integer of NumPy, which JSON cannot hold
-                object.__setattr__(self, name, operator.index(value))
 
     def __str__(self) -> str:
         return str(DeviceName(self.kind, self.index, self.part, self.rank, self.multiprocessors))

@@ -104,10 +104,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="new tokens of a request that gives no limit (4096)",
     )
-    temperature = {
-        "default": DEFAULT_TEMPERATURE,
-        "help": f"temperature of requests without one ({DEFAULT_TEMPERATURE})",
-    }
+    temperature = {"default": DEFAULT_TEMPERATURE, "help": f"temperature if a request has none ({DEFAULT_TEMPERATURE})"}
     add_option_flags(sub, ("temperature",), list_options(Sampling), temperature=temperature)
     sub.add_argument(
         *("-s", "--seed"),

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hocket
-from hocket import ops, scheduler
-from hocket.backends import base
+from hocket import ops
 from hocket.graph.old_names import RenamedAttribute
 from hocket.scheduler.ir import execution_plan
 from hocket.scheduler.ir.layout import Shard
@@ -108,12 +106,3 @@ def test_a_fault_of_hocket_in_a_right_plan_is_no_fault_of_the_plan(monkeypatch):
         with pytest.raises(seen) as raised:
             _ = plan.cost
         assert not isinstance(raised.value, hocket.PlanError)
-
-
-def test_a_device_takes_integers_of_numpy():
-    device = base.Device("numpy", np.int64(0), memory=np.uint32(1 << 20), rank=None)
-    assert (type(device.index), type(device.memory)) == (int, int)
-    one, *others = right_plan().device_plans
-    plan = dataclasses.replace(right_plan(), device_plans=(dataclasses.replace(one, device=device), *others))
-    assert "numpy:0" in plan.explain()
-    scheduler.plan_to_json(plan)
