@@ -60,12 +60,18 @@ def _describe_machine(about: Mapping[str, object]) -> str:
     return f"{about['cpu']}, {about['cores']} cores, {shared} (load {about['load']})"
 
 
+def _find_script_path() -> str:
+    """Return the path of the running script in the repository, or its name if it lies elsewhere."""
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    return script.relative_to(root).as_posix() if script.is_relative_to(root) else script.name
+
+
 def format_page_head(title: str, about: Mapping[str, object]) -> str:
     """Return the title and the list with which a result page begins."""
     lines = (
         f"- Machine: {_describe_machine(about)}.",
         f"- Date and commit: {about['date']}, {about['commit']}.",
-        f"- Command: `python benchmarks/{Path(sys.argv[0]).name}`.",
+        f"- Command: `python {_find_script_path()}`.",
     )
     items = (textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
     return f"# {title}\n\n" + "".join(f"{item}\n" for item in items)
