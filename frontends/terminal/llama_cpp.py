@@ -177,20 +177,20 @@ CLI_FLAGS = f"""
 --in-prefix: --chat puts messages into the model's template
 --in-suffix: --chat puts messages into the model's template
 --in-prefix-bos: --chat puts messages into the model's template
---jinja --no-jinja: --chat always uses the model's Jinja template; leave it out
+--jinja --no-jinja: --chat always uses a Jinja template, of the model or of --chat-template; leave it out
 --chat-template
 --chat-template-file
 --chat-template-kwargs
 --skip-chat-parsing --no-skip-chat-parsing: answers are never parsed; leave it out
 --reasoning-format: answers are written as they are, with the thoughts of a model; leave it out
 --reasoning-preserve --no-reasoning-preserve: the template of the model decides
--rea --reasoning: the template of the model decides; --chat uses it
---reasoning-effort: the template of the model decides; -sys may ask for it
+-rea --reasoning: give it to the template, as --chat-template-kwargs '{{"enable_thinking": false}}'
+--reasoning-effort: give it to the template, as --chat-template-kwargs '{{"reasoning_effort": "low"}}'
 --reasoning-budget: -n limits the new tokens
 --reasoning-budget-message: -n limits the new tokens
 --samplers: the order is fixed: penalties, top-k, top-p, min-p, temperature
 --sampler-seq --sampling-seq: the order is fixed: penalties, top-k, top-p, min-p, temperature
--bs --backend-sampling: tokens are chosen on the host; leave it out
+-bs --backend-sampling: GPUs choose tokens by themselves where they can; leave it out
 --top-nsigma --top-n-sigma: {NO_SAMPLER_REMEDY}
 --xtc-probability: {NO_SAMPLER_REMEDY}
 --xtc-threshold: {NO_SAMPLER_REMEDY}
