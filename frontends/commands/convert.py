@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ...graph.storage.files import require_writable
 from ..open_model import open_model
-from ..safetensors import write_folder_as_gguf
+from ..safetensors import list_files_of_folder, write_folder_as_gguf
 from ..terminal.output import write_line_to_stderr
 
 
@@ -17,7 +16,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable(args.output, (path for path in Path(args.folder).glob("*") if path.suffix != ".gguf"))
+    require_writable(args.output, list_files_of_folder(args.folder))
     open_model(args.folder)  # raises if the folder is no complete model
     tensors, size = write_folder_as_gguf(args.folder, args.output)
     write_line_to_stderr(f"{args.output}: {tensors} tensors, {size} bytes")

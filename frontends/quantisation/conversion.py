@@ -34,7 +34,7 @@ from ..gguf.writer import (
     read_encoded_metadata_pairs,
     write_padded_tensor,
 )
-from ..safetensors import is_model_folder, read_encoded_folder_pairs
+from ..safetensors import is_model_folder, list_files_of_folder, read_encoded_folder_pairs
 from .importance import ImportanceMatrix, Importances
 from .type_choice import (
     EMBEDDING_NAMES,
@@ -216,7 +216,7 @@ def write_model(
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
-        require_writable(one, plan.model.part_paths)
+        require_writable(one, _list_input_files(plan))
     pairs, alignment = (
         _create_first_file_metadata_pairs(plan),
         plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT),
@@ -238,11 +238,21 @@ def write_model(
     return paths
 
 
+def _list_input_files(plan: ConversionPlan) -> list[Path]:
+    """List the files that a conversion reads: those of the model or its folder, and the importance matrix."""
+    model = plan.model
+    files = list_files_of_folder(model.path) if is_model_folder(model.path) else []
+    return [*files, *model.part_paths, *([] if plan.importance is None else [plan.importance.path])]
+
+
 def _group_by_source_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
-    """Group the conversions by the file of the model that contains their tensor."""
+    """Group the conversions by the file of the model that contains their tensor.
+
+    Tensors that are computed from the configuration of a folder, such as the divisors of RoPE, join the first file.
+    """
     groups: dict[Path, list[TensorConversion]] = {path: [] for path in plan.model.part_paths}
     for c in plan.conversions:
-        groups[c.tensor.file.path].append(c)
+        groups.get(c.tensor.file.path, groups[plan.model.part_paths[0]]).append(c)
     return list(groups.values())
 
 

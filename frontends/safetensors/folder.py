@@ -52,6 +52,11 @@ def is_model_folder(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(os.path.join(path, CONFIG_NAME))
 
 
+def list_files_of_folder(path: str | os.PathLike[str]) -> list[Path]:
+    """List the files of a folder that belong to its model; GGUF files that were written into it do not."""
+    return [file for file in Path(path).glob("*") if file.suffix != ".gguf"]
+
+
 def open_folder(path: str | os.PathLike[str]) -> Gguf:
     """Open a Hugging Face folder as the GGUF model that `hocket convert` writes.
 

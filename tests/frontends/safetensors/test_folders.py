@@ -63,6 +63,29 @@ def test_a_folder_is_not_converted_to_one_of_its_files(name, tmp_path, capsys):
         assert main(["convert", str(folder), str(folder / "tiny.gguf")]) == 0
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "linked"])
+def test_a_folder_is_not_quantised_to_one_of_its_files(name, tmp_path, capsys):
+    folder = write_folder(tmp_path / "tiny")
+    (folder / "linked").symlink_to("config.json")
+    before = (folder / name).read_bytes()
+    assert main(["quantize", str(folder), str(folder / name), "F16"]) == 2
+    assert "would replace a file that is read here" in capsys.readouterr().err
+    assert (folder / name).read_bytes() == before
+
+
+def test_computed_tensors_of_a_folder_join_the_first_file_of_several(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    folder = write_folder(
+        tmp_path / "tiny", config={"rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
+    )
+    whole, split = tmp_path / "whole.gguf", tmp_path / "split.gguf"
+    assert main(["quantize", str(folder), str(whole), "F16"]) == 0
+    assert main(["quantize", str(folder), str(split), "F16", "--keep-split"]) == 0
+    names = [set(open_gguf(path).tensors) for path in (whole, split)]
+    assert names[0] == names[1]
+    assert "rope_freqs.weight" in names[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
