@@ -239,7 +239,7 @@ def write_model(
 
 
 def _list_input_files(plan: ConversionPlan) -> list[Path]:
-    """List the files that a conversion reads: those of the model or its folder, and the importance matrix."""
+    """List the files that a conversion reads: the files of the model, its folder, and the importance matrix."""
     model = plan.model
     files = list_files_of_folder(model.path) if is_model_folder(model.path) else []
     return [*files, *model.part_paths, *([] if plan.importance is None else [plan.importance.path])]

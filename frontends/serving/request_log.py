@@ -36,6 +36,8 @@ from .step_runner import StepRunner
 LOG_FORMAT = "hocket-log-3"
 MAX_READER_WAIT_SECONDS = 1.0
 """Longest wait for the reader of a pipe, per line, and of all lines after `RequestLog.close`; then the log ends."""
+MAX_CLOSE_SECONDS = 10.0
+"""Longest wait for a file that takes no line when the log is closed, such as a terminal that has no reader."""
 MAX_QUEUED_BYTES = 64 << 20
 """Largest number of bytes that wait for the file; the log ends when more wait."""
 
@@ -178,7 +180,9 @@ class RequestLog:
         with self._changed:
             self._has_ended, self._write_until = True, time.monotonic() + MAX_READER_WAIT_SECONDS
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(MAX_CLOSE_SECONDS)
+        if self._thread.is_alive():  # it ends with the process
+            self._end("it took no line for too long, so its last lines are missing")
 
     def _end(self, why: str) -> None:
         """Take no further line, and report the reason, if it is the first one."""
@@ -196,6 +200,8 @@ class RequestLog:
                 _write_whole_line(self._file, line, min(self._write_until, time.monotonic() + MAX_READER_WAIT_SECONDS))
         except OSError as error:
             why = error.strerror or type(error).__name__
+            with self._changed:
+                self._lines.clear()
         try:
             self._file.close()
         except OSError as error:

@@ -61,11 +61,11 @@ class ModelSlotDrafter:
         for slot in ready:
             self._record_read_tokens(slot, known[slot])
         drafts = {slot: [int(logits[-1].argmax())] for slot, logits in rows.items()}
-        self._last_drafts |= {slot: (known[slot], drafts[slot]) for slot in ready}
         for _ in range(1, self.max_tokens):
             before = {slot: (*known[slot], *drafts[slot][:-1]) for slot in ready}
             for slot, logits in self.own_pool.decode({slot: drafts[slot][-1] for slot in ready}, before).items():
                 drafts[slot].append(int(logits.argmax()))
+        self._last_drafts |= {slot: (known[slot], drafts[slot]) for slot in ready}
         return repeated | {slot: [*tokens] for slot, tokens in drafts.items()}
 
     def _has_drafts_of(self, slot: int, tokens: tuple[int, ...]) -> bool:

@@ -361,6 +361,20 @@ def test_a_log_whose_reader_is_too_slow_ends_without_a_gap(
     assert last == b"" or name == "MAX_READER_WAIT_SECONDS"  # a part of a line, which a replay leaves out
 
 
+def test_a_terminal_without_a_reader_delays_the_end_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is no pipe may block each write for ever; closing the log waited for it."""
+    monkeypatch.setattr(request_log, "MAX_CLOSE_SECONDS", 0.1)
+    reader, terminal = os.openpty()
+    errors: list[str] = []
+    log = RequestLog(open_log(os.ttyname(terminal)), errors.append, {})
+    for number in range(2000):
+        log.write({"order": "x" * 100, "number": number})
+    log.close()
+    assert errors == ["it took no line for too long, so its last lines are missing"]
+    os.close(reader)  # the write fails now, so the thread of the log ends
+    os.close(terminal)
+
+
 def test_a_log_that_cannot_be_written_is_reported_when_it_is_closed() -> None:
     """The error of some network file systems comes late, and had ended the thread of the engine."""
 

@@ -276,21 +276,39 @@ def test_a_refused_step_is_repeated_without_runs_of_the_draft_model(monkeypatch:
     assert drafts == ModelSlotDrafter(pool.drafter.own_pool, 3).draft_tokens({1: (*prompt, token)})[1]
 
 
+def test_drafts_of_a_run_that_failed_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft tokens of both slots had been taken for complete drafts, so no slot was found to fail."""
+    pool = make_drafting_pool("llama", "llama", 3, slots=2)
+    drafter, prompt = ModelSlotDrafter(pool.drafter.own_pool, 3), prompt_of("llama")[:9]
+    texts = {slot: (*prompt, slot) for slot in (0, 1)}
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise BackendError("the draft model has no memory")
+
+    for _ in range(3):  # a call reads one chunk of one prompt
+        drafter.draft_tokens({slot: text[:-1] for slot, text in texts.items()})
+    monkeypatch.setattr(drafter.own_pool, "decode", fail)
+    for known in (texts, *({slot: text} for slot, text in texts.items())):
+        with pytest.raises(BackendError, match="no memory"):
+            drafter.draft_tokens(known)
+
+
+@pytest.mark.parametrize("failing", ["append_tokens", "decode"])
 def test_a_request_whose_drafts_fail_goes_on_without_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It had ended with the error of the draft model."""
     pool = make_drafting_pool("llama", "llama", 3, slots=2)
     own = pool.drafter.own_pool
-    append, failed = own.append_tokens, list[int]()
+    run, failed = getattr(own, failing), list[int]()
 
-    def fail_in_slot_1(tokens: Mapping[int, list[int]], *args: object, **options: object) -> dict[int, np.ndarray]:
+    def fail_in_slot_1(tokens: Mapping[int, object], *args: object, **options: object) -> dict[int, np.ndarray]:
         if 1 in tokens:
             failed.append(len(tokens))
             raise BackendError("the draft model\nhas no memory")
-        return append(tokens, *args, **options)
+        return run(tokens, *args, **options)
 
-    monkeypatch.setattr(own, "append_tokens", fail_in_slot_1)
+    monkeypatch.setattr(own, failing, fail_in_slot_1)
     params = GenerationParams(12, Sampling(), 1, frozenset())
     prompt = prompt_of("llama")[:9]
     requests = [GenerationRequest(name, (*prompt, token), params) for name, token in (("a", 7), ("b", 9))]
