@@ -179,6 +179,28 @@ class Dataflow:
         """
         return all(map(self.can_join_fusion, numbers)) and self._partition_around_group(numbers) is not None
 
+    def reads_inner_values_once(self, numbers: Sequence[int]) -> bool:
+        """Return whether no instruction of a group reads a value that stays inside the group through two operands.
+
+        A fused kernel does not write such a value. It computes the value for the operand that its pattern has matched,
+        and would read the other operand from memory. Example: ``mul(s, s)`` with ``s = sigmoid(x)``.
+        """
+        for n in numbers:
+            readers = self.find_readers(n) if len(self.bound_instruction(n).dst) == 1 else None
+            if readers is None or not set(readers) <= {*numbers}:
+                continue
+            out = self.bound_instruction(n).out.region
+            for reader in readers:
+                if (
+                    sum(
+                        source is not None and source.region.overlaps(out)
+                        for source in self.bound_instruction(reader).src
+                    )
+                    > 1
+                ):
+                    return False
+        return True
+
     def group_instructions_unchecked(self, numbers: Sequence[int]) -> None:
         """Make one group of these instructions, without a test; the caller has tested `can_group`."""
         touched = self._find_external_accesses(numbers)

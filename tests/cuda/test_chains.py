@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -356,3 +357,28 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
     with pytest.raises(StepError, match=r"^%(gate|gated) on cuda-emulated:0: elementwise.cu"):
         run.run({"x": np.ones((1, 48), np.float32), "z": np.ones((8, 1), np.float32), "ids": [2]})
     assert (np.asarray(run.store.state("cache")) == 3.0).all()
+
+
+def routed_by_own_rows() -> Graph:
+    shares = ops.sigmoid(input("x", (4, 1, 64)))
+    flat = ops.reshape(shares, shape=(4, 64))
+    ids = ops.top_k(ops.add(flat, ops.slice_(flat, axis=0, start=0, stop=1)), k=5)
+    taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(4, 64, 1)), ids), shape=(4, 1, 5))
+    return Graph({"ids": ids, "shares": ops.scale(taken, scale=2.5)})
+
+
+def scaled_by_own_row() -> Graph:
+    rows = ops.rms_norm(input("x", (2, 64)), eps=1e-6)
+    return Graph({"y": ops.mul(rows, ops.slice_(rows, axis=0, start=0, stop=1))})
+
+
+def squared_unit() -> Graph:
+    unit = ops.sigmoid(input("x", (2, 64)))
+    return Graph({"y": ops.mul(unit, unit)})
+
+
+@pytest.mark.parametrize("build", [routed_by_own_rows, scaled_by_own_row, squared_unit])
+def test_a_value_that_one_instruction_reads_twice_is_written(build: Callable[[], Graph]):
+    """A fused kernel computed it for one operand, and read the other from memory that nothing had written."""
+    fused, single = run_graph(build(), True), run_graph(build(), False)
+    assert_equal_runs(fused, single, 1e-6)

@@ -45,6 +45,7 @@ def bind_largest_fusion(
             numbers = bind(launches, flow, number)
             require_supported(launches.scratch_bytes <= launches.scratch_limit, "a fusion has less scratch")
             require_supported(flow.can_group(numbers), "something else has to run between the instructions")
+            require_supported(flow.reads_inner_values_once(numbers), "a value that is not written is read twice")
         except NoKernelError as why:
             log.debug("%s %d: %s", bind.__name__, number, why)
             del launches.faults[faults:]
