@@ -20,6 +20,7 @@ from ..given.models.goldens import golden, path_of
 from ..given.models.rewritten import write_fixture
 
 
+@pytest.mark.long
 def test_a_cross_encoder_scores_as_transformers_does(tmp_path: Path) -> None:
     oracle = write_cross_encoder(tmp_path / "model.gguf")
     import torch

@@ -68,6 +68,7 @@ def test_docstrings_name_things_that_exist() -> None:
     assert not unknown
 
 
+@pytest.mark.long
 def test_a_name_that_does_not_exist_is_found() -> None:
     docstring = "`Graph`, `graph.node`, `functools.cache`, `telling`, `graph.no_such_name`, ``x y``."
     assert list_unknown_names(ast.parse(f'"""{docstring}"""')) == [

@@ -98,6 +98,7 @@ MACHINE_PATH = re.compile(rf"(?<![\w.~<>*}}\-/])/(?:{FOLDERS})/[\w.]|(?<![\w/])[
 REGISTRY = re.compile("|".join(("py" + r"pi\.org", "python" + r"hosted\.org", "index" + "-url", "art" + "ifactory")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY], ids=["path", "registry"])
 def test_no_file_names_a_path_of_a_machine_or_a_package_registry(pattern):
     wrong = [f"{name}: {found[0]}" for name, text in text_files() for found in [pattern.search(text)] if found]

@@ -226,6 +226,7 @@ def test_no_folder_has_more_findings_than_its_maximum():
     assert not growth, "\n".join(["see docs/glossary.md for the terms to use", *growth])
 
 
+@pytest.mark.long
 def test_no_maximum_is_larger_than_needed():
     """A rewrite that leaves fewer findings lowers the maximum in the same commit."""
     counts = word_counts.count_findings(words.find_in_repository())

@@ -61,6 +61,7 @@ def test_clients_that_are_killed_leave_no_busy_slot(server: ServerProcess, text:
     wait_until(lambda: server.count_busy_slots() == 0)
 
 
+@pytest.mark.long
 def test_a_reader_that_reads_nothing_delays_no_other_client(server: ServerProcess, text: str) -> None:
     with server.open_stream(n_predict=200) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

@@ -64,6 +64,7 @@ def test_flags_of_llama_server_are_mapped(tmp_path: Path) -> None:
     assert whole[whole.index("--ctx-size") + 1] == "512"
 
 
+@pytest.mark.long
 def test_a_run_reports_the_outcomes_of_a_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tests = tmp_path / "llama.cpp" / "tools" / "server" / "tests"
     (tests / "unit").mkdir(parents=True)

@@ -99,6 +99,7 @@ def test_a_page_loads_without_a_complaint(at, name):
     assert texts(page, "#main .box, #main .row")
 
 
+@pytest.mark.long
 def test_a_layer_opens_on_a_click_as_a_graph(at):
     page = at("tensor")
     folded = len(texts(page, ".row.work"))

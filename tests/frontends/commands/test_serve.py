@@ -121,6 +121,7 @@ def test_a_completion_has_the_text_of_hocket_run(server: ServeProcess) -> None:
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.long
 def test_the_pieces_of_a_stream_are_the_text(server: ServeProcess) -> None:
     body = {"prompt": STORY, "max_tokens": 24, "temperature": 0, "stream": True}
     status, text = server.request("POST", "/v1/completions", body)

@@ -44,6 +44,7 @@ def find_packed_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*/*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "mode"), [("cpu:0", "auto"), ("cpu:0,cpu:1", "tensor"), ("cpu:0,cpu:1", "layer")])
 def test_stored_packed_weights_are_mapped_and_compute_the_same_bits(file: Path, folder: Path, devices: str, mode: str):
     plain = session(file, keep=False, devices=devices, mode=mode)

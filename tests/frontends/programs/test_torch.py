@@ -211,6 +211,7 @@ def test_a_model_is_sharded_over_devices_and_shares_the_memory_of_its_weights():
     assert np.array_equal(output, one(x).numpy())
 
 
+@pytest.mark.long
 def test_assignments_and_indices_of_the_largest_entries_take_few_ops():
     """A region of a slice of a slice is set by one op; indices from `topk` are compared with no zero."""
     import torch

@@ -89,6 +89,7 @@ def test_samples_of_all_ops_are_right_or_run_by_pytorch(seed, part):
     assert problems == {}
 
 
+@pytest.mark.long
 def test_cases_have_ops():
     pytest.importorskip("expecttest", reason="expecttest is not installed")
     from torch.testing._internal.common_methods_invocations import op_db

@@ -266,6 +266,7 @@ def test_a_file_of_another_kind_is_refused(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "record",
     [

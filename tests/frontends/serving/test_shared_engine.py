@@ -101,6 +101,7 @@ def test_eight_threads_get_the_tokens_of_one_thread_in_common_steps(shared_model
     assert len(windows) < len(PROMPTS) * (NEW_TOKENS - 1)
 
 
+@pytest.mark.long
 def test_chats_and_texts_with_stop_strings_join(shared_model):
     with open_model() as alone:
         text = "".join(alone.generate(PROMPTS[0], **SHORT_GREEDY))
@@ -114,6 +115,7 @@ def test_chats_and_texts_with_stop_strings_join(shared_model):
     assert run_at_once(work) == [text[: text.index(text[5:8])], chat] * (THREADS // 2)
 
 
+@pytest.mark.long
 def test_generators_that_are_read_in_turn_run_in_common_steps(texts_alone, windows):
     with open_model() as model:
         turns = zip_longest(*(model.generate(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:3]), fillvalue="")

@@ -50,6 +50,7 @@ def test_models_are_sharded_where_links_are_fast(tmp_path):
     assert any(reason.startswith("taken: cut") for reason in plan.reasons), plan.reasons
 
 
+@pytest.mark.long
 def test_halves_of_a_machine_that_follow_each_other_are_built_though_a_single_stage_missed_its_estimate(tmp_path):
     plan, _ = layout(tmp_path, "h200:4,nvlink", 16, layers=2)
     taken = "taken: layers across 2 teams, cut within each (in 2 micro-batches"

@@ -299,6 +299,7 @@ def test_experts_are_sharded_inside_where_that_is_even_and_distributed_where_it_
     assert plan.leaves["down"].axis == axis
 
 
+@pytest.mark.long
 def test_a_simulated_plan_reports_that_experts_are_distributed(tmp_path, capsys):
     """512 experts on three devices are less uneven than 16 blocks of columns."""
     path = qwen_80b(tmp_path / "model.gguf", layers=4)

@@ -85,6 +85,7 @@ def test_a_sum_is_taken_in_chunks_with_products_beside_it():
     assert "chunks from sum to sum" in plan.explain()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_chunks_give_the_bits_of_the_whole(devices):
     in_chunks, whole = plan_layers(Overlapping(), devices), plan_layers(ReferenceBackend(), devices)

@@ -86,6 +86,7 @@ def test_a_layer_split_sends_one_value_to_the_next_device(name):
     assert "residual" in sent[0]
 
 
+@pytest.mark.long
 def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))

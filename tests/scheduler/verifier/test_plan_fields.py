@@ -107,6 +107,7 @@ def find_values_of_wrong_types(hint: str) -> list[object]:
     return [value for value in WRONG_TYPES if not any(value is other for other in accepted)]
 
 
+@pytest.mark.long
 def test_a_value_of_a_wrong_type_in_any_field_is_refused_with_the_names_of_record_and_field():
     silent: list[str] = []
     for field, names in fields().items():
