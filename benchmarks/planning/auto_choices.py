@@ -1,6 +1,6 @@
 """Write docs/auto.md: the choices of ``--split-mode auto`` for large models on large machines, and all other choices.
 
-Run ``python benchmarks/planning/auto_choices.py > docs/auto.md``; it takes some minutes. Model files are only headers,
+Run ``python benchmarks/planning/auto_choices.py > docs/auto.md``; it takes about an hour. Model files are only headers,
 machines are simulated, and times are predictions.
 """
 

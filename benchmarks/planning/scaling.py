@@ -1,6 +1,6 @@
 """Write docs/scaling.md: predicted tokens per second from 1 to 1,024 GPUs, the limit, and its reason.
 
-Run ``python benchmarks/planning/scaling.py > docs/scaling.md``; it takes some minutes. Model files are only headers,
+Run ``python benchmarks/planning/scaling.py > docs/scaling.md``; it takes about an hour. Model files are only headers,
 machines are simulated, and times are predictions.
 """
 
@@ -48,8 +48,8 @@ Below each table are the best rejected candidates on more GPUs, for each number 
 
 `auto` never takes more than one machine, for three reasons:
 
-- Inside one machine, launches take the largest part of a step of one sequence. Their time does not shrink with the
-  number of GPUs.
+- On the eight GPUs of one machine, launches take the largest part of a step of one sequence. Their time does not
+  shrink with the number of GPUs.
 - A sum across two machines takes three times as long as a sum inside one machine.
 - A layer split over several machines computes a decode step in one stage after the other. So it needs more memory and
   is no faster.

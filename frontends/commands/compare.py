@@ -44,13 +44,11 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("other", metavar="B", help="GGUF file or Hugging Face folder that is compared with it")
     sub.add_argument("-f", "--file", required=True, metavar="FILE", help="text in UTF-8; - is stdin")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-    add_session_flags(sub)
+    add_session_flags(sub, trace=False)
 
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    if args.trace is not None:
-        raise ModelError("--trace: hocket compare runs two models; leave it out, or trace each with hocket perplexity")
     model, other = open_adapted_model(config_from_flags(args)), open_model(args.other)
     require_same_vocabulary(model, other)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)

@@ -54,13 +54,11 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     )
     add("--process-output", action="store_true", help="also sum the inputs of the output matrix")
     add("--parse-special", action="store_true", help="read the text of a special token as that token")
-    add_session_flags(sub)
+    add_session_flags(sub, watch=False)
 
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    if args.watch is not None:
-        raise ModelError("--watch: hocket imatrix observes the inputs of products; leave it out, or use hocket run")
     is_first_rank = args.world.rank == 0
     if is_first_rank:
         require_writable(args.output)

@@ -40,18 +40,29 @@ def add_model_file_argument(
     sub.add_argument("-m", "--model", action=PositionalAliasAction, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
-def add_session_flags(sub: argparse.ArgumentParser, names: Container[str] = SESSION_OPTIONS) -> None:
-    """Add the flags of all commands that run a model in a session; `names` are the options of the model run."""
+def add_session_flags(
+    sub: argparse.ArgumentParser, names: Container[str] = SESSION_OPTIONS, *, trace: bool = True, watch: bool = True
+) -> None:
+    """Add the flags of commands that run a model in a session.
+
+    Args:
+        sub: Parser of the command.
+        names: Names of the options of the model run.
+        trace: Whether the command has `--trace`.
+        watch: Whether the command has `--watch`.
+    """
     add_option_flags(sub, names)
     mark_as_multi_rank_command(sub)
     add_cache_folder_flag(sub)
-    add_trace_flag(sub)
-    sub.add_argument(
-        "--watch",
-        type=parse_regular_expression,
-        metavar="REGEX",
-        help="print statistics of values with matching names to stderr after each step",
-    )
+    if trace:
+        add_trace_flag(sub)
+    if watch:
+        sub.add_argument(
+            "--watch",
+            type=parse_regular_expression,
+            metavar="REGEX",
+            help="print statistics of values with matching names to stderr after each step",
+        )
 
 
 def add_option_flags(

@@ -191,8 +191,7 @@ KNOWN = Hardware(
 
 @pytest.mark.long
 def test_what_a_clock_says_becomes_speeds_that_predict_it():
-    """A clock that goes by some speeds gives these speeds back.  Where a prompt follows itself, it finds weights in
-    caches; of attention and recurrences a first run takes three times as long."""
+    """Known speeds give back themselves; attention and recurrences take three times as long in a first run."""
     before: list[object] = [None]
 
     def clock(runs):
