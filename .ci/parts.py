@@ -68,6 +68,8 @@ PARTS = (
     OptionalPart("mkdocs", read_extra("docs")),
     OptionalPart("PyTorch", ("torch==2.13.0", "expecttest"), seconds=900),
     OptionalPart("transformers", ("transformers==5.24.0",)),
+    OptionalPart("SciPy", ("scipy>=1.11",)),
+    OptionalPart("API clients", ("openai>=2", "anthropic>=0.70")),
     OptionalPart("LangChain", ("langchain-openai==1.7.4",)),
     OptionalPart("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
     OptionalPart(

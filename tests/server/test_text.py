@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 
 from ..given.fakes.fake_service import FakeService, RunningServer, serve
+
+openai = pytest.importorskip("openai")
 
 
 @pytest.fixture(name="server", scope="module")

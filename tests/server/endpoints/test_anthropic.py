@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from ...given.fakes.fake_service import FakeService, RunningServer, serve
+
+anthropic = pytest.importorskip("anthropic")
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 CITY = {"city": {"enum": ["Rome", "Oslo"]}}

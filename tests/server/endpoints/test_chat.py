@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from hocket.server.grammars import GrammarCache
 
 from ...given.fakes.fake_service import FakeService, RunningServer, serve
+
+openai = pytest.importorskip("openai")
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {

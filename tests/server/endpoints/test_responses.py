@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -14,6 +13,8 @@ from hocket.server.endpoints.openai_responses import ResponseFormatter
 from hocket.server.errors import ApiError
 
 from ...given.fakes.fake_service import FakeService, RunningServer, serve
+
+openai = pytest.importorskip("openai")
 
 WEATHER: Any = {
     "type": "function",
