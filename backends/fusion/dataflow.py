@@ -42,6 +42,8 @@ class Dataflow:
         self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._position_by_instruction = list(range(len(program.instructions)))
         self._accesses: dict[int, AccessedRegions] = {}
+        self._neighbours_by_group: dict[frozenset[int], GroupNeighbours | None] = {}  # for the order of today
+        self._own_accesses: dict[int, AccessedRegions] = {}
 
     def bound_instruction(self, number: int) -> BoundInstruction:
         return self.reader_table.bound_instruction(number)
@@ -177,7 +179,7 @@ class Dataflow:
 
         An instruction between them must be able to run before the group or after it without a change of results.
         """
-        return all(map(self.can_join_fusion, numbers)) and self._partition_around_group(numbers) is not None
+        return all(map(self.can_join_fusion, numbers)) and self._find_neighbours_of_fusion(numbers) is not None
 
     def reads_inner_values_once(self, numbers: Sequence[int]) -> bool:
         """Return whether no instruction of a group reads a value that stays inside the group through two operands.
@@ -203,9 +205,8 @@ class Dataflow:
 
     def group_instructions_unchecked(self, numbers: Sequence[int]) -> None:
         """Make one group of these instructions, without a test; the caller has tested `can_group`."""
-        touched = self._find_external_accesses(numbers)
-        self._insert_group_into_order(numbers, self._partition_around_group(numbers, touched))
-        self._accesses |= touched
+        self._insert_group_into_order(numbers, self._find_neighbours_of_fusion(numbers))
+        self._accesses |= self._find_external_accesses(numbers)
 
     def can_join_groups(self, numbers: Sequence[int]) -> bool:
         """Return whether several groups can run directly one after the other, for example as kernels of one launch.
@@ -233,9 +234,20 @@ class Dataflow:
         for place, group in enumerate(groups, first):
             for number in group:
                 self._position_by_instruction[number] = place
+        self._neighbours_by_group.clear()
+
+    def _find_neighbours_of_fusion(self, numbers: Sequence[int]) -> GroupNeighbours | None:
+        """Return the partition of `_partition_around_group` for a group without the values that stay inside.
+
+        Several fusions ask for the same group, so the partition is kept until the order changes.
+        """
+        key = frozenset(numbers)
+        if key not in self._neighbours_by_group:
+            self._neighbours_by_group[key] = self._partition_around_group(numbers, None)
+        return self._neighbours_by_group[key]
 
     def _partition_around_group(
-        self, numbers: Sequence[int], accesses: Mapping[int, AccessedRegions] | None = None
+        self, numbers: Sequence[int], accesses: Mapping[int, AccessedRegions] | None
     ) -> GroupNeighbours | None:
         """Decide which groups run before a new group and which after it, of those between its instructions.
 
@@ -244,38 +256,28 @@ class Dataflow:
 
         Args:
             numbers: The instructions of the new group.
-            accesses: The memory that they access, if it is known.
+            accesses: The memory that they access; None for all memory except the values that stay inside the group.
         """
         places = sorted(self._position_by_instruction[n] for n in numbers)
         if not any(self._order[place] for place in {*range(places[0], places[-1])}.difference(places)):
             return [], []
-        touched = {**self._accesses, **(self._find_external_accesses(numbers) if accesses is None else accesses)}
-        before, members, behind = (list[tuple[int, ...]]() for _ in range(3))
+        touched = self._find_external_accesses(numbers) if accesses is None else accesses
+        before, behind = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        accesses_of_members, accesses_behind = _AccessesOfGroups(), _AccessesOfGroups()
         for group in filter(None, self._order[places[0] : places[-1] + 1]):
-            must_follow = self._has_group_order_dependency(behind, group, touched)
+            is_fixed = not self.fixed_instructions.isdisjoint(group)
+            regions = [touched.get(n) or self._accesses.get(n) or self._find_own_accesses(n) for n in group]
+            must_follow = accesses_behind.must_precede(regions, is_fixed)
             if group[0] in numbers:
                 if must_follow:
                     return None
-                members.append(group)
-            elif must_follow or self._has_group_order_dependency(members, group, touched):
+                accesses_of_members.add_group(regions, is_fixed)
+            elif must_follow or accesses_of_members.must_precede(regions, is_fixed):
                 behind.append(group)
+                accesses_behind.add_group(regions, is_fixed)
             else:
                 before.append(group)
         return before, behind
-
-    def _has_group_order_dependency(
-        self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
-    ) -> bool:
-        """Return whether `group` must stay before or after one of `groups`, because they access common memory.
-
-        `touched` has the accesses of each instruction.
-        """
-        return any(
-            self._has_instruction_order_dependency(one, other, touched)
-            for some in groups
-            for one in some
-            for other in group
-        )
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
         """Return the memory that each instruction of a group accesses, without values that stay inside the group.
@@ -295,21 +297,10 @@ class Dataflow:
         return touched
 
     def _find_own_accesses(self, number: int) -> AccessedRegions:
-        read, written = self.reader_table.accessed_regions(number)
-        return read, [*written, *self._scratch_regions[number]]
-
-    def _has_instruction_order_dependency(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
-        """Return whether two instructions access common memory so that they must keep their order.
-
-        They must if one instruction writes bytes that the other accesses. They also must if one is a collective or has
-        no results.
-        """
-        if one in self.fixed_instructions or other in self.fixed_instructions:
-            return True
-        (read, written), (read_there, written_there) = (
-            touched.get(n) or self._find_own_accesses(n) for n in (one, other)
-        )
-        return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
+        if number not in self._own_accesses:
+            read, written = self.reader_table.accessed_regions(number)
+            self._own_accesses[number] = read, [*written, *self._scratch_regions[number]]
+        return self._own_accesses[number]
 
     def find_instructions_finished_before(self, number: int) -> int | frozenset[int]:
         """Return which instructions have finished if a run fails at instruction `number`, so that they can be undone.
@@ -321,8 +312,36 @@ class Dataflow:
         return number if done == {*range(number)} else done
 
 
-def _has_overlap(some: Iterable[MemoryRegion], others: Sequence[MemoryRegion]) -> bool:
-    return any(a.overlaps(b) for a in some for b in others)
+class _AccessesOfGroups:
+    """The memory that several groups access, by buffer, to decide which later groups must stay behind them."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, list[MemoryRegion]] = {}
+        self._written: dict[int, list[MemoryRegion]] = {}
+        self._has_groups, self._has_fixed_group = False, False
+
+    def add_group(self, accesses: Sequence[AccessedRegions], is_fixed: bool) -> None:
+        """Add a group: the accesses of its instructions, and whether one of them is in `fixed_instructions`."""
+        self._has_groups, self._has_fixed_group = True, self._has_fixed_group or is_fixed
+        for own in accesses:
+            for known, regions in zip((self._read, self._written), own, strict=True):
+                for region in regions:
+                    known.setdefault(region.buffer, []).append(region)
+
+    def must_precede(self, accesses: Sequence[AccessedRegions], is_fixed: bool) -> bool:
+        """Return whether a later group must stay behind one of these groups, because they access common memory.
+
+        It must if one of them writes bytes that the other accesses. It also must if one of them is fixed.
+        """
+        if not self._has_groups or self._has_fixed_group or is_fixed:
+            return self._has_groups
+        return any(
+            _overlaps_any(self._written, region) for read, written in accesses for region in (*read, *written)
+        ) or any(_overlaps_any(self._read, region) for _, written in accesses for region in written)
+
+
+def _overlaps_any(regions_by_buffer: Mapping[int, Sequence[MemoryRegion]], region: MemoryRegion) -> bool:
+    return any(map(region.overlaps, regions_by_buffer.get(region.buffer, ())))
 
 
 def _find_scratch_regions(scratch: Tensor | None) -> list[MemoryRegion]:

@@ -109,7 +109,9 @@ class InstructionCosts:
             kernel_use: The use of kernels; by default the device plan is asked.
         """
         self.graph_nodes, self.program = device_plan.graph.nodes, device_plan.program
-        self.launch_counts, self.stand_ins = kernel_use or device_plan.find_kernel_launches_and_fallbacks()
+        self.launch_counts, self.stand_ins, self.overlapped_instructions = (
+            kernel_use or device_plan.find_kernel_launches_and_fallbacks()
+        )
         self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
             hardware,
             whole,
@@ -350,7 +352,7 @@ class _ProgramSplitAtCollectives:
 
     def __init__(self, device_plan: DevicePlan, prices: InstructionCosts, goes_on: bool) -> None:
         self.program, self.instruction_costs = device_plan.program, prices
-        overlapped_instructions = device_plan.overlapped_instructions if goes_on else {}
+        overlapped_instructions = prices.overlapped_instructions if goes_on else {}
         self.collective_entries: dict[int, TimelineEntry] = {}
         self.entries_before_collective: dict[int, tuple[str, TimelineEntry]] = {}
         self.overlapped_entries: dict[int, tuple[str, TimelineEntry]] = {}

@@ -197,8 +197,13 @@ class Plan:
             or alone == [*self.speeds]
             or not is_timeline_sequential(self.pipelined_timeline, len(self.device_plans))
         ):
-            return self._compute_instruction_costs(self.speeds)
+            return self._concurrent_instruction_costs
         return self._compute_instruction_costs(alone)
+
+    @cached_property
+    def _concurrent_instruction_costs(self) -> tuple[InstructionCosts, ...]:
+        """The predicted cost of each instruction on each device while all devices work at the same time."""
+        return self._compute_instruction_costs(self.speeds)
 
     def _compute_instruction_costs(self, speeds: Sequence[Hardware]) -> tuple[InstructionCosts, ...]:
         """Predict the cost of each instruction on each device, given the speeds of each device."""
@@ -209,12 +214,14 @@ class Plan:
     @blame_illegal_record
     def pipelined_timeline(self) -> tuple[TimelineEntry, ...]:
         """The predicted timeline of one run while other runs are in the pipeline, so that all devices work."""
-        return tuple(build_timeline(self.device_plans, self._compute_instruction_costs(self.speeds)))
+        return tuple(build_timeline(self.device_plans, self._concurrent_instruction_costs))
 
     @cached_property
     @blame_illegal_record
     def timeline(self) -> tuple[TimelineEntry, ...]:
         """The timeline of one run: compute spans and collectives in order, with their predicted seconds."""
+        if self.instruction_costs is self._concurrent_instruction_costs:
+            return self.pipelined_timeline
         return tuple(build_timeline(self.device_plans, self.instruction_costs))
 
     @cached_property

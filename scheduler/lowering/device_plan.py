@@ -37,14 +37,16 @@ DEVICES_KIND = list_of(
 
 
 class KernelLaunchesAndFallbacks(NamedTuple):
-    """How many kernels a program launches, and which instructions have no compiled kernel.
+    """How many kernels a program launches, which instructions have no compiled kernel, and which ones overlap.
 
     - `launches`: the kernel launches of each instruction; a fraction if one kernel computes several instructions.
     - `numpy_fallback_positions`: the positions of the instructions that NumPy computes for lack of a compiled kernel.
+    - `overlapped_instructions`: the instructions that run at the same time as a collective, by its position.
     """
 
     launches: Sequence[float]
     numpy_fallback_positions: frozenset[int]
+    overlapped_instructions: Mapping[int, Sequence[int]]
 
 
 @validate_constructor(
@@ -135,11 +137,13 @@ class DevicePlan:
         )
 
     def find_kernel_launches_and_fallbacks(self) -> KernelLaunchesAndFallbacks:
-        """Return the kernel launches of each instruction, and the instructions that NumPy computes.
+        """Return the kernel launches, the instructions that NumPy computes, and the overlap with collectives.
 
         Programs with equal structure have equal results.
         """
-        return KernelLaunchesAndFallbacks(self.predict_launches_by_instruction(), self.find_numpy_fallback_positions())
+        return KernelLaunchesAndFallbacks(
+            self.predict_launches_by_instruction(), self.find_numpy_fallback_positions(), self.overlapped_instructions
+        )
 
     def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
