@@ -42,7 +42,7 @@ class Dataflow:
         self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._position_by_instruction = list(range(len(program.instructions)))
         self._accesses: dict[int, AccessedRegions] = {}
-        self._neighbours_by_group: dict[frozenset[int], GroupNeighbours | None] = {}  # for the order of today
+        self._neighbours_by_group: dict[frozenset[int], GroupNeighbours | None] = {}  # valid until the order changes
         self._own_accesses: dict[int, AccessedRegions] = {}
 
     def bound_instruction(self, number: int) -> BoundInstruction:

@@ -77,3 +77,11 @@ def test_what_belongs_to_a_chain_belongs_to_no_other():
 def test_one_chain_moves_past_another():
     flow = flow_of(("a", "b"), ("c", "d"), ("b", "e"), ("d", "f"), ("ef", "g"))
     assert order(flow, [0, 2], [1, 3]) == [(0, 2), (1, 3), (4,)]
+
+
+def test_a_group_that_was_possible_is_asked_again_after_the_order_has_changed():
+    flow = flow_of(("a", "b"), ("c", "d"), ("d", "e"), ("b", "f"), ("ef", "g"))
+    assert flow.can_group([0, 2])
+    assert flow.can_group([1, 3])
+    flow.group_instructions_unchecked([0, 2])
+    assert not flow.can_group([1, 3])

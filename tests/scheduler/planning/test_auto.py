@@ -15,8 +15,9 @@ from hocket.frontends.commands.plan import read_step_graph_and_context
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE, Estimate
-from hocket.scheduler.costs.simulated_devices import parse_simulated_group
+from hocket.scheduler.costs.simulated_devices import SimulatedGpu, parse_simulated_group
 from hocket.scheduler.planning.auto_candidates import fit_launch_costs_to_plan
+from hocket.scheduler.lowering.structural_equality import make_program_key_without_names
 from hocket.scheduler.planning.candidate import Candidate, choose_plan_with_fewest_missing_bytes
 from hocket.scheduler.sharding.cost import AssignmentCost
 
@@ -205,6 +206,23 @@ def with_hidden(plan, seconds):
     """Return the plan as if this part of its collectives were hidden by work."""
     object.__setattr__(plan, "cost", Estimate(1.0, seconds, 1, seconds))
     return plan
+
+
+@pytest.mark.long
+def test_kernels_are_listed_once_for_devices_with_programs_of_equal_structure(tmp_path, monkeypatch):
+    graph, _ = read_step_graph_and_context(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
+    simulation, listed = parse_simulated_group("h200:8,nvlink"), []
+    list_kernels = SimulatedGpu.list_kernels
+    monkeypatch.setattr(
+        SimulatedGpu, "list_kernels", lambda self, *asked: (listed.append(asked), list_kernels(self, *asked))[1]
+    )
+    plan = plan_for_group(graph, simulation.group, split_mode="layer,tensor", hardware=simulation.hardware_for(graph))
+    assert plan.cost.total > 0
+    programs = {id(device_plan.program): device_plan.program for device_plan in plan.device_plans}
+    keys = {make_program_key_without_names(program) for program in programs.values()}
+    asked = [id(program) for program, _ in listed if id(program) in programs]
+    assert len(asked) == len(keys) < len(programs)
+    assert plan.pipelined_timeline is plan.timeline
 
 
 def test_instructions_of_a_chain_share_its_launch(tmp_path):
