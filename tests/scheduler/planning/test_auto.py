@@ -16,8 +16,8 @@ from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE, Estimate
 from hocket.scheduler.costs.simulated_devices import SimulatedGpu, parse_simulated_group
-from hocket.scheduler.planning.auto_candidates import fit_launch_costs_to_plan
 from hocket.scheduler.lowering.structural_equality import make_program_key_without_names
+from hocket.scheduler.planning.auto_candidates import fit_launch_costs_to_plan
 from hocket.scheduler.planning.candidate import Candidate, choose_plan_with_fewest_missing_bytes
 from hocket.scheduler.sharding.cost import AssignmentCost
 
