@@ -20,7 +20,8 @@ nothing. A plan then runs all cases of its parts, because their titles have othe
 
 The machine needs hocket, CuPy, NVRTC and the package ``gguf``. hocket must be installed, because backends are found by
 their entry points (without a network: ``pip install --no-deps --no-build-isolation -e .``). Other libraries are
-compared if they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``).
+compared if they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``). The
+part ``counters`` needs ``ncu`` of Nsight Compute.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from hocket.benchmarks.gpu import (
     correctness,
     delta_net,
     device_limits,
+    hardware_counters,
     llama_cpp,
     matmul,
     models,
@@ -98,6 +100,7 @@ PARTS = {
     "conformance": BenchmarkPart(correctness.make_conformance_cases, 5, 120.0),
     "peers": BenchmarkPart(other_libraries.make_peer_cases, 4, 120.0),
     "llama.cpp": BenchmarkPart(llama_cpp.make_llama_cpp_cases, 2, 540.0),
+    "counters": BenchmarkPart(hardware_counters.make_counter_cases, 2, 180.0),
 }
 
 # ---------------------------------------------------------------------------------------- one part, in its process

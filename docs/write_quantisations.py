@@ -95,7 +95,8 @@ GGUF has no dtype of 8-bit floats (FP8). The pull requests that would add one to
 have these weights in another dtype.
 
 The 4-bit float instructions of GPUs since Blackwell accept activations of at most 8-bit floats (`e4m3`). Such
-activations change the logits of a model by 8.6e-3 or more of their mean square; the limit of `--fast` is 1e-3.
+activations change the logits of a model by <!--fact:e4m3-error-->8.6e-3<!--/fact--> or more of their mean square;
+the limit of `--fast` is 1e-3.
 [The comparison](comparison.md#weights-of-4-bit-floats) has the figures.
 """
 BACKEND_BY_COLUMN = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}

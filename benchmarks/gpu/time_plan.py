@@ -41,11 +41,12 @@ _FIRST_STEPS = (
     PlanStep("models", 40, r"embedded"),
 )
 _MORE_STEPS = (
-    PlanStep("models", 110),
-    PlanStep("llama.cpp", 150),
+    PlanStep("models", 90),
+    PlanStep("llama.cpp", 130),
+    PlanStep("counters", 60),
     PlanStep("fixtures", 60),
     PlanStep("attention", 50, r"^(32 heads on 8 of 128|16 heads on 4 of 256),.*f16"),
-    PlanStep("peers", 150, r"^flash-linear-attention|^FlashQLA|^FlashInfer"),
+    PlanStep("peers", 130, r"^flash-linear-attention|^FlashQLA|^FlashInfer"),
     PlanStep("conformance", 80, r"^(attention|gated_delta_net|mul_mat|mul_mat_id|rms_norm|rope)$"),
 )
 _LAST_STEPS = (

@@ -40,7 +40,7 @@ THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "shar
 RUN_TWICE = (*THROUGH_CUPY, "candidates")
 """Parts with a test of their own that runs all of their cases."""
 SEGMENT_KERNELS = ("begin_segments", "delta_scan", "carry_segments")
-OF_OTHERS = ("peers", "llama.cpp")
+OF_OTHERS = ("peers", "llama.cpp", "counters")
 """Parts that need packages or devices that are not installed here."""
 
 

@@ -26,7 +26,7 @@ from hocket.benchmarks.gpu.time_plan import RESERVED_SECONDS, TIME_PLANS, PlanSt
 from ..given.devices.emulation import needs_compiler
 from ..given.waits import WAIT_SECONDS, wait_until
 
-PARTS_OF_OTHERS = ("peers", "llama.cpp")
+PARTS_OF_OTHERS = ("peers", "llama.cpp", "counters")
 """Parts that need packages that are not installed here."""
 
 
