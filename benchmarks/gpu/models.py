@@ -43,10 +43,13 @@ def make_model_cases(bench: BenchmarkDevice) -> Iterator[Case]:
         )
         return
     large = (64, (512, 2048, 8192), DEEP_CONTEXT_TOKENS)
-    make = random_models.write_qwen35_4b, random_models.write_qwen3_next
-    yield Case("Qwen3.5-4B, random Q4_K", partial(_measure_model, bench, lambda: make[0](bench.folder), large))
-    title = f"Qwen3-Next-80B-A3B, {random_models.QWEN3_NEXT_LAYERS} of 48 layers, random Q4_0"
-    yield Case(title, partial(_measure_model, bench, lambda: make[1](bench.folder), large))
+    writers = {"Qwen3.5-4B, random Q4_K": lambda: random_models.write_qwen35_4b(bench.folder)}
+    for layers in (random_models.QWEN3_NEXT_LAYERS, random_models.QWEN3_NEXT_ALL_LAYERS):
+        writers[f"Qwen3-Next-80B-A3B, {layers} of 48 layers, random Q4_0"] = partial(
+            random_models.write_qwen3_next, bench.folder, layers, bench.on.memory
+        )
+    for title, write in writers.items():
+        yield Case(title, partial(_measure_model, bench, write, large))
 
 
 def _measure_model(

@@ -10,6 +10,7 @@ Tokens must stay as different as in a real model, because equal tokens would all
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from gguf import GGMLQuantizationType as Q
 from hocket.benchmarks.write_models import make_random_rows
 from hocket.frontends.gguf import open_gguf
 
+from .harness import NothingToMeasure
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.given.models.large_headers import qwen_80b, write_header
 
@@ -29,7 +32,10 @@ RANDOM_ROW_COUNT = 4099
 """The number of rows of 1024 weights that are drawn for a dtype and repeated; prime, so that experts differ too."""
 QUERY_NORM = 4.0
 """The norm of queries, which sets the spread of attention scores."""
-QWEN3_NEXT_LAYERS = 8
+QWEN3_NEXT_LAYERS, QWEN3_NEXT_ALL_LAYERS = 8, 48
+"""Layers of Qwen3-Next-80B-A3B in the short model, and in the whole one."""
+DISK_RESERVE_BYTES, DEVICE_RESERVE_BYTES = 1 << 30, 4 << 30
+"""Bytes that stay free on the disk, and on the device for caches, buffers and kernels."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,40 @@ def write_qwen35_tiny(folder: Path) -> Path:
     return fill_with_random_weights(Path(write_qwen35_header(folder / "qwen3.5-tiny-random.gguf", SIZE_TINY)))
 
 
-def write_qwen3_next(folder: Path) -> Path:
-    """Write the first layers of Qwen3-Next-80B-A3B."""
-    path = folder / f"qwen3-next-{QWEN3_NEXT_LAYERS}-layers-random.gguf"
-    return fill_with_random_weights(Path(write_qwen3_next_header(path)))
+def write_qwen3_next(folder: Path, layers: int = QWEN3_NEXT_LAYERS, device_bytes: int | None = None) -> Path:
+    """Write the first `layers` layers of Qwen3-Next-80B-A3B in Q4_0.
+
+    Args:
+        folder: Where to write.
+        layers: The number of layers; the whole model of 48 layers has 45 GB.
+        device_bytes: The memory of the device, if it is known.
+
+    Raises:
+        NothingToMeasure: The file would not fit on the disk, or its weights on the device.
+    """
+    path = folder / f"qwen3-next-{layers}-layers-random.gguf"
+    write_qwen3_next_header(path, layers)
+    try:
+        require_space_for_weights(path, device_bytes)
+    except NothingToMeasure:
+        path.unlink()
+        raise
+    return fill_with_random_weights(path)
 
 
-def write_qwen3_next_header(path: Path) -> str:
-    """Write the header of the first layers of Qwen3-Next-80B-A3B."""
-    return str(qwen_80b(path, QWEN3_NEXT_LAYERS))
+def write_qwen3_next_header(path: Path, layers: int = QWEN3_NEXT_LAYERS) -> str:
+    """Write the header of the first `layers` layers of Qwen3-Next-80B-A3B."""
+    return str(qwen_80b(path, layers))
+
+
+def require_space_for_weights(path: Path, device_bytes: int | None) -> None:
+    """Raise `NothingToMeasure` unless the weights of a header fit on the disk and on the device."""
+    needed = sum(tensor.nbytes for tensor in open_gguf(path, header_only=True).tensors.values())
+    free = shutil.disk_usage(path.parent).free - DISK_RESERVE_BYTES
+    if needed > free:
+        raise NothingToMeasure(f"the weights have {needed / 1e9:.1f} GB; {path.parent} has {max(free, 0) / 1e9:.1f}")
+    if device_bytes is not None and needed > device_bytes - DEVICE_RESERVE_BYTES:
+        raise NothingToMeasure(f"the weights have {needed / 1e9:.1f} GB; the device has {device_bytes / 1e9:.1f}")
 
 
 def fill_with_random_weights(path: Path) -> Path:

@@ -41,7 +41,7 @@ _FIRST_STEPS = (
     PlanStep("models", 40, r"embedded"),
 )
 _MORE_STEPS = (
-    PlanStep("models", 90),
+    PlanStep("models", 90, r"embedded|4B|\b8 of 48"),
     PlanStep("llama.cpp", 130),
     PlanStep("counters", 60),
     PlanStep("fixtures", 60),
@@ -50,14 +50,15 @@ _MORE_STEPS = (
     PlanStep("conformance", 80, r"^(attention|gated_delta_net|mul_mat|mul_mat_id|rms_norm|rope)$"),
 )
 _LAST_STEPS = (
-    PlanStep("sharded", 100),
-    PlanStep("products", 120),
-    PlanStep("attention", 60),
-    PlanStep("delta-prefill", 50),
-    PlanStep("delta-decode", 40),
-    PlanStep("delta-crossover", 40),
-    PlanStep("conformance", 140),
-    PlanStep("compile", 50),
+    PlanStep("models", 160),
+    PlanStep("sharded", 80),
+    PlanStep("products", 90),
+    PlanStep("attention", 45),
+    PlanStep("delta-prefill", 40),
+    PlanStep("delta-decode", 30),
+    PlanStep("delta-crossover", 30),
+    PlanStep("conformance", 90),
+    PlanStep("compile", 35),
 )
 TIME_PLANS: Mapping[int, tuple[PlanStep, ...]] = MappingProxyType(
     {
