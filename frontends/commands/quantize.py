@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...backends.progress_bar import open_progress_bar
@@ -126,17 +127,20 @@ def run(args: argparse.Namespace) -> int:
 def _print_changed_dtypes_and_missing_importances(plan: ConversionPlan) -> None:
     """Print the tensors that have another dtype because of their shape, and weights without importances."""
     for (required, dtype), cases in group_unfitting_tensors_by_dtypes(plan).items():
-        first = cases[0].tensor
-        others = f" and {len(cases) - 1} others" if len(cases) > 1 else ""
         write_line_to_stderr(
-            f"{first.name}{others}: {required} needs rows of a multiple of {required.block}, got {first.shape[-1]}; "
-            f"stored as {dtype}"
+            f"{format_first_name_and_count(cases)}: {required} needs rows of a multiple of {required.block}, "
+            f"got {cases[0].tensor.shape[-1]}; stored as {dtype}"
         )
     missing = plan.list_conversions_without_importance()
     if missing and plan.importance is not None:
-        first = missing[0].tensor
         file = format_name_for_message(str(plan.importance.path))
-        write_line_to_stderr(f"{file}: has no importances for {len(missing)} weights, as {first.name}")
+        write_line_to_stderr(f"{file}: has no importances for {format_first_name_and_count(missing)}")
+
+
+def format_first_name_and_count(conversions: Sequence[TensorConversion]) -> str:
+    """Return the name of the first tensor, and how many tensors follow it."""
+    more = f" and {len(conversions) - 1} more" if len(conversions) > 1 else ""
+    return f"{conversions[0].tensor.name}{more}"
 
 
 def group_unfitting_tensors_by_dtypes(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:

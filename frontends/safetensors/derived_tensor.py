@@ -34,10 +34,6 @@ class DerivedTensor(Tensor):
         """The computed elements in the storage dtype ``dtype.storage``, [*shape], as a new array."""
         return np.ascontiguousarray(self.compute(self.source.stored_elements))
 
-    def release(self) -> None:
-        """Release the memory that holds the source tensor's bytes."""
-        self.source.release_memory()
-
     def dequantise(self) -> npt.NDArray[np.float32]:
         """Return the values as float32 [*shape], a new array."""
         return dequantise(self.stored_elements, self.dtype)
