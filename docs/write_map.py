@@ -26,7 +26,8 @@ FOLDERS = (
 HEAD = """# Modules
 
 `python docs/write_map.py` writes this page from the first sentence of each module. [Architecture](architecture.md)
-explains the connections between the modules.
+explains the connections between the modules, and [where to begin a
+change](architecture.md#find-the-place-of-a-change).
 
 """
 SENTENCE_END = re.compile(r"(?<=[.?])\s+(?=[A-Z0-9`\"'(])")

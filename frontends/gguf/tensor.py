@@ -144,8 +144,8 @@ def resolve_tensor_entries(
             raise cursor.error(f"starts at data offset {entry.offset}, no multiple of the alignment {alignment}")
         if tensor.offset + tensor.nbytes > end:
             raise cursor.error(
-                f"({tensor.dtype}{list(tensor.shape)}) needs {tensor.nbytes} bytes at byte {tensor.offset}, but the "
-                f"file ends at byte {cursor.file.size}"
+                f"({tensor.dtype}{list(tensor.shape)}) needs {tensor.nbytes} bytes at byte {tensor.offset}, "
+                f"but the file ends at byte {cursor.file.size}"
             )
     for first, second in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
         if first.offset + first.nbytes > second.offset:
