@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from hocket.server.endpoints.openai_responses import ResponseFormatter
 from hocket.server.errors import ApiError
@@ -15,6 +14,7 @@ from hocket.server.errors import ApiError
 from ...given.fakes.fake_service import FakeService, RunningServer, serve
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
 
 WEATHER: Any = {
     "type": "function",
@@ -155,7 +155,7 @@ def test_a_required_call_follows_the_schema(client: openai.OpenAI, server: Runni
     assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
 
 
-class Guest(BaseModel):
+class Guest(pydantic.BaseModel):
     name: str
 
 
