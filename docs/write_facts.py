@@ -19,15 +19,25 @@ MARKED_FACT = re.compile(r"(<!--fact:([\w-]+)-->)(.*?)(<!--/fact-->)", re.DOTALL
 TERA, GIB = 1e12, 2**30
 
 
-def read_speeds(name: str) -> dict[tuple[str, str, int], dict[str, float]]:
+def read_speeds(path: Path) -> dict[tuple[str, str, int], dict[str, float]]:
     """Return the rows of a result file by model, kind of test (``tg`` or ``pp``) and thread count."""
-    rows = json.loads((ROOT / f"{STORED_FACTS['speed'][name]}.json").read_text("utf-8"))["rows"]
+    rows = json.loads(path.read_text("utf-8"))["rows"]
     return {(row["model"], row["test"][:2], row["threads"]): row for row in rows}
+
+
+def format_speed_ranges(path: Path) -> str:
+    """Return the lowest and the highest ratio to llama.cpp of a result file, for decode and for prefill."""
+    speeds = read_speeds(path)
+    ranges = []
+    for name, test in (("decode", "tg"), ("prefill", "pp")):
+        ratios = [row["ratio"] for key, row in speeds.items() if key[1] == test]
+        ranges.append(f"{name} {min(ratios):.1f} to {max(ratios):.1f} times")
+    return ", ".join(ranges)
 
 
 def format_speeds() -> Iterator[str]:
     """Yield the rows of README.md's table; each cell has a number for one thread and one for two."""
-    intel, amd = read_speeds("intel"), read_speeds("amd")
+    intel, amd = (read_speeds(ROOT / f"{STORED_FACTS['speed'][name]}.json") for name in ("intel", "amd"))
     first, second = STORED_FACTS["speed"]["processors"].values()
     yield f"\n| | {first}: decode | ratio | prefill, 512 tokens | ratio | {second}: decode ratio | prefill ratio |\n"
     yield "|---|---|---|---|---|---|---|\n"
@@ -79,13 +89,18 @@ def format_folder_families() -> Iterator[str]:
 
 def collect_facts() -> Mapping[str, str]:
     """Return the text of each fact by its name."""
+    from hocket.benchmarks.gpu.compare_predictions import WRONG_PREDICTION_FACTOR
     from hocket.frontends.models import ARCHITECTURES
     from hocket.frontends.safetensors.families import FAMILIES
     from hocket.ops.registry import REGISTRY
     from hocket.scheduler.costs.simulated_devices import MAX_SIMULATED_DEVICES
 
     stored = {name: fact["text"] for name, fact in STORED_FACTS.items() if "text" in fact}
-    return stored | {
+    suffix = "-vs-llama-cpp.json"
+    results = (ROOT / "benchmarks" / "results").glob(f"*{suffix}")
+    ranges = {f"ratios-{path.name.removesuffix(suffix)}": format_speed_ranges(path) for path in results}
+    return stored | ranges | {
+        "prediction-limit": f"{100 * (WRONG_PREDICTION_FACTOR - 1):.0f} %",
         "architectures": f"{len(ARCHITECTURES)} architectures",
         "ops": f"{len(REGISTRY)} ops",
         "folder-families": "".join(format_folder_families()),

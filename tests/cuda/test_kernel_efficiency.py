@@ -10,6 +10,7 @@ from hocket import ops
 from hocket.backends.capabilities import OTHER_OPS
 from hocket.backends.cupy.kernel_efficiency import read_kernel_efficiencies
 from hocket.benchmarks.gpu import fit_efficiency
+from hocket.benchmarks.gpu.compare_predictions import WRONG_PREDICTION_FACTOR
 from hocket.graph import DType, Graph, input, weight
 from hocket.ops import REGISTRY, mul_mat
 from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json
@@ -23,8 +24,8 @@ STEPS = fit_efficiency.read_model_steps()
 @pytest.mark.nightly(cases=9)
 @pytest.mark.long
 @pytest.mark.parametrize("step", STEPS, ids=[f"{s.kind}-{s.model}-{s.tokens}-on-{s.cells}" for s in STEPS])
-def test_a_step_is_predicted_within_a_fifth_of_the_measured_time(step):
-    assert 1e6 * step.predict_plan().cost.total == pytest.approx(step.microseconds, rel=0.2)
+def test_a_step_is_predicted_within_the_limit_of_the_measured_time(step):
+    assert 1e6 * step.predict_plan().cost.total == pytest.approx(step.microseconds, rel=WRONG_PREDICTION_FACTOR - 1)
 
 
 def test_three_models_are_measured_for_decoding_and_for_prompts():
