@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 STORED_FACTS: dict[str, Any] = tomllib.loads((ROOT / "docs" / "facts.toml").read_text("utf-8"))
 MARKED_FACT = re.compile(r"(<!--fact:([\w-]+)-->)(.*?)(<!--/fact-->)", re.DOTALL)
+DATE_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d-")
 TERA, GIB = 1e12, 2**30
 
 
@@ -31,8 +32,8 @@ def format_speed_ranges(path: Path) -> str:
     ranges = []
     for name, test in (("decode", "tg"), ("prefill", "pp")):
         ratios = [row["ratio"] for key, row in speeds.items() if key[1] == test]
-        ranges.append(f"{name} {min(ratios):.1f} to {max(ratios):.1f} times")
-    return ", ".join(ranges)
+        ranges.append(f"{name} {min(ratios):.1f} to {max(ratios):.1f}")
+    return f"{', '.join(ranges)} times"
 
 
 def format_speeds() -> Iterator[str]:
@@ -98,7 +99,7 @@ def collect_facts() -> Mapping[str, str]:
     stored = {name: fact["text"] for name, fact in STORED_FACTS.items() if "text" in fact}
     suffix = "-vs-llama-cpp.json"
     results = (ROOT / "benchmarks" / "results").glob(f"*{suffix}")
-    ranges = {f"ratios-{path.name.removesuffix(suffix)}": format_speed_ranges(path) for path in results}
+    ranges = {DATE_PREFIX.sub("", path.name.removesuffix(suffix)): format_speed_ranges(path) for path in results}
     return (
         stored
         | ranges
