@@ -30,7 +30,7 @@ from ...thread_safe_cache import thread_safe_cache
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
 from . import object_loader
-from .complete_code import make_llvm_sink_addresses_as_integers, require_complete_code
+from .complete_code import require_complete_code
 from .kernel_args import KernelArgs
 
 if TYPE_CHECKING:
@@ -326,7 +326,6 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     import llvmlite.binding as llvm
 
     _register_wait_for_compilation_at_exit()
-    make_llvm_sink_addresses_as_integers()
     machine = _create_target_machine()
     is_emitted = isinstance(definition.body, IrBody)
     assembly = _emit_llvm_assembly_of_ir_body(definition) if is_emitted else _translate_by_numba(definition)
@@ -349,20 +348,24 @@ def _emit_llvm_assembly_of_ir_body(definition: Kernel) -> str:
 
 def _translate_by_numba(definition: Kernel) -> str:
     """Translate a kernel to optimised LLVM assembly by Numba."""
-    from numba import cfunc
+    from .numba_target import translate_to_llvm_assembly
 
     assert isinstance(definition.body, FunctionType)
     # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
     # start does not have, and then not even the symbols of the system are bound.
-    function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
-        _bind_names_to_numba_objects(definition.body)
+    assembly = translate_to_llvm_assembly(
+        _bind_names_to_numba_objects(definition.body),
+        "intp(intp, intp, intp)",
+        _make_symbol_name(definition),
+        nogil=True,
+        forceinline=True,
+        **NUMBA_OPTIONS,
     )
-    assembly = str(function.inspect_llvm().replace(function.native_name, _make_symbol_name(definition)))
     require_complete_code(definition.name, assembly)
     return assembly
 
 
-def _bind_names_to_numba_objects(body: KernelBody) -> KernelBody:
+def _bind_names_to_numba_objects(body: KernelBody) -> FunctionType:
     """Return a copy of `body` in which intrinsics and subroutines are replaced by objects that Numba can compile.
 
     Global names and closure cells of the copy refer to these objects.
@@ -381,9 +384,9 @@ def _to_numba(thing: Any) -> Any:
     if isinstance(thing, Intrinsic):
         return _make_numba_intrinsic(thing)
     if isinstance(thing, Subroutine):
-        from numba import njit
+        from .numba_target import make_numba_subroutine
 
-        return njit(**SUBROUTINE_OPTIONS)(_bind_names_to_numba_objects(thing.body))
+        return make_numba_subroutine(_bind_names_to_numba_objects(thing.body), **SUBROUTINE_OPTIONS)
     if isinstance(thing, KernelArgs):  # Numba reads attributes of a module while it compiles
         module = ModuleType("words")
         for name in (*thing.fields, *thing.parts):

@@ -25,7 +25,7 @@ from hocket.backends.cpu.compilation import compiler
 from hocket.graph.dtypes import DType
 
 base, features = sys.argv[1:]
-if base.startswith("x86") and features:  # Numba makes machine code of each part, too, which nothing runs
+if base.startswith("x86") and features:  # LLVM inlines a function only if the features of both are compatible
     numba.config.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},+{features}"
 (like,) = (t for t in target_cpu.PRECOMPILED_TARGETS if t.name == base)
 target = target_cpu._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
