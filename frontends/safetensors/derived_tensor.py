@@ -24,10 +24,10 @@ class DerivedTensor(Tensor):
     compute: Callable[[np.ndarray], np.ndarray]
 
     @property
-    def origin(self) -> WeightOrigin:
-        """The identity of the elements for caches: the origin of the source tensor and the name of the computation."""
-        origin = self.source.cache_identity
-        return WeightOrigin(origin.file, f"{origin.version} {self.change}", origin.offset)
+    def cache_identity(self) -> WeightOrigin:
+        """The identity of the elements for caches: the identity of the source and the name of the computation."""
+        source = self.source.cache_identity
+        return WeightOrigin(source.file, f"{source.version} {self.change}", source.offset)
 
     @property
     def stored_elements(self) -> np.ndarray:

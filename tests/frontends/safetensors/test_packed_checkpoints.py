@@ -166,6 +166,12 @@ def test_mxfp4_experts_keep_their_bits(tmp_path: Path) -> None:
     assert (str(down.dtype), down.shape) == ("mxfp4", (4, 64, 96))
 
 
+def test_tensors_of_the_same_bytes_have_different_identities_in_caches(tmp_path: Path) -> None:
+    """The gate and up matrices of gpt-oss are rows of one tensor; a cache of packed weights must not mix them up."""
+    tensors = open_folder(write_mxfp4(tmp_path / "folder", make_model("GptOss", **GPT_OSS))).tensors.values()
+    assert len({t.cache_identity for t in tensors}) == len(tensors)
+
+
 @pytest.mark.parametrize(
     ("quantisation", "left_out", "message"),
     [
