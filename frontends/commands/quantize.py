@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,12 +113,18 @@ def run(args: argparse.Namespace) -> int:
         write_to_stdout_unless_closed(describe_plan_dtypes_and_sizes(plan, every_tensor=True))
         return 0
     with open_progress_bar(total=plan.element_count, desc="quantize", unit="w", unit_scale=True) as bar:
+
+        def write_line_above_bar(line: str) -> None:
+            with bar.external_write_mode(file=sys.stderr):
+                write_line_to_stderr(line)
+
         paths = write_model(
             plan,
             Path(args.output),
             threads=args.threads or os.cpu_count() or 1,
             keeps_split=args.keep_split,
             report=bar.update,
+            notify=write_line_above_bar,
         )
     names = f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
     write_to_stdout_unless_closed(f"{names}\n{describe_plan_dtypes_and_sizes(plan, every_tensor=False)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +21,12 @@ from .reader import DEFAULT_ALIGNMENT, MAGIC, SPLIT_FILE_NAME
 
 WRITTEN_VERSION = 3
 """The version of written files."""
+
+
+class SupportsWrite(Protocol):
+    """A file, or a part of one, that bytes are written to."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,9 @@ def encode_padded_header(
     return header.ljust(round_up_to_multiple(len(header), alignment), b"\0")
 
 
-def write_padded_tensor(file: BinaryIO, tensor: TensorDescription, parts: Iterable[np.ndarray], alignment: int) -> None:
+def write_padded_tensor(
+    file: SupportsWrite, tensor: TensorDescription, parts: Iterable[np.ndarray], alignment: int
+) -> None:
     """Write the data of a tensor and the padding after it.
 
     Args:
@@ -121,7 +129,7 @@ def write_padded_tensor(file: BinaryIO, tensor: TensorDescription, parts: Iterab
     """
     written = 0
     for part in parts:
-        file.write(part.data if part.flags.c_contiguous else part.tobytes())
+        file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         written += part.nbytes
     if written != tensor.nbytes:
         raise ValueError(f"tensor {tensor.name}: got {written} bytes, need {tensor.nbytes}")

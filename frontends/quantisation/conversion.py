@@ -1,25 +1,30 @@
 """The conversion of a model to other weight dtypes: a plan of all tensors, and the files that it writes.
 
 Tensors are converted one after another, in parts of `PART_ELEMENTS`, by several threads. A few parts for each
-thread are in memory. A file gets its name when it is complete.
+thread are in memory. A file gets its name when it is complete; an interrupted conversion continues after its last
+complete tensor.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, quantise_rows
+from ... import __version__
+from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, compute_quantiser_digest, quantise_rows
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.files import replacing, require_writable
+from ...graph.storage.files import require_writable
+from ...graph.storage.resumable_file import RESUMABLE_ERRORS, ResumableFile, list_partial_files, resuming
 from ...ops.quantisation import dequantise
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
@@ -197,9 +202,17 @@ def _read_first_integer(model: Gguf, key: str) -> int | None:
 
 
 def write_model(
-    plan: ConversionPlan, path: Path, *, threads: int, keeps_split: bool = False, report: Progress = lambda count: None
+    plan: ConversionPlan,
+    path: Path,
+    *,
+    threads: int,
+    keeps_split: bool = False,
+    report: Progress = lambda count: None,
+    notify: Callable[[str], object] = lambda line: None,
 ) -> list[Path]:
     """Write the converted model and return the paths of its files.
+
+    Complete tensors of an interrupted call with the same model, importances and request are kept.
 
     Args:
         plan: The conversions.
@@ -207,6 +220,7 @@ def write_model(
         threads: Threads that convert.
         keeps_split: Whether the model is written in as many files as it has now.
         report: Called after each part.
+        notify: Called with a line about partial files that are continued, dropped or left.
 
     Raises:
         ModelError: A weight has a value that the dtype cannot hold, or a file of the model would be replaced.
@@ -216,32 +230,80 @@ def write_model(
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
-        require_writable(one, _list_input_files(plan))
+        for name in (one, *list_partial_files(one)):
+            require_writable(name, _list_input_files(plan, paths))
     pairs, alignment = (
         _create_first_file_metadata_pairs(plan),
         plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT),
     )
     compile_quantisers({c.dtype for c in plan.conversions})
+    digest = _digest_inputs_and_code(plan, paths)
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(threads)
-        files = [stack.enter_context(replacing(one, durable=True)) for one in paths]
-        stack.callback(pool.shutdown, cancel_futures=True)
-        for i, (file, group) in enumerate(zip(files, groups, strict=True)):
+        layouts = []
+        for i, (one, group) in enumerate(zip(paths, groups, strict=True)):
             own = (pairs if i == 0 else {}) | (_make_split_pairs(i, count, len(plan.conversions)) if count > 1 else {})
             if i and alignment != DEFAULT_ALIGNMENT:
                 own["general.alignment"] = pairs["general.alignment"]
-            file.write(encode_padded_header(own, [c.written_tensor_description for c in group], alignment))
-            for c in group:
-                parts = _convert_in_parallel_parts(c, plan.importance, pool, threads, report)
-                write_padded_tensor(file, c.written_tensor_description, parts, alignment)
-                c.tensor.release_memory()
+            header = encode_padded_header(own, [c.written_tensor_description for c in group], alignment)
+            file = stack.enter_context(resuming(one, sha256(digest + header).hexdigest()))
+            layouts.append((one, file, header, group))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for one, file, header, group in layouts:
+            _notify_of_partial_file(one, file, len(group), notify)
+            finished = file.finished_sections
+            report(sum(c.element_count for c in group[:finished]))
+            try:
+                for i, c in enumerate(group[finished:], finished):
+                    if i == 0:
+                        file.write(header)
+                    parts = _convert_in_parallel_parts(c, plan.importance, pool, threads, report)
+                    write_padded_tensor(file, c.written_tensor_description, parts, alignment)
+                    file.finish_section()
+                    c.tensor.release_memory()
+            except RESUMABLE_ERRORS:
+                if file.finished_sections and file.is_resumable:
+                    left = f"{file.finished_sections} of {len(group)} tensors are complete"
+                    notify(f"{_format_partial_name(one)}: {left}; the same command continues after them")
+                raise
     return paths
 
 
-def _list_input_files(plan: ConversionPlan) -> list[Path]:
-    """List the files that a conversion reads: the files of the model, its folder, and the importance matrix."""
+def _format_partial_name(path: Path) -> str:
+    return format_name_for_message(list_partial_files(path)[0])
+
+
+def _notify_of_partial_file(path: Path, file: ResumableFile, count: int, notify: Callable[[str], object]) -> None:
+    if file.finished_sections:
+        notify(f"{_format_partial_name(path)}: continue after {file.finished_sections} of {count} tensors")
+    elif file.is_restarted:
+        problem = "has no complete tensor of this model and these options"
+        notify(f"{_format_partial_name(path)}: {problem}; start from the first tensor")
+
+
+def _digest_inputs_and_code(plan: ConversionPlan, paths: Sequence[Path]) -> bytes:
+    """Return the SHA-256 of everything that determines the files, except their headers.
+
+    A file of the model counts by its path, size and modification time.
+    """
+    digest = sha256(compute_quantiser_digest() + __version__.encode())
+    for c in plan.conversions:
+        digest.update(repr((c.tensor.name, str(c.tensor.dtype), str(c.dtype), c.tensor.cache_identity)).encode())
+    for file in sorted(_list_input_files(plan, paths)):
+        status = file.stat()
+        digest.update(repr((str(file.resolve()), status.st_size, status.st_mtime_ns)).encode())
+    if plan.importance is not None:
+        for name, columns in sorted(plan.importance.columns.items()):
+            digest.update(repr((name, columns.shape)).encode() + columns.tobytes())
+    return digest.digest()
+
+
+def _list_input_files(plan: ConversionPlan, paths: Sequence[Path]) -> list[Path]:
+    """List the files that a conversion to `paths` reads: of the model, its folder, and the importance matrix."""
     model = plan.model
+    partial = {name for path in paths for name in list_partial_files(path)}
     files = list_files_of_folder(model.path) if is_model_folder(model.path) else []
+    files = [file for file in files if os.path.realpath(file) not in partial]
     return [*files, *model.part_paths, *([] if plan.importance is None else [plan.importance.path])]
 
 

@@ -53,8 +53,11 @@ def is_model_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def list_files_of_folder(path: str | os.PathLike[str]) -> list[Path]:
-    """List the files of a folder that belong to its model; GGUF files that were written into it do not."""
-    return [file for file in Path(path).glob("*") if file.suffix != ".gguf"]
+    """List the files of a folder that belong to its model; GGUF files that were written into it do not.
+
+    Partial GGUF files, as ``out.gguf.partial``, do not belong to it either.
+    """
+    return [file for file in Path(path).glob("*") if ".gguf" not in file.suffixes]
 
 
 def open_folder(path: str | os.PathLike[str]) -> Gguf:

@@ -133,6 +133,50 @@ def require_writable(path: str | Path, inputs: Iterable[str | Path] = ()) -> Non
         raise
 
 
+def open_partial_file(path: str, mode: int | None) -> BinaryIO:
+    """Open a regular file to read and write that keeps its contents, without following a link; create it if needed.
+
+    Args:
+        path: The file.
+        mode: The mode of the file; None for the mode of a new file of all users.
+
+    Raises:
+        OSError: The file cannot be opened, or it is no regular file of this user.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PUBLIC if mode is None else mode)
+    file = os.fdopen(descriptor, "r+b")
+    known = os.fstat(descriptor)
+    if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid() or known.st_nlink > 1:
+        file.close()
+        raise FileExistsError(errno.EEXIST, "is no regular file of this user alone; remove it", path)
+    if mode is not None:
+        os.fchmod(descriptor, mode)
+    return file
+
+
+def find_replaced_file_and_mode(path: str | Path) -> tuple[str | None, int | None]:
+    """Return the file that writing `path` replaces, after all links, and its mode if it exists.
+
+    The file is None for a pipe or a device, which is written directly.
+
+    Raises:
+        OSError: The file exists and cannot be written.
+    """
+    target, known = _resolve_file_or_unused_path(path)
+    if target is None or known is None:
+        return target, None
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return target, stat.S_IMODE(known.st_mode)
+
+
+def rename_complete_file(file: BinaryIO, name: str, target: str) -> None:
+    """Give a complete file its final name, after its bytes are on the disk. Raises `OSError`."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(name, target)
+
+
 def is_same_file(path: str | Path, other: str | Path) -> bool:
     """Return whether two paths lead to the same existing file, so that writing one replaces the other."""
     return os.path.isfile(other) and os.path.realpath(path) == os.path.realpath(other)

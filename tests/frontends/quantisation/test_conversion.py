@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.gguf.writer import read_encoded_metadata_pairs
 from hocket.frontends.quantisation import conversion
 from hocket.graph.dtypes import DType
+from hocket.graph.storage.resumable_file import resuming
 
 from ...given.commands import Capture
 from ...given.models.spelled import write_llama
@@ -116,23 +119,146 @@ def test_numbers_beyond_the_largest_one_of_nvfp4_are_refused(tmp_path, capsys):
     assert "has a value of the magnitude 3000; nvfp4 needs magnitudes up to 2688" in line
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(28, "No space left on device")], ids=str)
-def test_an_interrupted_conversion_leaves_the_old_file(error, source, tmp_path, monkeypatch):
-    out, calls = tmp_path / "out.gguf", []
-    out.write_bytes(b"old")
-    quantise = conversion.quantise_rows
+def fail_at_part(number: int, error: BaseException | type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the quantiser raise an error at its part `number`, from 1, and at each later one."""
+    quantise, calls = conversion.quantise_rows, iter(range(1, 1000))
 
-    def fail_at_the_third_part(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
+    def fail_or_quantise(*arguments):
+        if next(calls) >= number:
             raise error
         return quantise(*arguments)
 
-    monkeypatch.setattr(conversion, "quantise_rows", fail_at_the_third_part)
-    assert quantize(source, out, "q8_0") == (130 if error is KeyboardInterrupt else 2)
+    monkeypatch.setattr(conversion, "quantise_rows", fail_or_quantise)
+
+
+def count_quantised_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each later call of the quantiser adds its number of elements."""
+    quantise, sizes = conversion.quantise_rows, []
+
+    def count_and_quantise(x, *others):
+        sizes.append(x.size)
+        return quantise(x, *others)
+
+    monkeypatch.setattr(conversion, "quantise_rows", count_and_quantise)
+    return sizes
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(28, "No space left on device")], ids=str)
+def test_an_interrupted_conversion_leaves_the_old_file_and_continues(error, source, tmp_path, monkeypatch, capsys):
+    out, whole = tmp_path / "out.gguf", tmp_path / "whole.gguf"
+    assert quantize(source, whole, "q8_0") == 0
+    out.write_bytes(b"old")
+    with monkeypatch.context() as patch:
+        fail_at_part(4, error, patch)
+        assert quantize(source, out, "q8_0") == (130 if error is KeyboardInterrupt else 2)
     assert out.read_bytes() == b"old"
-    assert sorted(os.listdir(tmp_path)) == ["model.gguf", "out.gguf"]
-    assert len(calls) >= 3
+    partial = tmp_path / "out.gguf.partial"
+    assert sorted(os.listdir(tmp_path)) == [
+        "model.gguf",
+        "out.gguf",
+        partial.name,
+        f"{partial.name}.record",
+        whole.name,
+    ]
+    lines = capsys.readouterr().err.splitlines()
+    (complete,) = (int(line.split()[1]) for line in lines if line.startswith(str(partial)))
+    assert complete >= 3
+    assert any("out.gguf" in line and "No space left" in line for line in lines) == isinstance(error, OSError)
+    sizes = count_quantised_parts(monkeypatch)
+    assert quantize(source, out, "q8_0") == 0
+    assert f"{partial}: continue after {complete} of 11 tensors" in capsys.readouterr().err
+    assert 0 < len(sizes) < 8
+    assert out.read_bytes() == whole.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["model.gguf", "out.gguf", "whole.gguf"]
+
+
+def interrupt(source: Path, out: Path, *words: str) -> None:
+    """Leave partial files of a conversion that stops at its last matrices."""
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at_part(5, KeyboardInterrupt, patch)
+        assert quantize(source, out, "q8_0", *words) == 130
+
+
+@pytest.mark.parametrize("changed", ["options", "threads", "source", "bytes", "record", "cut"])
+def test_partial_files_are_continued_only_if_they_are_right(changed, source, tmp_path, capsys):
+    out, whole, words, kind = tmp_path / "out.gguf", tmp_path / "whole.gguf", ("-t", "2"), "q8_0"
+    interrupt(source, out)
+    partial, record = (Path(name) for name in conversion.list_partial_files(out))
+    message, other = "continue after ", "has no complete tensor of this model and these options; start from the first"
+    if changed == "options":
+        kind, message = "q5_1", other
+    elif changed == "threads":
+        words = ("-t", "3")
+    elif changed == "source":
+        os.utime(source, ns=(1, 1))
+        message = other
+    elif changed == "bytes":  # a byte of the second tensor; the first one stays
+        ends = [int(line.split()[0]) for line in record.read_text().splitlines()[1:]]
+        data = bytearray(partial.read_bytes())
+        data[ends[1] - 40] ^= 1
+        partial.write_bytes(data)
+        message = "continue after 1 of 11"
+    elif changed == "record":  # killed while the last line was written
+        lines = record.read_bytes().splitlines(keepends=True)
+        record.write_bytes(b"".join(lines)[:-9])
+        message = f"continue after {len(lines) - 2} of 11"
+    elif changed == "cut":  # a crash of the machine has lost the last bytes
+        os.truncate(partial, partial.stat().st_size - 9)
+    capsys.readouterr()
+    assert main(["quantize", str(source), str(out), kind, *words]) == 0
+    assert message in capsys.readouterr().err
+    assert quantize(source, whole, kind) == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+    assert not record.exists()
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".partial.record"])
+def test_a_file_of_another_program_with_the_name_of_a_partial_file_stays(suffix, source, tmp_path, capsys):
+    other = tmp_path / f"out.gguf{suffix}"
+    other.write_bytes(b"mine")
+    line = refusal(capsys, source, tmp_path / "out.gguf", "q8_0")
+    assert line == f"hocket: {other}: is not of an interrupted run; remove it"
+    assert other.read_bytes() == b"mine"
+    model = source.rename(tmp_path / "out.gguf.partial")
+    assert "would replace a file that is read here" in refusal(capsys, model, tmp_path / "out.gguf", "q8_0")
+
+
+def test_one_process_writes_a_file_at_a_time(source, tmp_path, capsys):
+    with resuming(tmp_path / "out.gguf", "0" * 64):
+        line = refusal(capsys, source, tmp_path / "out.gguf", "q8_0")
+    assert "another process is writing this file; wait for its end" in line
+
+
+KILLED = """
+import os, sys
+from hocket.cli import main
+from hocket.frontends.quantisation import conversion
+write, calls = conversion.write_padded_tensor, iter(range(1000))
+def write_or_die(file, tensor, parts, alignment):
+    if next(calls) == int(sys.argv[1]):
+        file.write(b"half of a tensor" * 1000)
+        os.kill(os.getpid(), 9)
+    write(file, tensor, parts, alignment)
+conversion.write_padded_tensor = write_or_die
+main(["quantize", *sys.argv[2:], "-t", "2"])
+"""
+
+
+@pytest.mark.long
+def test_a_killed_conversion_is_continued_to_the_same_bytes(source, tmp_path, capsys):
+    out, whole = tmp_path / "out.gguf", tmp_path / "whole.gguf"
+    for calls, complete in ((3, 3), (4, 7), (0, 7)):  # tensors of each run before it is killed, and of all runs
+        words = [sys.executable, "-c", KILLED, str(calls), str(source), str(out), "q4_1"]
+        assert subprocess.run(words, capture_output=True, timeout=300).returncode == -9
+        _, *lines = (tmp_path / "out.gguf.partial.record").read_text().splitlines()
+        assert len(lines) == complete
+        assert not out.exists()
+    assert quantize(source, out, "q4_1") == 0
+    assert "continue after 7 of 11 tensors" in capsys.readouterr().err
+    assert quantize(source, whole, "q4_1") == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["model.gguf", "out.gguf", "whole.gguf"]
 
 
 def test_parts_and_threads_do_not_change_the_file(source, tmp_path, monkeypatch):
