@@ -75,7 +75,8 @@ def parse_writable_dtype_name(text: str) -> DType:
         names = {name.lower(): name for name in DTYPE_BY_NAME}
         if text.lower() in names:
             raise argparse.ArgumentTypeError(f"{names[text.lower()]} has no quantiser; need a dtype as q8_0 or q4_k")
-        hint = did_you_mean(text.lower(), names) or "; need a dtype as q8_0 or q4_k"
+        writable = [name for name in names if find_writable_dtype(name) is not None]
+        hint = did_you_mean(text.lower(), writable) or "; need a dtype as q8_0 or q4_k"
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no dtype of weights{hint}")
     return dtype
 

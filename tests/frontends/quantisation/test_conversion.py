@@ -404,6 +404,7 @@ def test_a_split_model_is_written_as_one_file_or_in_as_many_files(tmp_path):
         ("q4_k_m --tensor-type ffn", "got 'ffn'; need a pattern and a dtype, as in ffn_down=q6_k"),
         ("q4_k_m --tensor-type (=q8_0", "'(' is no regular expression"),
         ("q4_k_m --tensor-type a=q9_0", "'q9_0' is no dtype of weights; did you mean q"),
+        ("q4_k_m --tensor-type a=q8", "'q8' is no dtype of weights; did you mean q8_0"),
         ("q4_k_m --output-tensor-type q8_1", "q8_1 has no quantiser; need a dtype as q8_0 or q4_k"),
         ("q4_k_m -t 0", "got '0'; need an integer of at least 1"),
     ],
