@@ -230,7 +230,7 @@ def write_model(
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
-        for name in (one, *list_partial_files(one)):
+        for name in (str(one), *list_partial_files(one)):
             require_writable(name, _list_input_files(plan, paths))
     pairs, alignment = (
         _create_first_file_metadata_pairs(plan),

@@ -38,9 +38,18 @@ KEY_LINE = re.compile(rb"hocket sections [0-9a-f]{64}")
 SECTION_LINE = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{64})")
 
 
-def list_partial_files(path: str | Path) -> tuple[str, str]:
-    """Return the paths of the partial file and of its record for the final file `path`."""
-    folder, name = os.path.split(os.path.realpath(path))
+def list_partial_files(path: str | Path) -> tuple[str, ...]:
+    """Return the paths of the partial file and of its record; a pipe or a device has none.
+
+    Raises:
+        OSError: The file `path` exists and cannot be written.
+    """
+    target, _ = find_replaced_file_and_mode(path)
+    return () if target is None else _name_partial_files(target)
+
+
+def _name_partial_files(target: str) -> tuple[str, str]:
+    folder, name = os.path.split(target)
     partial = os.path.join(folder, os.fsdecode(os.fsencode(name)[:MAX_NAME_BYTES]) + PARTIAL_SUFFIX)
     return partial, partial + RECORD_SUFFIX
 
@@ -105,7 +114,7 @@ def resuming(path: str | Path, key: str) -> Iterator[ResumableFile]:
         with replacing(path) as file:
             yield ResumableFile(file)
         return
-    names = list_partial_files(target)
+    names = _name_partial_files(target)
     with ExitStack() as stack:
         file = stack.enter_context(_open_locked(names[0], mode))
         record = stack.enter_context(open_partial_file(names[1], mode))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -211,6 +212,17 @@ def test_partial_files_are_continued_only_if_they_are_right(changed, source, tmp
     assert out.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     assert not record.exists()
+
+
+def test_a_pipe_gets_the_file_and_no_partial_files_are_made(source, tmp_path):
+    assert quantize(source, tmp_path / "whole.gguf", "q8_0") == 0
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        content = pool.submit(pipe.read_bytes)
+        assert quantize(source, pipe, "q8_0") == 0
+        assert content.result(60) == (tmp_path / "whole.gguf").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["model.gguf", "pipe", "whole.gguf"]
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".partial.record"])
