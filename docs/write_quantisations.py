@@ -83,8 +83,8 @@ are no whole number of blocks, then the tensor has the dtype in the last column.
 
 While `hocket quantize` writes OUT, finished tensors are in `OUT.partial`, and `OUT.partial.record` has their digests.
 After an interruption, as by a full disk or a killed process, the same command continues after the last complete tensor.
-With another model or other options it starts from the first tensor and says so. An interrupted run of `hocket imatrix` goes on
-with `--in-file OUT --chunk READ`, where READ is the number of chunks in the file.
+With another model or other options it starts from the first tensor and says so. An interrupted run of `hocket imatrix`
+goes on with `--in-file OUT --chunk READ`, where READ is the number of chunks in the file.
 
 [A comparison with llama-quantize](../benchmarks/results/2026-11-29-zen5-quantize.md) has errors and times.
 """
