@@ -17,12 +17,20 @@ from .field_types import describe_field_fault
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
-ERRORS_OF_WRONG_RECORDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+ERRORS_OF_WRONG_RECORDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 """The errors of Python that a record with wrong values can cause. A full memory or disk is not among them."""
 
 
+class IllegalRecordError(PlanError):
+    """A record of a plan has a value of a wrong type.
+
+    If a caller built the record, it is a plan error like others. If the planner built it, hocket is at fault, so the
+    search for the fastest plan does not leave the candidate aside.
+    """
+
+
 class _FaultsOfRecord:
-    """A context in which an error of Python is replaced by a `PlanError` that names the fault of a record.
+    """A context in which an error of Python is replaced by an `IllegalRecordError` that names the fault of a record.
 
     If all types are right, it is a `HocketError`, which the search for the fastest plan does not catch. Then either the
     records do not belong together, or hocket is at fault.
@@ -37,7 +45,7 @@ class _FaultsOfRecord:
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(why, ERRORS_OF_WRONG_RECORDS) and not isinstance(why, HocketError):
             if fault := describe_field_fault(self._record):
-                raise PlanError(f"{self._subject}: self: {fault}") from why
+                raise IllegalRecordError(f"{self._subject}: self: {fault}") from why
             reason = f"its records do not belong together, or hocket is at fault: {describe_exception(why)}"
             raise HocketError(f"{self._subject}: self: {reason}") from why
 

@@ -19,6 +19,7 @@ from ...graph.old_names import RenamedAttribute
 from ...graph.repeated_runs import DeviceNodeRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import instance_of, list_of, pair_of, validate_constructor
 from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
+from ..ir.illegal_records import blame_illegal_record
 from .lower import FusedGroups, lower_with_state_saves
 from .structural_equality import (
     make_leaf_output_and_collective_key,
@@ -82,6 +83,7 @@ class DevicePlan:
         return vars(self)[name]
 
     @cached_property
+    @blame_illegal_record
     def predicted_kernel_calls(self) -> Sequence[KernelCall] | None:
         """The kernel calls that the backend will make for the program; None if the backend cannot list them.
 
@@ -99,6 +101,7 @@ class DevicePlan:
         return backend.list_kernels(self.program, device)
 
     @cached_property
+    @blame_illegal_record
     def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
         """The instructions that run at the same time as a collective, by the position of the collective in the program.
 
@@ -116,6 +119,7 @@ class DevicePlan:
             self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
         )
 
+    @blame_illegal_record
     def predict_launches_by_instruction(self) -> Sequence[float]:
         """Return the number of kernel launches of each instruction, as predicted by the backend.
 
@@ -130,12 +134,14 @@ class DevicePlan:
                 launches[number] += call.launches / len(call.instruction_numbers)
         return launches
 
+    @blame_illegal_record
     def find_numpy_fallback_positions(self) -> frozenset[int]:
         """Find the positions of the instructions that NumPy computes, for lack of a compiled kernel in the backend."""
         return frozenset(
             n for call in self.predicted_kernel_calls or () if call.kernel == STAND_IN for n in call.instruction_numbers
         )
 
+    @blame_illegal_record
     def find_kernel_launches_and_fallbacks(self) -> KernelLaunchesAndFallbacks:
         """Return the kernel launches, the instructions that NumPy computes, and the overlap with collectives.
 
@@ -145,6 +151,7 @@ class DevicePlan:
             self.predict_launches_by_instruction(), self.find_numpy_fallback_positions(), self.overlapped_instructions
         )
 
+    @blame_illegal_record
     def count_memory_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}

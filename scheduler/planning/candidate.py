@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ...graph.errors import GraphError, PlanError
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_seconds
+from ..ir.illegal_records import IllegalRecordError
 from ..sharding.axes import Factor
 from .memory_fit import compute_missing_bytes
 
@@ -216,6 +217,8 @@ def choose_plan_with_fewest_missing_bytes(
             continue
         try:
             built_candidate = left[left.index(best)] = best.with_built_plan(scorer)
+        except IllegalRecordError:
+            raise  # the planner built the record, so hocket is at fault
         except (PlanError, GraphError) as why:
             left.remove(best)
             unbuilt.append(f"left aside: {best.kind}, on {best.device_count} devices; it cannot be built: {why}")

@@ -1,4 +1,4 @@
-"""Every method and property of a plan that was built by hand with a wrong field raises an error of hocket."""
+"""Every member of a plan or a device plan that was built by hand with a wrong field raises an error of hocket."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from hocket import ops
 from hocket.graph.old_names import RenamedAttribute
 from hocket.scheduler.ir import execution_plan
 from hocket.scheduler.ir.layout import Shard
+from hocket.scheduler.lowering.device_plan import DevicePlan
 
 WRONG_VALUES = (None, "a", -1, (), {}, 2**100)
 
 
 @cache
-def right_plan() -> hocket.Plan:
+def right_plan(kind: str = "numpy") -> hocket.Plan:
     x, w = hocket.input("x", (3, 4)), hocket.weight("w", (8, 4))
-    return hocket.plan(hocket.Graph({"y": ops.silu(ops.mul_mat(w, x))}), "numpy:0,numpy:1", split_mode="tensor")
+    return hocket.plan(hocket.Graph({"y": ops.silu(ops.mul_mat(w, x))}), f"{kind}:0,{kind}:1", split_mode="tensor")
 
 
 def replace_each_field(record: Any) -> Iterator[Any]:
@@ -34,27 +35,32 @@ def replace_each_field(record: Any) -> Iterator[Any]:
                 continue  # the constructor refuses the value
 
 
-def build_wrong_plans() -> Iterator[hocket.Plan]:
-    """Yield plans with a wrong value in a field of the plan, a device plan, a program, an instruction or a tensor."""
-    plan = right_plan()
-    one, *others = plan.device_plans
+def build_wrong_device_plans(one: DevicePlan) -> Iterator[DevicePlan]:
+    """Yield device plans with a wrong value in a field of them, the program, an instruction or a tensor."""
     program = one.program
     first, *later = program.instructions
     firsts = [*replace_each_field(first)]
     firsts += [dataclasses.replace(first, dst=(tensor,)) for tensor in replace_each_field(first.dst[0])]
     programs = [*replace_each_field(program)]
     programs += [dataclasses.replace(program, instructions=(each, *later)) for each in firsts]
-    device_plans = [*replace_each_field(one), *(dataclasses.replace(one, program=each) for each in programs)]
+    yield from replace_each_field(one)
+    yield from (dataclasses.replace(one, program=each) for each in programs)
+
+
+def build_wrong_plans() -> Iterator[hocket.Plan]:
+    """Yield plans with a wrong value in a field of the plan or of a device plan."""
+    plan = right_plan()
+    one, *others = plan.device_plans
     yield from replace_each_field(plan)
     yield dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, flops=0.0))
-    yield from (dataclasses.replace(plan, device_plans=(each, *others)) for each in device_plans)
+    yield from (dataclasses.replace(plan, device_plans=(each, *others)) for each in build_wrong_device_plans(one))
 
 
 def list_members(kind: type) -> list[str]:
     """Return the names of all methods and properties of a class that are called without arguments."""
     old = {name for name, member in vars(kind).items() if isinstance(member, RenamedAttribute)}
     public = [name for name in vars(kind) if not name.startswith("_") and name not in old]
-    return [*public, "__repr__", "__str__", "_repr_html_"]
+    return [*public, "__repr__", "__str__", *(name for name in ("_repr_html_",) if name in vars(kind))]
 
 
 def find_raw_errors(record: Any) -> Iterator[str]:
@@ -75,6 +81,25 @@ def test_no_member_of_a_plan_with_a_wrong_field_raises_an_error_of_python():
     plans = [*build_wrong_plans()]
     assert len(plans) > 60
     assert not {why for plan in plans for why in find_raw_errors(plan)}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cpu", "cuda-emulated"])
+def test_no_member_of_a_device_plan_with_a_wrong_field_raises_an_error_of_python(kind):
+    one = right_plan(kind).device_plans[0]
+    assert not [*find_raw_errors(one)]
+    device_plans = [*build_wrong_device_plans(one)]
+    assert len(device_plans) > 60
+    assert not {why for each in device_plans for why in find_raw_errors(each)}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda-emulated"])
+def test_the_error_of_a_device_plan_is_a_plan_error_that_names_the_field(kind):
+    one = right_plan(kind).device_plans[0]
+    hollow = dataclasses.replace(one, program=dataclasses.replace(one.program, instructions=None))
+    with pytest.raises(
+        hocket.PlanError, match=r"DevicePlan\.\w+: self: Program.instructions is None at .*; it must be"
+    ):
+        hollow.predict_launches_by_instruction()
 
 
 def test_the_error_names_the_record_and_the_field():

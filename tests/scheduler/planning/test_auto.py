@@ -88,6 +88,18 @@ def test_a_candidate_that_cannot_be_built_is_left_aside_with_its_reason():
     assert "left aside: many, on 4 devices; it cannot be built: stages go back" in taken.reasons
 
 
+def test_a_record_of_the_planner_with_a_wrong_type_is_no_reason_to_leave_a_candidate_aside():
+    """The planner built the record, so hocket is at fault; the error is raised."""
+    one, _ = make_candidate("one", 1, 1.0, 1.0)
+    x = input("x", (1, 4))
+    plan = plan_for_group(Graph({"y": ops.silu(x)}), [find_device("numpy:0")])
+    (device_plan,) = plan.device_plans
+    hollow = replace(device_plan, program=replace(device_plan.program, buffers=None))
+    many = Candidate("many", 4, 0.1, 1.0, 0.0, lambda: replace(plan, device_plans=(hollow,)))
+    with pytest.raises(PlanError, match=r"Program.buffers is None"):
+        choose_plan_with_fewest_missing_bytes([one, many], 1.0)
+
+
 def leaves_only() -> Graph:
     x, s = input("x", (2, 6)), state("s", (2, 6))
     return Graph({"s": s, "turned": ops.transpose(x)}, {s: x})
